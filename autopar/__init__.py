@@ -1,0 +1,1 @@
+"""autopar: an auto-parallelization compiler for PyTorch."""

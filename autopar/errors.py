@@ -1,0 +1,35 @@
+"""The errors that autopar raises. Each message says what was expected, what was found, where, and the remedy."""
+
+from __future__ import annotations
+
+
+class AutoparError(Exception):
+    """Base of every error that autopar raises for its users."""
+
+
+class TraceError(AutoparError, ValueError):
+    """The model cannot be captured as one graph; names the user's source line."""
+
+
+class RuleError(AutoparError, ValueError):
+    """A sharding rule is ill-formed, or does not fit the operator it is registered for."""
+
+
+class PlacementError(AutoparError, ValueError):
+    """A placement or redistribution is not well typed; names the node and its source line."""
+
+
+class PlanError(AutoparError, ValueError):
+    """A plan is malformed, or belongs to another model, mesh or version; names the difference."""
+
+
+class MeshError(AutoparError, ValueError):
+    """A mesh cannot be built, or does not match the processes that run."""
+
+
+class ProfileError(AutoparError, ValueError):
+    """A cost profile is unknown or malformed."""
+
+
+class InfeasibleError(AutoparError, ValueError):
+    """No plan satisfies the constraints; for memory, names the smallest limit that can be met."""
