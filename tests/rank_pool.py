@@ -7,11 +7,13 @@ stopped and started anew for the next job.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -79,6 +81,14 @@ class RankPool:
         for pipe in self._pipes:
             pipe.close()
         self._processes, self._pipes = [], []
+
+
+@cache
+def pool(world: int) -> RankPool:
+    """The pool of `world` ranks of this process, started at the first job."""
+    shared = RankPool(world)
+    atexit.register(shared.stop)
+    return shared
 
 
 def _free_port() -> int:
