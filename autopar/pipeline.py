@@ -65,7 +65,11 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode)
     _check_precision(precision)
     if plan is None:
-        plan = _search(graph, _Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search)), progress)
+        plan = _search(
+            graph,
+            _Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search)),
+            progress,
+        )
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)

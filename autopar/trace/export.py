@@ -83,7 +83,8 @@ def export(
         try:
             program = torch.export.export(target, args, kwargs, strict=False)
             _detach_no_grad_regions(program.graph_module)
-            return program.run_decompositions({})
+            decomposed: ExportedProgram = program.run_decompositions({})
+            return decomposed
         except Exception as error:
             raise _explain(error) from error
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.graph import IDENTITY, Graph, Node, Ref, Scope, common_scope, map_references
+from autopar.ir.graph import IDENTITY, Graph, Node, Ref, common_scope, map_references
 
 
 def share(graph: Graph) -> Graph:

@@ -35,9 +35,7 @@ def storage_options(tensor: Tensor, axes: LogicalMesh, microbatches: int = 1) ->
 
 
 def _fits(shape: tuple[int, ...], placement: Placement, axes: LogicalMesh) -> bool:
-    return all(
-        shape[type_.dim] >= num_shards(placement, type_.dim, axes) for type_ in placement if type_.kind == "S"
-    )
+    return all(shape[type_.dim] >= num_shards(placement, type_.dim, axes) for type_ in placement if type_.kind == "S")
 
 
 def zero_stage(storage: Storage, used: Placement) -> int:
