@@ -99,7 +99,7 @@ class PlannedProgram:
         return folder
 
     def build(self, device_mesh: DeviceMesh | None = None, device: str | None = None) -> Rank:
-        """This rank's nn.Module inside torchrun, holding real shards only, with the model's weights when it has any.
+        """This rank's nn.Module inside torchrun: real shards only, with the model's weights when it has any.
 
         Raises the runtime's WorldError when the number of processes is not the mesh's.
         """

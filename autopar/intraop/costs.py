@@ -83,7 +83,7 @@ class ProfiledCosts:
         return None if route is None else (route.forward_ns, route.backward_ns)
 
     def state_bytes(self, tensor: Tensor, storage: Storage) -> int:
-        """Parameter, gradient and optimizer state as stored; what is gathered and kept counts whole, twice when trained."""
+        """Parameter, gradient and optimizer state as stored; a gathered copy that is kept counts too."""
         kept = math.prod(self._local(tensor.shape, storage.placement))
         if not (tensor.differentiable and self.train):
             return kept * tensor.itemsize

@@ -150,7 +150,8 @@ class _Converter:
                 return name
         found = [f"{name}{list(self.tensors[name].shape)}" for name in outputs]
         raise TraceError(
-            f"expected forward to return a scalar loss that depends on a parameter, found {', '.join(found) or 'none'}; "
+            f"expected forward to return a scalar loss that depends on a parameter, "
+            f"found {', '.join(found) or 'none'}; "
             'pass loss_fn=, or mode="inference"'
         )
 
