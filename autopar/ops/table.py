@@ -112,7 +112,7 @@ def matmul(call: Call) -> list[AxisRule]:
 
 def addmm(call: Call) -> list[AxisRule]:
     """bias + left @ right; the bias is added once, so it is a summand where k is split."""
-    bias = ("n", "m n")[len(call.shape(0)) - 1]
+    bias = ("", "n", "m n")[len(call.shape(0))]
     return Entry(f"{bias}, m k, k n -> m n", "PPR PRP", additive=(0,))(call)
 
 
