@@ -17,7 +17,7 @@ from autopar.ops.table import TABLE, Entry, RuleFunction, find
 Source = Literal["user", "table", "registry", "replicated"]
 _USER: dict[str, RuleFunction] = {}
 _CREATION = ("arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye", "tril_indices", "triu_indices",
-             "linspace", "new_ones", "new_zeros", "new_full", "new_empty", "tril", "triu")  # fmt: skip
+             "linspace", "new_ones", "new_zeros", "new_full", "new_empty")  # fmt: skip
 
 
 def register_rule(op: str, rule: str, partial: str = "", additive: tuple[int, ...] = ()) -> None:
