@@ -70,7 +70,7 @@ def _reduced(call: Call) -> set[int]:
     dims = call.arguments.get("dim")
     if dims is None or dims == ():
         return set(range(rank))
-    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,))}
+    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank}
 
 
 def reduction(call: Call) -> list[AxisRule]:
