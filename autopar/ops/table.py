@@ -70,7 +70,7 @@ def _reduced(call: Call) -> set[int]:
     dims = call.arguments.get("dim")
     if dims is None or dims == ():
         return set(range(rank))
-    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,))}
+    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank}
 
 
 def reduction(call: Call) -> list[AxisRule]:
@@ -112,7 +112,7 @@ def matmul(call: Call) -> list[AxisRule]:
 
 def addmm(call: Call) -> list[AxisRule]:
     """bias + left @ right; the bias is added once, so it is a summand where k is split."""
-    bias = ("n", "m n")[len(call.shape(0)) - 1]
+    bias = ("", "n", "m n")[len(call.shape(0))]
     return Entry(f"{bias}, m k, k n -> m n", "PPR PRP", additive=(0,))(call)
 
 

@@ -101,7 +101,8 @@ class _Converter:
         for name, item in zip(outputs, value if many else [value], strict=True):
             if name is not None:
                 self.rename[name] = name
-                self._add(name, item, differentiable and item.dtype.is_floating_point)
+                continuous = item.dtype.is_floating_point or item.dtype.is_complex
+                self._add(name, item, differentiable and continuous)
         self.nodes.append(made)
 
     def _result_names(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
