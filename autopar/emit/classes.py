@@ -149,7 +149,7 @@ class ClassWriter:
     # forward
 
     def _forward(self, region: Region, number: int) -> list[str]:
-        names = Names(set())
+        names = Names({axis.name for axis in self.plan.axes})
         arguments = [value for value in region.inputs if not self._owned(value, region.path)]
         for value in arguments:
             names.make(value, self._hint(value))

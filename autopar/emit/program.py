@@ -71,10 +71,10 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
         f"{INDENT * 2}super().__init__(mesh)",
     ]
     lines += [f"{INDENT * 2}{line}" for line in writer._init_lines(tree)]
-    names = Names(set())
+    names = Names({axis.name for axis in plan.axes})
     constants = _constants(flat, root, writer, names)
     inputs = [(name, plan.inputs[name]) for name in graph.inputs]
-    body_names = Names(set())
+    body_names = Names({axis.name for axis in plan.axes})
     for value in inputs:
         body_names.make(value, value[0])
     body = []

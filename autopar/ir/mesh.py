@@ -141,7 +141,7 @@ def logical_meshes(mesh: Mesh) -> list[LogicalMesh]:
         if len(outer + inner) <= MAX_AXES
     }
     shapes.add((mesh.num_devices,) if mesh.num_devices > 1 else ())
-    return [make_axes(tuple("xyz"[: len(shape)]), shape) for shape in sorted(shapes, key=lambda s: (len(s), s))]
+    return [make_axes(("d0", "d1", "d2")[: len(shape)], shape) for shape in sorted(shapes, key=lambda s: (len(s), s))]
 
 
 def _factorisations(number: int) -> Iterator[tuple[int, ...]]:
