@@ -130,7 +130,7 @@ class _SplitClasses(torch.autograd.Function):
         losses = (1 - smoothing) * scale * (log_total - sums[1])
         if smoothing:
             mass = num_classes if weight is None else sums[3]
-            losses = losses + smoothing / num_classes * valid * (mass * log_total - sums[2])
+            losses = losses + (mass * log_total - sums[2]) * (smoothing / num_classes)
         return torch.where(valid, losses, 0).to(logits.dtype)
 
     @staticmethod
