@@ -19,6 +19,14 @@ from autopar.ops import has_rules
 _MAX_DEPTH = 4  # decompositions of decompositions
 
 
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return source.to(target.dtype).expand(target.shape)
+
+
+#: what torch neither decomposes nor differentiates: `x[:, 0] = y` leaves a copy
+_OWN: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.copy.default: _copy}
+
+
 def decompose(program: ExportedProgram) -> ExportedProgram:
     """The functional program, in which operators without a rule are taken apart as far as torch knows how."""
     program = program.run_decompositions({})
@@ -33,5 +41,5 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 def _decompositions(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any]]:
     used = {node.target for node in program.graph.nodes if isinstance(node.target, OpOverload)}
     without = [op for op in used if op.namespace == "aten" and not has_rules(op)]
-    known = torch.export.default_decompositions() if without else {}
+    known = {**torch.export.default_decompositions(), **_OWN} if without else {}
     return {op: known[op] for op in without if op in known}
