@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.cost.host import host_profile
 from autopar.cost.profile import Profile, profile_from_json
 from autopar.errors import ProfileError
 
@@ -20,7 +21,7 @@ def load_profile(name: str) -> Profile:
     Raises ProfileError for a name that is unknown or a file that is malformed.
     """
     if name == "cpu":
-        return template_profile()
+        return host_profile()
     if name.endswith(".json"):
         return _read_file(Path(name))
     shipped = _shipped()

@@ -23,6 +23,7 @@ from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.errors import ProfileError
 
 FORMAT = 1
+NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
 
 
 @dataclass(frozen=True)
@@ -141,6 +142,7 @@ class Profile:
     links: Mapping[str, Link]
     collectives: Mapping[tuple[str, str, int], CollectivePoints]
     aliases: tuple[str, ...] = ()
+    ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
     @property
@@ -165,13 +167,16 @@ class Profile:
         """The profile as seen by one of `devices_per_node` ranks on one host.
 
         Differs only where ranks share cores (`facts.cores`) and there are more ranks than cores: then each
-        computes that many times slower.
+        computes that many times slower, has that much less memory, and no core left to communicate meanwhile.
         """
         slowdown = devices_per_node / self.facts.cores if self.facts.cores else 1.0
-        if slowdown <= 1.0:
+        if slowdown <= 1.0 or self.ranks_sharing > 1:
             return self
         if devices_per_node not in self._shared:
-            self._shared[devices_per_node] = replace(self, facts=_slowed(self.facts, slowdown), _shared={})
+            slowed = _slowed(self.facts, slowdown)
+            self._shared[devices_per_node] = replace(
+                self, facts=slowed, ranks_sharing=devices_per_node, _shared={}
+            )
         return self._shared[devices_per_node]
 
     @property
@@ -189,6 +194,8 @@ def _slowed(facts: Facts, slowdown: float) -> Facts:
     view_forward, view_backward = facts.view_ns
     return replace(
         facts,
+        capacity_bytes=max(facts.reserve_bytes + 1, round(facts.capacity_bytes / slowdown)),
+        overlap_slowdown=max(facts.overlap_slowdown, NO_OVERLAP),
         peak_flops={dtype: rate / slowdown for dtype, rate in facts.peak_flops.items()},
         memory_bandwidth=facts.memory_bandwidth / slowdown,
         launch_ns=(round(forward * slowdown), round(backward * slowdown)),

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from autopar.errors import PlanError
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
@@ -92,8 +94,8 @@ class Choice:
 
 
 @dataclass(frozen=True)
-class PlanData:
-    """The fields of a plan; the public `autopar.Plan` adds views of them."""
+class Plan:
+    """A sharding plan for one model and mesh; pure data, see the module's docstring."""
 
     fingerprint: str
     model: str
@@ -114,3 +116,53 @@ class PlanData:
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
     parameters: Mapping[str, str] = field(default_factory=dict)  # tensor's name in the graph -> name in the model
+    scopes: Mapping[str, str] = field(default_factory=dict)  # node -> "module path|operator|source line"
+    blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
+
+    def __str__(self) -> str:
+        from autopar.ir.text import plan_text
+
+        return plan_text(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` of it is equal, and writes the same bytes again."""
+        from autopar.ir.serialization import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads and validates a plan. Raises PlanError naming what is malformed; nothing in it is executed."""
+        from autopar.ir.serialization import from_json
+
+        return from_json(text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan's JSON, whole or not at all."""
+        from autopar.ir.serialization import write_whole
+
+        write_whole(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan from a file; see `from_json`."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"expected a plan file at {path}, found none that can be read: {error}") from error
+        return cls.from_json(text)
+
+    def explain(self, pattern: str) -> str:
+        """Why: the chosen placements of the operators and parameters that match, and what they communicate."""
+        from autopar.ir.text import explain_text
+
+        return explain_text(self, pattern)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between two plans, one line each."""
+        from autopar.ir.text import diff_text
+
+        return diff_text(self, other)
+
+
+PlanData = Plan

@@ -73,13 +73,13 @@ def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
 def all_gather(output: Tensor, shard: Tensor, axis: Axis) -> None:
     """Writes the shards of all ranks of the axis one after the other into `output` (both contiguous)."""
     _count("all_gather", axis, output)
-    _all_gather(_as_bytes(output), _as_bytes(shard), group=axis.group)
+    _all_gather(_flat(output), _flat(shard), group=axis.group)
 
 
 def start_all_gather(output: Tensor, shard: Tensor, axis: Axis) -> Wait:
     """Starts `all_gather`; `output` may be read once the returned function was called."""
     _count("all_gather", axis, output)
-    return _waiter(_all_gather(_as_bytes(output), _as_bytes(shard), group=axis.group, async_op=True))
+    return _waiter(_all_gather(_flat(output), _flat(shard), group=axis.group, async_op=True))
 
 
 def reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> None:
@@ -91,7 +91,7 @@ def start_reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
     """Starts `reduce_scatter`; `output` may be read once the returned function was called."""
     _count("reduce_scatter", axis, buffer)
     if not axis.is_gloo:
-        return _waiter(_reduce_scatter(output, buffer, group=axis.group, async_op=True))
+        return _waiter(_reduce_scatter(_flat(output), _flat(buffer), group=axis.group, async_op=True))
     parts = torch.empty_like(buffer)
     work = dist.all_to_all_single(parts.view(-1), buffer.view(-1), group=axis.group, async_op=True)
     assert work is not None
@@ -106,7 +106,7 @@ def start_reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
 def all_to_all(output: Tensor, buffer: Tensor, axis: Axis) -> None:
     """Sends the k-th of n equal parts of `buffer` to rank k of the axis (both contiguous)."""
     _count("all_to_all", axis, buffer)
-    dist.all_to_all_single(_as_bytes(output).view(-1), _as_bytes(buffer).view(-1), group=axis.group)
+    dist.all_to_all_single(_flat(output), _flat(buffer), group=axis.group)
 
 
 def _sum_parts(output: Tensor, parts: Tensor) -> None:
@@ -117,5 +117,6 @@ def _sum_parts(output: Tensor, parts: Tensor) -> None:
         flat.add_(part)
 
 
-def _as_bytes(buffer: Tensor) -> Tensor:
-    return buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer
+def _flat(buffer: Tensor) -> Tensor:
+    """The contiguous buffer as one row; gloo knows no bool."""
+    return (buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer).view(-1)

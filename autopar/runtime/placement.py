@@ -114,7 +114,7 @@ def conversion_steps(stored: Sequence[Type], used: Sequence[Type]) -> list[Step]
 
 def _next_step(now: list[Type], used: Sequence[Type]) -> Step:
     wanted = [Step(axis, now[axis], used[axis]) for axis in range(len(now)) if now[axis] != used[axis]]
-    possible = [step for step in wanted if _blocker(step, now) is None]
+    possible = [step for step in wanted if _blocker(step, now) is None and not _comes_too_early(step, wanted)]
     if possible:
         return min(possible, key=lambda step: (_cost_class(step), -step.axis))
     blocker = max(axis for step in wanted if (axis := _blocker(step, now)) is not None)
@@ -126,6 +126,12 @@ def _blocker(step: Step, now: list[Type]) -> int | None:
     dims = {kind.dim for kind in (step.source, step.target) if kind.is_shard}
     inner = [axis for axis in range(step.axis + 1, len(now)) if now[axis].is_shard and now[axis].dim in dims]
     return max(inner, default=None)
+
+
+def _comes_too_early(step: Step, wanted: list[Step]) -> bool:
+    """Whether the step would cut a dim that an axis outside its own has yet to cut or join."""
+    outer = [kind for other in wanted if other.axis < step.axis for kind in (other.source, other.target)]
+    return step.target.is_shard and step.target in outer
 
 
 def _cost_class(step: Step) -> int:

@@ -1,0 +1,65 @@
+"""A cost-function network with memory rows: what a Problem becomes once it is reduced.
+
+Variables replace nodes. A variable may stand for several nodes whose strategies determine each other, so
+that it is live over several intervals; `Network.expand` gives back one strategy for each node.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.intraop.problem import Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """Memory that a variable holds over the times [lo, hi), by value, beyond the value that holds least."""
+
+    variable: int
+    lo: int
+    hi: int
+    usages: Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """One node of the problem: strategy `strategies[v]` when `variable` takes value v."""
+
+    variable: int
+    strategies: Int64Array
+
+
+@dataclass(frozen=True, eq=False)
+class Network:
+    """Minimise offset + Σ unary + Σ pairs while the live uses fit in the room left at each time."""
+
+    unary: Sequence[Int64Array]
+    pairs: dict[tuple[int, int], Int64Array]
+    """Costs by (v, w), v < w: |D_v| × |D_w|; `INFINITE` forbids."""
+    uses: Sequence[Use]
+    room_starts: Int64Array
+    """Times, ascending, at which the room changes."""
+    room: Int64Array
+    """What is left for `uses` from each of those times on: the limit less what every choice uses."""
+    members: Sequence[Member]
+
+    @property
+    def num_variables(self) -> int:
+        """The number of variables."""
+        return len(self.unary)
+
+    @property
+    def num_entries(self) -> int:
+        """The number of unary and pair entries: what a solver has to read."""
+        return sum(c.size for c in self.unary) + sum(m.size for m in self.pairs.values())
+
+    def expand(self, values: Sequence[int]) -> tuple[int, ...]:
+        """Returns one strategy for each node of the problem."""
+        return tuple(int(member.strategies[values[member.variable]]) for member in self.members)
+
+    def room_at(self, time: int) -> int:
+        """Returns what is left for the uses at a time."""
+        return int(self.room[np.searchsorted(self.room_starts, time, side="right") - 1])
