@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Literal
 
+import torch
+
 from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Axis, I, P, Placement, R, Type, num_shards
@@ -95,6 +97,13 @@ def _rules(graph: Graph, node: Node) -> Rules:
 def axis_rules(graph: Graph, node: Node) -> tuple[AxisRule, ...]:
     """Every combination of types on one mesh axis under which the node runs locally."""
     return _rules(graph, node).rules
+
+
+def has_rules(op: torch._ops.OpOverload) -> bool:
+    """Whether some source has rules for the operator, or it makes tensors of its own and needs none."""
+    name = str(op)
+    creates = name.split(".")[1] in _CREATION
+    return creates or name in _USER or find(name) is not None or registry.knows(op)
 
 
 def coverage(graph: Graph) -> dict[str, str]:

@@ -12,7 +12,7 @@ also runs over samples of these operators, and those that fail it are in `EXCLUD
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ Found = tuple[tuple[Type | None, ...], tuple[Type | None, ...]]  # operands, res
 #: operator -> the case that failed the property test
 EXCLUDED: dict[str, str] = {
     "aten.linalg_solve_triangular.default": "R, S(0) -> S(0) with a batch of 4: the local operands have batches of 4 and 2",
+    "aten.nll_loss_forward.default": "S(0), S(0) -> P, P is missing for the mean, which needs the global count",
+    "aten.nll_loss2d_forward.default": "S(0), S(0) -> P, P is missing for the mean, which needs the global count",
     "aten.nansum.default": "P -> P: a NaN in one summand hides only that summand",
 }
 
@@ -49,6 +51,16 @@ def rules(call: Call) -> Answer:
     return _CACHE[key]
 
 
+def knows(op: torch._ops.OpOverload) -> bool:
+    """Whether the registry is worth asking about an operator."""
+    if str(op) in EXCLUDED or torch.Tag.nondeterministic_seeded in op.tags:
+        return False
+    try:
+        return _strategies(op) is not None
+    except Exception:  # private code of another project: whatever goes wrong there means "no rule"
+        return False
+
+
 def _key(call: Call) -> Any:
     tensors = [call.tensor(position) for position in range(len(call.node.operands))]
     outputs = tuple(name is None for name in call.node.outputs)
@@ -58,12 +70,12 @@ def _key(call: Call) -> Any:
 
 def _ask(call: Call) -> Answer:
     try:
-        found = _registry(call)
+        strategies = _strategies(overload(call.node.op))
+        if strategies is None:
+            return [], _NO_RULE
+        kept = [rule for found in strategies(call) if (rule := _rule(call, *found)) is not None]
     except Exception as error:  # private code of another project: whatever goes wrong there means "no rule"
         return [], f"DTensor's registry failed with {type(error).__name__}"
-    if found is None:
-        return [], _NO_RULE
-    kept = [rule for operands, results in found if (rule := _rule(call, operands, results)) is not None]
     return list(dict.fromkeys(kept)), "" if kept else "DTensor has no rule for these arguments"
 
 
@@ -85,21 +97,20 @@ def _rule(call: Call, operands: tuple[Type | None, ...], results: tuple[Type | N
     return AxisRule(tuple(types[: len(operands)]), tuple(types[len(operands) :]))
 
 
-def _registry(call: Call) -> Iterator[Found] | None:
+def _strategies(op: torch._ops.OpOverload) -> Callable[[Call], Iterator[Found]] | None:
     from torch.distributed.tensor import DTensor
 
     propagator: Any = DTensor._op_dispatcher.sharding_propagator
-    op = overload(call.node.op)
     if op in propagator.op_to_scalar_shape_adjuster:
         return None  # its arguments hold sizes that the local call would have to change
     if op in propagator.op_single_dim_strategy_funcs:
-        return _single_dim(call, propagator.op_single_dim_strategy_funcs[op].func)
+        return partial(_single_dim, propagator.op_single_dim_strategy_funcs[op].func)
     if op in propagator.op_strategy_funcs:
-        return _op_strategies(call, propagator.op_strategy_funcs[op])
+        return partial(_op_strategies, propagator.op_strategy_funcs[op])
     return None
 
 
-def _single_dim(call: Call, strategy: Callable[..., Any]) -> Iterator[Found]:
+def _single_dim(strategy: Callable[..., Any], call: Call) -> Iterator[Found]:
     metas = iter([_meta(call, position) for position in range(len(call.node.operands))])
     args, kwargs = _arguments(call, lambda _: next(metas))
     for row in strategy(overload(call.node.op), args, kwargs):
@@ -108,7 +119,7 @@ def _single_dim(call: Call, strategy: Callable[..., Any]) -> Iterator[Found]:
         yield types[num_results:], types[:num_results]
 
 
-def _op_strategies(call: Call, strategy: Callable[..., Any]) -> Iterator[Found]:
+def _op_strategies(strategy: Callable[..., Any], call: Call) -> Iterator[Found]:
     from torch.distributed.tensor._op_schema import OpSchema, OpStrategy
 
     for types in dict.fromkeys(_candidates(call)):

@@ -159,3 +159,17 @@ def roll_or_flip(call: Call) -> list[AxisRule]:
     rank = len(call.shape(0))
     moved = {dim % rank for dim in call.arguments["dims"]} or set(range(rank))  # no dims: rolls the flat tensor
     return dim_map([None if dim in moved else dim for dim in range(rank)])
+
+
+def diagonal(call: Call) -> list[AxisRule]:
+    """The two dims that the diagonal runs through become the last one."""
+    rank = len(call.shape(0))
+    gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    return dim_map([*(dim for dim in range(rank) if dim not in gone), None])
+
+
+def unfold(call: Call) -> list[AxisRule]:
+    """Windows along one dim; their contents become the last dim."""
+    rank = len(call.shape(0))
+    cut = call.dim("dimension", rank)
+    return dim_map([*(None if dim == cut else dim for dim in range(rank)), None])

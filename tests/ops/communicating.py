@@ -32,6 +32,8 @@ def mean(case: Case, layout: Layout, operands: list[Shards]) -> list[Shards]:
 def embedding(case: Case, layout: Layout, operands: list[Shards]) -> list[Shards]:
     """Rows that this rank doesn't hold read as zero."""
     arguments = Call(case.graph, case.node).arguments
+    if not axes_with(layout.operands[0], {0}):
+        return run_locally(case, layout, operands)
     num_rows, padding = case.operands[0].shape[0], arguments["padding_idx"]
 
     def look_up(coordinate: Any) -> Tensor:

@@ -73,6 +73,11 @@ def _ignored(targets: Tensor, value: int = -100) -> Tensor:
     return targets.masked_fill(torch.arange(targets.numel()).reshape(targets.shape) % 3 == 1, value)
 
 
+def _cell(gates: int, inputs: int, width: int) -> list[Tensor]:
+    shapes = [(gates * width, inputs), (gates * width, width), (gates * width,), (gates * width,)]
+    return [f(*shape) for shape in shapes]
+
+
 def contractions() -> list[Sample]:
     return [
         exact("linear.default", f(4, 6), f(12, 6)),
@@ -116,6 +121,10 @@ def contractions() -> list[Sample]:
         exact("conv2d.default", f(2, 6, 5, 5), f(12, 6, 3, 3), f(12), [2, 2], [1, 1]),
         exact("conv2d.default", f(4, 6, 4, 4), f(12, 1, 3, 3), f(12), [1, 1], [1, 1], [1, 1], 6),
         exact("conv2d.default", f(4, 12, 4, 4), f(12, 6, 1, 1), f(12), [1, 1], [0, 0], [1, 1], 2),
+        exact("conv_transpose1d.default", f(4, 6, 4), f(6, 12, 3), f(12)),
+        exact("conv_transpose2d.input", f(2, 6, 3, 3), f(6, 4, 2, 2), f(4), [2, 2]),
+        exact("conv_transpose2d.input", f(4, 6, 3, 3), f(6, 2, 2, 2), f(12), [1, 1], [0, 0], [0, 0], 6),
+        exact("conv_transpose3d.input", f(2, 4, 2, 2, 2), f(4, 6, 2, 2, 2)),
         exact("conv3d.default", f(2, 4, 3, 3, 3), f(6, 4, 2, 2, 2), f(6)),
     ]
 
@@ -151,6 +160,8 @@ def normalisations() -> list[Sample]:
         close("layer_norm.default", f(4, 6), [6], f(6)),
         close("layer_norm.default", f(4, 6), [6], None, f(6)),
         close("layer_norm.default", f(4, 2, 6), [2, 6], f(2, 6), f(2, 6)),
+        close("group_norm.default", f(4, 6, 12), 3, f(6), f(6)),
+        close("group_norm.default", f(4, 6, 2, 2), 2),
         close("rms_norm.default", f(4, 6, 12), [12], f(12), 1e-5),
         close("rms_norm.default", f(4, 6), [6]),
         close(batch_norm, f(12, 6), f(6), f(6), *statistics, True, 0.1, 1e-5),
@@ -174,6 +185,10 @@ def normalisations() -> list[Sample]:
         close("embedding.default", f(12, 6), ids(12, 4), -1, True),
         exact("embedding.default", f(12, 6), ids(12)),
         exact("native_dropout.default", f(4, 6), 0.0, True),
+        close("lstm.input", f(4, 3, 2), [f(1, 4, 3), f(1, 4, 3)], _cell(4, 2, 3), True, 1, 0.0, True, False, True),
+        close("gru.input", f(3, 4, 2), f(2, 4, 3), [*_cell(3, 2, 3), *_cell(3, 2, 3)], True, 1, 0.0, True, True, False),
+        close("rnn_tanh.input", f(4, 3, 2), f(1, 4, 3), _cell(1, 2, 3), True, 1, 0.0, True, False, True),
+        close("rnn_relu.input", f(4, 3, 2), f(1, 4, 3), _cell(1, 2, 3), True, 1, 0.0, True, False, True),
         close("softmax.int", f(4, 6, 12), -1),
         close("softmax.int", f(4, 6), 0),
         close("_softmax.default", f(4, 6), 1, False),
@@ -297,8 +312,31 @@ RESHAPES: list[tuple[tuple[int, ...], list[int]]] = [
 
 def pooling() -> list[Sample]:
     return [
+        close("max_pool1d.default", distinct(4, 6, 6), [2]),
+        close("max_pool3d.default", distinct(2, 4, 2, 4, 4), [2, 2, 2]),
+        close("avg_pool1d.default", f(4, 6, 6), [2]),
+        close("avg_pool3d.default", f(2, 4, 2, 4, 4), [2, 2, 2]),
+        close("adaptive_avg_pool1d.default", f(4, 6, 6), [3]),
+        close("adaptive_avg_pool3d.default", f(2, 4, 2, 4, 4), [1, 2, 2]),
+        close("adaptive_max_pool1d.default", distinct(4, 6, 6), [3]),
+        close("adaptive_max_pool2d.default", distinct(4, 6, 4, 4), [2, 2]),
+        close("adaptive_max_pool2d.default", distinct(6, 4, 4), [2, 2]),
+        close("adaptive_max_pool3d.default", distinct(2, 4, 2, 4, 4), [1, 2, 2]),
+        close("upsample_nearest1d.vec", f(4, 6, 2), [4], None),
+        close("upsample_nearest3d.vec", f(2, 4, 2, 2, 2), [4, 4, 4], None),
+        close("upsample_linear1d.vec", f(4, 6, 2), [4], False, None),
+        close("upsample_bilinear2d.vec", f(4, 6, 2, 3), [4, 6], True, None),
+        close("upsample_bicubic2d.vec", f(4, 6, 4, 4), [6, 6], False, None),
+        close("upsample_trilinear3d.vec", f(2, 4, 2, 2, 2), [4, 4, 4], False, None),
+        exact("tril.default", f(4, 6, 6)),
+        exact("triu.default", f(4, 2, 6, 6), 1),
+        exact("diagonal.default", f(4, 6, 6), 0, 1, 2),
+        exact("diagonal.default", f(4, 6, 12), 1, -1, 0),
+        exact("unfold.default", f(4, 12, 6), 1, 4, 2),
+        exact("argsort.default", distinct(4, 12), 1),
         close("max_pool2d.default", f(4, 6, 6, 6), [2, 2]),
         close("max_pool2d.default", f(6, 6, 6), [2, 2]),
+        close("max_pool2d.default", f(6, 4, 8), [2, 2]),
         close("avg_pool2d.default", f(4, 6, 6, 6), [3, 3], [2, 2], [1, 1]),
         close("adaptive_avg_pool2d.default", f(4, 6, 6, 6), [3, 2]),
         close("adaptive_avg_pool2d.default", f(6, 4, 6), [1, 1]),
@@ -416,8 +454,6 @@ def registry_samples() -> list[Sample]:
         exact("scatter_add.default", f(12, 6), 0, ids(12, 4, 6), f(4, 6)),
         close("var_mean.correction", f(4, 6, 12), [1], correction=0, keepdim=True),
         close("std.correction", f(4, 6, 12), [1], correction=1),
-        exact("tril.default", f(4, 6, 6)),
-        exact("triu.default", f(4, 2, 6, 6), 1),
         exact("index.Tensor", f(4, 12), [None, ids(12, 6)]),
         exact("index.Tensor", f(12, 4), [ids(12, 6)]),
         exact("index.Tensor", f(6, 4, 12), [ids(6, 4), ids(4, 4)]),
@@ -428,7 +464,6 @@ def registry_samples() -> list[Sample]:
         exact("index_fill.int_Scalar", f(4, 12), 1, order[:6], 2.0),
         exact("select_scatter.default", f(4, 12, 6), f(4, 6), 1, 3),
         exact("slice_scatter.default", f(4, 12), f(4, 6), 1, 2, 8),
-        exact("diagonal.default", f(4, 6, 6), 0, 1, 2),
         exact("diag_embed.default", f(4, 6)),
         exact("diagonal_scatter.default", f(4, 6, 6), f(4, 6), 0, 1, 2),
         exact("repeat.default", f(4, 6), [2, 1, 3]),
@@ -451,7 +486,6 @@ def registry_samples() -> list[Sample]:
         exact("kthvalue.default", distinct(4, 12), 2, 1),
         exact("mode.default", ids(3, 4, 6), 1),
         exact("sort.stable", distinct(4, 12), stable=True, dim=1),
-        exact("argsort.default", distinct(4, 12), 1),
         exact("bucketize.Tensor", f(4, 12), buffer(6).sort().values),
         exact("histc.default", buffer(4, 12), 4, -4, 4),
         close("convolution.default", f(4, 6, 5), f(4, 6, 3), f(4), [1], [1], [1], False, [0], 1),
@@ -459,13 +493,18 @@ def registry_samples() -> list[Sample]:
         close("native_layer_norm.default", f(4, 6, 12), [12], f(12), f(12), 1e-5),
         close("native_group_norm.default", f(4, 6, 4), f(6), f(6), 4, 6, 4, 2, 1e-5),
         close("_fused_rms_norm.default", f(4, 6, 12), [12], f(12), 1e-5),
+        close("_native_batch_norm_legit.no_stats", f(4, 6, 3), f(6), f(6), True, 0.1, 1e-5),
+        close("_native_batch_norm_legit.no_stats", f(1, 12, 3), None, None, True, 0.1, 1e-5),
+        exact("histc.default", buffer(4, 12), 4),
+        exact("repeat.default", f(4, 6), [1, 1]),
         close("nll_loss_forward.default", f(12, 6), ids(6, 12), None, 1, -100),
+        close("_native_batch_norm_legit.no_stats", f(4, 6, 3), f(6), f(6), True, 0.1, 1e-5),
+        close("_native_batch_norm_legit.no_stats", f(1, 12, 3), None, None, True, 0.1, 1e-5),
+        exact("histc.default", buffer(4, 12), 4),
+        exact("repeat.default", f(4, 6), [1, 1]),
         close("nll_loss_forward.default", f(12, 6), ids(6, 12), None, 0, -100),
         close("nll_loss2d_forward.default", f(4, 6, 2, 4), ids(6, 4, 2, 4), None, 2, -100),
         close("_adaptive_avg_pool2d.default", f(4, 6, 6, 6), [3, 2]),
-        close("adaptive_avg_pool1d.default", f(4, 6, 6), [3]),
-        close("avg_pool1d.default", f(4, 6, 6), [2]),
-        close("avg_pool3d.default", f(2, 4, 2, 4, 4), [2, 2, 2]),
         close("max_pool2d_with_indices.default", distinct(4, 6, 4, 4), [2, 2]),
         close("max_pool3d_with_indices.default", distinct(2, 4, 2, 4, 4), [2, 2, 2]),
         close("upsample_bilinear2d.default", f(4, 6, 2, 3), [4, 6], False),
