@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 def optimizer_of(name: str | None) -> Optimizer:
     """The optimizer's row; None keeps no state. Raises PlanError for an unknown name."""
-    if name is None:
+    if name is None or name == "none":
         return Optimizer(0)
     if name not in OPTIMIZERS:
         known = ", ".join(sorted(OPTIMIZERS))
@@ -67,7 +67,7 @@ def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32"
 
 def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
     """Bytes that one step reads and writes: gradient and parameter read, parameter written, state both."""
-    if name is None:
+    if name is None or name == "none":
         return 0
     return 3 * math.prod(shape) * DTYPE_BYTES[dtype] + 2 * optimizer_state_bytes(name, shape, dtype)
 

@@ -142,6 +142,7 @@ class Profile:
     links: Mapping[str, Link]
     collectives: Mapping[tuple[str, str, int], CollectivePoints]
     aliases: tuple[str, ...] = ()
+    ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
     @property
@@ -169,10 +170,13 @@ class Profile:
         computes that many times slower, has that much less memory, and no core left to communicate meanwhile.
         """
         slowdown = devices_per_node / self.facts.cores if self.facts.cores else 1.0
-        if slowdown <= 1.0:
+        if slowdown <= 1.0 or self.ranks_sharing > 1:
             return self
         if devices_per_node not in self._shared:
-            self._shared[devices_per_node] = replace(self, facts=_slowed(self.facts, slowdown), _shared={})
+            slowed = _slowed(self.facts, slowdown)
+            self._shared[devices_per_node] = replace(
+                self, facts=slowed, ranks_sharing=devices_per_node, _shared={}
+            )
         return self._shared[devices_per_node]
 
     @property
