@@ -112,7 +112,7 @@ def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
         return None, []
     flat = torch.cat([t.reshape(-1) for t in tensors])
     lengths = [t.numel() for t in tensors]
-    return flat, [part.view(t.shape) for part, t in zip(flat.split(lengths), tensors, strict=True)]
+    return flat, [part.view(t.shape) for part, t in zip(flat.split(lengths), tensors, strict=True)]  # type: ignore[no-untyped-call]  # torch's function has no annotations
 
 
 def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -122,7 +122,7 @@ def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor
     lengths = [math.prod(shape) for shape in shapes]
     return [
         part.reshape(matrix.size(0), *shape)
-        for part, shape in zip(matrix.split(lengths, dim=1), shapes, strict=True)
+        for part, shape in zip(matrix.split(lengths, dim=1), shapes, strict=True)  # type: ignore[no-untyped-call]  # torch's function has no annotations
     ]
 
 

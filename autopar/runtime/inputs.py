@@ -72,7 +72,7 @@ def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) 
 
 
 def _chunks(value: Tensor, count: int, dim: int) -> Sequence[Tensor]:
-    return value.split(value.size(dim) // count, dim) if value.size(dim) else [value] * count
+    return value.split(value.size(dim) // count, dim) if value.size(dim) else [value] * count  # type: ignore[no-untyped-call]  # torch's function has no annotations
 
 
 def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, count: int, local: bool) -> None:

@@ -62,7 +62,7 @@ class Rank(nn.Module):
             unit = owner.get(slot)
             if unit is not None and slot in unit.regathered and slot.leaf.requires_grad:
                 done = self._gatherer.gradient_done
-                slot.leaf.register_post_accumulate_grad_hook(lambda leaf, unit=unit, done=done: done(unit))
+                slot.leaf.register_post_accumulate_grad_hook(lambda leaf, unit=unit, done=done: done(unit))  # type: ignore[no-untyped-call]  # torch's function has no annotations
 
     def _register(
         self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]

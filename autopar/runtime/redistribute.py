@@ -128,5 +128,5 @@ class _Redistribute(torch.autograd.Function):
         return result.view_as(result) if result is x else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return TABLE[ctx.kinds][1](ctx.move, grad), None, None, None

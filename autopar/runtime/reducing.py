@@ -91,7 +91,7 @@ class Reducer:
         self._in_flight: list[Journey] = []
         for bucket in self.buckets:
             for slot in bucket.slots:
-                slot.leaf.register_post_accumulate_grad_hook(lambda leaf, bucket=bucket: self._gradient_done(bucket))
+                slot.leaf.register_post_accumulate_grad_hook(lambda leaf, bucket=bucket: self._gradient_done(bucket))  # type: ignore[no-untyped-call]  # torch's function has no annotations
 
     def begin_microbatch(self, is_last: bool) -> None:
         self.is_last_microbatch = is_last

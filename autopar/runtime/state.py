@@ -60,7 +60,7 @@ class State:
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
-        tensors = {name: stored.tensor for name, stored in self.parameters.items()}
+        tensors: dict[str, Tensor] = {name: stored.tensor for name, stored in self.parameters.items()}
         tensors |= {name: stored.tensor for name, stored in self.buffers.items() if stored.declared.persistent}
         full = {name: _whole(tensor) for name, tensor in tensors.items()}
         if cpu_offload:

@@ -134,7 +134,7 @@ class _SplitClasses(torch.autograd.Function):
         return torch.where(valid, losses, 0).to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exponentials, total, here, column, scale, valid, weight = ctx.saved_tensors
         smoothing, num_classes = ctx.smoothing, ctx.num_classes
         grad = torch.where(valid, grad, 0).to(exponentials.dtype)
