@@ -1,7 +1,8 @@
-"""One collective for many tensors. Each function starts it and returns a function that waits and hands out results.
+"""One collective for many tensors. Each function starts it and returns one that waits for the results.
 
-A tensor of LONE_BYTES or more travels alone: where its layout allows, straight from and into place, with no copy.
-Smaller ones are copied into one flat buffer, since a collective has a cost of its own however small it is.
+A tensor of LONE_BYTES or more travels alone: where its layout allows, straight from and into place, with no
+copy. Smaller ones are copied into one flat buffer, since a collective has a cost of its own however small
+it is.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
         return None, []
     flat = torch.cat([t.reshape(-1) for t in tensors])
     lengths = [t.numel() for t in tensors]
-    return flat, [part.view(t.shape) for part, t in zip(flat.split(lengths), tensors, strict=True)]  # type: ignore[no-untyped-call]  # torch's function has no annotations
+    return flat, [part.view(t.shape) for part, t in zip(torch.split(flat, lengths), tensors, strict=True)]
 
 
 def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -122,7 +123,7 @@ def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor
     lengths = [math.prod(shape) for shape in shapes]
     return [
         part.reshape(matrix.size(0), *shape)
-        for part, shape in zip(matrix.split(lengths, dim=1), shapes, strict=True)  # type: ignore[no-untyped-call]  # torch's function has no annotations
+        for part, shape in zip(torch.split(matrix, lengths, dim=1), shapes, strict=True)
     ]
 
 

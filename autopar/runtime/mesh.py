@@ -53,8 +53,9 @@ def make_rank_mesh(
 ) -> RankMesh:
     """Makes this rank's view of a mesh with the given axis sizes.
 
-    Initialises the default process group when more than one rank is asked for and there is none (gloo on CPUs,
-    NCCL on CUDA devices). Raises WorldError when the processes that run are not as many as the axes ask for.
+    Initialises the default process group when more than one rank is asked for and there is none (gloo on
+    CPUs, NCCL on CUDA devices). Raises WorldError when the processes that run are not as many as the axes
+    ask for.
     """
     device = device or _default_device(device_mesh)
     if math.prod(sizes.values()) == 1 and device_mesh is None:
@@ -63,11 +64,15 @@ def make_rank_mesh(
         _check_world(sizes, _start_process_group(device))
         device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     _check_device_mesh(sizes, device_mesh)
-    return RankMesh(tuple(_axis(device_mesh, name, size) for name, size in sizes.items()), device_mesh, device)
+    return RankMesh(
+        tuple(_axis(device_mesh, name, size) for name, size in sizes.items()), device_mesh, device
+    )
 
 
 def _default_device(device_mesh: DeviceMesh | None) -> torch.device:
-    kind = device_mesh.device_type if device_mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    kind = (
+        device_mesh.device_type if device_mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    )
     if kind == "cpu":
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", torch.get_device_module(kind).current_device()))
@@ -99,7 +104,7 @@ def _check_device_mesh(sizes: Mapping[str, int], device_mesh: DeviceMesh) -> Non
     if found != dict(sizes) or tuple(names) != tuple(sizes):
         raise WorldError(
             f"the program needs a DeviceMesh with axes {_show(sizes)}, found {_show(found)} on "
-            f"{device_mesh.size()} ranks; name its dimensions alike (mesh_dim_names), or plan again for that mesh"
+            f"{device_mesh.size()} ranks; name its dimensions alike (mesh_dim_names), or plan again for it"
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from autopar.runtime.errors import ProgramError
 from autopar.runtime.gathering import Gatherer, Unit
 from autopar.runtime.inputs import join_outputs, split_inputs
 from autopar.runtime.mesh import RankMesh, make_rank_mesh
-from autopar.runtime.reducing import Reducer
+from autopar.runtime.reducing import Reducer, on_gradient
 from autopar.runtime.stored import Slot, StoredParameter, slot_names
 
 
@@ -33,7 +34,7 @@ def build(
 
 
 class Rank(nn.Module):
-    """An `nn.Module` whose parameters are DTensors under the names that they have in the single-device model."""
+    """An `nn.Module` whose parameters are DTensors under the single-device model's names."""
 
     def __init__(self, program: Program, mesh: RankMesh) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Rank(nn.Module):
             unit = owner.get(slot)
             if unit is not None and slot in unit.regathered and slot.leaf.requires_grad:
                 done = self._gatherer.gradient_done
-                slot.leaf.register_post_accumulate_grad_hook(lambda leaf, unit=unit, done=done: done(unit))  # type: ignore[no-untyped-call]  # torch's function has no annotations
+                on_gradient(slot.leaf, partial(done, unit))
 
     def _register(
         self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]
@@ -82,10 +83,10 @@ class Rank(nn.Module):
         return self
 
     def train_step(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Tensor:
-        """Runs forward and backward over all microbatches of the global batch, or of this rank's shard if `local`.
+        """Runs forward and backward over the global batch, or over this rank's shard of it if `local`.
 
-        Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then, added
-        to those that they had before.
+        Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then,
+        added to those that they had before.
         """
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
         with torch.enable_grad():
@@ -118,7 +119,9 @@ class Rank(nn.Module):
     def _loss(self, outputs: Any) -> Tensor:
         loss = outputs if isinstance(outputs, Tensor) else outputs[self._program.LOSS_INDEX]
         if loss.dim() != 0:
-            raise ProgramError(f"expected the forward pass to return a scalar loss, found shape {tuple(loss.shape)}")
+            raise ProgramError(
+                f"expected the forward pass to return a scalar loss, found shape {tuple(loss.shape)}"
+            )
         return loss
 
     @torch.no_grad()
@@ -151,26 +154,20 @@ class Rank(nn.Module):
         return state.clip_grad_norm(self._state.parameters, self._mesh, float(max_norm), float(norm_type))
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Tensor]:
-        """Whole parameters and persistent buffers by single-device name, tied names included, on every rank."""
+        """Whole parameters and persistent buffers by single-device name, tied names too, on every rank."""
         return self._state.full(cpu_offload=cpu_offload)
 
     def load_full_state_dict(self, tensors: Mapping[str, Tensor], *, broadcast: bool = False) -> None:
-        """Loads whole tensors by single-device name; with `broadcast`, those of the mesh's first rank everywhere.
+        """Loads whole tensors by single-device name; if `broadcast`, those that the mesh's first rank has.
 
         Raises ProgramError that lists the names that are missing or unexpected and the shapes that differ.
         """
         self._state.load(tensors, broadcast=broadcast)
         forget_constants(self._program)
 
-    def init_from(self, model: nn.Module | Mapping[str, Tensor], *, broadcast: bool = True) -> None:
-        """Starts from a single-device model's weights, or its tensors by name (those it has no use for are left).
-
-        With `broadcast`, the weights that the mesh's first rank has are taken everywhere, whatever the seeds.
-        """
-        if isinstance(model, nn.Module):
-            tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
-        else:
-            tensors = dict(model)
+    def init_from(self, model: nn.Module) -> None:
+        """Starts from a single-device model's weights: those that the mesh's first rank has."""
+        tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
         known = {**self._state.parameters, **self._state.buffers, **self._state.tied}
         self.load_full_state_dict({k: v for k, v in tensors.items() if k in known}, broadcast=broadcast)
 
@@ -188,7 +185,9 @@ def _materialise(
     slots: list[Slot] = []
     for name, holder, attribute in _declared(program):
         if attribute in holder.declared_buffers:
-            buffers[name] = state.make_buffer(name, holder.declared_buffers[attribute], holder, attribute, mesh)
+            buffers[name] = state.make_buffer(
+                name, holder.declared_buffers[attribute], holder, attribute, mesh
+            )
             continue
         declared = holder.declared_parameters[attribute]
         parameters[name] = parameter = StoredParameter(name, declared, mesh)

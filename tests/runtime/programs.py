@@ -1,7 +1,8 @@
 """A small transformer with tied embeddings, and programs as the emitter would write them for it.
 
 One class, `Emitted`, holds the local computation of every plan; a plan is a mesh and the placements of its
-parameters. Tensor parallelism runs over the axis "tp", everything else over "dp" (and "node" where there is one).
+parameters. Tensor parallelism runs over the axis "tp", everything else over "dp" (and "node" where there is
+one).
 """
 
 from __future__ import annotations
@@ -95,7 +96,9 @@ class Plan:
     def batch(self) -> str:
         return " ".join("S(0)" if name in self.batch_axes else "R" for name in self.axes)
 
-    def parameter(self, shape: tuple[int, ...], tp: str = "I->R", dtype: torch.dtype = torch.float32) -> rt.Parameter:
+    def parameter(
+        self, shape: tuple[int, ...], tp: str = "I->R", dtype: torch.dtype = torch.float32
+    ) -> rt.Parameter:
         """`tp`: stored and used type on the axis "tp"; the batch axes follow the ZeRO stage."""
         stored, used = tp.split("->")
         dim = min(self.zero_dim, len(shape) - 1)
@@ -115,7 +118,7 @@ class Plan:
 def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> type[rt.Program]:
     """The program of the model under a plan, as a class to build."""
     has_tp = "tp" in plan.axes
-    column, row, vector = ("S(0)->S(0)", "S(1)->S(1)", "I->R") if has_tp else ("I->R", "I->R", "I->R")
+    column, row = ("S(0)->S(0)", "S(1)->S(1)") if has_tp else ("I->R", "I->R")
 
     def linear(out: int, into: int, kind: str) -> rt.Parameters:
         weight = {"column": column, "row": row}[kind]
@@ -126,7 +129,8 @@ def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> typ
 
     def norm() -> rt.Parameters:
         return rt.Parameters(
-            weight=plan.parameter((sizes.width,), "I->I", dtype), bias=plan.parameter((sizes.width,), "I->I", dtype)
+            weight=plan.parameter((sizes.width,), "I->I", dtype),
+            bias=plan.parameter((sizes.width,), "I->I", dtype),
         )
 
     class EmittedAttention(rt.Block):
@@ -156,7 +160,9 @@ def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> typ
                 .transpose(1, 2)
                 for p in (a.query, a.key, a.value)
             )
-            mixed = aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True).transpose(1, 2).flatten(2)
+            mixed = (
+                aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True).transpose(1, 2).flatten(2)
+            )
             x = x + self.leave(aten.linear.default(mixed, a.output.weight)) + a.output.bias
             h = self.enter(aten.layer_norm.default(x, width, self.norm_2.weight, self.norm_2.bias))
             h = aten.gelu.default(aten.linear.default(h, self.up.weight, self.up.bias))
@@ -173,7 +179,8 @@ def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> typ
         MICROBATCHES = plan.microbatches
         TIED = {"head.weight": "token.weight"}  # noqa: RUF012
         INPUTS = tuple(
-            rt.Input(name, (sizes.batch, sizes.length), torch.int64, plan.batch, 0) for name in ("tokens", "labels")
+            rt.Input(name, (sizes.batch, sizes.length), torch.int64, plan.batch, 0)
+            for name in ("tokens", "labels")
         )
 
         def __init__(self, mesh: rt.RankMesh) -> None:

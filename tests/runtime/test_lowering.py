@@ -30,7 +30,9 @@ def check(found: Tensor | None, whole: Tensor | None, placement: str, mesh: rt.R
 
 CROSS_ENTROPY = [
     {"ignore_index": ignore, "reduction": reduction, "label_smoothing": smoothing, "weighted": weighted}
-    for ignore, reduction, smoothing, weighted in product((-100, 2), ("mean", "sum", "none"), (0.0, 0.1), (False, True))
+    for ignore, reduction, smoothing, weighted in product(
+        (-100, 2), ("mean", "sum", "none"), (0.0, 0.1), (False, True)
+    )
 ]
 
 
@@ -47,7 +49,11 @@ def cross_entropies(rank: int, world: int, sizes: dict[str, int], shape: tuple[i
     rows = " ".join("S(0)" if axis in samples else "R" for axis in mesh.axes)
     for options in CROSS_ENTROPY:
         options = dict(options)
-        weight = torch.rand(shape[1], generator=generator, dtype=torch.float64) if options.pop("weighted") else None
+        weight = (
+            torch.rand(shape[1], generator=generator, dtype=torch.float64)
+            if options.pop("weighted")
+            else None
+        )
         whole = logits.clone().requires_grad_()
         expected = F.cross_entropy(whole, target, weight, **options)
         upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
@@ -78,7 +84,9 @@ def cross_entropies(rank: int, world: int, sizes: dict[str, int], shape: tuple[i
         ({"tp_outer": 2, "tp": 2}, (4, 7)),
     ],
 )
-def test_cross_entropy(rank_pool: Callable[[int], RankPool], sizes: dict[str, int], shape: tuple[int, ...]) -> None:
+def test_cross_entropy(
+    rank_pool: Callable[[int], RankPool], sizes: dict[str, int], shape: tuple[int, ...]
+) -> None:
     rank_pool(int(torch.tensor(list(sizes.values())).prod())).run(cross_entropies, sizes, shape)
 
 
@@ -115,7 +123,11 @@ def test_cross_entropy_in_bf16(rank_pool: Callable[[int], RankPool]) -> None:
 def embeddings(rank: int, world: int) -> None:
     mesh = rt.make_rank_mesh({"a": 2, "b": 2})
     generator = torch.Generator().manual_seed(0)
-    for rows, axes, placement in ((7, mesh.axes, "S(0) S(0)"), (8, (mesh["b"],), "R S(0)"), (3, mesh.axes, "S(0) S(0)")):
+    for rows, axes, placement in (
+        (7, mesh.axes, "S(0) S(0)"),
+        (8, (mesh["b"],), "R S(0)"),
+        (3, mesh.axes, "S(0) S(0)"),
+    ):
         for padding in (-1, 1):
             whole = torch.randint(-9, 9, (rows, 5), generator=generator).double().requires_grad_()
             ids = torch.randint(rows, (4, 3), generator=generator)
@@ -143,7 +155,11 @@ def batch_norms(rank: int, world: int) -> None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     for training in (True, False):
-        whole, weight, bias = draw(7, 3, 2).requires_grad_(), draw(3).requires_grad_(), draw(3).requires_grad_()
+        whole, weight, bias = (
+            draw(7, 3, 2).requires_grad_(),
+            draw(3).requires_grad_(),
+            draw(3).requires_grad_(),
+        )
         running = draw(3), draw(3).abs()
         expected_running = running[0].clone(), running[1].clone()
         expected = F.batch_norm(whole, *expected_running, weight, bias, training, 0.3, 1e-5)
