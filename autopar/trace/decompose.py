@@ -34,7 +34,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
         table = _decompositions(program)
         if not table:
             break
-        program = program.run_decompositions(table)  # type: ignore[arg-type]
+        program = program.run_decompositions(table)
     return program
 
 
