@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node, Ref, Tensor, references
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(name: str) -> torch._ops.OpOverload:
     """The torch operator of a dotted name such as "aten.linear.default"."""
     namespace, packet, variant = name.split(".", 2)
