@@ -85,9 +85,7 @@ class Parameters(nn.Module):
         late = self.__dict__.get("late_tensors", {}).get(name)
         if late is not None:
             return late()
-        if name in self.__dict__.get("declared_parameters", ()) or name in self.__dict__.get(
-            "declared_buffers", ()
-        ):
+        if name in self.__dict__.get("declared_parameters", ()) or name in self.__dict__.get("declared_buffers", ()):
             raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
         return super().__getattr__(name)
 

@@ -64,15 +64,11 @@ def make_rank_mesh(
         _check_world(sizes, _start_process_group(device))
         device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     _check_device_mesh(sizes, device_mesh)
-    return RankMesh(
-        tuple(_axis(device_mesh, name, size) for name, size in sizes.items()), device_mesh, device
-    )
+    return RankMesh(tuple(_axis(device_mesh, name, size) for name, size in sizes.items()), device_mesh, device)
 
 
 def _default_device(device_mesh: DeviceMesh | None) -> torch.device:
-    kind = (
-        device_mesh.device_type if device_mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
-    )
+    kind = device_mesh.device_type if device_mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", torch.get_device_module(kind).current_device()))

@@ -65,9 +65,7 @@ class Rank(nn.Module):
                 done = self._gatherer.gradient_done
                 on_gradient(slot.leaf, partial(done, unit))
 
-    def _register(
-        self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]
-    ) -> None:
+    def _register(self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]) -> None:
         for name, parameter in parameters.items():
             owner, _, last = name.rpartition(".")
             _submodule(self, owner).register_parameter(last, parameter.tensor)
@@ -119,9 +117,7 @@ class Rank(nn.Module):
     def _loss(self, outputs: Any) -> Tensor:
         loss = outputs if isinstance(outputs, Tensor) else outputs[self._program.LOSS_INDEX]
         if loss.dim() != 0:
-            raise ProgramError(
-                f"expected the forward pass to return a scalar loss, found shape {tuple(loss.shape)}"
-            )
+            raise ProgramError(f"expected the forward pass to return a scalar loss, found shape {tuple(loss.shape)}")
         return loss
 
     @torch.no_grad()
@@ -165,9 +161,15 @@ class Rank(nn.Module):
         self._state.load(tensors, broadcast=broadcast)
         forget_constants(self._program)
 
-    def init_from(self, model: nn.Module) -> None:
-        """Starts from a single-device model's weights: those that the mesh's first rank has."""
-        tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
+    def init_from(self, model: nn.Module | Mapping[str, Tensor], *, broadcast: bool = True) -> None:
+        """Starts from a single-device model's weights, or its tensors by name (those it has no use for are left).
+
+        With `broadcast`, the weights that the mesh's first rank has are taken everywhere, whatever the seeds.
+        """
+        if isinstance(model, nn.Module):
+            tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
+        else:
+            tensors = dict(model)
         known = {**self._state.parameters, **self._state.buffers, **self._state.tied}
         self.load_full_state_dict({k: v for k, v in tensors.items() if k in known}, broadcast=broadcast)
 
@@ -185,9 +187,7 @@ def _materialise(
     slots: list[Slot] = []
     for name, holder, attribute in _declared(program):
         if attribute in holder.declared_buffers:
-            buffers[name] = state.make_buffer(
-                name, holder.declared_buffers[attribute], holder, attribute, mesh
-            )
+            buffers[name] = state.make_buffer(name, holder.declared_buffers[attribute], holder, attribute, mesh)
             continue
         declared = holder.declared_parameters[attribute]
         parameters[name] = parameter = StoredParameter(name, declared, mesh)
