@@ -368,7 +368,8 @@ TABLE: dict[str, RuleFunction] = {
 _LIKE = ("ones_like", "zeros_like", "full_like", "empty_like")
 #: pointwise for our purpose, though torch does not tag them so
 _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.default", "aten.masked_fill.Scalar",
-              "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor"}  # fmt: skip
+              "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor",
+              "aten.polar.default", "aten.complex.default"}  # fmt: skip
 
 
 def find(op: str) -> RuleFunction | None:
