@@ -31,6 +31,7 @@ from autopar.ir.plan import Storage
 
 Matrix = npt.NDArray[np.int64]
 SOFT_PENALTY_NS = 10**12
+NO_PATH_NS = 10**15  # the price of a redistribution that does not exist
 
 
 class Costs(Protocol):
@@ -253,7 +254,7 @@ class _Builder:
 
 
 def _priced(cost: int | None) -> int:
-    return 10**15 if cost is None else cost
+    return NO_PATH_NS if cost is None else cost
 
 
 def _distinct(values: list[Any]) -> tuple[list[Any], list[int]]:

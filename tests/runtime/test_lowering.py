@@ -102,9 +102,7 @@ def low_precision(rank: int, world: int) -> None:
     logits = (torch.randn(64, 512, generator=generator) * 4).bfloat16()
     target = torch.randint(512, (64,), generator=generator)
     exact = F.cross_entropy(logits.double(), target, reduction="sum")
-    loss = rt.cross_entropy(
-        part(logits, "S(1)", mesh), target, class_axes=mesh.axes, num_classes=512, reduction="sum"
-    )
+    loss = rt.cross_entropy(part(logits, "S(1)", mesh), target, class_axes=mesh.axes, num_classes=512, reduction="sum")
     assert abs(loss.double() - exact) <= 2 * 2**-8 * exact
 
 
@@ -115,7 +113,11 @@ def test_cross_entropy_in_bf16(rank_pool: Callable[[int], RankPool]) -> None:
 def embeddings(rank: int, world: int) -> None:
     mesh = rt.make_rank_mesh({"a": 2, "b": 2})
     generator = torch.Generator().manual_seed(0)
-    for rows, axes, placement in ((7, mesh.axes, "S(0) S(0)"), (8, (mesh["b"],), "R S(0)"), (3, mesh.axes, "S(0) S(0)")):
+    for rows, axes, placement in (
+        (7, mesh.axes, "S(0) S(0)"),
+        (8, (mesh["b"],), "R S(0)"),
+        (3, mesh.axes, "S(0) S(0)"),
+    ):
         for padding in (-1, 1):
             whole = torch.randint(-9, 9, (rows, 5), generator=generator).double().requires_grad_()
             ids = torch.randint(rows, (4, 3), generator=generator)
@@ -143,7 +145,11 @@ def batch_norms(rank: int, world: int) -> None:
         return torch.randn(shape, generator=generator, dtype=torch.float64)
 
     for training in (True, False):
-        whole, weight, bias = draw(7, 3, 2).requires_grad_(), draw(3).requires_grad_(), draw(3).requires_grad_()
+        whole, weight, bias = (
+            draw(7, 3, 2).requires_grad_(),
+            draw(3).requires_grad_(),
+            draw(3).requires_grad_(),
+        )
         running = draw(3), draw(3).abs()
         expected_running = running[0].clone(), running[1].clone()
         expected = F.batch_norm(whole, *expected_running, weight, bias, training, 0.3, 1e-5)
