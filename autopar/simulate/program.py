@@ -2,8 +2,8 @@
 
 `lower` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
 A *value* is a tensor in one placement. A *slot* is a stored tensor in the placement that operators use it in,
-converted once a step or around each use. *Storage* is memory: views and free conversions
-share their base's.
+converted once a step or around each use. *Storage* is memory: views and
+free conversions share their base's.
 """
 
 from __future__ import annotations
@@ -209,8 +209,8 @@ class _Lowering:
             return ()
         if (tensor, target) not in self.steps:
             raise PlanError(
-                f"expected a redistribution of {tensor!r} from {format_placement(self.placements[tensor])} to "
-                f"{format_placement(target)}, found none; verify the plan"
+                f"expected a redistribution of {tensor!r} from {format_placement(self.placements[tensor])} "
+                f"to {format_placement(target)}, found none; verify the plan"
             )
         return self.steps[tensor, target]
 

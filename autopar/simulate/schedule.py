@@ -2,7 +2,8 @@
 
 Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the
 unit before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon
-as its last gradient is there. Compute waits for the conversions that it reads; collectives on one link level queue.
+as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
+link level queue.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ class Timeline:
     """One training step (or inference batch) of each simulated rank.
 
     `exposed` says by kind of communication how long compute stood still for it; `memory` is the number of
-    bytes after each change, of the first device; `comm_bytes` is what a rank hands to each collective in a step.
+    bytes after each change; `comm_bytes` is what a rank hands to each collective in a step.
     """
 
     events: tuple[Event, ...]
