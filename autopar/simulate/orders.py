@@ -14,8 +14,9 @@ from autopar.simulate.program import Bucket, Program, Slot
 class Orders:
     """Items are meant by their number in forward order; the backward pass visits them in reverse.
 
-    `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets complete after it; `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a
-    leaf's gradient of earlier microbatches.
+    `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets complete after it;
+    `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
+    gradient of earlier microbatches.
     """
 
     visits: list[int] = field(default_factory=list)  # units in forward order, without the program's own
