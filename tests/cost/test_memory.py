@@ -41,10 +41,12 @@ class Gated(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.start = nn.Linear(16, 16)
         self.gate, self.up = nn.Linear(16, 32, bias=False), nn.Linear(16, 32, bias=False)
         self.scale = nn.Parameter(torch.ones(16))
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.start(x)
         normal = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
         return torch.einsum("bd,be->de", F.silu(self.gate(normal)) * self.up(normal), x.exp()).tanh().sum()
 
@@ -84,7 +86,7 @@ def gpt_case() -> tuple[nn.Module, tuple[Tensor, ...]]:
 CASES = {
     "gpt": gpt_case,
     "convolutional": lambda: (Convolutional(), (torch.randn(4, 3, 16, 16), torch.zeros(4, dtype=torch.long))),
-    "gated": lambda: (Gated(), (torch.randn(64, 16, requires_grad=True),)),
+    "gated": lambda: (Gated(), (torch.randn(64, 16),)),
 }
 
 
