@@ -23,7 +23,7 @@ from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan
 from autopar.ops import admits, coverage
 from autopar.program import PlannedProgram, model_state
-from autopar.simulate import predict, simulate
+from autopar.simulate import predict, simulate, traffic
 from autopar.template import template_axes, template_constraints
 from autopar.trace import Blocks, find_blocks, trace
 from autopar.zero import storage_options
@@ -65,7 +65,11 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode)
     _check_precision(precision)
     if plan is None:
-        plan = _search(graph, _Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search)), progress)
+        plan = _search(
+            graph,
+            _Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search)),
+            progress,
+        )
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)
@@ -196,6 +200,7 @@ def _plan_on(graph: Graph, blocks: Blocks, axes: LogicalMesh, request: _Request,
             raise _does_not_fit(error, limit, smallest) from error
         plan = replace(plan, memory_limit=limit)
         plan = replace(plan, predicted=predict(simulate(graph, plan, profile)))
+        plan = replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
         peak = plan.predicted.peak_bytes
         if peak <= limit:
             return plan

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.serialization import write_whole
@@ -24,6 +26,8 @@ _TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {w
 
 Replace `batches()` by your data: each item is one global batch, the same on every rank.
 """
+
+from pathlib import Path
 
 import torch
 
@@ -45,7 +49,12 @@ def batches(steps: int):
 def main(steps: int = 10) -> None:
     torch.manual_seed(0)
     rank = rt.build(program.Program)
-    rank.initialize()
+    weights = Path(__file__).with_name("weights.pt")
+    if weights.exists():
+        rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
+    else:  # planned from a meta model: random matrices, everything else one
+        for parameter in rank.parameters():
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
     optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
     for step, batch in enumerate(batches(steps)):
         optimizer.zero_grad()
@@ -78,15 +87,19 @@ class PlannedProgram:
         return {name: " ".join(map(str, placement)) for name, placement in self.plan.inputs.items()}
 
     def save(self, folder: str | Path) -> Path:
-        """Writes program.py, plan.json and train.py, each whole or not at all; returns the folder."""
+        """Writes program.py, plan.json, train.py and the model's weights, each whole or not at all."""
         folder = Path(folder)
         write_whole(folder / "program.py", self.source)
         write_whole(folder / "plan.json", self.plan.to_json())
         write_whole(folder / "train.py", _TRAIN.format(world=self.plan.mesh.num_devices))
+        if self._state is not None:
+            part = folder / "weights.pt.part"
+            torch.save(dict(self._state), part)
+            part.replace(folder / "weights.pt")
         return folder
 
     def build(self, device_mesh: DeviceMesh | None = None, device: str | None = None) -> Rank:
-        """This rank's nn.Module inside torchrun, holding real shards only, with the model's weights when it has any.
+        """This rank's nn.Module inside torchrun: real shards only, with the model's weights when it has any.
 
         Raises the runtime's WorldError when the number of processes is not the mesh's.
         """
@@ -94,7 +107,7 @@ class PlannedProgram:
 
         rank = runtime.build(load_source(self.source).Program, device_mesh, device=device)
         if self._state is not None:
-            rank.load_full_state_dict(self._state, strict=False)
+            rank.init_from(self._state, broadcast=False)
         return rank
 
 

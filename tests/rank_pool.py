@@ -1,8 +1,8 @@
 """A pool of gloo ranks that lives as long as the test session: starting takes seconds, a job milliseconds.
 
-A job is a module-level function `fn(rank, world, *args)`, found by module path on the ranks; its results come back
-as a list by rank. When ranks fail, the first traceback is raised here; when one does not answer in time, the pool is
-stopped and started anew for the next job.
+A job is a module-level function `fn(rank, world, *args)`, found by module path on the ranks; its results
+come back as a list by rank. When ranks fail, the first traceback is raised here; when one does not answer
+in time, the pool is stopped and started anew for the next job.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RankPool:
             self._pipes.append(ours)
 
     def _collect(self) -> list[tuple[bool, Any]]:
-        """Waits for all ranks; once one has failed, the others get a second, for they may wait for it in vain."""
+        """Waits for all ranks; once one has failed, the others get a second: they may wait for it in vain."""
         results: dict[int, tuple[bool, Any]] = {}
         patience = self.timeout_s
         while len(results) < self.world:
@@ -100,7 +100,11 @@ def _free_port() -> int:
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank)
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
     )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))

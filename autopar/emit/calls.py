@@ -37,7 +37,8 @@ class CallWriter:
     def _plain(self, statement: Operate, names: list[str]) -> str:
         node = statement.node
         shapes = tuple(
-            local_shape(self.graph.tensors[name].shape, placement, self.plan.axes) for name, placement in statement.makes
+            local_shape(self.graph.tensors[name].shape, placement, self.plan.axes)
+            for name, placement in statement.makes
         )
         args, kwargs = local_arguments(self.graph, node, shapes)
         remaining = iter(names)

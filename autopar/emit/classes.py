@@ -49,6 +49,9 @@ class ClassWriter:
         self.counts: dict[str, int] = {}
         self.made: dict[int, Made] = {}  # by id of the region
         self.class_of: dict[str, str] = {}  # module path -> class
+        self.lists: set[str] = set()  # containers that are emitted as an nn.ModuleList
+        self.container_sizes: dict[str, int] = {}
+        self.escaping: set[Value] = set()  # values that the whole program leaves
 
     # placements and declarations
 
@@ -96,7 +99,10 @@ class ClassWriter:
         """Writes the classes of a module that has regions, innermost first; returns the class's name."""
         for child in _with_regions(module):
             self.write_module(child, child.regions[0].class_name)
-        lines = [f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:", f"{INDENT * 2}super().__init__(mesh)"]
+        lines = [
+            f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
+            f"{INDENT * 2}super().__init__(mesh)",
+        ]
         lines += [f"{INDENT * 2}{line}" for line in self._init_lines(module)]
         for number, region in enumerate(module.regions):
             lines += ["", *self._forward(region, number)]
@@ -143,7 +149,7 @@ class ClassWriter:
     # forward
 
     def _forward(self, region: Region, number: int) -> list[str]:
-        names = Names(set())
+        names = Names({axis.name for axis in self.plan.axes})
         arguments = [value for value in region.inputs if not self._owned(value, region.path)]
         for value in arguments:
             names.make(value, self._hint(value))
@@ -171,7 +177,9 @@ class ClassWriter:
             if isinstance(item, Region):
                 count = self._loop_length(items[position:])
                 if count > 1:
-                    lines += self._loop([r for r in items[position : position + count] if isinstance(r, Region)], path, names)
+                    lines += self._loop(
+                        [r for r in items[position : position + count] if isinstance(r, Region)], path, names
+                    )
                     position += count
                     continue
                 lines.append(self._call_block(item, path, names))
@@ -199,16 +207,16 @@ class ClassWriter:
         relative = full[len(path) + 1 :] if path else full
         text = "self"
         for part in relative.split("."):
-            text += f'["{part}"]' if part.isdigit() and not self._is_list(stored, part) else (
-                f"[{part}]" if part.isdigit() else f".{part}"
+            text += (
+                f'["{part}"]'
+                if part.isdigit() and not self._is_list(stored, part)
+                else (f"[{part}]" if part.isdigit() else f".{part}")
             )
         return text
 
     def _is_list(self, stored: Stored, part: str) -> bool:
         container = stored.name.split(".")[: stored.name.split(".").index(part)]
         return ".".join(container) in self.lists
-
-    lists: set[str] = set()
 
     def _operate(self, item: Operate, path: str, names: Names) -> str:
         call = self.calls.write(item, [self.read(value, path, names) for value in item.reads])
@@ -231,7 +239,11 @@ class ClassWriter:
             axis = self.plan.axes[step.axis]
             forward, backward = transfer_bytes(tensor.shape, tensor.itemsize, placement, self.plan.axes, step)
             if axis.name == MICROBATCH:
-                text = f"rt.microbatch({current}, {step.after.dim}, self.microbatch, {axis.size})" if step.after.kind == "S" else current
+                text = (
+                    f"rt.microbatch({current}, {step.after.dim}, self.microbatch, {axis.size})"
+                    if step.after.kind == "S"
+                    else current
+                )
             else:
                 text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}")'
             note = self._note(step.transfers, forward, backward, tensor.differentiable)
@@ -244,7 +256,10 @@ class ClassWriter:
 
     def _note(self, transfers: object, forward: int, backward: int, differentiable: bool) -> str:
         first, second = (t.collective for t in transfers)  # type: ignore[attr-defined]
-        parts = [f"{first} {forward:,} B" if first else "", f"backward {second} {backward:,} B" if second and differentiable else ""]
+        parts = [
+            f"{first} {forward:,} B" if first else "",
+            f"backward {second} {backward:,} B" if second and differentiable else "",
+        ]
         note = "; ".join(part for part in parts if part)
         return f"  # {note}" if note else ""
 
@@ -278,8 +293,6 @@ class ClassWriter:
         whole = self.container_sizes.get(container) == count
         return count if whole and self._only_last_escapes(items[:count]) else 1
 
-    container_sizes: dict[str, int] = {}
-
     def _feeds(self, before: Region, region: Region, first: Region) -> bool:
         previous, own, start = self.made[id(before)], self.made[id(region)], self.made[id(first)]
         if len(own.outputs) != len(start.outputs) or len(own.inputs) != len(start.inputs):
@@ -289,15 +302,15 @@ class ClassWriter:
 
     def _only_last_escapes(self, regions: list[Statement | Region]) -> bool:
         blocks = [self.made[id(region)] for region in regions]
-        carried = [p for p in range(len(blocks[0].inputs)) if len(blocks) > 1 and blocks[1].inputs[p] != blocks[0].inputs[p]]
+        carried = [
+            p for p in range(len(blocks[0].inputs)) if len(blocks) > 1 and blocks[1].inputs[p] != blocks[0].inputs[p]
+        ]
         same = all(
             [p for p in range(len(b.inputs)) if b.inputs[p] != blocks[0].inputs[p]] == carried for b in blocks[1:]
         )
         made = {value for block in blocks[:-1] for value in block.outputs}
         read_later = {value for block in blocks for p, value in enumerate(block.inputs) if p not in carried}
         return same and not made & read_later and len(carried) == len(blocks[0].outputs) and not made & self.escaping
-
-    escaping: set[Value] = set()
 
     def _loop(self, regions: list[Region], path: str, names: Names) -> list[str]:
         first, second, last = (self.made[id(r)] for r in (regions[0], regions[1], regions[-1]))
@@ -308,10 +321,8 @@ class ClassWriter:
             name = names.make(value, self._hint(value))
             targets.append(name)
             lines.append(f"{INDENT * 2}{name} = {self.read(first.inputs[position], path, names)}")
-        inside = {position: name for position, name in zip(carried, targets, strict=True)}
-        arguments = ", ".join(
-            inside.get(p) or self.read(value, path, names) for p, value in enumerate(first.inputs)
-        )
+        inside = dict(zip(carried, targets, strict=True))
+        arguments = ", ".join(inside.get(p) or self.read(value, path, names) for p, value in enumerate(first.inputs))
         container = regions[0].path.rpartition(".")[0]
         relative = container[len(path) + 1 :] if path else container
         lines.append(f"{INDENT * 2}for block in self{_access(relative)}:")

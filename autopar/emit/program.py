@@ -51,8 +51,12 @@ def emit(graph: Graph, plan: PlanData) -> str:
 
 def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Module, writer: ClassWriter) -> str:
     real = [axis for axis in plan.axes if axis.name != MICROBATCH]
-    lines = ["class Program(rt.Program):", f'{INDENT}"""{graph.model_name}: the whole program of one rank."""', ""]
-    lines.append(f"{INDENT}AXES = {({axis.name: axis.size for axis in real})!r}")
+    lines = [
+        "class Program(rt.Program):",
+        f'{INDENT}"""{graph.model_name}: the whole program of one rank."""',
+        "",
+    ]
+    lines.append(f"{INDENT}AXES = { ({axis.name: axis.size for axis in real})!r}")
     lines.append(f"{INDENT}MICROBATCHES = {plan.microbatches}")
     lines.append(f"{INDENT}INPUTS = (")
     for name in graph.inputs:
@@ -62,12 +66,15 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
         extra = "" if cut is None else f", microbatch_dim={cut}"
         lines.append(f"{INDENT * 2}rt.Input({name!r}, {tensor.shape}, torch.{tensor.dtype}, {placement!r}{extra}),")
     lines += [f"{INDENT})", f"{INDENT}TIED = {dict(graph.tied)!r}", ""]
-    lines += [f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:", f"{INDENT * 2}super().__init__(mesh)"]
+    lines += [
+        f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
+        f"{INDENT * 2}super().__init__(mesh)",
+    ]
     lines += [f"{INDENT * 2}{line}" for line in writer._init_lines(tree)]
-    names = Names(set())
+    names = Names({axis.name for axis in plan.axes})
     constants = _constants(flat, root, writer, names)
     inputs = [(name, plan.inputs[name]) for name in graph.inputs]
-    body_names = Names(set())
+    body_names = Names({axis.name for axis in plan.axes})
     for value in inputs:
         body_names.make(value, value[0])
     body = []
@@ -94,7 +101,12 @@ def _constants(flat: Flat, root: Region, writer: ClassWriter, names: Names) -> t
     body = writer.body(flat.constants, "", names)
     axes = [axis.name for axis in writer.plan.axes if axis.name != MICROBATCH]
     returned = ", ".join(names[value] for value in wanted)
-    lines = [f"{INDENT}@rt.computed_once", f"{INDENT}def constants(self):", *writer.axis_lines(body, axes), *body]
+    lines = [
+        f"{INDENT}@rt.computed_once",
+        f"{INDENT}def constants(self):",
+        *writer.axis_lines(body, axes),
+        *body,
+    ]
     return [*lines, f"{INDENT * 2}return ({returned},)"], wanted
 
 
@@ -133,7 +145,11 @@ def _containers(module: Module) -> dict[str, int]:
 def _lists(module: Module) -> set[str]:
     """Containers that are emitted as an nn.ModuleList: children 0, 1, 2, … and nothing else."""
     children = list(module.children)
-    own = {module.path} if children and children == [str(i) for i in range(len(children))] and not module.stored else set()
+    own = (
+        {module.path}
+        if children and children == [str(i) for i in range(len(children))] and not module.stored
+        else set()
+    )
     return own.union(*(_lists(child) for child in module.children.values()))
 
 

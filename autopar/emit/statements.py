@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.ir.graph import Graph, Node, Scope
+from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
 from autopar.ir.plan import PlanData, Redistribute
 from autopar.ir.verifier import output_placement
-from autopar.trace.share import IDENTITY
 
 Value = tuple[str, Placement]
 
@@ -117,16 +116,7 @@ class _Flattener:
         for node in self.graph.nodes:
             for value in zip(node.operands, self.plan.nodes[node.name].operands, strict=True):
                 readers.setdefault(value, []).append(node.scope)
-        return {value: _common(scopes) for value, scopes in readers.items()}
-
-
-def _common(scopes: list[Scope]) -> Scope:
-    shared = []
-    for level in zip(*(scope.path for scope in scopes), strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return Scope(tuple(shared))
+        return {value: common_scope(scopes) for value, scopes in readers.items()}
 
 
 def _constant_tensors(graph: Graph) -> set[str]:

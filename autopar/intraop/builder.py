@@ -31,6 +31,7 @@ from autopar.ir.plan import Storage
 
 Matrix = npt.NDArray[np.int64]
 SOFT_PENALTY_NS = 10**12
+NO_PATH_NS = 10**15  # the price of a redistribution that does not exist
 
 
 class Costs(Protocol):
@@ -137,12 +138,8 @@ class _Builder:
     def _storages(self, stored: Stored, tensor: Tensor) -> tuple[list[Storage], list[int]]:
         if stored.kind != "parameter":
             return [Storage((R,) * len(self.axes))], [0]
-        options = [
-            o for o in self.storage_options(tensor, self.axes) if splits(tensor.shape, o.placement, self.axes)
-        ]
-        kept, penalties = self._constrain(
-            "stored", (stored.name,), tensor, options, lambda option: [option.placement]
-        )
+        options = [o for o in self.storage_options(tensor, self.axes) if splits(tensor.shape, o.placement, self.axes)]
+        kept, penalties = self._constrain("stored", (stored.name,), tensor, options, lambda option: [option.placement])
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
                 pairs = [(o, p) for o, p in zip(kept, penalties, strict=True) if _zero_agrees(o, rule.zero)]
@@ -177,9 +174,7 @@ class _Builder:
             stored = self.graph.stored_by_tensor.get(name)
             if stored is not None and stored.kind == "parameter":
                 tensor = self.graph.tensors[name]
-                kept, extra = self._constrain(
-                    "used", (stored.name,), tensor, options, lambda o, p=position: [o.operands[p]]
-                )
+                kept, extra = self._constrain("used", (stored.name,), tensor, options, _operand_placement(position))
                 by_option = dict(zip(options, penalties, strict=True))
                 options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
         return options, penalties
@@ -259,7 +254,7 @@ class _Builder:
 
 
 def _priced(cost: int | None) -> int:
-    return 10**15 if cost is None else cost
+    return NO_PATH_NS if cost is None else cost
 
 
 def _distinct(values: list[Any]) -> tuple[list[Any], list[int]]:
@@ -272,6 +267,10 @@ def _products(types: list[Type], count: int) -> list[Placement]:
     for _ in range(count):
         found = [(*placement, type_) for placement in found for type_ in types]
     return found
+
+
+def _operand_placement(position: int) -> Callable[[Any], list[Placement]]:
+    return lambda option: [option.operands[position]]
 
 
 def _zero_agrees(option: Storage, stage: int) -> bool:

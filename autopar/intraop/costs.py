@@ -23,7 +23,13 @@ class ProfiledCosts:
     """Implements `builder.Costs` for one logical mesh."""
 
     def __init__(
-        self, graph: Graph, axes: LogicalMesh, devices_per_node: int, profile: Profile, mode: str, optimizer: str | None
+        self,
+        graph: Graph,
+        axes: LogicalMesh,
+        devices_per_node: int,
+        profile: Profile,
+        mode: str,
+        optimizer: str | None,
     ) -> None:
         self.graph, self.axes, self.profile = graph, axes, profile
         self.devices_per_node, self.train = devices_per_node, mode == "train"
@@ -65,12 +71,19 @@ class ProfiledCosts:
     def _route(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[int, int] | None:
         differentiable = tensor.differentiable and self.train
         route = redistribution(
-            tensor.shape, tensor.itemsize, source, target, self.axes, self.devices_per_node, self.profile, differentiable
+            tensor.shape,
+            tensor.itemsize,
+            source,
+            target,
+            self.axes,
+            self.devices_per_node,
+            self.profile,
+            differentiable,
         )
         return None if route is None else (route.forward_ns, route.backward_ns)
 
     def state_bytes(self, tensor: Tensor, storage: Storage) -> int:
-        """Parameter, gradient and optimizer state as stored; what is gathered and kept counts whole, twice when trained."""
+        """Parameter, gradient and optimizer state as stored; a gathered copy that is kept counts too."""
         kept = math.prod(self._local(tensor.shape, storage.placement))
         if not (tensor.differentiable and self.train):
             return kept * tensor.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from autopar.intraop.builder import Built, Representatives
 from autopar.intraop.strategies import Strategy
@@ -19,14 +20,13 @@ def extract(
 ) -> tuple[dict[str, Placement], dict[str, Storage], dict[str, NodePlan], tuple[Redistribute, ...]]:
     """Inputs, storage, nodes and redistributions of the chosen plan. `path` gives a redistribution's steps."""
 
-    def chosen(kind: str, name: str) -> object:
+    def chosen(kind: str, name: str) -> Any:
         variable = built.index[kind, name]
         return built.variables[variable].options[choice[variable]]
 
-    inputs: dict[str, Placement] = {name: chosen("input", name) for name in graph.inputs}  # type: ignore[misc]
+    inputs: dict[str, Placement] = {name: chosen("input", name) for name in graph.inputs}
     storage: dict[str, Storage] = {
-        s.tensor: chosen("stored", blocks.representative_tensor(s.tensor))  # type: ignore[misc]
-        for s in graph.stored
+        s.tensor: chosen("stored", blocks.representative_tensor(s.tensor)) for s in graph.stored
     }
     nodes: dict[str, NodePlan] = {}
     for node in graph.nodes:
@@ -34,7 +34,7 @@ def extract(
         assert isinstance(strategy, Strategy)
         nodes[node.name] = NodePlan(strategy.operands, strategy.results)
     outputs: dict[str, Placement] = {
-        name: chosen("output", name) for name in (*graph.outputs, *graph.mutations.values())  # type: ignore[misc]
+        name: chosen("output", name) for name in (*graph.outputs, *graph.mutations.values())
     }
     return inputs, storage, nodes, _redistributes(graph, inputs, storage, nodes, outputs, path)
 

@@ -61,7 +61,11 @@ def _sums_weight(graph: Graph, node: Node, rule: AxisRule) -> bool:
 
 
 def _long_enough(
-    graph: Graph, node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: LogicalMesh
+    graph: Graph,
+    node: Node,
+    operands: tuple[Placement, ...],
+    results: tuple[Placement, ...],
+    axes: LogicalMesh,
 ) -> bool:
     pairs = zip((*node.operands, *node.results), (*operands, *results), strict=True)
     return all(splits(graph.tensors[name].shape, placement, axes) for name, placement in pairs)

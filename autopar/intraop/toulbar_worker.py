@@ -49,7 +49,7 @@ class Result(TypedDict):
 
 def run(request: Request) -> Result:
     """Minimises; deterministic unless the time limit strikes."""
-    from pytoulbar2 import CFN  # type: ignore[import-untyped]  # no stubs; lazy: only solvers pay for it
+    from pytoulbar2 import CFN  # no stubs; lazy: only solvers pay for it
 
     top = min(request["upper_bound"], _most(request) + 1)
     scale = -(-top // _EXACT)

@@ -32,9 +32,7 @@ class Constraint:
     min_dims: int = 0
 
     def __post_init__(self) -> None:
-        allow = (self.allow,) if isinstance(self.allow, str) else tuple(self.allow)
-        object.__setattr__(self, "allow", allow)
-        for text in allow:
+        for text in self.allow:
             if text != "S":
                 parse_type(text)
         if self.what not in ("stored", "used", "output", "input"):

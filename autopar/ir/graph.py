@@ -18,6 +18,9 @@ DTYPE_BYTES = {
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
 }  # fmt: skip
 
+#: the operator of a node that passes its operand on: the one place where several consumers' conversions meet
+IDENTITY = "aten.alias.default"
+
 
 class Ref(NamedTuple):
     """The use of a tensor as an argument."""
@@ -74,6 +77,16 @@ class Scope:
     @property
     def module(self) -> str:
         return self.path[-1][0] if self.path else ""
+
+
+def common_scope(scopes: list[Scope]) -> Scope:
+    """The innermost module call that holds all of the scopes."""
+    shared = []
+    for level in zip(*(scope.path for scope in scopes), strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return Scope(tuple(shared))
 
 
 @dataclass(frozen=True)

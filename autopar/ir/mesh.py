@@ -45,9 +45,7 @@ class Mesh:
 
     groups: tuple[DeviceGroup, ...]
 
-    def __init__(
-        self, profile: str | list[tuple[str, int, int]], nodes: int = 1, devices_per_node: int = 1
-    ) -> None:
+    def __init__(self, profile: str | list[tuple[str, int, int]], nodes: int = 1, devices_per_node: int = 1) -> None:
         rows = [(profile, nodes, devices_per_node)] if isinstance(profile, str) else profile
         groups = tuple(DeviceGroup(*row) for row in rows)
         for group in groups:
@@ -108,7 +106,7 @@ def _parse_group(text: str) -> tuple[str, int, int]:
     numbers = sizes.split("x") if sizes else ["1"]
     if not name or len(numbers) > 2 or not all(number.isdigit() for number in numbers):
         raise MeshError(f'expected a mesh such as "h100:8x8" or "cpu:4", found {text!r}')
-    nodes, devices = (numbers if len(numbers) == 2 else ["1", numbers[0]])
+    nodes, devices = numbers if len(numbers) == 2 else ["1", numbers[0]]
     return name, int(nodes), int(devices)
 
 
@@ -143,7 +141,7 @@ def logical_meshes(mesh: Mesh) -> list[LogicalMesh]:
         if len(outer + inner) <= MAX_AXES
     }
     shapes.add((mesh.num_devices,) if mesh.num_devices > 1 else ())
-    return [make_axes(tuple("xyz"[: len(shape)]), shape) for shape in sorted(shapes, key=lambda s: (len(s), s))]
+    return [make_axes(("d0", "d1", "d2")[: len(shape)], shape) for shape in sorted(shapes, key=lambda s: (len(s), s))]
 
 
 def _factorisations(number: int) -> Iterator[tuple[int, ...]]:

@@ -89,7 +89,10 @@ def num_shards(placement: Placement, dim: int, axes: tuple[Axis, ...]) -> int:
 
 
 def local_shape(
-    shape: tuple[int, ...], placement: Placement, axes: tuple[Axis, ...], coordinate: tuple[int, ...] | None = None
+    shape: tuple[int, ...],
+    placement: Placement,
+    axes: tuple[Axis, ...],
+    coordinate: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
     """The shape of the slice that a rank holds; of the largest slice (rank 0's) when no coordinate is given."""
     sizes = list(shape)

@@ -75,7 +75,11 @@ def apply(step: Step, placement: Placement) -> Placement:
 
 
 def split_lengths(
-    shape: tuple[int, ...], placement: Placement, axes: tuple[Axis, ...], step: Step, coordinate: tuple[int, ...]
+    shape: tuple[int, ...],
+    placement: Placement,
+    axes: tuple[Axis, ...],
+    step: Step,
+    coordinate: tuple[int, ...],
 ) -> tuple[int, ...]:
     """The shape that the ranks of the step's axis hold together: the local shape before that axis splits it."""
     sizes = list(shape)

@@ -18,7 +18,11 @@ def plan_text(plan: Plan) -> str:
         f"{plan.model} on {plan.mesh} as ({axes}), {plan.mode}, microbatches {plan.microbatches}",
         f"  step time   {_time(predicted.step_time_ns)} predicted ({_breakdown(plan)})",
         f"  memory      {_bytes(predicted.peak_bytes)} of {_bytes(plan.memory_limit)} a device"
-        + (f" ({', '.join(f'{kind} {_bytes(size)}' for kind, size in predicted.memory.items() if size)})" if predicted.memory else ""),
+        + (
+            f" ({', '.join(f'{kind} {_bytes(size)}' for kind, size in predicted.memory.items() if size)})"
+            if predicted.memory
+            else ""
+        ),
         "  traffic     "
         + (", ".join(f"{kind} {_bytes(size)}" for kind, size in sorted(predicted.comm_bytes.items()) if size) or "none")
         + " a rank and step",
@@ -26,7 +30,10 @@ def plan_text(plan: Plan) -> str:
         f"lower bound {_time(search.lower_bound_ns)}, {search.seconds:.1f} s",
     ]
     replicated = [op for op, source in plan.coverage.items() if source.startswith("replicated")]
-    lines.append(f"  coverage    {len(plan.coverage)} operators" + (f", replicated: {', '.join(replicated)}" if replicated else ", all with rules"))
+    lines.append(
+        f"  coverage    {len(plan.coverage)} operators"
+        + (f", replicated: {', '.join(replicated)}" if replicated else ", all with rules")
+    )
     lines.append("")
     return "\n".join([*lines, *_inputs(plan), *_parameters(plan)])
 
@@ -44,7 +51,10 @@ def _parameters(plan: Plan) -> list[str]:
         rows.setdefault((re.sub(r"\.\d+\.", ".*.", name), text), []).append(name)
     width = max([len(name) for name, _ in rows] or [0]) + 1
     header = f"  {'parameter'.ljust(width)} stored → used"
-    body = [f"  {name.ljust(width)} {text}" + (f"  ×{len(names)}" if len(names) > 1 else "") for (name, text), names in rows.items()]
+    body = [
+        f"  {name.ljust(width)} {text}" + (f"  ×{len(names)}" if len(names) > 1 else "")
+        for (name, text), names in rows.items()
+    ]
     return [header, *body]
 
 
@@ -66,8 +76,12 @@ def storage_text(storage: Storage) -> str:
 
 def explain_text(plan: Plan, pattern: str) -> str:
     """Every matching operator and parameter with its placements, source line and redistributions."""
-    lines = [f"parameter {name}: stored {storage_text(plan.storage[tensor])}, used {' | '.join(sorted(_uses(plan)[tensor]))}"
-             for tensor, name in plan.parameters.items() if _matches(name, pattern)]  # fmt: skip
+    uses = _uses(plan)
+    lines = [
+        f"parameter {name}: stored {storage_text(plan.storage[tensor])}, used {' | '.join(sorted(uses[tensor]))}"
+        for tensor, name in plan.parameters.items()
+        if _matches(name, pattern)
+    ]
     for name, node in plan.nodes.items():
         module, op, source = plan.scopes.get(name, "||").split("|")
         if _matches(module, pattern) or _matches(name, pattern):
@@ -95,9 +109,14 @@ def diff_text(plan: Plan, other: Plan) -> str:
     for tensor, storage in plan.storage.items():
         twin = other.storage.get(tensor)
         if twin != storage:
-            lines.append(f"{plan.parameters.get(tensor, tensor)}: {storage_text(storage)} | {storage_text(twin) if twin else 'absent'}")
-    modules = Counter(plan.scopes.get(name, "").split("|")[0] for name, node in plan.nodes.items() if other.nodes.get(name) != node)
-    lines += [f"{module or '(root)'}: {count} operators placed differently" for module, count in sorted(modules.items())]
+            now = storage_text(twin) if twin else "absent"
+            lines.append(f"{plan.parameters.get(tensor, tensor)}: {storage_text(storage)} | {now}")
+    modules = Counter(
+        plan.scopes.get(name, "").split("|")[0] for name, node in plan.nodes.items() if other.nodes.get(name) != node
+    )
+    lines += [
+        f"{module or '(root)'}: {count} operators placed differently" for module, count in sorted(modules.items())
+    ]
     return "\n".join(lines)
 
 

@@ -40,7 +40,9 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
         for name, wanted in zip(node.operands, node_plan.operands, strict=True):
             if placements[name] != wanted and (name, wanted) not in arrived:
                 raise _error(
-                    node, f"operand {name} as {_text(wanted)}", f"it is {_text(placements[name])} and nothing redistributes it"
+                    node,
+                    f"operand {name} as {_text(wanted)}",
+                    f"it is {_text(placements[name])} and nothing redistributes it",
                 )
         reason = admits(graph, node, node_plan.operands, node_plan.results, plan.axes)
         if reason is not None:
@@ -112,9 +114,7 @@ def _dims_exist(tensor: Tensor, placement: Placement, axes: LogicalMesh) -> bool
     )
 
 
-def _check_rank(
-    node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], num_axes: int
-) -> None:
+def _check_rank(node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], num_axes: int) -> None:
     if len(operands) != len(node.operands) or len(results) != len(node.results):
         raise _error(
             node,
@@ -126,9 +126,7 @@ def _check_rank(
             raise _error(node, f"a type for each of {num_axes} axes", _text(placement))
 
 
-def _check_steps(
-    graph: Graph, plan: PlanData, placements: dict[str, Placement], redistribute: Redistribute
-) -> None:
+def _check_steps(graph: Graph, plan: PlanData, placements: dict[str, Placement], redistribute: Redistribute) -> None:
     name = redistribute.tensor
     placement = placements.get(name)
     if placement is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node, Ref, Tensor, references
 
 
-@lru_cache(maxsize=None)
+@cache
 def overload(name: str) -> torch._ops.OpOverload:
     """The torch operator of a dotted name such as "aten.linear.default"."""
     namespace, packet, variant = name.split(".", 2)
@@ -33,9 +33,9 @@ class Call:
 
     @cached_property
     def arguments(self) -> dict[str, Any]:
-        """Every argument by its schema name, defaults filled in."""
+        """Every argument by its schema name, defaults filled in; lists are tuples, as in a node."""
         schema = overload(self.node.op)._schema
-        bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
+        bound = {a.name: _frozen(a.default_value) for a in schema.arguments if a.has_default_value()}
         bound.update({a.name: value for a, value in zip(schema.arguments, self.node.args, strict=False)})
         bound.update(dict(self.node.kwargs))
         return bound
@@ -78,3 +78,7 @@ class Call:
     def result_positions(self) -> list[int]:
         """The schema positions of the results that are named."""
         return [position for position, name in enumerate(self.node.outputs) if name is not None]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from typing import Literal
+
+import torch
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node
@@ -17,7 +17,7 @@ from autopar.ops.table import TABLE, Entry, RuleFunction, find
 Source = Literal["user", "table", "registry", "replicated"]
 _USER: dict[str, RuleFunction] = {}
 _CREATION = ("arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye", "tril_indices", "triu_indices",
-             "linspace", "new_ones", "new_zeros", "new_full", "new_empty", "tril", "triu")  # fmt: skip
+             "linspace", "new_ones", "new_zeros", "new_full", "new_empty")  # fmt: skip
 
 
 def register_rule(op: str, rule: str, partial: str = "", additive: tuple[int, ...] = ()) -> None:
@@ -97,6 +97,12 @@ def axis_rules(graph: Graph, node: Node) -> tuple[AxisRule, ...]:
     return _rules(graph, node).rules
 
 
+def has_rules(op: torch._ops.OpOverload) -> bool:
+    """Whether some source has rules for the operator, or it makes tensors of its own and needs none."""
+    name = str(op)
+    creates = name.split(".")[1] in _CREATION
+    return creates or name in _USER or find(name) is not None or registry.knows(op)
+
 
 def coverage(graph: Graph) -> dict[str, str]:
     """For each operator in the graph: "table", "user", "registry", or "replicated: why"."""
@@ -113,7 +119,9 @@ def shape_error(
 ) -> str | None:
     """Why local shapes forbid these placements, or None: reshapes keep equal slices whole, heads split in groups."""
     call = Call(graph, node)
-    if TABLE.get(node.op) is views.reshape or node.op.startswith("aten.squeeze"):
+    if TABLE.get(node.op) is views.squeeze:
+        return _squeeze_error(call, operands[0], axes)
+    if TABLE.get(node.op) is views.reshape:
         before, after = call.shape(0), call.result_shapes[0]
         for type_ in operands[0]:
             if type_.kind == "S":
@@ -126,6 +134,14 @@ def shape_error(
         shards = num_shards(operands[0], len(call.shape(0)) - 3, axes)
         if any(count % shards for count in heads) and len(set(heads)) > 1:
             return f"heads {heads} do not split in {shards}"
+    return None
+
+
+def _squeeze_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    for dim in views.squeezed_dims(call):
+        length, shards = call.shape(0)[dim], num_shards(operand, dim, axes)
+        if length > 1 and length <= shards:
+            return f"dim {dim} of {list(call.shape(0))} in {shards} slices would be squeezed away"
     return None
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 from autopar.errors import RuleError
@@ -38,7 +38,7 @@ class Pattern:
     results: tuple[tuple[str, ...], ...]
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(text: str) -> Pattern:
     """Reads "b m k, k n -> b m n". Raises RuleError for anything else."""
     left, arrow, right = text.partition("->")

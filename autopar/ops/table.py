@@ -70,7 +70,7 @@ def _reduced(call: Call) -> set[int]:
     dims = call.arguments.get("dim")
     if dims is None or dims == ():
         return set(range(rank))
-    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,))}
+    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank}
 
 
 def reduction(call: Call) -> list[AxisRule]:
@@ -112,7 +112,7 @@ def matmul(call: Call) -> list[AxisRule]:
 
 def addmm(call: Call) -> list[AxisRule]:
     """bias + left @ right; the bias is added once, so it is a summand where k is split."""
-    bias = ("n", "m n")[len(call.shape(0)) - 1]
+    bias = ("", "n", "m n")[len(call.shape(0))]
     return Entry(f"{bias}, m k, k n -> m n", "PPR PRP", additive=(0,))(call)
 
 
@@ -166,10 +166,10 @@ def layer_norm(call: Call) -> list[AxisRule]:
 def embedding(call: Call) -> list[AxisRule]:
     """Columns split as columns; split rows give summands (a masked lookup); ids split as they are."""
     rank = len(call.shape(1))
-    rules = [AxisRule((R, S(dim)), (S(dim),)) for dim in range(rank)]
-    rules += [AxisRule((S(1), R), (S(rank),)), AxisRule((P, R), (P,))]
-    plain = not call.arguments.get("scale_grad_by_freq") and not call.arguments.get("sparse")
-    return [*rules, AxisRule((S(0), R), (P,))] if plain else rules
+    rules = [AxisRule((S(1), R), (S(rank),)), AxisRule((P, R), (P,))]
+    if call.arguments["scale_grad_by_freq"] or call.arguments["sparse"]:
+        return rules  # the gradient of a row needs all ids
+    return [*rules, AxisRule((S(0), R), (P,)), *(AxisRule((R, S(dim)), (S(dim),)) for dim in range(rank))]
 
 
 def cross_entropy(call: Call) -> list[AxisRule]:
@@ -214,14 +214,42 @@ def batch_norm(call: Call) -> list[AxisRule]:
     return [sample, channel]
 
 
-def passes_leading_dims(count: int) -> RuleFunction:
-    """Operators that treat their first `count` dims (samples, channels) independently: pooling, interpolation."""
+def recurrent(call: Call) -> list[AxisRule]:
+    """LSTM, GRU and RNN: samples, with their initial and final states, when there is no dropout between layers."""
+    if len(call.shape(0)) != 3 or (call.arguments["dropout"] > 0.0 and call.arguments["train"]):
+        return []
+    sample = S(0 if call.arguments["batch_first"] else 1)
+    states, weights = len(call.positions["hx"]), len(call.positions["params"])
+    results = tuple(sample if position == 0 else S(1) for position in call.result_positions())
+    return [AxisRule((sample,) + (S(1),) * states + (R,) * weights, results)]
+
+
+def passes_leading_dims(trailing: int) -> RuleFunction:
+    """Operators that treat all dims but the last `trailing` ones independently: pooling, interpolation, tril."""
 
     def rules(call: Call) -> list[AxisRule]:
         results = len(call.node.results)
-        return [AxisRule((S(dim),), (S(dim),) * results) for dim in range(count)]
+        return [AxisRule((S(dim),), (S(dim),) * results) for dim in range(len(call.shape(0)) - trailing)]
 
     return rules
+
+
+def linear_leading_dims(trailing: int) -> RuleFunction:
+    return lambda call: [*passes_leading_dims(trailing)(call), AxisRule((P,), (P,))]
+
+
+def transposed_convolution(call: Call) -> list[AxisRule]:
+    """As convolution, with the kernel's first two dims exchanged."""
+    spatial = len(call.shape(0)) - 2
+    inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(spatial)) for letter in "XKY")
+    c, o = ("c", "o") if call.arguments["groups"] == 1 else ("C", "O")
+    inner = o if o == "o" else "G"
+    return Entry(f"n {c} {inside}, {c} {inner} {kernel}, {o} -> n {o} {after}", "PRP RPP", additive=(2,))(call)
+
+
+def group_norm(call: Call) -> list[AxisRule]:
+    """Samples only: a slice of the channels would hold another number of groups."""
+    return [AxisRule((S(0),) + (R,) * (len(call.node.operands) - 1), (S(0),))]
 
 
 def identity(call: Call) -> list[AxisRule]:
@@ -245,6 +273,7 @@ def gather(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim), S(dim)), (S(dim),)) for dim in same] + [AxisRule((P, R), (P,))]
 
 
+_POOLS = ("max", "avg", "adaptive_avg", "adaptive_max")
 _VIEW = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"), views.reshape)
 
 TABLE: dict[str, RuleFunction] = {
@@ -261,11 +290,16 @@ TABLE: dict[str, RuleFunction] = {
     "aten.conv1d.default": convolution,
     "aten.conv2d.default": convolution,
     "aten.conv3d.default": convolution,
+    "aten.conv_transpose1d.default": transposed_convolution,
+    "aten.conv_transpose2d.input": transposed_convolution,
+    "aten.conv_transpose3d.input": transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
+    "aten.group_norm.default": group_norm,
     "aten._native_batch_norm_legit_functional.default": batch_norm,
+    **dict.fromkeys((f"aten.{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
     "aten.cross_entropy_loss.default": cross_entropy,
     "aten.embedding.default": embedding,
     "aten.native_dropout.default": dropout,
@@ -276,6 +310,7 @@ TABLE: dict[str, RuleFunction] = {
     "aten.cumsum.default": cumsum,
     "aten.topk.default": topk,
     "aten.sort.default": along_dim,
+    "aten.argsort.default": along_dim,
     "aten.one_hot.default": one_hot,
     "aten.gather.default": gather,
     # reductions
@@ -317,11 +352,17 @@ TABLE: dict[str, RuleFunction] = {
     "aten.constant_pad_nd.default": views.pad,
     "aten.flip.default": views.roll_or_flip,
     "aten.roll.default": views.roll_or_flip,
-    # pooling
-    "aten.max_pool2d.default": passes_leading_dims(2),
-    "aten.avg_pool2d.default": passes_leading_dims(2),
-    "aten.adaptive_avg_pool2d.default": passes_leading_dims(2),
-    "aten.upsample_nearest2d.vec": passes_leading_dims(2),
+    "aten.diagonal.default": views.diagonal,
+    "aten.unfold.default": views.unfold,
+    "aten.tril.default": linear_leading_dims(2),
+    "aten.triu.default": linear_leading_dims(2),
+    # pooling and interpolation
+    **{f"aten.{kind}_pool{n}d.default": passes_leading_dims(n) for kind in _POOLS for n in (1, 2, 3)},
+    **{f"aten.upsample_nearest{n}d.vec": linear_leading_dims(n) for n in (1, 2, 3)},
+    "aten.upsample_linear1d.vec": linear_leading_dims(1),
+    "aten.upsample_bilinear2d.vec": linear_leading_dims(2),
+    "aten.upsample_bicubic2d.vec": linear_leading_dims(2),
+    "aten.upsample_trilinear3d.vec": linear_leading_dims(3),
 }
 
 _LIKE = ("ones_like", "zeros_like", "full_like", "empty_like")

@@ -87,9 +87,17 @@ def unsqueeze(call: Call) -> list[AxisRule]:
     return dim_map([None if dim == new else dim - (dim > new) for dim in range(rank + 1)])
 
 
+def squeezed_dims(call: Call) -> set[int]:
+    """The dims that a squeeze removes where their length is 1: the named ones, or all."""
+    rank = len(call.shape(0))
+    dims = call.arguments.get("dim", tuple(range(rank)))
+    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank}
+
+
 def squeeze(call: Call) -> list[AxisRule]:
-    shape, after = call.shape(0), call.result_shapes[0]
-    return reshape(call) if math.prod(shape) == math.prod(after) else []
+    """Dims that stay pass through; `squeeze_error` keeps a slice of length 1 from being squeezed too."""
+    gone = squeezed_dims(call)
+    return dim_map([dim for dim, size in enumerate(call.shape(0)) if size > 1 or dim not in gone])
 
 
 def expand(call: Call) -> list[AxisRule]:
@@ -149,5 +157,19 @@ def pad(call: Call) -> list[AxisRule]:
 
 def roll_or_flip(call: Call) -> list[AxisRule]:
     rank = len(call.shape(0))
-    moved = {dim % rank for dim in call.arguments["dims"]}
+    moved = {dim % rank for dim in call.arguments["dims"]} or set(range(rank))  # no dims: rolls the flat tensor
     return dim_map([None if dim in moved else dim for dim in range(rank)])
+
+
+def diagonal(call: Call) -> list[AxisRule]:
+    """The two dims that the diagonal runs through become the last one."""
+    rank = len(call.shape(0))
+    gone = {call.dim("dim1", rank), call.dim("dim2", rank)}
+    return dim_map([*(dim for dim in range(rank) if dim not in gone), None])
+
+
+def unfold(call: Call) -> list[AxisRule]:
+    """Windows along one dim; their contents become the last dim."""
+    rank = len(call.shape(0))
+    cut = call.dim("dimension", rank)
+    return dim_map([*(None if dim == cut else dim for dim in range(rank)), None])

@@ -1,6 +1,7 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
 from autopar.runtime.comm import count_bytes
+from autopar.runtime.constants import computed_once
 from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
 from autopar.runtime.errors import ProgramError, WorldError
 from autopar.runtime.lowering.cross_entropy import cross_entropy, valid_count
@@ -27,6 +28,7 @@ __all__ = [
     "WorldError",
     "batch_norm",
     "build",
+    "computed_once",
     "count_bytes",
     "cross_entropy",
     "dropout",

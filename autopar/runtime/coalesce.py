@@ -1,7 +1,8 @@
-"""One collective for many tensors. Each function starts it and returns a function that waits and hands out results.
+"""One collective for many tensors. Each function starts it and returns one that waits for the results.
 
-A tensor of LONE_BYTES or more travels alone: where its layout allows, straight from and into place, with no copy.
-Smaller ones are copied into one flat buffer, since a collective has a cost of its own however small it is.
+A tensor of LONE_BYTES or more travels alone: where its layout allows, straight from and into place, with no
+copy. Smaller ones are copied into one flat buffer, since a collective has a cost of its own however small
+it is.
 """
 
 from __future__ import annotations
@@ -84,9 +85,7 @@ def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], axis: Axis) -
     lone = [_bytes(t) >= LONE_BYTES for t in split]
     shards = [t.new_empty(t.shape[1:]) if alone else None for t, alone in zip(split, lone, strict=True)]
     waits = [
-        comm.start_reduce_scatter(shard, t, axis)
-        for t, shard in zip(split, shards, strict=True)
-        if shard is not None
+        comm.start_reduce_scatter(shard, t, axis) for t, shard in zip(split, shards, strict=True) if shard is not None
     ]
     packed = [t.view(axis.size, -1) for t, alone in zip(split, lone, strict=True) if not alone]
     reduced: Tensor | None = None
@@ -112,7 +111,7 @@ def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
         return None, []
     flat = torch.cat([t.reshape(-1) for t in tensors])
     lengths = [t.numel() for t in tensors]
-    return flat, [part.view(t.shape) for part, t in zip(flat.split(lengths), tensors, strict=True)]
+    return flat, [part.view(t.shape) for part, t in zip(torch.split(flat, lengths), tensors, strict=True)]
 
 
 def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor]:
@@ -122,7 +121,7 @@ def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor
     lengths = [math.prod(shape) for shape in shapes]
     return [
         part.reshape(matrix.size(0), *shape)
-        for part, shape in zip(matrix.split(lengths, dim=1), shapes, strict=True)
+        for part, shape in zip(torch.split(matrix, lengths, dim=1), shapes, strict=True)
     ]
 
 

@@ -8,8 +8,9 @@ Bytes of a collective (those of one rank's largest buffer):
 Buffers include the padding that uneven dims need: ceil(size / n) × n elements along the dim that is cut. A
 tensor's bytes do not depend on which bucket it travels in.
 
-Gloo has no reduce-scatter of its own (it all-reduces and throws most of the result away): there, an all-to-all
-and a local sum move the bytes that a reduce-scatter should. It is counted as the reduce-scatter that it is.
+Gloo has no reduce-scatter of its own (it all-reduces and throws most of the result away): there, an all-to-
+all and a local sum move the bytes that a reduce-scatter should. It is counted as the reduce-scatter that it
+is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """What an emitted program is written in: blocks, and the parameters, buffers and inputs that they declare.
 
 A block declares its parameters by global shape and placement; `build` gives it this rank's tensors. Then
-`self.fc.weight` is the plain local tensor of the parameter's first use, `self.fc.weight_1` that of the second.
+`self.fc.weight` is the plain local tensor of the parameter's first use, `self.fc.weight_1` that of the
+second.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ class Parameter:
     """A parameter by global shape: where it is stored and in which placements it is used.
 
     The conversion from `stored` to each of `uses` is paid once a step; gradients accumulate over the
-    microbatches in the used tensor, then go back. `reduce_each_microbatch` sends them back after each microbatch
-    instead (less memory). `regather` frees the used tensor between the forward and the backward pass of the
-    enclosing block as well, and converts again for each; it implies `reduce_each_microbatch`.
+    microbatches in the used tensor, then go back. `reduce_each_microbatch` sends them back after each
+    microbatch instead (less memory). `regather` frees the used tensor between the forward and the backward
+    pass of the enclosing block as well, and converts again for each; it implies `reduce_each_microbatch`.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +39,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer, or a constant of the model, by global shape. Never differentiated; converted at its use if at all."""
+    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
@@ -48,7 +49,7 @@ class Buffer:
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of the whole step by global shape. `microbatch_dim` is cut into microbatches before the axes cut."""
+    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do."""
 
     name: str
     shape: tuple[int, ...]
@@ -80,7 +81,7 @@ class Parameters(nn.Module):
             super().__setattr__(name, value)
 
     def __getattr__(self, name: str) -> Any:
-        # Reached only when the tensor is not in place: it is not gathered (yet), or the program was never built.
+        # Reached only when the tensor is not in place: not gathered (yet), or the program was never built.
         late = self.__dict__.get("late_tensors", {}).get(name)
         if late is not None:
             return late()
@@ -109,7 +110,7 @@ class Block(Parameters):
 
 
 class Program(Block):
-    """The root block of an emitted program; subclasses state the mesh and the inputs that it was emitted for."""
+    """The root block of an emitted program; subclasses state the mesh and the inputs they are for."""
 
     AXES: ClassVar[Mapping[str, int]] = {}
     MICROBATCHES: ClassVar[int] = 1
@@ -118,4 +119,4 @@ class Program(Block):
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
 
     def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
-        """Called once a step with the local inputs of all microbatches, before the first; override to count them."""
+        """Called before a step's first microbatch with the local inputs of all; override to count them."""

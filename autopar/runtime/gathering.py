@@ -1,10 +1,11 @@
 """Brings used parameters into place: once a step, or around every run of the block that uses them.
 
 A *unit* is a block with a forward of its own, together with all parameters below it that no inner unit has.
-A regathered parameter is converted when its unit runs forward, freed after it, converted again when the backward
-pass reaches the unit, and freed when its gradients are done; one unit ahead is already under way meanwhile. The
-program itself is a unit, too, but keeps its own parameters between the forward and the backward pass: they
-are converted once a microbatch. All other converted parameters are converted once a step, at its begin, and kept.
+A regathered parameter is converted when its unit runs forward, freed after it, converted again when the
+backward pass reaches the unit, and freed when its gradients are done; one unit ahead is already under way
+meanwhile. The program itself is a unit, too, but keeps its own parameters between the forward and the
+backward pass: they are converted once a microbatch. All other converted parameters are converted once a
+step, at its begin, and kept.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class Gatherer:
             unit.release(all_slots=True)
 
     def gradient_done(self, unit: Unit) -> None:
-        """One more leaf of the unit has its gradient; after the last one, no node of the unit is left to run."""
+        """One more leaf of the unit has its gradient; after the last, no node of the unit is left to run."""
         unit.undone -= 1
         if unit.undone == 0 and all(slot.leaf.requires_grad for slot in unit.regathered):
             unit.release(all_slots=True)

@@ -1,7 +1,7 @@
-"""From the inputs of a whole step to the local inputs of each microbatch, and from local outputs to whole ones.
+"""From the inputs of a whole step to the local inputs of each microbatch, and its outputs back.
 
-The microbatch dim is cut first, then each microbatch is cut over the axes by the input's placement. So a rank's
-shard of a step is its parts of all microbatches, one after the other along the microbatch dim.
+The microbatch dim is cut first, then each microbatch is cut over the axes by the input's placement. So a
+rank's shard of a step is its parts of all microbatches, one after the other along the microbatch dim.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def split_inputs(
 ) -> list[tuple[Tensor, ...]]:
     """The local inputs of each microbatch, in the order of the program's INPUTS.
 
-    `args` and `kwargs` are the global batch, or this rank's shard of it if `local`. Raises ProgramError naming
-    the input whose presence, shape or dtype is not what the program was emitted for.
+    `args` and `kwargs` are the global batch, or this rank's shard of it if `local`. Raises ProgramError
+    naming the input whose presence, shape or dtype is not what the program was emitted for.
     """
     values = _by_name(program, args, kwargs)
     count = program.MICROBATCHES
@@ -72,7 +72,7 @@ def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) 
 
 
 def _chunks(value: Tensor, count: int, dim: int) -> Sequence[Tensor]:
-    return value.split(value.size(dim) // count, dim) if value.size(dim) else [value] * count
+    return torch.split(value, value.size(dim) // count, dim) if value.size(dim) else [value] * count
 
 
 def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, count: int, local: bool) -> None:
@@ -89,7 +89,7 @@ def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, c
 
 
 def join_outputs(outputs: Sequence[Any], dims: Sequence[int | None]) -> Any:
-    """One result for all microbatches: scalars are summed, other tensors joined along their microbatch dim."""
+    """One result of all microbatches: scalars are summed, other tensors joined along the microbatch dim."""
     if len(outputs) == 1:
         return outputs[0]
     if isinstance(outputs[0], Tensor):

@@ -53,8 +53,9 @@ def make_rank_mesh(
 ) -> RankMesh:
     """Makes this rank's view of a mesh with the given axis sizes.
 
-    Initialises the default process group when more than one rank is asked for and there is none (gloo on CPUs,
-    NCCL on CUDA devices). Raises WorldError when the processes that run are not as many as the axes ask for.
+    Initialises the default process group when more than one rank is asked for and there is none (gloo on
+    CPUs, NCCL on CUDA devices). Raises WorldError when the processes that run are not as many as the axes
+    ask for.
     """
     device = device or _default_device(device_mesh)
     if math.prod(sizes.values()) == 1 and device_mesh is None:
@@ -99,7 +100,7 @@ def _check_device_mesh(sizes: Mapping[str, int], device_mesh: DeviceMesh) -> Non
     if found != dict(sizes) or tuple(names) != tuple(sizes):
         raise WorldError(
             f"the program needs a DeviceMesh with axes {_show(sizes)}, found {_show(found)} on "
-            f"{device_mesh.size()} ranks; name its dimensions alike (mesh_dim_names), or plan again for that mesh"
+            f"{device_mesh.size()} ranks; name its dimensions alike (mesh_dim_names), or plan again for it"
         )
 
 

@@ -1,4 +1,4 @@
-"""Cutting, joining and moving local tensors along one axis of the mesh. Plain tensors in and out, no autograd.
+"""Cuts, joins and moves local tensors along one axis of the mesh: plain tensors in and out, no autograd.
 
 Every function returns a contiguous tensor. `size` is the length of the dim before this axis cuts it.
 """
@@ -66,7 +66,7 @@ def pad(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def split(x: Tensor, dim: int, count: int) -> Tensor:
-    """Reshapes (…, count × c, …) into (count, …, c, …), padding first; copies only if `dim` is not the first."""
+    """Reshapes (…, count × c, …) into (count, …, c, …), padding first; copies unless `dim` is the first."""
     chunk = -(-x.size(dim) // count)
     padded = pad(x, dim, chunk * count)
     return padded.reshape((*x.shape[:dim], count, chunk, *x.shape[dim + 1 :])).movedim(dim, 0).contiguous()

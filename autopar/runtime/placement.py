@@ -1,15 +1,16 @@
 """Placements of one tensor over the mesh axes, the local sizes they give, and the steps between two of them.
 
-A placement is one type for each axis, outermost first: "S(d)" shard, "R" replicate, "I" invariant, "P" partial.
-Several axes may shard one dim; the outer one splits first. A dim of length s on an axis of n ranks is cut
-into chunks of ceil(s / n): the last ranks may hold a shorter chunk or none, as in `torch.chunk` and DTensor.
+A placement is one type for each axis, outermost first: "S(d)" shard, "R" replicate, "I" invariant, "P"
+partial. Several axes may shard one dim; the outer one splits first. A dim of length s on an axis of n ranks
+is cut into chunks of ceil(s / n): the last ranks may hold a shorter chunk or none, as in `torch.chunk` and
+DTensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
@@ -39,7 +40,7 @@ class Step:
     target: Type
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_type(text: str) -> Type:
     """Reads "S(1)", "R", "I" or "P"."""
     if text in ("R", "I", "P"):
@@ -49,7 +50,7 @@ def parse_type(text: str) -> Type:
     raise ProgramError(f"expected a placement type S(d), R, I or P; found {text!r}")
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse_placement(text: str, num_axes: int) -> tuple[Type, ...]:
     """Reads one type for each axis, separated by spaces. An empty mesh has the empty placement."""
     types = tuple(parse_type(word) for word in text.split())
@@ -99,10 +100,10 @@ def local_slices(shape: Sequence[int], types: Sequence[Type], axes: Sequence[Axi
 def conversion_steps(stored: Sequence[Type], used: Sequence[Type]) -> list[Step]:
     """Lists the single-axis steps from one placement to another, in the order in which they are taken.
 
-    Cheap steps come first, so that the dear ones move fewer bytes, forward and backward (backward runs the list
-    from its end): slices, then steps that move nothing, then all-to-alls, then gathers; inner axes first. The
-    outer of two axes that shard one dim can only change while the inner one does not shard it: where needed,
-    the inner one is gathered first, and cut again afterwards.
+    Cheap steps come first, so that the dear ones move fewer bytes, forward and backward (backward runs the
+    list from its end): slices, then steps that move nothing, then all-to-alls, then gathers; inner axes
+    first. The outer of two axes that shard one dim can only change while the inner one does not shard it:
+    where needed, the inner one is gathered first, and cut again afterwards.
     """
     now, steps = list(stored), []
     while now != list(used):
@@ -114,7 +115,7 @@ def conversion_steps(stored: Sequence[Type], used: Sequence[Type]) -> list[Step]
 
 def _next_step(now: list[Type], used: Sequence[Type]) -> Step:
     wanted = [Step(axis, now[axis], used[axis]) for axis in range(len(now)) if now[axis] != used[axis]]
-    possible = [step for step in wanted if _blocker(step, now) is None]
+    possible = [step for step in wanted if _blocker(step, now) is None and not _comes_too_early(step, wanted)]
     if possible:
         return min(possible, key=lambda step: (_cost_class(step), -step.axis))
     blocker = max(axis for step in wanted if (axis := _blocker(step, now)) is not None)
@@ -126,6 +127,12 @@ def _blocker(step: Step, now: list[Type]) -> int | None:
     dims = {kind.dim for kind in (step.source, step.target) if kind.is_shard}
     inner = [axis for axis in range(step.axis + 1, len(now)) if now[axis].is_shard and now[axis].dim in dims]
     return max(inner, default=None)
+
+
+def _comes_too_early(step: Step, wanted: list[Step]) -> bool:
+    """Whether the step would cut a dim that an axis outside its own has yet to cut or join."""
+    outer = [kind for other in wanted if other.axis < step.axis for kind in (other.source, other.target)]
+    return step.target.is_shard and step.target in outer
 
 
 def _cost_class(step: Step) -> int:

@@ -1,8 +1,8 @@
 """Random masks that ranks draw alike or apart, as placements ask, without touching torch's own generators.
 
-Each draw has a seed of its own, a hash of (base seed, step, draw within the step, coordinates on the axes that
-split the tensor). Ranks that differ on other axes alone draw the same. In exact mode every rank draws the mask of
-the whole tensor and keeps its part, so that a run can be compared with one device bit for bit.
+Each draw has a seed of its own, a hash of (base seed, step, draw within the step, coordinates on the axes
+that split the tensor). Ranks that differ on other axes alone draw the same. In exact mode every rank draws
+the mask of the whole tensor and keeps its part, so that a run can be compared with one device bit for bit.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def seed_dropout(seed: int) -> None:
 
 
 def set_exact_dropout(exact: bool) -> None:
-    """Makes every rank draw whole masks and keep its part (slower; to compare with one device), or stops it."""
+    """Makes every rank draw whole masks and keep its part (slow; to compare with one device), or stops it."""
     _stream.exact = exact
 
 
@@ -51,7 +51,11 @@ def begin_step() -> None:
 
 
 def keep_mask(
-    like: Tensor, p: float, axes: Sequence[Axis], shape: Sequence[int] | None = None, placement: str | None = None
+    like: Tensor,
+    p: float,
+    axes: Sequence[Axis],
+    shape: Sequence[int] | None = None,
+    placement: str | None = None,
 ) -> Tensor:
     """A bool mask of the shape of `like` whose elements are kept with probability 1 − p.
 
@@ -75,8 +79,8 @@ def _own_part(whole: Tensor, like: Tensor, axes: Sequence[Axis], placement: str)
         whole = whole.narrow(kind.dim, start, local_size(whole.size(kind.dim), axis))
     if whole.shape != like.shape:
         raise ProgramError(
-            f"exact dropout: the mask's part is {tuple(whole.shape)}, the tensor {tuple(like.shape)}; exact masks "
-            "are for programs of one microbatch"
+            f"exact dropout: the mask's part is {tuple(whole.shape)}, the tensor {tuple(like.shape)}; exact "
+            "masks are for programs of one microbatch"
         )
     return whole
 
@@ -99,7 +103,11 @@ def reference_dropout(seed: int = 0) -> Iterator[None]:
 
 class _ReferenceDropout(TorchFunctionMode):
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is not torch.nn.functional.dropout:
             return func(*args, **(kwargs or {}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import randomness, state
+from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.gathering import Gatherer, Unit
 from autopar.runtime.inputs import join_outputs, split_inputs
 from autopar.runtime.mesh import RankMesh, make_rank_mesh
-from autopar.runtime.reducing import Reducer
+from autopar.runtime.reducing import Reducer, on_gradient
 from autopar.runtime.stored import Slot, StoredParameter, slot_names
 
 
@@ -32,7 +34,7 @@ def build(
 
 
 class Rank(nn.Module):
-    """An `nn.Module` whose parameters are DTensors under the names that they have in the single-device model."""
+    """An `nn.Module` whose parameters are DTensors under the single-device model's names."""
 
     def __init__(self, program: Program, mesh: RankMesh) -> None:
         super().__init__()
@@ -61,11 +63,9 @@ class Rank(nn.Module):
             unit = owner.get(slot)
             if unit is not None and slot in unit.regathered and slot.leaf.requires_grad:
                 done = self._gatherer.gradient_done
-                slot.leaf.register_post_accumulate_grad_hook(lambda leaf, unit=unit, done=done: done(unit))
+                on_gradient(slot.leaf, partial(done, unit))
 
-    def _register(
-        self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]
-    ) -> None:
+    def _register(self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]) -> None:
         for name, parameter in parameters.items():
             owner, _, last = name.rpartition(".")
             _submodule(self, owner).register_parameter(last, parameter.tensor)
@@ -81,10 +81,10 @@ class Rank(nn.Module):
         return self
 
     def train_step(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Tensor:
-        """Runs forward and backward over all microbatches of the global batch, or of this rank's shard if `local`.
+        """Runs forward and backward over the global batch, or over this rank's shard of it if `local`.
 
-        Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then, added
-        to those that they had before.
+        Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then,
+        added to those that they had before.
         """
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
         with torch.enable_grad():
@@ -150,21 +150,28 @@ class Rank(nn.Module):
         return state.clip_grad_norm(self._state.parameters, self._mesh, float(max_norm), float(norm_type))
 
     def full_state_dict(self, *, cpu_offload: bool = False) -> dict[str, Tensor]:
-        """Whole parameters and persistent buffers by single-device name, tied names included, on every rank."""
+        """Whole parameters and persistent buffers by single-device name, tied names too, on every rank."""
         return self._state.full(cpu_offload=cpu_offload)
 
     def load_full_state_dict(self, tensors: Mapping[str, Tensor], *, broadcast: bool = False) -> None:
-        """Loads whole tensors by single-device name; with `broadcast`, those of the mesh's first rank everywhere.
+        """Loads whole tensors by single-device name; if `broadcast`, those that the mesh's first rank has.
 
         Raises ProgramError that lists the names that are missing or unexpected and the shapes that differ.
         """
         self._state.load(tensors, broadcast=broadcast)
+        forget_constants(self._program)
 
-    def init_from(self, model: nn.Module) -> None:
-        """Starts from a single-device model's weights: those that the mesh's first rank has, whatever the seeds."""
-        tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
+    def init_from(self, model: nn.Module | Mapping[str, Tensor], *, broadcast: bool = True) -> None:
+        """Starts from a single-device model's weights, or its tensors by name (those it has no use for are left).
+
+        With `broadcast`, the weights that the mesh's first rank has are taken everywhere, whatever the seeds.
+        """
+        if isinstance(model, nn.Module):
+            tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
+        else:
+            tensors = dict(model)
         known = {**self._state.parameters, **self._state.buffers, **self._state.tied}
-        self.load_full_state_dict({k: v for k, v in tensors.items() if k in known}, broadcast=True)
+        self.load_full_state_dict({k: v for k, v in tensors.items() if k in known}, broadcast=broadcast)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by single-device name, on every rank; parameters without one are left out."""

@@ -1,14 +1,15 @@
 """Redistributions: a tensor changes its type on one mesh axis, and its gradient changes type accordingly.
 
-A type fixes the type of its gradient: S(d) ↔ S(d), I ↔ I, R → P, P → R. TABLE holds, for every change of type,
-what it does to the tensor and what its transpose does to the gradient; nothing else in the runtime decides that.
+A type fixes the type of its gradient: S(d) ↔ S(d), I ↔ I, R → P, P → R. TABLE holds, for every change of
+type, what it does to the tensor and what its transpose does to the gradient; nothing else in the runtime
+decides that.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ Size = int | tuple[int | None, int | None] | None
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One redistribution of one tensor: the dims that are sharded before and after, and their whole lengths."""
+    """One redistribution of one tensor: the dims sharded before and after it, and their whole lengths."""
 
     axis: Axis
     source: int = -1
@@ -75,9 +76,9 @@ TABLE: dict[tuple[str, str], tuple[Rule, Rule]] = {
 def redistribute(x: Tensor, axis: Axis, change: str, size: Size = None) -> Tensor:
     """Changes the type of `x` on one axis, as in `redistribute(x, tp, "S(1) -> R")`; differentiable.
 
-    `size` is the whole length, over this axis, of the dim that is sharded before; for "S(d) -> S(e)" it may be
-    the pair of both lengths. It may be left out where the axis size divides it. Integer and bool tensors, which
-    have no gradient, are welcome. Raises ProgramError for a change that is not in TABLE.
+    `size` is the whole length, over this axis, of the dim that is sharded before; for "S(d) -> S(e)" it may
+    be the pair of both lengths. It may be left out where the axis size divides it. Integer and bool
+    tensors, which have no gradient, are welcome. Raises ProgramError for a change that is not in TABLE.
     """
     source, target = _parse_change(change)
     if axis.size == 1 or source == target:
@@ -103,7 +104,7 @@ def backward_step(grad: Tensor, axis: Axis, source: Type, target: Type, sizes: t
     return TABLE[source.kind, target.kind][1](Move(axis, source.dim, target.dim, *sizes), grad)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _parse_change(change: str) -> tuple[Type, Type]:
     source_text, arrow, target_text = change.partition("->")
     source, target = parse_type(source_text.strip()), parse_type(target_text.strip())
@@ -128,5 +129,5 @@ class _Redistribute(torch.autograd.Function):
         return result.view_as(result) if result is x else result
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return TABLE[ctx.kinds][1](ctx.move, grad), None, None, None

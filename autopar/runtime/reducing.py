@@ -1,13 +1,14 @@
 """Brings gradients home: from the leaves, back through the transposed conversions, to the stored shards.
 
 Gradients travel in buckets, started from autograd's hooks as soon as a bucket is complete, while the backward
-pass goes on. A parameter's gradient is sent once a step, in the last microbatch's backward pass, or after every
-microbatch where it is declared so.
+pass goes on. A parameter's gradient is sent once a step, in the last microbatch's backward pass, or after
+every microbatch where it is declared so.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Bucket:
 
 
 class Journey:
-    """A bucket's gradients on their way home: one transposed step after the other, each started, then awaited."""
+    """A bucket's gradients on their way home: transposed steps, each started, then awaited."""
 
     def __init__(self, slots: Sequence[Slot], mesh: RankMesh) -> None:
         self.slots, self.mesh = list(slots), mesh
@@ -91,7 +92,7 @@ class Reducer:
         self._in_flight: list[Journey] = []
         for bucket in self.buckets:
             for slot in bucket.slots:
-                slot.leaf.register_post_accumulate_grad_hook(lambda leaf, bucket=bucket: self._gradient_done(bucket))
+                on_gradient(slot.leaf, partial(self._gradient_done, bucket))
 
     def begin_microbatch(self, is_last: bool) -> None:
         self.is_last_microbatch = is_last
@@ -162,6 +163,11 @@ def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> object:
     steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
     unit = id(unit_of(slot)) if declared.regather else None
     return steps, slot.leaf.dtype, declared.regather or declared.reduce_each_microbatch, unit
+
+
+def on_gradient(leaf: Tensor, function: Callable[[], None]) -> None:
+    """Calls the function whenever the leaf's gradient has been accumulated."""
+    leaf.register_post_accumulate_grad_hook(lambda leaf: function())  # type: ignore[no-untyped-call] # torch's
 
 
 def _take_gradient(slot: Slot) -> Tensor:

@@ -56,12 +56,14 @@ class State:
         tied: Mapping[str, str],
         mesh: RankMesh,
     ) -> None:
-        self.parameters, self.buffers, self.tied, self.mesh = dict(parameters), dict(buffers), dict(tied), mesh
+        self.parameters, self.buffers = dict(parameters), dict(buffers)
+        self.tied, self.mesh = dict(tied), mesh
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
-        tensors = {name: stored.tensor for name, stored in self.parameters.items()}
-        tensors |= {name: stored.tensor for name, stored in self.buffers.items() if stored.declared.persistent}
+        persistent = {name: stored for name, stored in self.buffers.items() if stored.declared.persistent}
+        tensors: dict[str, Tensor] = {name: stored.tensor for name, stored in self.parameters.items()}
+        tensors |= {name: stored.tensor for name, stored in persistent.items()}
         full = {name: _whole(tensor) for name, tensor in tensors.items()}
         if cpu_offload:
             full = {name: tensor.cpu() for name, tensor in full.items()}
@@ -75,7 +77,7 @@ class State:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, broadcast: bool) -> None:
-        """Cuts whole tensors into this rank's parts; those of rank 0 of the mesh on every rank if `broadcast`.
+        """Cuts whole tensors, those of the mesh's first rank if `broadcast`, into this rank's parts.
 
         Raises ProgramError that lists the names that are missing or unexpected and the shapes that differ.
         """
@@ -103,8 +105,9 @@ class State:
         ]
         if missing or unexpected or shapes:
             raise ProgramError(
-                f"the state does not belong to this program; missing: {', '.join(missing) or 'none'}; unexpected: "
-                f"{', '.join(unexpected) or 'none'}; other shape: {'; '.join(shapes) or 'none'}"
+                "the state does not belong to this program; "
+                f"missing: {', '.join(missing) or 'none'}; unexpected: {', '.join(unexpected) or 'none'}; "
+                f"other shape: {'; '.join(shapes) or 'none'}"
             )
 
     def _broadcast(self, tensor: Tensor, stored: StoredParameter | StoredBuffer) -> Tensor:
@@ -136,8 +139,8 @@ def clip_grad_norm(
 ) -> Tensor:
     """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
 
-    Each element counts once, however many ranks hold it: the parts are summed over those axes alone that shard
-    the parameter.
+    Each element counts once, however many ranks hold it: the parts are summed over those axes alone that
+    shard the parameter.
     """
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for stored in parameters.values():

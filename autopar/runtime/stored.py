@@ -1,7 +1,8 @@
 """One parameter on this rank: the shard that is stored, and a slot for each placement in which it is used.
 
-The stored shard is wrapped as a DTensor `nn.Parameter`, which is what optimizers and checkpoints see. A slot owns
-the *leaf*: the plain local tensor that the program computes with and that autograd gives a gradient to.
+The stored shard is wrapped as a DTensor `nn.Parameter`, which is what optimizers and checkpoints see. A
+slot owns the *leaf*: the plain local tensor that the program computes with and that autograd gives a
+gradient to.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ def slot_names(name: str, num_uses: int) -> list[str]:
 
 
 def sized_steps(shape: Sequence[int], stored: Sequence[Type], used: Sequence[Type], mesh: RankMesh) -> list[SizedStep]:
-    """The steps between two placements on axes that really split, with the lengths of the dims they cut or join."""
+    """The steps between two placements on axes that really split, with the lengths of their dims."""
     now, steps = list(stored), []
     for step in conversion_steps(stored, used):
         before = _length(shape, now, step.axis, step.source, mesh)

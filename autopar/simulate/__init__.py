@@ -3,3 +3,4 @@
 from autopar.simulate.schedule import simulate as simulate
 from autopar.simulate.timeline import Timeline as Timeline
 from autopar.simulate.timeline import predict as predict
+from autopar.simulate.traffic import traffic as traffic

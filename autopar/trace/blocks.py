@@ -45,7 +45,9 @@ def find_blocks(graph: Graph) -> Blocks:
     for path, nodes in regions.items():
         signature, tensors = _signature(graph, path, nodes)
         groups[path.rpartition(".")[0], signature].append((path, [node.name for node in nodes], tensors))
-    node_map, tensor_map, paths = {}, {}, []
+    node_map: dict[str, str] = {}
+    tensor_map: dict[str, str] = {}
+    paths: list[tuple[str, ...]] = []
     for members in groups.values():
         _, first_nodes, first_tensors = members[0]
         paths.append(tuple(path for path, _, _ in members))

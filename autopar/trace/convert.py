@@ -58,7 +58,7 @@ class _Converter:
 
     def _placeholders(self, tied: dict[str, str]) -> tuple[list[Stored], list[str]]:
         stored: dict[str, Stored] = {}
-        inputs = []
+        inputs: list[str] = []
         flags = {name: p.requires_grad for name, p in self.model.named_parameters(remove_duplicate=False)}
         placeholders = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
         for spec in self.program.graph_signature.input_specs:
@@ -101,7 +101,8 @@ class _Converter:
         for name, item in zip(outputs, value if many else [value], strict=True):
             if name is not None:
                 self.rename[name] = name
-                self._add(name, item, differentiable and item.dtype.is_floating_point)
+                continuous = item.dtype.is_floating_point or item.dtype.is_complex
+                self._add(name, item, differentiable and continuous)
         self.nodes.append(made)
 
     def _result_names(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
@@ -150,7 +151,8 @@ class _Converter:
                 return name
         found = [f"{name}{list(self.tensors[name].shape)}" for name in outputs]
         raise TraceError(
-            f"expected forward to return a scalar loss that depends on a parameter, found {', '.join(found) or 'none'}; "
+            f"expected forward to return a scalar loss that depends on a parameter, "
+            f"found {', '.join(found) or 'none'}; "
             'pass loss_fn=, or mode="inference"'
         )
 

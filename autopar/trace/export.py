@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
+from autopar.trace.decompose import decompose
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -83,7 +84,7 @@ def export(
         try:
             program = torch.export.export(target, args, kwargs, strict=False)
             _detach_no_grad_regions(program.graph_module)
-            return program.run_decompositions({})
+            return decompose(program)
         except Exception as error:
             raise _explain(error) from error
 

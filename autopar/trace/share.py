@@ -9,9 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.graph import Graph, Node, Ref, Scope, map_references
-
-IDENTITY = "aten.alias.default"
+from autopar.ir.graph import IDENTITY, Graph, Node, Ref, common_scope, map_references
 
 
 def share(graph: Graph) -> Graph:
@@ -35,16 +33,7 @@ def _is_shared(graph: Graph, name: str, users: list[tuple[Node, int]]) -> bool:
 
 def _identity(graph: Graph, name: str, new: str) -> Node:
     users = [node for node, _ in graph.consumers[name]]
-    return Node(new, IDENTITY, (Ref(name),), (), (new,), _common([node.scope for node in users]), users[0].source)
-
-
-def _common(scopes: list[Scope]) -> Scope:
-    shared = []
-    for level in zip(*(scope.path for scope in scopes), strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return Scope(tuple(shared))
+    return Node(new, IDENTITY, (Ref(name),), (), (new,), common_scope([node.scope for node in users]), users[0].source)
 
 
 def _with_shared(node: Node, renamed: dict[str, str]) -> Node:

@@ -1,7 +1,7 @@
 """trace: nn.Module + example inputs -> Graph.
 
-    export (torch.export, functional) → convert (plain data) → clean (alias, assert and dead nodes removed)
-    → share (one identity node for each tensor with several consumers)
+export (torch.export, functional) → convert (plain data) → clean (alias, assert and dead nodes removed)
+→ share (one identity node for each tensor with several consumers)
 """
 
 from __future__ import annotations

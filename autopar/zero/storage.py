@@ -1,8 +1,9 @@
 """The storage placements a parameter may have, and their ZeRO names.
 
 Bytes a parameter of Ψ elements holds with 16-byte Adam state in mixed precision on N ranks (ZeRO, SC'20, table 1):
-stage 0: 16Ψ; 1: 4Ψ + 12Ψ/N; 2: 2Ψ + 14Ψ/N; 3: 16Ψ/N. Here a stage is a property of one parameter: what it stores on each axis,
-whether its gradient is reduced each microbatch, and whether it is gathered again for the backward pass.
+stage 0: 16Ψ; 1: 4Ψ + 12Ψ/N; 2: 2Ψ + 14Ψ/N; 3: 16Ψ/N. Here a stage is a property of one parameter: what it
+stores on each axis, whether its gradient is reduced each microbatch, and whether it is gathered
+again for the backward pass.
 """
 
 from __future__ import annotations
@@ -35,9 +36,7 @@ def storage_options(tensor: Tensor, axes: LogicalMesh, microbatches: int = 1) ->
 
 
 def _fits(shape: tuple[int, ...], placement: Placement, axes: LogicalMesh) -> bool:
-    return all(
-        shape[type_.dim] >= num_shards(placement, type_.dim, axes) for type_ in placement if type_.kind == "S"
-    )
+    return all(shape[type_.dim] >= num_shards(placement, type_.dim, axes) for type_ in placement if type_.kind == "S")
 
 
 def zero_stage(storage: Storage, used: Placement) -> int:

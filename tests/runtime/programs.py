@@ -1,7 +1,8 @@
 """A small transformer with tied embeddings, and programs as the emitter would write them for it.
 
 One class, `Emitted`, holds the local computation of every plan; a plan is a mesh and the placements of its
-parameters. Tensor parallelism runs over the axis "tp", everything else over "dp" (and "node" where there is one).
+parameters. Tensor parallelism runs over the axis "tp", everything else over "dp" (and "node" where there is
+one).
 """
 
 from __future__ import annotations
@@ -40,9 +41,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(sizes.width, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            p(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value)
-        )
+        q, k, v = (p(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -115,7 +114,7 @@ class Plan:
 def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> type[rt.Program]:
     """The program of the model under a plan, as a class to build."""
     has_tp = "tp" in plan.axes
-    column, row, vector = ("S(0)->S(0)", "S(1)->S(1)", "I->R") if has_tp else ("I->R", "I->R", "I->R")
+    column, row = ("S(0)->S(0)", "S(1)->S(1)") if has_tp else ("I->R", "I->R")
 
     def linear(out: int, into: int, kind: str) -> rt.Parameters:
         weight = {"column": column, "row": row}[kind]
@@ -126,7 +125,8 @@ def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> typ
 
     def norm() -> rt.Parameters:
         return rt.Parameters(
-            weight=plan.parameter((sizes.width,), "I->I", dtype), bias=plan.parameter((sizes.width,), "I->I", dtype)
+            weight=plan.parameter((sizes.width,), "I->I", dtype),
+            bias=plan.parameter((sizes.width,), "I->I", dtype),
         )
 
     class EmittedAttention(rt.Block):

@@ -1,4 +1,4 @@
-"""Hand-written programs against the single-device model: loss, each gradient, clipped norm, weights after steps."""
+"""Hand-written programs against one device: loss, each gradient, clipped norm, weights after steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PLANS = {
 
 
 def reference(sizes: Sizes) -> tuple[dict[str, Tensor], list[dict[str, object]]]:
-    """The single-device run in float64: initial weights, then loss, gradients, norm and weights of each step."""
+    """The single-device run in float64: initial weights, then the record of each step."""
     torch.manual_seed(0)
     model = Model(sizes).double()
     start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -54,7 +54,12 @@ def reference(sizes: Sizes) -> tuple[dict[str, Tensor], list[dict[str, object]]]
 
 
 def train(
-    rank: int, world: int, sizes: Sizes, plan: Plan, start: dict[str, Tensor], expected: list[dict[str, object]]
+    rank: int,
+    world: int,
+    sizes: Sizes,
+    plan: Plan,
+    start: dict[str, Tensor],
+    expected: list[dict[str, object]],
 ) -> None:
     """Runs the emitted program on a rank and compares everything with the single-device run."""
     part = rt.build(emitted(sizes, plan, torch.float64))

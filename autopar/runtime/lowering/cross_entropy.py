@@ -2,9 +2,10 @@
 
     loss = Σ_i w[t_i] · ((1 − ε) · (lse_i − z_i[t_i]) + …) / Σ_i w[t_i]        lse_i = log Σ_c exp z_i[c]
 
-over the samples i whose target t_i is not ignored. Split classes cost two all-reduces over the class axes: one of
-the largest logits (a value a sample), one of the sums of exponentials and the target logits (two values a
-sample; a third with label smoothing). A mean over split samples costs one more, of the one valid count.
+over the samples i whose target t_i is not ignored. Split classes cost two all-reduces over the class axes:
+one of the largest logits (a value a sample), one of the sums of exponentials and the target logits (two
+values a sample; a third with label smoothing). A mean over split samples costs one more, of the one valid
+count.
 """
 
 from __future__ import annotations
@@ -38,13 +39,11 @@ def cross_entropy(
     """Cross-entropy of logits (N, C), (N, C, d1, …) or (C,) against class numbers, as `F.cross_entropy`.
 
     `reduction_axes` split the samples: the result is P on them, a local sum over the global valid count.
-    `class_axes` split the classes, evenly or not: the result is I on them. `count` replaces the valid count, as
-    when a microbatch is a part of the mean. `weight` (C,) is whole on every rank.
+    `class_axes` split the classes, evenly or not: the result is I on them. `count` replaces the valid
+    count, as when a microbatch is a part of the mean. `weight` (C,) is whole on every rank.
     """
     if class_axes:
-        losses = _split_class_losses(
-            logits, target, class_axes, num_classes, ignore_index, label_smoothing, weight
-        )
+        losses = _split_class_losses(logits, target, class_axes, num_classes, ignore_index, label_smoothing, weight)
     elif reduction == "mean" and count is None and not reduction_axes:
         return F.cross_entropy(logits, target, weight, None, ignore_index, None, reduction, label_smoothing)
     else:
@@ -59,7 +58,10 @@ def cross_entropy(
 
 
 def valid_count(
-    target: Tensor, reduction_axes: Sequence[Axis] = (), ignore_index: int = -100, weight: Tensor | None = None
+    target: Tensor,
+    reduction_axes: Sequence[Axis] = (),
+    ignore_index: int = -100,
+    weight: Tensor | None = None,
 ) -> Tensor:
     """The global number (or weight) of the targets that are not ignored, as a float tensor."""
     valid = target != ignore_index
@@ -91,13 +93,20 @@ def _split_class_losses(
     scale = valid.to(rows.dtype) if weight is None else weight.to(rows.dtype)[safe] * valid
     local_weight = None if weight is None else weight.to(rows.dtype)[start : start + held]
     losses: Tensor = _SplitClasses.apply(  # type: ignore[no-untyped-call]
-        rows.reshape(-1, held), safe - start, scale, valid, tuple(axes), num_classes, smoothing, local_weight
+        rows.reshape(len(safe), held),
+        safe - start,
+        scale,
+        valid,
+        tuple(axes),
+        num_classes,
+        smoothing,
+        local_weight,
     )
     return losses.view(target.shape)
 
 
 class _SplitClasses(torch.autograd.Function):
-    """Losses (N,) of logits (N, local classes): log-sum-exp and target logit are joined over the class axes."""
+    """Losses (N,) of logits (N, local classes): sums and target logits are joined over the class axes."""
 
     @staticmethod
     def forward(
@@ -130,11 +139,11 @@ class _SplitClasses(torch.autograd.Function):
         losses = (1 - smoothing) * scale * (log_total - sums[1])
         if smoothing:
             mass = num_classes if weight is None else sums[3]
-            losses = losses + smoothing / num_classes * valid * (mass * log_total - sums[2])
+            losses = losses + (mass * log_total - sums[2]) * (smoothing / num_classes)
         return torch.where(valid, losses, 0).to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exponentials, total, here, column, scale, valid, weight = ctx.saved_tensors
         smoothing, num_classes = ctx.smoothing, ctx.num_classes
         grad = torch.where(valid, grad, 0).to(exponentials.dtype)
@@ -152,10 +161,8 @@ class _SplitClasses(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None, None, None
 
 
-def _local_sums(
-    shifted: Tensor, here: Tensor, column: Tensor, smoothing: float, weight: Tensor | None
-) -> Tensor:
-    """Rows to sum over the class axes: exponentials (filled in later), target logits, and what smoothing needs."""
+def _local_sums(shifted: Tensor, here: Tensor, column: Tensor, smoothing: float, weight: Tensor | None) -> Tensor:
+    """Rows to sum over the class axes: exponentials (set later), target logits, and what smoothing needs."""
     sums = shifted.new_zeros((2 + (1 if smoothing else 0) + (1 if smoothing and weight is not None else 0), len(here)))
     if shifted.size(1):
         sums[1] = shifted.gather(1, column.unsqueeze(1)).squeeze(1) * here

@@ -15,7 +15,7 @@ BatchNorm = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 def mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int) -> Tensor:
-    """A local sum over `dims` divided by the global `count` of elements: P on the axes that split the dims."""
+    """A local sum over `dims` over the global `count` of elements: P on the axes that split the dims."""
     return x.sum(tuple(dims), keepdim) / count
 
 
@@ -33,7 +33,8 @@ def batch_norm(
     """Batch normalisation of x (N, C, …) with statistics over the shards of all `axes`.
 
     `weight` and `bias` are R on the axes. Returns (result, mean, 1 / deviation, new running mean, new running
-    variance), as ATen's functional batch norm does; the running statistics come back as they were in evaluation.
+    variance), as ATen's functional batch norm does; the running statistics come back as they were in
+    evaluation.
     """
     if not training:
         assert running_mean is not None and running_var is not None, "evaluation needs running statistics"
