@@ -1,4 +1,4 @@
-"""What the simulator needs to know of each node whatever the plan, found once a graph."""
+"""What the simulator needs to know of a graph whatever the plan, found once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from autopar.cost.memory import Saved, is_view, saved_values
 from autopar.cost.work import base_name
-from autopar.ir.graph import Graph
+from autopar.ir.graph import IDENTITY, Graph, Node
 
 PASSING = frozenset(("add", "sub"))  # operators whose gradient is the result's gradient itself
 
@@ -20,20 +20,42 @@ class NodeFacts(NamedTuple):
     saved: tuple[Saved, ...]
 
 
-_known: dict[int, tuple[weakref.ref[Graph], dict[str, NodeFacts]]] = {}
+class GraphFacts:
+    """Facts of each node by name, and the blocks that parameters and nodes belong to."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.nodes = {node.name: _node_facts(node, graph) for node in graph.nodes}
+        self.blocks = sorted(block_paths(graph), key=len, reverse=True)
+        self._block_of: dict[str, str] = {}
+
+    def block_of(self, name: str) -> str:
+        """The innermost block that a module path or parameter's name lies in; "" is the program itself."""
+        known = self._block_of.get(name)
+        if known is None:
+            inside = (path for path in self.blocks if name == path or name.startswith(path + "."))
+            known = self._block_of[name] = next(inside, "")
+        return known
 
 
-def node_facts(graph: Graph) -> dict[str, NodeFacts]:
-    """The facts by node name, remembered as long as the graph lives."""
-    known = _known.get(id(graph))
+def block_paths(graph: Graph) -> set[str]:
+    """Modules that have a module inside that runs something: each is a block of the emitted program."""
+    return {path for node in graph.nodes if node.op != IDENTITY for path, _ in node.scope.path[:-1] if path}
+
+
+def _node_facts(node: Node, graph: Graph) -> NodeFacts:
+    passes = is_view(node) or base_name(node.op) in PASSING
+    return NodeFacts(is_view(node), passes, saved_values(node, graph))
+
+
+_known: dict[int, tuple[weakref.ref[Graph], GraphFacts]] = {}
+
+
+def graph_facts(graph: Graph) -> GraphFacts:
+    """The graph's facts, remembered as long as it lives."""
+    key = id(graph)
+    known = _known.get(key)
     if known is not None and known[0]() is graph:
         return known[1]
-    facts = {
-        node.name: NodeFacts(
-            is_view(node), is_view(node) or base_name(node.op) in PASSING, saved_values(node, graph)
-        )
-        for node in graph.nodes
-    }
-    key = id(graph)
+    facts = GraphFacts(graph)
     _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), facts)
     return facts

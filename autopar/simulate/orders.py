@@ -42,7 +42,7 @@ def find_orders(program: Program, profile: Profile) -> Orders:
     for bucket in program.gathers:
         slot = program.slots[bucket.slots[0]]
         if slot.storage.regather:
-            orders.gathers[slot.unit].append(bucket)
+            orders.gathers[slot.unit if slot.unit in orders.last else 0].append(bucket)
     _order_gradients(program, profile, orders)
     return orders
 

@@ -22,8 +22,9 @@ from autopar.ir.mesh import ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.simulate.facts import node_facts
+from autopar.simulate.facts import graph_facts
 from autopar.simulate.shapes import LocalShapes
+from autopar.simulate.traffic import inner_collectives
 
 LONE_BYTES = 1 << 20  # the runtime sends tensors from this size on alone, and packs smaller ones
 BUCKET_BYTES = 25 << 20
@@ -76,7 +77,7 @@ class Item:
     backward_ns: int = 0
     forward: tuple[Transmission, ...] = ()
     backward: tuple[Transmission, ...] = ()
-    is_conversion: bool = False
+    inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
     passes_gradient: bool = False
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
@@ -144,15 +145,13 @@ class _Lowering:
         self.graph, self.plan, self.profile = graph, plan, profile
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
-        self.facts = node_facts(graph)
+        self.facts = graph_facts(graph)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
         self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
-        self.paths = sorted({path for group in plan.blocks for path in group if path}, key=len, reverse=True)
         self.units: dict[str, int] = {}
-        self.unit_of_module: dict[str, int] = {}
         self.trains = plan.mode == "train" and graph.loss is not None
 
     def run(self) -> Program:
@@ -197,7 +196,7 @@ class _Lowering:
         if known is not None and tensor not in self.plan.storage:
             return known
         if tensor in self.plan.storage:
-            return self._slot(tensor, placement, unit)
+            return self._slot(tensor, placement)
         return self._conversion(tensor, placement, unit, region)
 
     def _route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
@@ -210,7 +209,7 @@ class _Lowering:
             )
         return self.steps[tensor, target]
 
-    def _slot(self, tensor: str, placement: Placement, unit: int) -> int:
+    def _slot(self, tensor: str, placement: Placement) -> int:
         program = self.program
         known = self.known.get((tensor, placement))
         if known is not None and program.values[known].slot >= 0:
@@ -228,7 +227,7 @@ class _Lowering:
                 steps=steps,
                 stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.tensors[tensor].itemsize,
                 used_bytes=program.values[value].num_bytes,
-                unit=unit,
+                unit=self._unit(stored.name),
                 is_alias=is_alias and self.plan.precision is None,
                 requires_grad=stored.requires_grad and self.trains,
                 sizes=self._step_bytes(tensor, steps),
@@ -293,7 +292,6 @@ class _Lowering:
                 backward_ns=views[1],
                 forward=forward,
                 backward=self._transmissions(steps, sizes, 1),
-                is_conversion=True,
                 unit=unit,
                 region=region,
             )
@@ -302,7 +300,7 @@ class _Lowering:
 
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
-        facts = self.facts[node.name]
+        facts = self.facts.nodes[node.name]
         unit, region = self._unit(node.scope.module), self._region(node.scope.module)
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit, region) for tensor, placement in read]
@@ -329,6 +327,7 @@ class _Lowering:
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
                 passes_gradient=facts.passes_gradient,
+                inner=self._inner(node),
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
@@ -342,16 +341,20 @@ class _Lowering:
         storage = self.program.values[base].storage if base >= 0 else self._memory(size, item)
         return self._value(name, placement, storage, item=item)
 
+    def _inner(self, node: Node) -> tuple[Transmission, ...]:
+        sent = inner_collectives(self.graph, node, self.plan)
+        return tuple(self._transmission(*entry) for entry in sent if self.plan.axes[entry[1]].size > 1)
+
     def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""
-        if not self.facts[node.name].saved:
+        if not self.facts.nodes[node.name].saved:
             return (), 0
         values = {
             **dict(zip(node.operands, inputs, strict=True)),
             **dict(zip(node.results, outputs, strict=True)),
         }
         storages, extra = [], 0
-        for kept in self.facts[node.name].saved:
+        for kept in self.facts.nodes[node.name].saved:
             if isinstance(kept, Extra):
                 extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
             else:
@@ -360,16 +363,13 @@ class _Lowering:
 
     # Units and regions ----------------------------------------
 
-    def _unit(self, module: str) -> int:
-        """The innermost block around a module, numbered in order of appearance; the program itself is 0."""
-        known = self.unit_of_module.get(module)
-        if known is None:
-            path = next((p for p in self.paths if module == p or module.startswith(p + ".")), "")
-            if path not in self.units:
-                self.units[path] = len(self.units)
-                self.program.units.append(path)
-            known = self.unit_of_module[module] = self.units[path]
-        return known
+    def _unit(self, name: str) -> int:
+        """The block around a module or parameter, numbered in order of appearance; the program itself is 0."""
+        path = self.facts.block_of(name)
+        if path not in self.units:
+            self.units[path] = len(self.units)
+            self.program.units.append(path)
+        return self.units[path]
 
     def _region(self, module: str) -> int:
         """Which recomputed module path a node lies in; −1 for none. The outermost path counts."""

@@ -27,7 +27,9 @@ def test_shipped_profiles_have_sources_for_every_block() -> None:
     for name in SHIPPED:
         profile = load_profile(name)
         assert profile.usable_bytes < profile.facts.capacity_bytes
-        assert all(source.split(":")[0] in ("datasheet", "assumed", "published") for source in profile.provenance.values())
+        assert all(
+            source.split(":")[0] in ("datasheet", "assumed", "published") for source in profile.provenance.values()
+        )
 
 
 def test_the_same_name_gives_the_same_object_and_aliases_work() -> None:
@@ -36,7 +38,9 @@ def test_the_same_name_gives_the_same_object_and_aliases_work() -> None:
 
 
 def test_unknown_name_lists_the_known_and_the_remedy() -> None:
-    with pytest.raises(ProfileError, match=r"expected a known cost profile \(a100, .*h100.*found 'b300'.*autopar profile"):
+    with pytest.raises(
+        ProfileError, match=r"expected a known cost profile \(a100, .*h100.*found 'b300'.*autopar profile"
+    ):
         load_profile("b300")
 
 
