@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -9,10 +10,10 @@ from autopar.emit.calls import CallWriter
 from autopar.emit.names import Names
 from autopar.emit.statements import Convert, Flat, Operate, Statement, Value
 from autopar.emit.tree import Region
-from autopar.ir.graph import Graph, Stored
-from autopar.ir.placement import Placement, format_placement
+from autopar.ir.graph import Graph, Stored, Tensor
+from autopar.ir.placement import Placement, format_placement, num_shards
 from autopar.ir.plan import PlanData
-from autopar.ir.redistribution import transfer_bytes
+from autopar.ir.redistribution import Step, transfer_bytes
 from autopar.ir.verifier import MICROBATCH
 
 INDENT = "    "
@@ -165,7 +166,7 @@ class ClassWriter:
 
     def axis_lines(self, body: list[str], axes: list[str]) -> list[str]:
         text = "\n".join(body)
-        found = [axis for axis in axes if f", {axis}, " in text or f"({axis}," in text or f" {axis}," in text]
+        found = [axis for axis in axes if re.search(rf"[ (]{axis}[,)]", text)]
         return [f"{INDENT * 2}{axis} = self.mesh[{axis!r}]" for axis in found]
 
     def body(self, items: Iterable[Statement | Region], path: str, names: Names) -> list[str]:
@@ -245,7 +246,8 @@ class ClassWriter:
                     else current
                 )
             else:
-                text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}")'
+                size = self._uneven_length(tensor, placement, step)
+                text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}"{size})'
             note = self._note(step.transfers, forward, backward, tensor.differentiable)
             lines.append(f"{INDENT * 2}{name} = {text}{note}")
             current = name
@@ -253,6 +255,22 @@ class ClassWriter:
         if not item.redistribute.steps:
             lines.append(f"{INDENT * 2}{name} = {current}")
         return lines
+
+    def _uneven_length(self, tensor: Tensor, placement: Placement, step: Step) -> str:
+        """The length over the step's axis of the dim that it joins, as an argument where the axes do not divide it."""
+        if step.before.kind != "S":
+            return ""
+        length = tensor.shape[step.before.dim]
+        if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:
+            return ""
+        splitting = [axis for axis, type_ in zip(self.plan.axes, placement, strict=True) if type_ == step.before]
+        outer = []
+        for axis in splitting[: splitting.index(self.plan.axes[step.axis])]:
+            if axis.name == MICROBATCH:
+                length //= axis.size
+            else:
+                outer.append(axis.name)
+        return f", rt.local_size({length}, {', '.join(outer)})" if outer else f", {length}"
 
     def _note(self, transfers: object, forward: int, backward: int, differentiable: bool) -> str:
         first, second = (t.collective for t in transfers)  # type: ignore[attr-defined]
