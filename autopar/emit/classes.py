@@ -185,7 +185,7 @@ class ClassWriter:
                     continue
                 lines.append(self._call_block(item, path, names))
             elif isinstance(item, Convert):
-                lines += self._convert(item, names)
+                lines += self._convert(item, path, names)
             else:
                 lines.append(self._operate(item, path, names))
             position += 1
@@ -228,14 +228,13 @@ class ClassWriter:
         source = f"  # {item.node.source}" if item.node.source else ""
         return f"{INDENT * 2}{left} = {call}{source}"
 
-    def _convert(self, item: Convert, names: Names) -> list[str]:
+    def _convert(self, item: Convert, path: str, names: Names) -> list[str]:
         lines = []
         source, made = item.reads[0], item.makes[0]
         tensor = self.graph.tensors[source[0]]
-        current = names[source]
+        current = self.read(source, path, names)
         placement = source[1]
-        hint = current
-        name = names.make(made, hint)
+        name = names.make(made, current.rpartition(".")[2].strip('"[]'))
         for step in item.redistribute.steps:
             axis = self.plan.axes[step.axis]
             forward, backward = transfer_bytes(tensor.shape, tensor.itemsize, placement, self.plan.axes, step)

@@ -90,6 +90,11 @@ def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
     for stored in graph.stored:
         storage = plan.storage[stored.tensor]
         _check_storage(graph, graph.tensors[stored.tensor], storage, plan.axes)
+        if stored.name in graph.mutations and any(type_.kind == "S" for type_ in storage.placement):
+            where = _maker(graph, stored.tensor)
+            raise PlacementError(
+                f"expected {stored.name}{where}, which forward updates, stored as R, found {_text(storage.placement)}"
+            )
         sources[stored.tensor] = storage.placement
     for name, placement in plan.inputs.items():
         tensor = graph.tensors[name]

@@ -130,6 +130,7 @@ def run(case: Case, mutation: Mutation, ranks: RankPool) -> str:
     """What is wrong with the mutant's program; empty when it computes what the model computes."""
     try:
         source = emit(case.graph, mutation.apply(case.plan))
+        warm_up(ranks)
         results = ranks.run(first_step, source, case.state, case.batch)
     except (PlanError, PlacementError):
         raise
@@ -137,12 +138,23 @@ def run(case: Case, mutation: Mutation, ranks: RankPool) -> str:
         return f"{type(error).__name__}: {error}"
     failed = [result for result in results if isinstance(result, str)]
     if failed:
+        ranks.stop()  # their collectives may be out of step
         return failed[0]
     found = differences(case.single, results[0])
     losses = {loss.item() for loss, *_ in results}
     if len(losses) > 1:
         found.append(f"ranks have different losses: {sorted(losses)}")
     return "\n".join(found)
+
+
+def warm_up(ranks: RankPool) -> None:
+    """Starts the ranks where they do not run, with time of their own: starting is slow on a busy machine."""
+    if not ranks.is_running:
+        ranks.run(ready)
+
+
+def ready(rank: int, world: int) -> None:
+    """A job that does nothing."""
 
 
 def first_step(rank: int, world: int, source: str, state: Tensors, batch: Tensors) -> Any:
