@@ -71,9 +71,8 @@ class Site:
     def value(self) -> Value:
         return self.redistribute.tensor, self.redistribute.target
 
-    @property
-    def types(self) -> list[Type]:
-        return all_types(self.graph, self.redistribute.tensor)
+    def types_but(self, *excluded: Type) -> list[Type]:
+        return all_types(self.graph, self.redistribute.tensor, *excluded)
 
     def with_steps(self, what: str, steps: tuple[Step, ...]) -> Mutation:
         return Mutation(f"{self}: {what}", {self.value: replace(self.redistribute, steps=steps)})
@@ -91,9 +90,10 @@ class Site:
         return f"{self.redistribute.tensor} [{format_placement(self.source)} -> {format_placement(self.value[1])}]"
 
 
-def all_types(graph: Graph, tensor: str) -> list[Type]:
-    """Every type, with one S(d) too many: a dim that the tensor does not have."""
-    return [R, I, P, *(S(dim) for dim in range(len(graph.tensors[tensor].shape) + 1))]
+def all_types(graph: Graph, tensor: str, *excluded: Type) -> list[Type]:
+    """Every type but some, with one S(d) too many: a dim that the tensor does not have."""
+    types = [R, I, P, *(S(dim) for dim in range(len(graph.tensors[tensor].shape) + 1))]
+    return [type_ for type_ in types if type_ not in excluded]
 
 
 def left_at(placement: Placement, axis: int, type_: Type) -> Placement:
@@ -138,7 +138,7 @@ def drop_step(site: Site) -> Iterator[Mutation]:
 def swap_step(site: Site) -> Iterator[Mutation]:
     steps = site.redistribute.steps
     for i, step in enumerate(steps):
-        for type_ in site.types:
+        for type_ in site.types_but():
             for other in (step._replace(before=type_), step._replace(after=type_)):
                 if other != step:
                     text = f"step {i} swapped to {other.before} -> {other.after}"
@@ -148,14 +148,16 @@ def swap_step(site: Site) -> Iterator[Mutation]:
 def move_step(site: Site) -> Iterator[Mutation]:
     steps = site.redistribute.steps
     for i, step in enumerate(steps):
-        for axis in set(range(-1, len(site.plan.axes) + 1)) - {step.axis}:
-            yield site.with_steps(f"step {i} on axis {axis}", (*steps[:i], step._replace(axis=axis), *steps[i + 1 :]))
+        for axis in range(-1, len(site.plan.axes) + 1):
+            if axis != step.axis:
+                moved = (*steps[:i], step._replace(axis=axis), *steps[i + 1 :])
+                yield site.with_steps(f"step {i} on axis {axis}", moved)
 
 
 def swap_target(site: Site) -> Iterator[Mutation]:
     target = site.value[1]
     for axis in range(len(target)):
-        for type_ in set(site.types) - {target[axis]}:
+        for type_ in site.types_but(target[axis]):
             other = left_at(target, axis, type_)
             new = replace(site.redistribute, target=other)
             yield Mutation(f"{site}: target {format_placement(other)}", {site.value: None, (new.tensor, other): new})
@@ -165,7 +167,7 @@ def swap_source(site: Site) -> Iterator[Mutation]:
     """The stored, given or produced type alone, with the first step that follows it."""
     tensor, steps = site.redistribute.tensor, site.redistribute.steps
     for axis in range(len(site.source)):
-        for type_ in set(site.types) - {site.source[axis]}:
+        for type_ in site.types_but(site.source[axis]):
             change = _left_as(site, tensor, left_at(site.source, axis, type_))
             first = next((i for i, step in enumerate(steps) if step.axis == axis), None)
             text = f"{site}: starts as {type_} on axis {axis}"
@@ -204,12 +206,12 @@ def detour(site: Site) -> Iterator[Mutation]:
     """Each step through a third type; each two steps of one axis through another type, or at once."""
     steps = site.redistribute.steps
     for i, (axis, before, after) in enumerate(steps):
-        for type_ in set(site.types) - {before, after}:
+        for type_ in site.types_but(before, after):
             way = (Step(axis, before, type_), Step(axis, type_, after))
             yield site.with_steps(f"step {i} by way of {type_}", (*steps[:i], *way, *steps[i + 1 :]))
     for i, (first, second) in enumerate(zip(steps, steps[1:], strict=False)):
         if first.axis == second.axis:
-            for type_ in set(site.types) - {first.after}:
+            for type_ in site.types_but(first.after):
                 way = (first._replace(after=type_), second._replace(before=type_))
                 yield site.with_steps(f"steps {i} and {i + 1} by way of {type_}", (*steps[:i], *way, *steps[i + 2 :]))
             at_once = Step(first.axis, first.before, second.after)
@@ -239,13 +241,13 @@ def swap_for_readers(site: Site) -> Iterator[Mutation]:
     tensor, target = site.value
     *steps, last = site.redistribute.steps
     for axis in range(len(target)):
-        for type_ in set(site.types) - {target[axis]}:
+        for type_ in site.types_but(target[axis]):
             other = left_at(target, axis, type_)
-            ways = {_way(site.source, other)}
+            ways = [_way(site.source, other)]
             if axis == last.axis:
-                ways.add((*steps, last._replace(after=type_)))
-            for way in ways - {None, ()}:
-                conversions = {site.value: None, (tensor, other): Redistribute(tensor, other, way or ())}
+                ways.append((*steps, last._replace(after=type_)))
+            for way in filter(None, ways):
+                conversions = {site.value: None, (tensor, other): Redistribute(tensor, other, way)}
                 what = f"{site}: target {format_placement(other)}, same readers"
                 yield Mutation(what, conversions, site.read_as(other))
 
@@ -302,7 +304,7 @@ def swap_given(graph: Graph, plan: Plan, tensor: str) -> Iterator[Mutation]:
     storage = plan.storage.get(tensor)
     placement = storage.placement if storage else plan.inputs[tensor]
     for axis in range(len(plan.axes)):
-        for type_ in set(all_types(graph, tensor)) - {placement[axis]}:
+        for type_ in all_types(graph, tensor, placement[axis]):
             other = left_at(placement, axis, type_)
             what = f"{tensor} given as {format_placement(other)}"
             if storage:
@@ -317,13 +319,13 @@ def rerouted(graph: Graph, plan: Plan, mutation: Mutation) -> Iterator[Mutation]
     changed = mutation.apply(plan)
     old, new = sources(graph, plan), sources(graph, changed)
     conversions: dict[Value, Redistribute | None] = {}
-    existing = {(r.tensor, r.target) for r in plan.redistributes}
+    existing = [(r.tensor, r.target) for r in plan.redistributes]
     for tensor in sorted(mutation.touches(graph)):
         wanted = _wanted(graph, changed, tensor)
-        stale = {value for value in existing if value[0] == tensor} - wanted
+        stale = [value for value in existing if value[0] == tensor and value not in wanted]
         conversions.update(dict.fromkeys(stale))
-        for value in wanted - {(tensor, new[tensor])}:
-            if old[tensor] == new[tensor] and value in existing:
+        for value in wanted:
+            if value == (tensor, new[tensor]) or (old[tensor] == new[tensor] and value in existing):
                 continue
             steps = _way(new[tensor], value[1])
             if steps is None:
@@ -334,11 +336,11 @@ def rerouted(graph: Graph, plan: Plan, mutation: Mutation) -> Iterator[Mutation]
     yield replace(mutation, conversions=conversions)
 
 
-def _wanted(graph: Graph, plan: Plan, tensor: str) -> set[Value]:
-    read = {(tensor, plan.nodes[node.name].operands[position]) for node, position in graph.consumers[tensor]}
+def _wanted(graph: Graph, plan: Plan, tensor: str) -> list[Value]:
+    read = [(tensor, plan.nodes[node.name].operands[position]) for node, position in graph.consumers[tensor]]
     if tensor in (*graph.outputs, *graph.mutations.values()):
-        read.add((tensor, output_placement(graph, plan, tensor)))
-    return read
+        read.append((tensor, output_placement(graph, plan, tensor)))
+    return list(dict.fromkeys(read))
 
 
 def _way(source: Placement, target: Placement) -> tuple[Step, ...] | None:
