@@ -28,10 +28,35 @@ def test_no_divisible_strategy_names_tensor_and_mesh() -> None:
         )  # fmt: skip
 
 
-def test_memory_limit_that_cannot_be_met_names_the_smallest() -> None:
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_memory_limit_that_cannot_be_met_names_the_smallest_that_can(world: int) -> None:
     model, batch = model_and_batch()
-    with pytest.raises(errors.InfeasibleError, match=r"smallest"):
-        autopar.parallelize(model, autopar.Mesh("cpu", devices_per_node=2), batch, memory_limit=10_000)
+    mesh = autopar.Mesh("h100", devices_per_node=world)
+    with pytest.raises(errors.InfeasibleError) as caught:
+        autopar.parallelize(model, mesh, batch, memory_limit=10_000)
+    text, smallest = str(caught.value), caught.value.smallest_bytes
+    assert smallest is not None
+    assert f"expected a plan within memory_limit = 10,000 bytes a device of h100:1x{world}, found none" in text
+    assert f"the smallest limit that can be met is {smallest:,} bytes (on logical mesh" in text
+    assert "most of it optimizer (" in text
+    assert "the largest tensors are layers.1.weight (" in text
+    assert text.endswith("Raise memory_limit to that, use more devices, or a smaller batch.")
+    met = autopar.parallelize(model, mesh, batch, memory_limit=smallest).plan
+    assert met.predicted.peak_bytes <= smallest
+    assert met.memory_limit == smallest
+    with pytest.raises(errors.InfeasibleError) as again:
+        autopar.parallelize(model, mesh, batch, memory_limit=smallest * 95 // 100)
+    assert again.value.smallest_bytes is not None
+    assert again.value.smallest_bytes > smallest * 95 // 100
+
+
+def test_template_that_does_not_fit_names_the_smallest_limit() -> None:
+    model, batch = model_and_batch()
+    mesh = autopar.Mesh("h100", devices_per_node=2)
+    with pytest.raises(errors.InfeasibleError, match=r"the smallest limit that can be met is [\d,]+ bytes") as caught:
+        autopar.template_plan(model, mesh, batch, dp=2, memory_limit=10_000)
+    plan = autopar.template_plan(model, mesh, batch, dp=2, memory_limit=caught.value.smallest_bytes)
+    assert plan.predicted.peak_bytes <= plan.memory_limit == caught.value.smallest_bytes
 
 
 def test_plan_of_another_model_is_refused_with_the_difference() -> None:
