@@ -201,6 +201,7 @@ def _draft(graph: Graph, blocks: Blocks, axes: LogicalMesh, request: _Request, p
         memory_limit=request.memory_limit or profile.shared_by(request.mesh.devices_per_node).usable_bytes,
         coverage=coverage(graph),
         parameters={s.tensor: s.name for s in graph.stored},
+        types={name: str(graph.tensors[name]) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
         scopes={node.name: f"{node.scope.module}|{node.op}|{node.source}" for node in graph.nodes},
         blocks=blocks.paths,
     )
