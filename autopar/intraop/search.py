@@ -8,17 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost import Profile
-from autopar.cost import path as cheapest_path
-from autopar.intraop.builder import NO_PATH_NS, Built, Representatives, StorageOptions, build
+from autopar.intraop.builder import Built, Representatives, StorageOptions, build
 from autopar.intraop.costs import ProfiledCosts
 from autopar.intraop.extract import extract
-from autopar.intraop.problem import INFINITE, Problem
+from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.solver import solve
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Tensor
-from autopar.ir.placement import Placement
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, SearchReport
-from autopar.ir.redistribution import Step
 
 
 @dataclass(frozen=True)
@@ -43,15 +40,11 @@ def plan_placements(
 
     Raises InfeasibleError when the constraints leave no strategy, or no choice meets the memory limit.
     """
-    axes, per_node = draft.axes, draft.mesh.devices_per_node
-    built = _problem(graph, blocks, draft, profile, storage_options, constraints)
+    costs = _costs(graph, draft, profile)
+    built = _build(graph, blocks, draft, costs, storage_options, constraints)
     solution = solve(built.problem, time_limit_s, seed)
 
-    def steps(tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
-        differentiable = tensor.differentiable and draft.mode == "train"
-        return cheapest_path(tensor.shape, tensor.itemsize, source, target, axes, per_node, profile, differentiable)
-
-    inputs, storage, nodes, redistributes = extract(graph, blocks, built, solution.choice, steps)
+    inputs, storage, nodes, redistributes = extract(graph, blocks, built, solution.choice, costs.steps)
     report = SearchReport(
         method=f"intra-op ILP by {solution.method}",
         cost_ns=int(solution.cost),
@@ -71,18 +64,21 @@ def least_memory(
 
     Raises InfeasibleError when the constraints leave no strategy.
     """
-    built = _problem(graph, blocks, draft, profile, storage_options, constraints)
+    built = _build(graph, blocks, draft, _costs(graph, draft, profile), storage_options, constraints)
     choice = solve(_usage_alone(built.problem), time_limit_s, seed).choice
     used = [int(usage[option]) for usage, option in zip(built.problem.usages, choice, strict=True)]
     largest = sorted(zip(used, built.variables, strict=True), key=lambda pair: -pair[0])[:3]
     return LeastMemory(sum(used), tuple((v.name, v.kind, size) for size, v in largest if size))
 
 
-def _problem(
-    graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
+def _costs(graph: Graph, draft: Plan, profile: Profile) -> ProfiledCosts:
+    return ProfiledCosts(graph, draft.axes, draft.mesh.devices_per_node, profile, draft.mode, draft.optimizer)
+
+
+def _build(
+    graph: Graph, blocks: Representatives, draft: Plan, costs: ProfiledCosts, storage_options: StorageOptions,
     constraints: Sequence[Constraint],
 ) -> Built:  # fmt: skip
-    costs = ProfiledCosts(graph, draft.axes, draft.mesh.devices_per_node, profile, draft.mode, draft.optimizer)
     return build(graph, blocks, draft.axes, costs, storage_options, constraints, draft.memory_limit or None)
 
 
