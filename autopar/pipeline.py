@@ -14,8 +14,8 @@ from torch import nn
 
 from autopar.cost import Profile, load_profile
 from autopar.emit import emit
-from autopar.errors import AutoparError, InfeasibleError, PlanError
-from autopar.intraop import plan_placements
+from autopar.errors import InfeasibleError, PlanError
+from autopar.intraop import LeastMemory, least_memory, plan_placements
 from autopar.ir import verifier
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
@@ -23,6 +23,7 @@ from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan
 from autopar.ops import admits, coverage
 from autopar.program import PlannedProgram, model_state
+from autopar.refusal import fit_or_refuse
 from autopar.simulate import predict, simulate, traffic
 from autopar.template import template_axes, template_constraints
 from autopar.trace import Blocks, find_blocks, trace
@@ -95,7 +96,11 @@ def template_plan(
     paths = tuple(path for group in blocks.paths for path in group)
     rules = template_constraints(axes, zero, sequence_parallel, paths)
     request = _Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"])
-    plan = _plan_on(graph, blocks, axes, request, load_profile(mesh.profile))
+    profile = load_profile(mesh.profile)
+    try:
+        plan = _plan_on(graph, blocks, axes, request, profile)
+    except InfeasibleError:
+        plan = _fit_or_refuse(graph, blocks, [axes], request, profile)
     verifier.verify(graph, plan, admits)
     return plan
 
@@ -140,7 +145,6 @@ def _search(graph: Graph, request: _Request, progress: Progress | None) -> Plan:
     """One candidate for each logical mesh; the simulator picks."""
     profile, blocks = load_profile(request.mesh.profile), find_blocks(graph)
     candidates: list[Plan] = []
-    refusals: list[InfeasibleError] = []
     tried: list[dict[str, Any]] = []
     for axes in logical_meshes(request.mesh):
         shape = "x".join(str(axis.size) for axis in axes) or "1"
@@ -148,7 +152,6 @@ def _search(graph: Graph, request: _Request, progress: Progress | None) -> Plan:
         try:
             candidate = _plan_on(graph, blocks, axes, request, profile)
         except InfeasibleError as error:
-            refusals.append(error)
             tried.append({"mesh": shape, "infeasible": str(error).split(";")[0]})
             continue
         candidates.append(candidate)
@@ -162,20 +165,32 @@ def _search(graph: Graph, request: _Request, progress: Progress | None) -> Plan:
         if progress is not None:
             progress(f"mesh {shape}: {candidate.predicted.step_time_ns / 1e6:.3f} ms in {row['seconds']} s")
     if not candidates:
-        raise refusals[0] if refusals else AutoparError("expected at least one logical mesh, found none")
+        candidates = [_fit_or_refuse(graph, blocks, logical_meshes(request.mesh), request, profile)]
     best = min(candidates, key=lambda plan: plan.predicted.step_time_ns)
     return replace(best, search=replace(best.search, tried=tuple(tried)))
 
 
 def _plan_on(graph: Graph, blocks: Blocks, axes: LogicalMesh, request: _Request, profile: Profile) -> Plan:
     """The best plan on one logical mesh; solved again under a tighter limit when the simulated peak does not fit."""
-    mesh = request.mesh
-    profile = profile.shared_by(mesh.devices_per_node)
-    limit = request.memory_limit or profile.usable_bytes
-    draft = Plan(
+    draft = _draft(graph, blocks, axes, request, profile)
+    limit = asked = draft.memory_limit
+    for _ in range(4):
+        plan = _scored(graph, blocks, draft, asked, request, profile)
+        peak = plan.predicted.peak_bytes
+        if peak <= limit:
+            return plan
+        asked = min(int(asked * 0.7), asked - (peak - limit))
+        if asked <= 0:
+            break
+    raise InfeasibleError(f"found no plan within {limit:,} bytes a device")
+
+
+def _draft(graph: Graph, blocks: Blocks, axes: LogicalMesh, request: _Request, profile: Profile) -> Plan:
+    """Everything of the plan that is known before the search."""
+    return Plan(
         fingerprint=graph.fingerprint,
         model=graph.model_name,
-        mesh=mesh,
+        mesh=request.mesh,
         axes=axes,
         inputs={},
         storage={},
@@ -183,38 +198,40 @@ def _plan_on(graph: Graph, blocks: Blocks, axes: LogicalMesh, request: _Request,
         redistributes=(),
         mode=request.mode,
         optimizer=request.optimizer or "none",
-        memory_limit=limit,
+        memory_limit=request.memory_limit or profile.shared_by(request.mesh.devices_per_node).usable_bytes,
         coverage=coverage(graph),
         parameters={s.tensor: s.name for s in graph.stored},
+        types={name: str(graph.tensors[name]) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
         scopes={node.name: f"{node.scope.module}|{node.op}|{node.source}" for node in graph.nodes},
         blocks=blocks.paths,
     )
-    asked, smallest = limit, None
-    for _ in range(4):
-        try:
-            plan = plan_placements(
-                graph, blocks, replace(draft, memory_limit=asked), profile, storage_options, request.constraints,
-                request.budget.seconds, request.budget.seed,
-            )  # fmt: skip
-        except InfeasibleError as error:
-            raise _does_not_fit(error, limit, smallest) from error
-        plan = replace(plan, memory_limit=limit)
-        plan = replace(plan, predicted=predict(simulate(graph, plan, profile)))
-        plan = replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
-        peak = plan.predicted.peak_bytes
-        if peak <= limit:
-            return plan
-        smallest = min(smallest, peak, key=int) if smallest is not None else peak
-        asked = min(int(asked * 0.7), asked - (peak - limit))
-        if asked <= 0:
-            break
-    raise _does_not_fit(None, limit, smallest)
 
 
-def _does_not_fit(error: InfeasibleError | None, limit: int, smallest: int | None) -> InfeasibleError:
-    if error is not None and smallest is None:
-        return error
-    return InfeasibleError(
-        f"expected a plan within {limit:,} bytes a device; the smallest peak found needs {smallest:,} bytes. "
-        "Raise memory_limit, use more devices, or a smaller batch."
-    )
+def _scored(graph: Graph, blocks: Blocks, draft: Plan, asked: int, request: _Request, profile: Profile) -> Plan:
+    """The intra-op plan within `asked` bytes, with the simulator's prediction."""
+    profile = profile.shared_by(request.mesh.devices_per_node)
+    plan = plan_placements(
+        graph, blocks, replace(draft, memory_limit=asked), profile, storage_options, request.constraints,
+        request.budget.seconds, request.budget.seed,
+    )  # fmt: skip
+    plan = replace(plan, memory_limit=draft.memory_limit, predicted=predict(simulate(graph, plan, profile)))
+    return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
+
+
+def _fit_or_refuse(
+    graph: Graph, blocks: Blocks, meshes: Sequence[LogicalMesh], request: _Request, profile: Profile
+) -> Plan:
+    """The last resort when the search found no plan that fits."""
+
+    def least_of(axes: LogicalMesh) -> tuple[Plan, LeastMemory]:
+        draft = _draft(graph, blocks, axes, request, profile)
+        least = least_memory(
+            graph, blocks, draft, profile.shared_by(request.mesh.devices_per_node), storage_options,
+            request.constraints, request.budget.seconds, request.budget.seed,
+        )  # fmt: skip
+        return _scored(graph, blocks, draft, least.usage_bytes, request, profile), least
+
+    def plan_below(axes: LogicalMesh, limit: int) -> Plan:
+        return _plan_on(graph, blocks, axes, replace(request, memory_limit=limit), profile)
+
+    return fit_or_refuse(meshes, least_of, plan_below)

@@ -44,7 +44,8 @@ class CallWriter:
         remaining = iter(names)
         parts = [_text(value, remaining) for value in args]
         parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
-        return f"{node.op}({', '.join(parts)})"
+        op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
+        return f"{op}({', '.join(parts)})"
 
     def axes_where(self, placement: Placement, test: Callable[[Any], bool]) -> list[str]:
         """Names of the real mesh axes on which the placement's type passes the test."""

@@ -116,6 +116,7 @@ class Plan:
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
     parameters: Mapping[str, str] = field(default_factory=dict)  # tensor's name in the graph -> name in the model
+    types: Mapping[str, str] = field(default_factory=dict)  # input or stored tensor -> "float32[256, 64]"
     scopes: Mapping[str, str] = field(default_factory=dict)  # node -> "module path|operator|source line"
     blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
 
@@ -147,10 +148,13 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan from a file; see `from_json`."""
         try:
-            text = Path(path).read_text()
-        except OSError as error:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"expected a plan file at {path}, found none that can be read: {error}") from error
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
 
     def explain(self, pattern: str) -> str:
         """Why: the chosen placements of the operators and parameters that match, and what they communicate."""
