@@ -4,6 +4,7 @@ from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
 from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
 from autopar.runtime.errors import ProgramError, WorldError
+from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding
@@ -37,6 +38,7 @@ __all__ = [
     "local_size",
     "make_rank_mesh",
     "mean",
+    "microbatch",
     "native_dropout",
     "recompute",
     "redistribute",

@@ -85,9 +85,7 @@ def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], axis: Axis) -
     lone = [_bytes(t) >= LONE_BYTES for t in split]
     shards = [t.new_empty(t.shape[1:]) if alone else None for t, alone in zip(split, lone, strict=True)]
     waits = [
-        comm.start_reduce_scatter(shard, t, axis)
-        for t, shard in zip(split, shards, strict=True)
-        if shard is not None
+        comm.start_reduce_scatter(shard, t, axis) for t, shard in zip(split, shards, strict=True) if shard is not None
     ]
     packed = [t.view(axis.size, -1) for t, alone in zip(split, lone, strict=True) if not alone]
     reduced: Tensor | None = None

@@ -85,9 +85,7 @@ class Parameters(nn.Module):
         late = self.__dict__.get("late_tensors", {}).get(name)
         if late is not None:
             return late()
-        if name in self.__dict__.get("declared_parameters", ()) or name in self.__dict__.get(
-            "declared_buffers", ()
-        ):
+        if name in self.__dict__.get("declared_parameters", ()) or name in self.__dict__.get("declared_buffers", ()):
             raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
         return super().__getattr__(name)
 
@@ -109,6 +107,20 @@ class Block(Parameters):
     def axes(self) -> tuple[Axis, ...]:
         """The mesh axes as this rank sees them, outermost first."""
         return self.mesh.axes
+
+    @property
+    def microbatch(self) -> int:
+        """Number of the microbatch that runs."""
+        return self.mesh.progress.microbatch
+
+    @property
+    def count(self) -> Tensor | float | None:
+        """What a mean over all microbatches divides by; `Program.prepare` sets it for all blocks."""
+        return self.mesh.progress.count
+
+    @count.setter
+    def count(self, value: Tensor | float) -> None:
+        self.mesh.progress.count = value
 
 
 class Program(Block):

@@ -32,6 +32,12 @@ def split_inputs(
     return [tuple(column[index] for column in columns) for index in range(count)]
 
 
+def microbatch(x: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """One of `count` equal parts along `dim`: a microbatch's part of a tensor that is made for the whole step."""
+    size = x.size(dim) // count
+    return x.narrow(dim, index * size, size)
+
+
 def microbatch_shape(spec: Input, count: int) -> tuple[int, ...]:
     """Global shape of one microbatch of the input."""
     if spec.microbatch_dim is None:
@@ -63,9 +69,7 @@ def _by_name(program: type[Program], args: Sequence[Any], kwargs: Mapping[str, A
 def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) -> list[Tensor]:
     _check(spec, value, shard_shape(spec, count, mesh) if local else spec.shape, mesh, count, local)
     value = value.to(mesh.device, non_blocking=True)
-    parts = (
-        [value] * count if spec.microbatch_dim is None else list(_chunks(value, count, spec.microbatch_dim))
-    )
+    parts = [value] * count if spec.microbatch_dim is None else list(_chunks(value, count, spec.microbatch_dim))
     if local:
         return [part.contiguous() for part in parts]
     types = parse_placement(spec.placement, len(mesh.axes))
@@ -77,9 +81,7 @@ def _chunks(value: Tensor, count: int, dim: int) -> Sequence[Tensor]:
     return torch.split(value, value.size(dim) // count, dim) if value.size(dim) else [value] * count
 
 
-def _check(
-    spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, count: int, local: bool
-) -> None:
+def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, count: int, local: bool) -> None:
     if not isinstance(value, Tensor):
         raise ProgramError(f"input {spec.name}: expected a tensor, found {type(value).__name__}")
     if tuple(value.shape) == tuple(shape) and value.dtype == spec.dtype:

@@ -65,9 +65,7 @@ class Rank(nn.Module):
                 done = self._gatherer.gradient_done
                 on_gradient(slot.leaf, partial(done, unit))
 
-    def _register(
-        self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]
-    ) -> None:
+    def _register(self, parameters: Mapping[str, StoredParameter], buffers: Mapping[str, state.StoredBuffer]) -> None:
         for name, parameter in parameters.items():
             owner, _, last = name.rpartition(".")
             _submodule(self, owner).register_parameter(last, parameter.tensor)
@@ -94,18 +92,16 @@ class Rank(nn.Module):
             self._reducer.begin_step()
             self._gatherer.begin_step()
             randomness.begin_step()
-            losses = [
-                self._train_microbatch(microbatch, is_last=index == len(microbatches) - 1)
-                for index, microbatch in enumerate(microbatches)
-            ]
+            losses = [self._train_microbatch(index, inputs) for index, inputs in enumerate(microbatches)]
         self._reducer.end_step()
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 
-    def _train_microbatch(self, inputs: tuple[Tensor, ...], is_last: bool) -> Tensor:
+    def _train_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Tensor:
+        self._mesh.progress.microbatch = index
         self._gatherer.begin_microbatch()
-        self._reducer.begin_microbatch(is_last)
+        self._reducer.begin_microbatch(is_last=index == self._program.MICROBATCHES - 1)
         try:
             loss = self._loss(self._program(*inputs))
             self._gatherer.in_backward = True
@@ -119,9 +115,7 @@ class Rank(nn.Module):
     def _loss(self, outputs: Any) -> Tensor:
         loss = outputs if isinstance(outputs, Tensor) else outputs[self._program.LOSS_INDEX]
         if loss.dim() != 0:
-            raise ProgramError(
-                f"expected the forward pass to return a scalar loss, found shape {tuple(loss.shape)}"
-            )
+            raise ProgramError(f"expected the forward pass to return a scalar loss, found shape {tuple(loss.shape)}")
         return loss
 
     @torch.no_grad()
@@ -131,9 +125,10 @@ class Rank(nn.Module):
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()
-        return join_outputs([self._run_microbatch(microbatch) for microbatch in microbatches], ())
+        return join_outputs([self._run_microbatch(*item) for item in enumerate(microbatches)], ())
 
-    def _run_microbatch(self, inputs: tuple[Tensor, ...]) -> Any:
+    def _run_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Any:
+        self._mesh.progress.microbatch = index
         self._gatherer.begin_microbatch()
         try:
             return self._program(*inputs)
@@ -185,9 +180,7 @@ def _materialise(
     slots: list[Slot] = []
     for name, holder, attribute in _declared(program):
         if attribute in holder.declared_buffers:
-            buffers[name] = state.make_buffer(
-                name, holder.declared_buffers[attribute], holder, attribute, mesh
-            )
+            buffers[name] = state.make_buffer(name, holder.declared_buffers[attribute], holder, attribute, mesh)
             continue
         declared = holder.declared_parameters[attribute]
         parameters[name] = parameter = StoredParameter(name, declared, mesh)

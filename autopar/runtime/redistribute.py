@@ -97,9 +97,7 @@ def forward_step(x: Tensor, axis: Axis, source: Type, target: Type, size: Size =
     return TABLE[source.kind, target.kind][0](_plan_move(x, axis, source, target, size), x)
 
 
-def backward_step(
-    grad: Tensor, axis: Axis, source: Type, target: Type, sizes: tuple[int | None, int | None]
-) -> Tensor:
+def backward_step(grad: Tensor, axis: Axis, source: Type, target: Type, sizes: tuple[int | None, int | None]) -> Tensor:
     """What the backward pass of `redistribute` computes; `sizes` are the whole lengths before and after."""
     if axis.size == 1:
         return grad
@@ -111,9 +109,7 @@ def _parse_change(change: str) -> tuple[Type, Type]:
     source_text, arrow, target_text = change.partition("->")
     source, target = parse_type(source_text.strip()), parse_type(target_text.strip())
     if not arrow or (source != target and (source.kind, target.kind) not in TABLE):
-        raise ProgramError(
-            f"no redistribution {change!r}; known: {', '.join(f'{a} -> {b}' for a, b in TABLE)}"
-        )
+        raise ProgramError(f"no redistribution {change!r}; known: {', '.join(f'{a} -> {b}' for a, b in TABLE)}")
     return source, target
 
 

@@ -36,9 +36,7 @@ class StoredBuffer:
             self.local.copy_(value)
 
 
-def make_buffer(
-    name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh
-) -> StoredBuffer:
+def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh) -> StoredBuffer:
     """Makes this rank's part of a buffer, not yet loaded, and puts it in its holder."""
     types = parse_placement(declared.placement, len(mesh.axes))
     local = unset_tensor(local_shape(declared.shape, types, mesh.axes), declared.dtype, mesh.device)
@@ -147,9 +145,7 @@ def clip_grad_norm(
     groups: dict[tuple[int, ...], list[Tensor]] = {}
     for stored in parameters.values():
         if stored.tensor.grad is not None:
-            sharded = tuple(
-                i for i, kind in enumerate(stored.types) if kind.is_shard and mesh.axes[i].size > 1
-            )
+            sharded = tuple(i for i, kind in enumerate(stored.types) if kind.is_shard and mesh.axes[i].size > 1)
             groups.setdefault(sharded, []).append(local_part(stored.tensor.grad))
     total = _total_norm(groups, mesh, norm_type)
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)

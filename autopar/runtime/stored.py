@@ -123,9 +123,7 @@ def slot_names(name: str, num_uses: int) -> list[str]:
     return [name if use == 0 else f"{name}_{use}" for use in range(num_uses)]
 
 
-def sized_steps(
-    shape: Sequence[int], stored: Sequence[Type], used: Sequence[Type], mesh: RankMesh
-) -> list[SizedStep]:
+def sized_steps(shape: Sequence[int], stored: Sequence[Type], used: Sequence[Type], mesh: RankMesh) -> list[SizedStep]:
     """The steps between two placements on axes that really split, with the lengths of their dims."""
     now, steps = list(stored), []
     for step in conversion_steps(stored, used):

@@ -41,9 +41,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(sizes.width, sizes.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            p(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value)
-        )
+        q, k, v = (p(x).unflatten(2, (self.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value))
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.output(mixed.transpose(1, 2).flatten(2))
 
@@ -96,9 +94,7 @@ class Plan:
     def batch(self) -> str:
         return " ".join("S(0)" if name in self.batch_axes else "R" for name in self.axes)
 
-    def parameter(
-        self, shape: tuple[int, ...], tp: str = "I->R", dtype: torch.dtype = torch.float32
-    ) -> rt.Parameter:
+    def parameter(self, shape: tuple[int, ...], tp: str = "I->R", dtype: torch.dtype = torch.float32) -> rt.Parameter:
         """`tp`: stored and used type on the axis "tp"; the batch axes follow the ZeRO stage."""
         stored, used = tp.split("->")
         dim = min(self.zero_dim, len(shape) - 1)
@@ -160,9 +156,7 @@ def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> typ
                 .transpose(1, 2)
                 for p in (a.query, a.key, a.value)
             )
-            mixed = (
-                aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True).transpose(1, 2).flatten(2)
-            )
+            mixed = aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, True).transpose(1, 2).flatten(2)
             x = x + self.leave(aten.linear.default(mixed, a.output.weight)) + a.output.bias
             h = self.enter(aten.layer_norm.default(x, width, self.norm_2.weight, self.norm_2.bias))
             h = aten.gelu.default(aten.linear.default(h, self.up.weight, self.up.bias))
@@ -179,8 +173,7 @@ def emitted(sizes: Sizes, plan: Plan, dtype: torch.dtype = torch.float32) -> typ
         MICROBATCHES = plan.microbatches
         TIED = {"head.weight": "token.weight"}  # noqa: RUF012
         INPUTS = tuple(
-            rt.Input(name, (sizes.batch, sizes.length), torch.int64, plan.batch, 0)
-            for name in ("tokens", "labels")
+            rt.Input(name, (sizes.batch, sizes.length), torch.int64, plan.batch, 0) for name in ("tokens", "labels")
         )
 
         def __init__(self, mesh: rt.RankMesh) -> None:

@@ -87,17 +87,13 @@ def test_hybrid_shards_reduce_before_they_sum(rank_pool: Callable[[int], RankPoo
 
     counts = rank_pool(4).run(counted_hybrid)
     assert all(count["reduce_scatter", "dp"] == whole_bytes(2) for count in counts)
-    assert (
-        counts[0]["all_reduce", "node"] == whole_bytes(2) // 2 + LOSS_BYTES
-    )  # the first rank has no short shard
+    assert counts[0]["all_reduce", "node"] == whole_bytes(2) // 2 + LOSS_BYTES  # the first rank has no short shard
 
 
 class HybridPlan(Plan):
     """Sharded over dp inside each node, whole across nodes."""
 
-    def parameter(
-        self, shape: tuple[int, ...], tp: str = "", dtype: torch.dtype = torch.float32
-    ) -> rt.Parameter:
+    def parameter(self, shape: tuple[int, ...], tp: str = "", dtype: torch.dtype = torch.float32) -> rt.Parameter:
         return rt.Parameter(shape, dtype, stored="I S(0)", uses=("R R",))
 
 

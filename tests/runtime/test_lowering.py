@@ -30,9 +30,7 @@ def check(found: Tensor | None, whole: Tensor | None, placement: str, mesh: rt.R
 
 CROSS_ENTROPY = [
     {"ignore_index": ignore, "reduction": reduction, "label_smoothing": smoothing, "weighted": weighted}
-    for ignore, reduction, smoothing, weighted in product(
-        (-100, 2), ("mean", "sum", "none"), (0.0, 0.1), (False, True)
-    )
+    for ignore, reduction, smoothing, weighted in product((-100, 2), ("mean", "sum", "none"), (0.0, 0.1), (False, True))
 ]
 
 
@@ -49,11 +47,7 @@ def cross_entropies(rank: int, world: int, sizes: dict[str, int], shape: tuple[i
     rows = " ".join("S(0)" if axis in samples else "R" for axis in mesh.axes)
     for options in CROSS_ENTROPY:
         options = dict(options)
-        weight = (
-            torch.rand(shape[1], generator=generator, dtype=torch.float64)
-            if options.pop("weighted")
-            else None
-        )
+        weight = torch.rand(shape[1], generator=generator, dtype=torch.float64) if options.pop("weighted") else None
         whole = logits.clone().requires_grad_()
         expected = F.cross_entropy(whole, target, weight, **options)
         upstream = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
@@ -84,9 +78,7 @@ def cross_entropies(rank: int, world: int, sizes: dict[str, int], shape: tuple[i
         ({"tp_outer": 2, "tp": 2}, (4, 7)),
     ],
 )
-def test_cross_entropy(
-    rank_pool: Callable[[int], RankPool], sizes: dict[str, int], shape: tuple[int, ...]
-) -> None:
+def test_cross_entropy(rank_pool: Callable[[int], RankPool], sizes: dict[str, int], shape: tuple[int, ...]) -> None:
     rank_pool(int(torch.tensor(list(sizes.values())).prod())).run(cross_entropies, sizes, shape)
 
 
@@ -110,9 +102,7 @@ def low_precision(rank: int, world: int) -> None:
     logits = (torch.randn(64, 512, generator=generator) * 4).bfloat16()
     target = torch.randint(512, (64,), generator=generator)
     exact = F.cross_entropy(logits.double(), target, reduction="sum")
-    loss = rt.cross_entropy(
-        part(logits, "S(1)", mesh), target, class_axes=mesh.axes, num_classes=512, reduction="sum"
-    )
+    loss = rt.cross_entropy(part(logits, "S(1)", mesh), target, class_axes=mesh.axes, num_classes=512, reduction="sum")
     assert abs(loss.double() - exact) <= 2 * 2**-8 * exact
 
 

@@ -128,9 +128,7 @@ class Counting(rt.Program):
         y = (x @ self.linear.weight.t() + self.linear.frozen).square().sum() * self.constant
         rows = redistribute(self.linear.weight_1, dp, "S(0) -> I", 5)
         self.update(calls=self.calls + 1)
-        return (
-            redistribute(y, dp, "P -> I") + rows.sum() + 0 * redistribute(self.table, dp, "S(0) -> I").sum()
-        )
+        return redistribute(y, dp, "P -> I") + rows.sum() + 0 * redistribute(self.table, dp, "S(0) -> I").sum()
 
 
 class Reference(nn.Module):
@@ -172,15 +170,11 @@ def test_errors_name_what_was_expected() -> None:
     state = weights(Sizes())
     state["norm.weight"] = torch.ones(3)
     state["extra"] = state.pop("norm.bias")
-    with pytest.raises(
-        rt.ProgramError, match=r"missing: norm.bias; unexpected: extra; .*norm.weight: expected \(8,\)"
-    ):
+    with pytest.raises(rt.ProgramError, match=r"missing: norm.bias; unexpected: extra; .*norm.weight: expected \(8,\)"):
         part.load_full_state_dict(state)
     with pytest.raises(rt.ProgramError, match="expected the inputs tokens, labels; found 1 by position"):
         part.train_step(torch.ones(8, 6))
-    with pytest.raises(
-        rt.ProgramError, match=r"input tokens: expected the global batch, \(8, 6\) torch.int64"
-    ):
+    with pytest.raises(rt.ProgramError, match=r"input tokens: expected the global batch, \(8, 6\) torch.int64"):
         part.train_step(torch.ones(4, 6), torch.ones(4, 6))
     assert part.train_step(**batch(Sizes(), 0)).isnan(), "weights that were never loaded must show"
 

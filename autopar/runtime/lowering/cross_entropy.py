@@ -43,9 +43,7 @@ def cross_entropy(
     count, as when a microbatch is a part of the mean. `weight` (C,) is whole on every rank.
     """
     if class_axes:
-        losses = _split_class_losses(
-            logits, target, class_axes, num_classes, ignore_index, label_smoothing, weight
-        )
+        losses = _split_class_losses(logits, target, class_axes, num_classes, ignore_index, label_smoothing, weight)
     elif reduction == "mean" and count is None and not reduction_axes:
         return F.cross_entropy(logits, target, weight, None, ignore_index, None, reduction, label_smoothing)
     else:
@@ -163,13 +161,9 @@ class _SplitClasses(torch.autograd.Function):
         return result.to(ctx.dtype), None, None, None, None, None, None, None
 
 
-def _local_sums(
-    shifted: Tensor, here: Tensor, column: Tensor, smoothing: float, weight: Tensor | None
-) -> Tensor:
+def _local_sums(shifted: Tensor, here: Tensor, column: Tensor, smoothing: float, weight: Tensor | None) -> Tensor:
     """Rows to sum over the class axes: exponentials (set later), target logits, and what smoothing needs."""
-    sums = shifted.new_zeros(
-        (2 + (1 if smoothing else 0) + (1 if smoothing and weight is not None else 0), len(here))
-    )
+    sums = shifted.new_zeros((2 + (1 if smoothing else 0) + (1 if smoothing and weight is not None else 0), len(here)))
     if shifted.size(1):
         sums[1] = shifted.gather(1, column.unsqueeze(1)).squeeze(1) * here
     if smoothing:
