@@ -87,7 +87,7 @@ class PlannedProgram:
         return {name: " ".join(map(str, placement)) for name, placement in self.plan.inputs.items()}
 
     def save(self, folder: str | Path) -> Path:
-        """Writes program.py, plan.json, train.py and the model's weights, each whole or not at all; returns the folder."""
+        """Writes program.py, plan.json, train.py and the model's weights, each whole or not at all."""
         folder = Path(folder)
         write_whole(folder / "program.py", self.source)
         write_whole(folder / "plan.json", self.plan.to_json())

@@ -26,8 +26,7 @@ class MLP(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            nn.Linear(width_in, width_out, bias=config.bias)
-            for width_in, width_out in pairwise(config.widths)
+            nn.Linear(width_in, width_out, bias=config.bias) for width_in, width_out in pairwise(config.widths)
         )
 
     def forward(self, features: Tensor, labels: Tensor) -> Tensor:

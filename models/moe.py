@@ -33,9 +33,7 @@ class Config(gpt.Config):
 
     def __post_init__(self) -> None:
         if self.num_layers % 2:
-            raise ValueError(
-                f"layers come in pairs, without and with experts: num_layers is {self.num_layers}"
-            )
+            raise ValueError(f"layers come in pairs, without and with experts: num_layers is {self.num_layers}")
 
     @property
     def capacity(self) -> int:

@@ -18,9 +18,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds --refresh-golden."""
-    parser.addoption(
-        "--refresh-golden", action="store_true", help="rewrite tests/golden/ with what tests print"
-    )
+    parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/ with what tests print")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -50,9 +48,7 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
             path.write_text(text, encoding="utf-8")
         expected = path.read_text(encoding="utf-8") if path.exists() else ""
         if text != expected:
-            pytest.fail(
-                f"tests/golden/{name} differs (--refresh-golden accepts):\n{difference(expected, text)}"
-            )
+            pytest.fail(f"tests/golden/{name} differs (--refresh-golden accepts):\n{difference(expected, text)}")
 
     return check
 

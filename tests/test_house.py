@@ -54,16 +54,12 @@ def test_importing_the_runtime_loads_nothing_that_only_planning_needs() -> None:
     """A training cluster has torch, perhaps an older one, and none of the solvers."""
     command = "import autopar.runtime, sys; print(*sys.modules)"
     loaded = subprocess.check_output([sys.executable, "-c", command], cwd=ROOT, text=True).split()
-    rooms = {
-        name for name in loaded if name.startswith("autopar.") and not name.startswith("autopar.runtime")
-    }
+    rooms = {name for name in loaded if name.startswith("autopar.") and not name.startswith("autopar.runtime")}
     assert rooms | (PLANNING_ONLY & set(loaded)) == set()
 
 
 def test_every_module_says_what_it_is_for() -> None:
-    texts = {
-        path: path.read_text(encoding="utf-8") for path in sources("autopar", "models", "tests", "examples")
-    }
+    texts = {path: path.read_text(encoding="utf-8") for path in sources("autopar", "models", "tests", "examples")}
     silent = [path for path, text in texts.items() if text and not ast.get_docstring(ast.parse(text))]
     assert silent == []
 

@@ -57,11 +57,7 @@ def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32"
     kind = optimizer_of(name)
     elements = kind.copies * math.prod(shape)
     if kind.factored:
-        elements += (
-            math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1]))
-            if len(shape) > 1
-            else math.prod(shape)
-        )
+        elements += math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1])) if len(shape) > 1 else math.prod(shape)
     return elements * DTYPE_BYTES[dtype]
 
 
@@ -269,9 +265,7 @@ def _rows(names: str, rule: SaveRule) -> dict[str, SaveRule]:
 
 SAVED: dict[str, SaveRule] = {
     **dict.fromkeys(VIEWS, _nothing),
-    **_rows(
-        "add sub rsub neg sum mean cat stack clone contiguous _to_copy to repeat roll flip pad", _nothing
-    ),
+    **_rows("add sub rsub neg sum mean cat stack clone contiguous _to_copy to repeat roll flip pad", _nothing),
     **_rows("constant_pad_nd cumsum copy slice_scatter select_scatter tril triu lift_fresh_copy", _nothing),
     **_rows("zeros ones full zeros_like ones_like full_like empty_like new_zeros new_ones", _nothing),
     **_rows("avg_pool2d adaptive_avg_pool2d", _input),

@@ -174,9 +174,7 @@ class Profile:
             return self
         if devices_per_node not in self._shared:
             slowed = _slowed(self.facts, slowdown)
-            self._shared[devices_per_node] = replace(
-                self, facts=slowed, ranks_sharing=devices_per_node, _shared={}
-            )
+            self._shared[devices_per_node] = replace(self, facts=slowed, ranks_sharing=devices_per_node, _shared={})
         return self._shared[devices_per_node]
 
     @property

@@ -60,22 +60,26 @@ def plan_placements(
     return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report)
 
 
-
 def _explain(built: Built, time_limit_s: float, seed: int) -> InfeasibleError:
     """The smallest memory that some choice of placements needs, and what takes most of it there."""
     problem = built.problem
     free = replace(
         problem,
-        costs=[np.where(cost >= NO_PATH_NS, INFINITE, usage) for cost, usage in zip(problem.costs, problem.usages, strict=True)],
+        costs=[
+            np.where(cost >= NO_PATH_NS, INFINITE, usage)
+            for cost, usage in zip(problem.costs, problem.usages, strict=True)
+        ],
         edge_costs=[np.where(matrix >= NO_PATH_NS, INFINITE, 0) for matrix in problem.edge_costs],
         usage_limit=None,
     )
     choice = solve(free, time_limit_s, seed).choice
     used = [int(usage[option]) for usage, option in zip(problem.usages, choice, strict=True)]
     largest = sorted(zip(used, built.variables, strict=True), key=lambda pair: -pair[0])[:3]
-    names = ", ".join(f"{v.name} ({'state' if v.kind == 'stored' else 'activations'}, {size:,} bytes)" for size, v in largest)
+    names = ", ".join(
+        f"{v.name} ({'state' if v.kind == 'stored' else 'activations'}, {size:,} bytes)" for size, v in largest
+    )
     return InfeasibleError(
-        f"expected placements within the memory limit of {problem.usage_limit:,} bytes a device, found none on the mesh "
+        f"expected placements within the memory limit of {problem.usage_limit:,} bytes a device, found none on mesh "
         f"{problem.name.rpartition(' ')[2]}: the smallest that can be met is {sum(used):,} bytes, most of it {names}. "
         "Raise memory_limit, use more devices, or a smaller batch."
     )

@@ -1,20 +1,18 @@
 """Solves strategy-selection problems: the best choice found, a lower bound, and why the search stopped.
 
-    solve = reduce_problem → memory_rows → minimise → evaluate
+solve = reduce_problem → memory_rows → minimise → evaluate
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.evaluator import evaluate
-from autopar.intraop.network import Network
 from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.reduction import reduce_problem
-from autopar.intraop.rows import Row, memory_rows
+from autopar.intraop.rows import memory_rows
 from autopar.intraop.toulbar import minimise
 
 

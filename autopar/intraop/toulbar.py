@@ -23,9 +23,7 @@ _LIBRARY_LOCK = threading.Lock()
 """toulbar2 keeps its state in globals."""
 
 
-def minimise(
-    network: Network, rows: Sequence[Row], upper_bound: int, time_limit_s: float, seed: int
-) -> Result:
+def minimise(network: Network, rows: Sequence[Row], upper_bound: int, time_limit_s: float, seed: int) -> Result:
     """Searches for the cheapest choice below `upper_bound` that keeps the rows.
 
     Small networks are searched in this process under a backtrack limit, so that the outcome does not

@@ -76,8 +76,12 @@ def storage_text(storage: Storage) -> str:
 
 def explain_text(plan: Plan, pattern: str) -> str:
     """Every matching operator and parameter with its placements, source line and redistributions."""
-    lines = [f"parameter {name}: stored {storage_text(plan.storage[tensor])}, used {' | '.join(sorted(_uses(plan)[tensor]))}"
-             for tensor, name in plan.parameters.items() if _matches(name, pattern)]  # fmt: skip
+    uses = _uses(plan)
+    lines = [
+        f"parameter {name}: stored {storage_text(plan.storage[tensor])}, used {' | '.join(sorted(uses[tensor]))}"
+        for tensor, name in plan.parameters.items()
+        if _matches(name, pattern)
+    ]
     for name, node in plan.nodes.items():
         module, op, source = plan.scopes.get(name, "||").split("|")
         if _matches(module, pattern) or _matches(name, pattern):
@@ -105,9 +109,8 @@ def diff_text(plan: Plan, other: Plan) -> str:
     for tensor, storage in plan.storage.items():
         twin = other.storage.get(tensor)
         if twin != storage:
-            lines.append(
-                f"{plan.parameters.get(tensor, tensor)}: {storage_text(storage)} | {storage_text(twin) if twin else 'absent'}"
-            )
+            now = storage_text(twin) if twin else "absent"
+            lines.append(f"{plan.parameters.get(tensor, tensor)}: {storage_text(storage)} | {now}")
     modules = Counter(
         plan.scopes.get(name, "").split("|")[0] for name, node in plan.nodes.items() if other.nodes.get(name) != node
     )

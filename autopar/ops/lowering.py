@@ -24,9 +24,7 @@ _SHAPE_ARGUMENT = {
 }  # fmt: skip
 
 
-def local_arguments(
-    graph: Graph, node: Node, result_local_shapes: tuple[tuple[int, ...], ...]
-) -> tuple[Args, Kwargs]:
+def local_arguments(graph: Graph, node: Node, result_local_shapes: tuple[tuple[int, ...], ...]) -> tuple[Args, Kwargs]:
     """The node's args and kwargs with the shape of the result, where the operator is told it, made local.
 
     result_local_shapes: the shape that this rank holds of each named result (`node.results`). A size of -1 stays

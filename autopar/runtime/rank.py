@@ -160,9 +160,15 @@ class Rank(nn.Module):
         self._state.load(tensors, broadcast=broadcast)
         forget_constants(self._program)
 
-    def init_from(self, model: nn.Module) -> None:
-        """Starts from a single-device model's weights: those that the mesh's first rank has."""
-        tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
+    def init_from(self, model: nn.Module | Mapping[str, Tensor], *, broadcast: bool = True) -> None:
+        """Starts from a single-device model's weights, or its tensors by name (those it has no use for are left).
+
+        With `broadcast`, the weights that the mesh's first rank has are taken everywhere, whatever the seeds.
+        """
+        if isinstance(model, nn.Module):
+            tensors = model.state_dict() | dict(model.named_parameters()) | dict(model.named_buffers())
+        else:
+            tensors = dict(model)
         known = {**self._state.parameters, **self._state.buffers, **self._state.tied}
         self.load_full_state_dict({k: v for k, v in tensors.items() if k in known}, broadcast=broadcast)
 

@@ -39,9 +39,7 @@ class Engine:
         self._in_flight: dict[int, list[tuple[int, int]]] = defaultdict(list)
         self._allocations: list[tuple[int, int, str]] = []
 
-    def submit(
-        self, stream: Stream, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()
-    ) -> int:
+    def submit(self, stream: Stream, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()) -> int:
         """Places a task; returns its number, to be given in `after` of those that depend on it."""
         events = self.events
         free = self._free[stream]

@@ -38,9 +38,7 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     readers, savers = _uses(program, trains)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
-            _place(
-                lifetimes, program.items, memory.owner, memory.num_bytes, readers[storage], savers[storage]
-            )
+            _place(lifetimes, program.items, memory.owner, memory.num_bytes, readers[storage], savers[storage])
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
             _place(lifetimes, program.items, number, item.extra_bytes, [number], [number])

@@ -135,9 +135,7 @@ class Program:
     gathers: list[Bucket] = field(default_factory=list)
     reductions: list[Bucket] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
-    residents: list[tuple[int, str]] = field(
-        default_factory=list
-    )  # bytes held through the step, and of what kind
+    residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
 
 
@@ -171,9 +169,7 @@ class _Lowering:
         made = [name for name in self.graph.outputs if name in self.placements]
         program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
         if self.trains:
-            _mark_gradients(
-                program, self.known[self.graph.loss or "", self.placements[self.graph.loss or ""]]
-            )
+            _mark_gradients(program, self.known[self.graph.loss or "", self.placements[self.graph.loss or ""]])
         self._residents()
         program.gathers = self._buckets(forward=True)
         program.reductions = self._buckets(forward=False)
@@ -423,9 +419,7 @@ class _Lowering:
             self._join(groups, buckets, number, forward)
         return [self._bucket(slots, forward) for slots in (*buckets, *groups.values()) if slots]
 
-    def _join(
-        self, groups: dict[object, list[int]], buckets: list[list[int]], number: int, forward: bool
-    ) -> None:
+    def _join(self, groups: dict[object, list[int]], buckets: list[list[int]], number: int, forward: bool) -> None:
         slot = self.program.slots[number]
         alone = forward or slot.storage.regather
         key = (slot.steps, slot.reduces_each, slot.storage.regather, slot.unit if alone else None)

@@ -133,9 +133,7 @@ class Player:
         if item.backward:
             first, last = self._transmit(item.name, "activation", item.backward, after)
         else:
-            after += [
-                self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready
-            ]
+            after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
             first = last = self._submit(item.name, "backward", item.backward_ns + added, after)
         for value in item.inputs:
             if self.program.values[value].wants_gradient:

@@ -2,7 +2,8 @@
 
 Bytes a parameter of Ψ elements holds with 16-byte Adam state in mixed precision on N ranks (ZeRO, SC'20, table 1):
 stage 0: 16Ψ; 1: 4Ψ + 12Ψ/N; 2: 2Ψ + 14Ψ/N; 3: 16Ψ/N. Here a stage is a property of one parameter: what it
-stores on each axis, whether its gradient is reduced each microbatch, and whether it is gathered again for the backward pass.
+stores on each axis, whether its gradient is reduced each microbatch, and whether it is gathered
+again for the backward pass.
 """
 
 from __future__ import annotations

@@ -62,6 +62,4 @@ def test_logits_and_gradients_equal_those_of_transformers() -> None:
     their_loss.backward()
     their_parameters = dict(theirs.named_parameters())
     for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(
-            parameter.grad, their_parameters[their_name(name)].grad, rtol=1e-4, atol=1e-6
-        )
+        torch.testing.assert_close(parameter.grad, their_parameters[their_name(name)].grad, rtol=1e-4, atol=1e-6)

@@ -105,9 +105,7 @@ def test_inputs_depend_on_the_seed_only(module: ModuleType) -> None:
 @pytest.mark.parametrize(
     ("module", "preset", "count"), PARAMETER_COUNTS, ids=lambda value: getattr(value, "__name__", "")
 )
-def test_preset_has_the_published_number_of_parameters(
-    module: ModuleType, preset: object, count: int
-) -> None:
+def test_preset_has_the_published_number_of_parameters(module: ModuleType, preset: object, count: int) -> None:
     with torch.device("meta"):
         model = module.build(preset())
     assert sum(parameter.numel() for parameter in model.parameters()) == count

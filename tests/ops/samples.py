@@ -513,7 +513,9 @@ def registry_samples() -> list[Sample]:
         exact("linalg_cross.default", f(4, 3, 6), f(4, 3, 6), dim=1),
         close("linalg_inv_ex.default", unit(4, 3, 3)),
         close("cholesky.default", torch.eye(3, dtype=torch.float64).expand(4, 3, 3).clone().requires_grad_()),
-        close("linalg_solve_triangular.default", torch.eye(3, dtype=torch.float64).repeat(4, 1, 1), f(4, 3, 6), upper=True),
+        close(
+            "linalg_solve_triangular.default", torch.eye(3, dtype=torch.float64).repeat(4, 1, 1), f(4, 3, 6), upper=True
+        ),
         exact("expand_copy.default", f(4, 1), [4, 6]),
         exact("view_copy.default", f(4, 6), [24]),
         exact("split_with_sizes_copy.default", f(4, 12), [6, 6], 1),

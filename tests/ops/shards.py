@@ -42,9 +42,7 @@ def _parts(value: Tensor, type_: Type, size: int) -> list[Tensor]:
     return [*parts, value - sum(parts, start=torch.zeros_like(value))]
 
 
-def combine(
-    shards: Shards, placement: Placement, equal: Callable[[Tensor, Tensor], bool]
-) -> Tensor | None:
+def combine(shards: Shards, placement: Placement, equal: Callable[[Tensor, Tensor], bool]) -> Tensor | None:
     """The whole tensor; None when copies that must be equal are not."""
     held = dict(shards)
     for axis, type_ in enumerate(placement):

@@ -31,8 +31,6 @@ WRONG: list[tuple[Sample, tuple[Type, ...], tuple[Type, ...]]] = [
 
 
 @pytest.mark.parametrize(("sample", "operands", "results"), WRONG, ids=str)
-def test_wrong_rules_are_refused(
-    sample: Sample, operands: tuple[Type, ...], results: tuple[Type, ...]
-) -> None:
+def test_wrong_rules_are_refused(sample: Sample, operands: tuple[Type, ...], results: tuple[Type, ...]) -> None:
     torch.manual_seed(0)
     assert check(make_case(*sample), (AxisRule(operands, results),), (2,)) is not None
