@@ -71,8 +71,9 @@ def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32"
 # What a view shares ----------------------------------------
 
 _VIEW_NAMES = """
-    view reshape _unsafe_view flatten unflatten permute transpose t mT expand expand_as unsqueeze squeeze alias
-    detach view_as movedim swapaxes broadcast_to numpy_T real imag slice select narrow split split_with_sizes
+    view reshape _unsafe_view flatten unflatten permute transpose t mT expand expand_as unsqueeze squeeze
+    alias detach view_as movedim swapaxes broadcast_to numpy_T real imag
+    slice select narrow split split_with_sizes
     chunk unbind diagonal unfold as_strided identity
 """
 VIEWS = frozenset(_VIEW_NAMES.split())
