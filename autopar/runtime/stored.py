@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -154,10 +155,15 @@ def wrap(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: RankM
     if mesh.device_mesh is None:
         return local
     placements: list[Placement] = [Shard(kind.dim) if kind.is_shard else Replicate() for kind in types]
-    stride = torch.empty(tuple(shape), device="meta").stride()
+    size = torch.Size(shape)
     return DTensor.from_local(
-        local, mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        local, mesh.device_mesh, placements, run_check=False, shape=size, stride=_contiguous_stride(size)
     )
+
+
+@cache
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def local_part(tensor: Tensor) -> Tensor:
