@@ -239,7 +239,11 @@ def _batch_normalization(node: Node, graph: Graph) -> list[Saved]:
 
 
 def _attention(node: Node, graph: Graph) -> list[Saved]:
-    """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention)."""
+    """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention).
+
+    GPUs draw a dropout mask inside the kernel. On a CPU, attention with dropout runs unfused and keeps the scores:
+    that is not counted.
+    """
     query = graph.tensors[node.operands[0]]
     rows = tuple(range(len(query.shape) - 1))
     return [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]

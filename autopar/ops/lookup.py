@@ -130,7 +130,7 @@ def shape_error(
                 limit = views.reshape_limit(before, after, type_.dim)
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
-    if ".conv" in node.op:
+    if any(word in node.op for word in _NEED_ELEMENTS):
         return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
         heads = [shape[-3] for shape in call.operand_shapes[:3]]
@@ -140,8 +140,13 @@ def shape_error(
     return None
 
 
+#: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
+_NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
+                  "cross_entropy", "native_dropout")  # fmt: skip
+
+
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
-    """Convolutions refuse to run on tensors without elements, which the last ranks of an uneven split may hold."""
+    """The last ranks of an uneven split may hold no element."""
     last = tuple(axis.size - 1 for axis in axes)
     for shape, placement in zip(call.operand_shapes, operands, strict=True):
         if math.prod(shape) and not math.prod(local_shape(shape, placement, axes, last)):

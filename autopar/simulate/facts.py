@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from autopar.cost.memory import Saved, is_view, saved_values
 from autopar.cost.work import base_name
-from autopar.ir.graph import IDENTITY, Graph, Node
+from autopar.ir.graph import Graph, Node
+from autopar.ir.structure import block_paths
 
 PASSING = frozenset(("add", "sub"))  # operators whose gradient is the result's gradient itself
 
@@ -35,11 +36,6 @@ class GraphFacts:
             inside = (path for path in self.blocks if name == path or name.startswith(path + "."))
             known = self._block_of[name] = next(inside, "")
         return known
-
-
-def block_paths(graph: Graph) -> set[str]:
-    """Modules that have a module inside that runs something: each is a block of the emitted program."""
-    return {path for node in graph.nodes if node.op != IDENTITY for path, _ in node.scope.path[:-1] if path}
 
 
 def _node_facts(node: Node, graph: Graph) -> NodeFacts:

@@ -14,8 +14,8 @@ from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.placement import Placement, S, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.structure import block_paths
 from autopar.ops.call import Call
-from autopar.simulate.facts import block_paths
 
 
 def traffic(graph: Graph, plan: Plan) -> dict[str, int]:

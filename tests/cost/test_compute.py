@@ -81,7 +81,7 @@ def test_only_differentiable_operands_cost_a_gradient() -> None:
     for wanted in ([True, True], [True, False], [False, False]):
         node, shapes, results, tensors = call("linear", [(64, 512), (512, 512)], (64, 512), wanted)
         times.append(node_time_ns(node, shapes, results, tensors, profile)[1])
-    assert times[0] == 2 * times[1]
+    assert abs(times[0] - 2 * times[1]) <= 1  # rounded to whole nanoseconds
     assert times[2] == 0
 
 
