@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime import randomness, state
+from autopar.runtime import comm, randomness, state
 from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.errors import ProgramError
@@ -94,6 +94,7 @@ class Rank(nn.Module):
             randomness.begin_step()
             losses = [self._train_microbatch(index, inputs) for index, inputs in enumerate(microbatches)]
         self._reducer.end_step()
+        comm.finish_late()
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
@@ -125,7 +126,9 @@ class Rank(nn.Module):
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()
-        return join_outputs([self._run_microbatch(*item) for item in enumerate(microbatches)], ())
+        outputs = [self._run_microbatch(*item) for item in enumerate(microbatches)]
+        comm.finish_late()
+        return join_outputs(outputs, ())
 
     def _run_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Any:
         self._mesh.progress.microbatch = index

@@ -3,21 +3,29 @@
     python -m benchmarks.runtime.run [--pairs dp zero3 tp single] [--rounds 30] [--programs FOLDER]
 
 Each pair is timed interleaved in the same two gloo processes, one thread each: baseline, emitted, baseline, …; a
-step is timed from one barrier to the next. The pairs are DistributedDataParallel, `fully_shard` (each layer and the
-root), `parallelize_module` (with `loss_parallel`) and, on one rank, the eager model. Programs are planned by
-`autopar.template_plan`, or read as FOLDER/<pair>.py. Prints the medians and their ratio, and writes them to
-benchmarks/runtime/result.json with machine and date.
+step is timed from one barrier to the next, with the same weights and the same global batch, no optimizer. Before,
+the losses and all gradients of the two are compared. The pairs are
+    dp      DistributedDataParallel                      (dp_view: with gradient_as_bucket_view, for information)
+    zero3   fully_shard of each layer and of the root
+    tp      parallelize_module: column and row pairs in attention and MLP, the embedding by rows, head and loss by
+            classes (loss_parallel)
+    single  the eager model, on one rank
+Programs are planned by `autopar.template_plan`, or read as FOLDER/<pair>.py. Prints for each pair the medians, their
+ratio, and the median and quartiles of the rounds' own ratios, which a change of load from outside disturbs less;
+writes them to benchmarks/runtime/result.json with command, machine and date.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
 import socket
 import statistics
+import sys
 import tempfile
 import time
 import warnings
@@ -31,7 +39,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -43,8 +51,14 @@ from torch.nn.parallel import DistributedDataParallel
 from models import gpt
 
 CONFIG = gpt.Config(vocab_size=8192, seq_len=128, num_layers=8, hidden_size=512, num_heads=8, batch_size=4)
-LIMITS = {"dp": 1.02, "zero3": 1.02, "tp": 1.0, "single": 1.03}
-CHOICES: dict[str, dict[str, int]] = {"dp": {"dp": 2}, "zero3": {"dp": 2, "zero": 3}, "tp": {"tp": 2}, "single": {}}
+LIMITS: dict[str, float | None] = {"dp": 1.02, "dp_view": None, "zero3": 1.02, "tp": 1.0, "single": 1.03}
+CHOICES: dict[str, dict[str, int]] = {
+    "dp": {"dp": 2},
+    "dp_view": {"dp": 2},
+    "zero3": {"dp": 2, "zero": 3},
+    "tp": {"tp": 2},
+    "single": {},
+}
 WARM_UP = 3
 
 Step = Callable[[], Tensor]
@@ -64,17 +78,23 @@ def write_programs(folder: Path, pairs: list[str]) -> None:
             path.write_text(autopar.parallelize(model, mesh, batch, plan=plan).source)
 
 
-def emitted_step(path: Path, model: nn.Module, batch: dict[str, Tensor]) -> Step:
-    """One step of the emitted program, which takes its shard of the batch itself."""
+def build_emitted(path: Path, model: nn.Module) -> Any:
+    """This rank's part of the emitted program, with the weights of the model."""
     from autopar import runtime
     from autopar.program import load_source
 
     rank = runtime.build(load_source(path.read_text()).Program)
     rank.init_from(model)
+    return rank
+
+
+def emitted_step(rank: Any, batch: dict[str, Tensor]) -> Step:
+    """One step of the emitted program, which takes its shard of the batch itself."""
 
     def step() -> Tensor:
         rank.zero_grad()
-        return rank.train_step(**batch)
+        loss: Tensor = rank.train_step(**batch)
+        return loss
 
     return step
 
@@ -97,8 +117,8 @@ def baseline_step(pair: str, model: gpt.GPT, batch: dict[str, Tensor]) -> Step:
         return model_step(model, batch)
     shard = {name: tensor.chunk(2)[dist.get_rank()] for name, tensor in batch.items()}
     mesh = init_device_mesh("cpu", (2,))
-    if pair == "dp":
-        return model_step(DistributedDataParallel(model), shard)
+    if pair in ("dp", "dp_view"):
+        return model_step(DistributedDataParallel(model, gradient_as_bucket_view=pair == "dp_view"), shard)
     if pair == "zero3":
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
@@ -131,6 +151,20 @@ def tensor_parallel_step(model: gpt.GPT, mesh: Any, batch: dict[str, Tensor]) ->
     return with_split_loss
 
 
+def check_equal(pair: str, model: nn.Module, rank: Any, baseline: Step, emitted: Step) -> None:
+    """Asserts that both programs have computed the same loss and the same gradients."""
+    expected, found = baseline(), emitted()
+    expected = expected.full_tensor() if isinstance(expected, DTensor) else expected
+    if pair in ("dp", "dp_view", "zero3"):  # each rank's loss is that of its shard
+        dist.all_reduce(expected)
+        expected = expected / dist.get_world_size()
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    gradients = rank.full_gradients()
+    for name, parameter in model.named_parameters():
+        whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
+        torch.testing.assert_close(gradients[name], whole, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+
+
 def timed(step: Step) -> float:
     """Seconds from a barrier, through a step, to the next barrier."""
     dist.barrier()
@@ -140,27 +174,36 @@ def timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def compare(pair: str, folder: Path, rounds: int) -> dict[str, float]:
+def compare(pair: str, folder: Path, rounds: int) -> dict[str, Any]:
     """Interleaved times of a pair on this rank, in milliseconds."""
     torch.manual_seed(0)
     model, batch = gpt.build(CONFIG), gpt.example_inputs(CONFIG)
-    runs = pair != "single" or dist.get_rank() == 0  # the other rank only keeps the barriers
-    emitted = emitted_step(folder / f"{pair}.py", model, batch) if runs else lambda: torch.zeros(())
-    baseline = baseline_step(pair, model, batch) if runs else lambda: torch.zeros(())
+    emitted = baseline = lambda: torch.zeros(())
+    if pair != "single" or dist.get_rank() == 0:  # the other rank only keeps the barriers
+        rank = build_emitted(folder / f"{pair}.py", model)
+        emitted, baseline = emitted_step(rank, batch), baseline_step(pair, model, batch)
+        check_equal(pair, model, rank, baseline, emitted)
     times: dict[str, list[float]] = {"baseline": [], "emitted": []}
     for index in range(WARM_UP + rounds):
         for name, step in (("baseline", baseline), ("emitted", emitted)):
             seconds = timed(step)
             if index >= WARM_UP:
                 times[name].append(seconds * 1e3)
-    medians = {name: statistics.median(values) for name, values in times.items()}
-    ratios = [e / b for b, e in zip(times["baseline"], times["emitted"], strict=True)]
+    return summary(times["baseline"], times["emitted"], LIMITS[pair])
+
+
+def summary(baseline: list[float], emitted: list[float], limit: float | None) -> dict[str, Any]:
+    """Medians and ratios of the times of all rounds."""
+    medians = statistics.median(baseline), statistics.median(emitted)
+    quartiles = statistics.quantiles([e / b for b, e in zip(baseline, emitted, strict=True)], n=4)
     return {
-        "baseline_ms": round(medians["baseline"], 2),
-        "emitted_ms": round(medians["emitted"], 2),
-        "ratio": round(medians["emitted"] / medians["baseline"], 4),
-        "median_of_ratios": round(statistics.median(ratios), 4),
-        "limit": LIMITS[pair],
+        "baseline_ms": round(medians[0], 2),
+        "emitted_ms": round(medians[1], 2),
+        "ratio_of_medians": round(medians[1] / medians[0], 4),
+        "ratio_by_round": round(quartiles[1], 4),
+        "quartiles": [round(quartiles[0], 4), round(quartiles[2], 4)],
+        "ratio_of_minima": round(min(emitted) / min(baseline), 4),
+        "limit": limit,
     }
 
 
@@ -173,11 +216,22 @@ def run_rank(rank: int, port: int, pairs: list[str], folder: Path, rounds: int, 
     results = {}
     for pair in pairs:
         results[pair] = compare(pair, folder, rounds)
+        gc.collect()
         if rank == 0:
-            print(pair, results[pair], flush=True)
+            print(row(pair, results[pair]), flush=True)
     if rank == 0:
         Path(path).write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def row(pair: str, found: dict[str, Any]) -> str:
+    """One line of the table."""
+    quartiles = " … ".join(f"{ratio:.3f}" for ratio in found["quartiles"])
+    limit = "" if found["limit"] is None else f"   at most {found['limit']}"
+    return (
+        f"{pair:8s} baseline {found['baseline_ms']:8.1f} ms   emitted {found['emitted_ms']:8.1f} ms   medians "
+        f"{found['ratio_of_medians']:.3f}   by round {found['ratio_by_round']:.3f} ({quartiles}){limit}"
+    )
 
 
 def free_port() -> int:
@@ -214,7 +268,13 @@ def main() -> None:
         found = Path(temporary) / "found.json"
         mp.spawn(run_rank, (free_port(), options.pairs, folder, options.rounds, str(found)), nprocs=2)
         results = json.loads(found.read_text())
-    record = {"machine": machine(), "config": str(CONFIG), "rounds": options.rounds, "results": results}
+    record = {
+        "command": "python -m benchmarks.runtime.run " + " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "config": str(CONFIG),
+        "rounds": options.rounds,
+        "results": results,
+    }
     options.result.write_text(json.dumps(record, indent=1) + "\n")
 
 
