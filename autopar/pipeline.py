@@ -101,7 +101,7 @@ def template_plan(
     try:
         plan = _plan_on(part, axes, request, profile)
     except InfeasibleError:
-        plan = _fit_or_refuse(part, [axes], request, profile)
+        _, plan = _fit_or_refuse([part], [axes], request, profile)
     plan = _on_all_axes(part, plan)
     verifier.verify(graph, plan, admits)
     return plan
@@ -171,14 +171,15 @@ def _search(graph: Graph, request: _Request, progress: Progress | None) -> Plan:
     """One candidate for each logical mesh, in as few microbatches as fit; the simulator picks."""
     profile, blocks, meshes = load_profile(request.mesh.profile), find_blocks(graph), logical_meshes(request.mesh)
     tried: list[dict[str, Any]] = []
-    for count in _microbatch_counts(graph, request):
-        part = _divided(graph, blocks, count)
+    parts = [_divided(graph, blocks, count) for count in _microbatch_counts(graph, request)]
+    for part in parts:
         candidates = [_candidate(part, axes, request, profile, tried, progress) for axes in meshes]
         found = [plan for plan in candidates if plan is not None]
         if found:
             break
     else:
-        found = [_fit_or_refuse(part, meshes, request, profile)]
+        part, plan = _fit_or_refuse(parts, meshes, request, profile)
+        found = [plan]
     best = min(found, key=lambda plan: plan.predicted.step_time_ns)
     return _on_all_axes(part, replace(best, search=replace(best.search, tried=tuple(tried))))
 
@@ -274,10 +275,13 @@ def _storages(part: _Part) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
     return partial(storage_options, microbatches=part.microbatches)
 
 
-def _fit_or_refuse(part: _Part, meshes: Sequence[LogicalMesh], request: _Request, profile: Profile) -> Plan:
+def _fit_or_refuse(
+    parts: Sequence[_Part], meshes: Sequence[LogicalMesh], request: _Request, profile: Profile
+) -> tuple[_Part, Plan]:
     """The last resort when the search found no plan that fits."""
 
-    def least_of(axes: LogicalMesh) -> tuple[Plan, LeastMemory]:
+    def least_of(place: tuple[_Part, LogicalMesh]) -> tuple[Plan, LeastMemory]:
+        part, axes = place
         draft = _draft(part, axes, request, profile)
         least = least_memory(
             part.graph, part.blocks, draft, profile.shared_by(request.mesh.devices_per_node), _storages(part),
@@ -285,7 +289,8 @@ def _fit_or_refuse(part: _Part, meshes: Sequence[LogicalMesh], request: _Request
         )  # fmt: skip
         return _scored(part, draft, least.usage_bytes, request, profile), least
 
-    def plan_below(axes: LogicalMesh, limit: int) -> Plan:
-        return _plan_on(part, axes, replace(request, memory_limit=limit), profile)
+    def plan_below(place: tuple[_Part, LogicalMesh], limit: int) -> Plan:
+        return _plan_on(*place, replace(request, memory_limit=limit), profile)
 
-    return fit_or_refuse(meshes, least_of, plan_below)
+    (part, _), plan = fit_or_refuse([(part, axes) for part in parts for axes in meshes], least_of, plan_below)
+    return part, plan

@@ -68,7 +68,7 @@ def test_what_does_not_fit_at_once_is_planned_in_microbatches() -> None:
     model, batch = small_gpt()
     whole = autopar.parallelize(model, MESH, batch).plan
     assert whole.microbatches == 1
-    divided = autopar.template_plan(model, MESH, batch, dp=2, microbatches=8)
+    divided = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
     limit = (whole.predicted.peak_bytes + divided.predicted.peak_bytes) // 2
     with pytest.raises(InfeasibleError):
         autopar.parallelize(
