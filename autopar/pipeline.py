@@ -23,13 +23,12 @@ from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan
 from autopar.ops import admits, coverage
 from autopar.program import PlannedProgram, model_state
+from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
 from autopar.simulate import predict, simulate, traffic
 from autopar.template import template_axes, template_constraints
 from autopar.trace import Blocks, find_blocks, trace
 from autopar.zero import storage_options
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,7 @@ def parallelize(
     constraints: Sequence[Constraint] = (),
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -74,7 +73,7 @@ def parallelize(
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)
-    return PlannedProgram(graph, plan, emit(graph, plan), model_state(model))
+    return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
 
 
 def template_plan(
@@ -102,12 +101,17 @@ def template_plan(
     except InfeasibleError:
         plan = _fit_or_refuse(graph, blocks, [axes], request, profile)
     verifier.verify(graph, plan, admits)
-    return plan
+    return _with_simulator(plan, graph)
 
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
     verifier.verify(_trace(model, example_inputs, loss_fn, plan.mode), plan, admits)
+
+
+def _with_simulator(plan: Plan, graph: Graph) -> Plan:
+    """The plan with what `plan.timeline()` calls."""
+    return replace(plan, simulator=lambda own: simulate(graph, own, load_profile(own.mesh.profile)))
 
 
 @dataclass(frozen=True)
@@ -141,31 +145,33 @@ def _budget(search: str | SearchBudget) -> SearchBudget:
     return _BUDGETS[search]
 
 
-def _search(graph: Graph, request: _Request, progress: Progress | None) -> Plan:
+def _search(graph: Graph, request: _Request, progress: Report | None) -> Plan:
     """One candidate for each logical mesh; the simulator picks."""
     profile, blocks = load_profile(request.mesh.profile), find_blocks(graph)
+    meshes = logical_meshes(request.mesh)
     candidates: list[Plan] = []
     tried: list[dict[str, Any]] = []
-    for axes in logical_meshes(request.mesh):
-        shape = "x".join(str(axis.size) for axis in axes) or "1"
-        started = time.monotonic()
-        try:
-            candidate = _plan_on(graph, blocks, axes, request, profile)
-        except InfeasibleError as error:
-            tried.append({"mesh": shape, "infeasible": str(error).split(";")[0]})
-            continue
-        candidates.append(candidate)
-        row = {
-            "mesh": shape,
-            "step_time_ns": candidate.predicted.step_time_ns,
-            "peak_bytes": candidate.predicted.peak_bytes,
-            "seconds": round(time.monotonic() - started, 3),
-        }
-        tried.append(row)
-        if progress is not None:
-            progress(f"mesh {shape}: {candidate.predicted.step_time_ns / 1e6:.3f} ms in {row['seconds']} s")
+    with reporting(progress, len(meshes)) as report:
+        for axes in meshes:
+            shape = "x".join(str(axis.size) for axis in axes) or "1"
+            started = time.monotonic()
+            try:
+                candidate = _plan_on(graph, blocks, axes, request, profile)
+            except InfeasibleError as error:
+                tried.append({"mesh": shape, "infeasible": str(error)})
+                report(f"mesh {shape}: nothing fits")
+                continue
+            candidates.append(candidate)
+            row = {
+                "mesh": shape,
+                "step_time_ns": candidate.predicted.step_time_ns,
+                "peak_bytes": candidate.predicted.peak_bytes,
+                "seconds": round(time.monotonic() - started, 3),
+            }
+            tried.append(row)
+            report(f"mesh {shape}: {candidate.predicted.step_time_ns / 1e6:.3f} ms in {row['seconds']} s")
     if not candidates:
-        candidates = [_fit_or_refuse(graph, blocks, logical_meshes(request.mesh), request, profile)]
+        candidates = [_fit_or_refuse(graph, blocks, meshes, request, profile)]
     best = min(candidates, key=lambda plan: plan.predicted.step_time_ns)
     return replace(best, search=replace(best.search, tried=tuple(tried)))
 

@@ -6,10 +6,10 @@ and result placements, each redistribution with its steps, each parameter's stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import LogicalMesh, Mesh
@@ -83,6 +83,19 @@ class SearchReport:
     tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
 
 
+class Timeline(Protocol):
+    """What `Plan.timeline` returns, as far as a plan knows of it: one simulated step (`autopar.simulate.Timeline`)."""
+
+    @property
+    def step_time_ns(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    def save(self, path: str | Path) -> None:
+        """Writes the timeline as a trace that Perfetto and chrome://tracing open."""
+
+
 @dataclass(frozen=True)
 class Choice:
     """One operator's chosen strategy among its alternatives, for `plan.explain`."""
@@ -119,6 +132,7 @@ class Plan:
     types: Mapping[str, str] = field(default_factory=dict)  # input or stored tensor -> "float32[256, 64]"
     scopes: Mapping[str, str] = field(default_factory=dict)  # node -> "module path|operator|source line"
     blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
+    simulator: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
     def __str__(self) -> str:
         from autopar.ir.text import plan_text
@@ -155,6 +169,17 @@ class Plan:
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+    def timeline(self) -> Timeline:
+        """The simulated step, event by event. Raises PlanError for a plan that was only read from a file: simulating
+        needs the model's graph, which `autopar.parallelize(model, mesh, inputs, plan=plan).plan` has."""
+        if self.simulator is None:
+            raise PlanError(
+                "expected a plan that parallelize or template_plan returned, found one read from a file, which lacks "
+                "the model's graph; take autopar.parallelize(model, mesh, inputs, plan=plan).plan.timeline(), or run "
+                "`autopar simulate`"
+            )
+        return self.simulator(self)
 
     def explain(self, pattern: str) -> str:
         """Why: the chosen placements of the operators and parameters that match, and what they communicate."""
