@@ -26,6 +26,20 @@ class CallWriter:
 
     def __init__(self, graph: Graph, plan: PlanData) -> None:
         self.graph, self.plan = graph, plan
+        self.counts: dict[str, str] = {}  # loss node -> the variable that will hold its global count of samples
+
+    def counted_axes(self, statement: Operate) -> list[str]:
+        """Mesh axes over which a mean loss must count its samples; none for other operators."""
+        if statement.node.op != "aten.cross_entropy_loss.default":
+            return []
+        arguments, logits = Call(self.graph, statement.node).arguments, statement.reads[0][1]
+        is_whole_mean = int(arguments["reduction"]) == 1 and not self.microbatched(logits)
+        return self.axes_where(logits, lambda t: t.kind == "S" and t != S(1)) if is_whole_mean else []
+
+    def write_count(self, statement: Operate, target: str) -> str:
+        """The call that starts to count the samples of a loss."""
+        ignored = Call(self.graph, statement.node).arguments["ignore_index"]
+        return f"rt.start_valid_count({target}, {_axes(self.counted_axes(statement))}, ignore_index={ignored})"
 
     def write(self, statement: Operate, names: list[str]) -> str:
         """The call with `names` for its operands, in operand order."""
@@ -91,6 +105,8 @@ def _cross_entropy(writer: CallWriter, statement: Operate, call: Call, names: li
         return None
     reduction = ("none", "mean", "sum")[int(call.arguments["reduction"])]
     count = ", count=self.count" if split and reduction == "mean" else ""
+    if statement.node.name in writer.counts:
+        count = f", count={writer.counts[statement.node.name]}"
     return (
         f"rt.cross_entropy({names[0]}, {names[1]}, reduction_axes={_axes(samples)}, class_axes={_axes(classes)}, "
         f"num_classes={call.shape(0)[1]}, ignore_index={call.arguments['ignore_index']}, reduction={reduction!r}, "
