@@ -16,7 +16,6 @@ from dataclasses import replace
 from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step, cheapest_path
@@ -219,7 +218,7 @@ def _steps(
     return found
 
 
-def one_microbatch_plan(graph: Graph, plan: Plan) -> Plan:
+def one_microbatch_plan(plan: Plan) -> Plan:
     """The plan as one microbatch sees it, without the microbatch axis: what is simulated `plan.microbatches` times."""
     if plan.microbatches == 1:
         return plan
@@ -252,8 +251,3 @@ def types_of(plan: Plan) -> Types:
         name: NodePlan(tuple(p[:1] for p in node.operands), tuple(p[:1] for p in node.results))
         for name, node in plan.nodes.items()
     }
-
-
-def searched_axes(plan: Plan) -> LogicalMesh:
-    """The plan's axes without the microbatch axis."""
-    return plan.axes[1:] if plan.microbatches > 1 else plan.axes

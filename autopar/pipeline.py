@@ -22,16 +22,24 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, Storage
-from autopar.microbatch import Types, cut_constraints, divisible, microbatch_types, one_microbatch, over_microbatches
+from autopar.microbatch import (
+    Types,
+    cut_constraints,
+    divisible,
+    microbatch_types,
+    one_microbatch,
+    one_microbatch_plan,
+    over_microbatches,
+    types_of,
+)
 from autopar.ops import admits, coverage
 from autopar.program import PlannedProgram, model_state
+from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
-from autopar.simulate import predict, simulate, traffic
+from autopar.simulate import Timeline, predict, simulate, traffic
 from autopar.template import template_axes, template_constraints
 from autopar.trace import Blocks, find_blocks, trace
 from autopar.zero import storage_options
-
-Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ def parallelize(
     constraints: Sequence[Constraint] = (),
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
-    progress: Progress | None = None,
+    progress: Report | None = None,
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
@@ -76,7 +84,7 @@ def parallelize(
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)
-    return PlannedProgram(graph, plan, emit(graph, plan), model_state(model))
+    return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
 
 
 def template_plan(
@@ -104,12 +112,23 @@ def template_plan(
         _, plan = _fit_or_refuse([part], [axes], request, profile)
     plan = _on_all_axes(part, plan)
     verifier.verify(graph, plan, admits)
-    return plan
+    return _with_simulator(plan, graph)
 
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
     verifier.verify(_trace(model, example_inputs, loss_fn, plan.mode), plan, admits)
+
+
+def _with_simulator(plan: Plan, graph: Graph) -> Plan:
+    """The plan with what `plan.timeline()` calls."""
+    return replace(plan, simulator=partial(_simulated, graph))
+
+
+def _simulated(graph: Graph, plan: Plan) -> Timeline:
+    """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
+    part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
+    return simulate(part, one_microbatch_plan(plan), load_profile(plan.mesh.profile))
 
 
 @dataclass(frozen=True)
@@ -167,13 +186,14 @@ def _budget(search: str | SearchBudget) -> SearchBudget:
     return _BUDGETS[search]
 
 
-def _search(graph: Graph, request: _Request, progress: Progress | None) -> Plan:
+def _search(graph: Graph, request: _Request, progress: Report | None) -> Plan:
     """One candidate for each logical mesh, in as few microbatches as fit; the simulator picks."""
     profile, blocks, meshes = load_profile(request.mesh.profile), find_blocks(graph), logical_meshes(request.mesh)
     tried: list[dict[str, Any]] = []
     parts = [_divided(graph, blocks, count) for count in _microbatch_counts(graph, request)]
     for part in parts:
-        candidates = [_candidate(part, axes, request, profile, tried, progress) for axes in meshes]
+        with reporting(progress, len(meshes)) as report:
+            candidates = [_candidate(part, axes, request, profile, tried, report) for axes in meshes]
         found = [plan for plan in candidates if plan is not None]
         if found:
             break
@@ -199,7 +219,7 @@ def _microbatch_counts(graph: Graph, request: _Request) -> list[int]:
 
 def _candidate(
     part: _Part, axes: LogicalMesh, request: _Request, profile: Profile, tried: list[dict[str, Any]],
-    progress: Progress | None,
+    report: Report,
 ) -> Plan | None:  # fmt: skip
     """The plan on one logical mesh, noted in `tried`; None when none was found that fits."""
     row: dict[str, Any] = {"mesh": "x".join(str(axis.size) for axis in axes) or "1", "microbatches": part.microbatches}
@@ -208,15 +228,15 @@ def _candidate(
     try:
         plan = _plan_on(part, axes, request, profile)
     except InfeasibleError as error:
-        row["infeasible"] = str(error).split(";")[0]
+        row["infeasible"] = str(error)
         plan = None
     row["seconds"] = round(time.monotonic() - started, 3)
     if plan is not None:
         row |= {"step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
                 "solve_seconds": plan.search.seconds}  # fmt: skip
-    if progress is not None:
-        what = f"{plan.predicted.step_time_ns / 1e6:.3f} ms" if plan is not None else "does not fit"
-        progress(f"mesh {row['mesh']}, {part.microbatches} microbatches: {what} ({row['seconds']} s)")
+    what = f"{plan.predicted.step_time_ns / 1e6:.3f} ms" if plan is not None else "nothing fits"
+    divided = f" in {part.microbatches} microbatches" if part.microbatches > 1 else ""
+    report(f"mesh {row['mesh']}{divided}: {what} ({row['seconds']} s)")
     return plan
 
 

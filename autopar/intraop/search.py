@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.cost import Profile
+from autopar.intraop.alternatives import explain_choices
 from autopar.intraop.builder import Built, Representatives, StorageOptions, build
 from autopar.intraop.costs import ProfiledCosts
 from autopar.intraop.extract import extract
@@ -53,7 +54,10 @@ def plan_placements(
         seconds=round(solution.seconds, 3),
         seed=seed,
     )
-    return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report)
+    choices = explain_choices(built, solution.choice)
+    return replace(
+        draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report, choices=choices
+    )
 
 
 def least_memory(

@@ -16,7 +16,17 @@ import jsonschema
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
-from autopar.ir.plan import Breakdown, NodePlan, Plan, Prediction, Redistribute, SearchReport, Storage
+from autopar.ir.plan import (
+    Alternative,
+    Breakdown,
+    Choice,
+    NodePlan,
+    Plan,
+    Prediction,
+    Redistribute,
+    SearchReport,
+    Storage,
+)
 from autopar.ir.redistribution import Step
 
 VERSION = 1
@@ -55,6 +65,10 @@ def to_json(plan: Plan) -> str:
     data["parameters"] = dict(plan.parameters)
     data["types"] = dict(plan.types)
     data["scopes"] = dict(plan.scopes)
+    data["choices"] = [
+        [c.name, c.kind, c.count, c.chosen, c.cost_ns, c.num_options, [list(a) for a in c.alternatives]]
+        for c in plan.choices
+    ]
     data["blocks"] = [list(paths) for paths in plan.blocks]
     return json.dumps(data, indent=1) + "\n"
 
@@ -104,12 +118,18 @@ def _plan(data: dict[str, Any]) -> Plan:
         parameters=data["parameters"],
         types=data["types"],
         scopes=data["scopes"],
+        choices=tuple(map(_choice, data["choices"])),
         blocks=tuple(tuple(paths) for paths in data["blocks"]),
     )
 
 
 def _step(row: list[Any]) -> Step:
     return Step(row[0], parse_type(row[1]), parse_type(row[2]))
+
+
+def _choice(row: list[Any]) -> Choice:
+    name, kind, count, chosen, cost_ns, num_options, alternatives = row
+    return Choice(name, kind, count, chosen, cost_ns, num_options, tuple(Alternative(*item) for item in alternatives))
 
 
 def _prediction(data: dict[str, Any]) -> Prediction:

@@ -26,6 +26,7 @@ def test_the_plan_says_what_each_microbatch_is() -> None:
     plan = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
     assert (plan.microbatches, plan.axes[0].name, plan.axes[0].size) == (4, "microbatch", 4)
     assert autopar.Plan.from_json(plan.to_json()) == plan
+    assert plan.timeline().step_time_ns == plan.predicted.step_time_ns
     source = autopar.parallelize(model, MESH, batch, plan=plan).source
     assert "MICROBATCHES = 4" in source and "def prepare(self, microbatches):" in source
 
