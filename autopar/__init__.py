@@ -1,1 +1,39 @@
-"""autopar: an auto-parallelization compiler for PyTorch."""
+"""autopar: an auto-parallelization compiler for PyTorch.
+
+Names are imported when first used, so that `autopar.runtime` alone needs nothing but torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from autopar.ir.constraint import Constraint as Constraint
+    from autopar.ir.mesh import Mesh as Mesh
+    from autopar.ir.plan import Plan as Plan
+    from autopar.ops import register_rule as register_rule
+    from autopar.pipeline import SearchBudget as SearchBudget
+    from autopar.pipeline import parallelize as parallelize
+    from autopar.pipeline import template_plan as template_plan
+    from autopar.pipeline import verify as verify
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "AutoparError": "autopar.errors",
+    "Constraint": "autopar.ir.constraint",
+    "Mesh": "autopar.ir.mesh",
+    "Plan": "autopar.ir.plan",
+    "SearchBudget": "autopar.pipeline",
+    "parallelize": "autopar.pipeline",
+    "register_rule": "autopar.ops",
+    "template_plan": "autopar.pipeline",
+    "verify": "autopar.pipeline",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'autopar' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

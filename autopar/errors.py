@@ -1,4 +1,4 @@
-"""The errors that autopar raises. Each message says what was expected, what was found, where, and the remedy."""
+"""The errors that autopar raises. Each says what was expected, what was found, where, and the remedy."""
 
 from __future__ import annotations
 

@@ -208,6 +208,6 @@ def _merge_edges(
 
 def _add_saturating(left: Int64Array, right: Int64Array) -> Int64Array:
     """Sums costs, at most INFINITE: two terms of at most 10^18 each fit in 64 bits."""
-    total = np.minimum(left + right, INFINITE)
+    total: Int64Array = np.minimum(left + right, INFINITE)
     total.flags.writeable = False
     return total

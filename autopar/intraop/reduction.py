@@ -12,13 +12,15 @@ from __future__ import annotations
 from collections import deque
 
 import numpy as np
+import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.network import Member, Network, Use
 from autopar.intraop.problem import INFINITE, Int64Array, Problem
 
 Domains = list[Int64Array]
-_Adjacency = list[list[tuple[int, Int64Array]]]
+Mask = npt.NDArray[np.bool_]
+_Adjacency = list[list[tuple[int, Mask]]]
 
 
 def reduce_problem(problem: Problem) -> Network:
@@ -48,7 +50,7 @@ def _allowed_pairs(problem: Problem) -> _Adjacency:
     return adjacency
 
 
-def _make_arc_consistent(allowed: list[Int64Array], adjacency: _Adjacency, changed: list[int]) -> None:
+def _make_arc_consistent(allowed: list[Mask], adjacency: _Adjacency, changed: list[int]) -> None:
     """Drops, in place, strategies without an allowed partner; `changed` seeds the work list."""
     queue, queued = deque(changed), set(changed)
     while queue:
@@ -64,13 +66,13 @@ def _make_arc_consistent(allowed: list[Int64Array], adjacency: _Adjacency, chang
                     queued.add(j)
 
 
-def _require_some(node: int, mask: Int64Array) -> None:
+def _require_some(node: int, mask: Mask) -> None:
     if not mask.any():
         raise InfeasibleError(f"node {node}: every strategy is forbidden, by its own cost, by an edge, or "
                               "because it does not fit in the usage limit")  # fmt: skip
 
 
-def _drop_what_does_not_fit(problem: Problem, allowed: list[Int64Array]) -> list[int]:
+def _drop_what_does_not_fit(problem: Problem, allowed: list[Mask]) -> list[int]:
     """Drops, in place, strategies larger than the room that the least usages leave; returns the nodes."""
     if problem.usage_limit is None:
         return []

@@ -49,7 +49,9 @@ class UsageSweep:
         rooms = [self.network.room_at(time) for time in times]
         only_starts = [event not in self.ending for event in events[1:-1]]
         only_ends = [event not in self.starting for event in events[1:-1]]
-        implied = np.array(_implied(rooms, only_starts)) | _implied(rooms[::-1], only_ends[::-1])[::-1]
+        implied = np.array(_implied(rooms, only_starts), dtype=bool) | np.array(
+            _implied(rooms[::-1], only_ends[::-1])[::-1], dtype=bool
+        )
         return [time for time, drop in zip(times, implied, strict=True) if not drop]
 
     def _tightest(self, lo: int, hi: int) -> int:

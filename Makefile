@@ -1,0 +1,34 @@
+# make demo: plan, emit and train a small GPT on four CPU ranks.   make test: lint, then every test.
+# Both create .venv when it is missing, and bring it up to date when what it is made from changes.
+
+PYTHON := .venv/bin/python
+INSTALLED := .venv/.installed
+
+.PHONY: demo test lint format clean
+.DEFAULT_GOAL := test
+
+demo: $(INSTALLED)
+	$(PYTHON) examples/demo.py
+
+test: lint
+	$(PYTHON) -m pytest
+
+lint: $(INSTALLED)
+	$(PYTHON) -m ruff check
+	$(PYTHON) -m ruff format --check
+	$(PYTHON) -m mypy
+	.venv/bin/lint-imports
+
+format: $(INSTALLED)
+	$(PYTHON) -m ruff format
+	$(PYTHON) -m ruff check --fix
+
+# torch goes first and alone: the pinned build is taken before another package's range can ask for a newer one.
+$(INSTALLED): pyproject.toml setup.py constraints.txt
+	test -x $(PYTHON) || python3.11 -m venv .venv || python3 -m venv .venv
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
+	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -1,0 +1,143 @@
+"""How long an operator takes on one rank: a roofline under the profile's efficiency curves, plus launch cost.
+
+time = launch_ns · kernels + max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from autopar.cost.profile import Profile
+from autopar.cost.work import (
+    VIEW,
+    Call,
+    Shape,
+    Work,
+    backward_work,
+    base_name,
+    forward_flops,
+    forward_work,
+    operator,
+)
+from autopar.ir.graph import DTYPE_BYTES, Node, Tensor
+
+_LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "bfloat16": "bfloat16", "float16": "float16"}
+
+
+def compute_dtype(dtype: str, precision: str | None) -> str:
+    """The dtype that float32 values have while computing under a plan's `precision`; others keep theirs."""
+    return _LOW_PRECISION.get(precision or "", dtype) if dtype == "float32" else dtype
+
+
+def compute_itemsize(tensor: Tensor, precision: str | None) -> int:
+    """Bytes of one element of a tensor while computing."""
+    return DTYPE_BYTES[compute_dtype(tensor.dtype, precision)]
+
+
+def node_time_ns(
+    node: Node,
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    tensors: Mapping[str, Tensor],
+    profile: Profile,
+    precision: str | None = None,
+) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) of one operator on one rank.
+
+    `operand_shapes` are the local shapes in the order of `node.operands`, `result_shapes` of `node.results`.
+    The backward direction counts the gradients of differentiable operands only. Memoised.
+    """
+    return _call_time_ns(node_call(node, operand_shapes, result_shapes, tensors, precision), profile)
+
+
+def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> int:
+    """Forward floating-point operations of one operator on local shapes."""
+    sizes = tuple(4 for _ in operand_shapes), tuple(4 for _ in result_shapes)
+    wanted = tuple(True for _ in operand_shapes)
+    call = Call(node.op, operand_shapes, result_shapes, *sizes, wanted, "float32", _detail(node))
+    return forward_flops(call)
+
+
+def optimizer_time_ns(num_bytes: int, num_kernels: int, profile: Profile) -> int:
+    """Nanoseconds to read and write `num_bytes` of parameters, gradients and optimizer state."""
+    return _memory_ns(num_bytes, "optimizer", 0, profile) + num_kernels * profile.facts.launch_ns[0]
+
+
+def pointwise_time_ns(num_bytes: int, profile: Profile) -> int:
+    """Nanoseconds of one pointwise kernel that moves `num_bytes`, such as adding up two gradients."""
+    return _memory_ns(num_bytes, "pointwise", 0, profile) + profile.facts.launch_ns[0] if num_bytes else 0
+
+
+def node_call(
+    node: Node,
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    tensors: Mapping[str, Tensor],
+    precision: str | None = None,
+) -> Call:
+    """Everything that the operator's cost depends on, hashable."""
+    operands = [tensors[name] for name in node.operands]
+    results = [tensors[name] for name in node.results]
+    dtypes = [compute_dtype(tensor.dtype, precision) for tensor in operands]
+    result_dtypes = [compute_dtype(tensor.dtype, precision) for tensor in results]
+    return Call(
+        node.op,
+        operand_shapes,
+        result_shapes,
+        tuple([DTYPE_BYTES[dtype] for dtype in dtypes]),
+        tuple([DTYPE_BYTES[dtype] for dtype in result_dtypes]),
+        tuple([tensor.differentiable for tensor in operands]),
+        (result_dtypes or dtypes or ["float32"])[0],
+        _detail(node),
+    )
+
+
+def _detail(node: Node) -> str:
+    name = base_name(node.op)
+    if name == "einsum":
+        return str(node.args[0])
+    if name.endswith("attention") or "attention_for_cpu" in name:
+        return "causal" if argument(node, 5, "is_causal", False) else ""
+    return ""
+
+
+def argument(node: Node, position: int, name: str, default: Any) -> Any:
+    """An argument of an operator call, given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return dict(node.kwargs).get(name, default)
+
+
+@lru_cache(maxsize=1 << 18)
+def _call_time_ns(call: Call, profile: Profile) -> tuple[int, int]:
+    row = operator(call.op)
+    view_forward, view_backward = profile.facts.view_ns
+    if row is VIEW:
+        return view_forward, view_backward if any(call.differentiable) else 0
+    forward = _work_ns(call, forward_work(call), row.family, 0, profile)
+    backward = _work_ns(call, backward_work(call), row.family, 1, profile) if any(call.differentiable) else 0
+    return (view_forward if row.family == "view" else forward), backward
+
+
+def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profile) -> int:
+    """Gradients that only pass through cost what a view's do."""
+    if work.kernels == 0:
+        return profile.facts.view_ns[direction]
+    curve = profile.curve(family)
+    moving = family if curve.bound == "memory" else "pointwise"
+    duration = _memory_ns(work.num_bytes, moving, direction, profile)
+    if curve.bound == "compute":
+        side = curve.backward if direction else curve.forward
+        # Each gradient is a kernel of its own, so the curve is asked for one kernel's work.
+        products = max(1, work.kernels if direction and family != "attention" else 1)
+        effective = products * side.effective_work(work.flops / products)
+        duration = max(duration, round(effective * 1e9 / profile.peak_flops(call.dtype)))
+    return duration + work.kernels * profile.facts.launch_ns[direction]
+
+
+def _memory_ns(num_bytes: int, family: str, direction: int, profile: Profile) -> int:
+    curve = profile.curve(family)
+    side = curve.backward if direction else curve.forward
+    return round(side.effective_work(num_bytes) * 1e9 / profile.facts.memory_bandwidth)

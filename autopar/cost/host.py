@@ -1,0 +1,99 @@
+"""The `cpu` profile: measured on this host at first use, then read from the user's cache directory.
+
+The cache is keyed by CPU model, number of cores, torch version and revision of the measurements. Processes
+that ask at the same time wait for one of them to measure; the file is written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.fit import profile_from_points
+from autopar.cost.profile import Profile, profile_from_json
+from autopar.errors import ProfileError
+
+REVISION = 1  # of the measurements: a new one measures every host anew
+TIMEOUT_SECONDS = 180
+MEASURE = Path(__file__).with_name("measure.py")
+
+
+def host_profile() -> Profile:
+    """This host's profile. Raises ProfileError when it cannot be measured."""
+    path = cache_path()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            _write_whole(path, measure_host())
+        return profile_from_json(json.loads(path.read_text()), str(path))
+
+
+def cache_path() -> Path:
+    """Where this host's profile is kept."""
+    key = f"{cpu_model()}|{num_cores()}|{version('torch')}|{REVISION}"
+    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return root / "autopar" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def measure_host() -> dict[str, Any]:
+    """Measures in a process of its own, with one thread, in about fifteen seconds."""
+    command = [sys.executable, "-P", str(MEASURE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=_progress(),
+        text=True,
+        timeout=TIMEOUT_SECONDS,
+    )
+    if done.returncode:
+        raise ProfileError(
+            f"expected to measure this host, found exit code {done.returncode} from {' '.join(command)}: "
+            f"{(done.stderr or '')[-500:]}; run that command to see why, or name a profile's JSON file"
+        )
+    facts = {"model": cpu_model(), "cores": num_cores(), "memory": memory_bytes()}
+    return profile_from_points(json.loads(done.stdout), facts, date.today().isoformat())
+
+
+def _progress() -> int | None:
+    """Progress goes to the terminal when there is one; else what is written there is kept for the error."""
+    return None if sys.stderr.isatty() else subprocess.PIPE
+
+
+def _write_whole(path: Path, data: dict[str, Any]) -> None:
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
+        json.dump(data, file, indent=1)
+    os.replace(file.name, path)
+
+
+def cpu_model() -> str:
+    """The processor's name."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def memory_bytes() -> int:
+    """Memory of the host, or of the container's limit when that is less."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.exists() else "max"
+    return physical if text == "max" else min(physical, int(text))

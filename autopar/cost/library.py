@@ -1,0 +1,64 @@
+"""Finds cost profiles: shipped ones by name, any other by the path of its JSON file, `cpu` by measuring."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.cost.host import host_profile
+from autopar.cost.profile import Profile, profile_from_json
+from autopar.errors import ProfileError
+
+
+@cache
+def load_profile(name: str) -> Profile:
+    """The profile of that name, alias or file path; the same object for the same name.
+
+    `cpu` is measured on this host at first use and kept in the user's cache directory.
+    Raises ProfileError for a name that is unknown or a file that is malformed.
+    """
+    if name == "cpu":
+        return host_profile()
+    if name.endswith(".json"):
+        return _read_file(Path(name))
+    shipped = _shipped()
+    if name not in shipped:
+        known = ", ".join(sorted({"cpu", *shipped}))
+        raise ProfileError(
+            f"expected a known cost profile ({known}), found {name!r}; to add one, measure the device with "
+            "`autopar profile` or copy a file of cost_profiles/, and give the path of the JSON file as name"
+        )
+    return profile_from_json(shipped[name], f"cost profile {name!r}")
+
+
+def template_profile() -> Profile:
+    """The shipped `cpu` template, with assumed figures instead of this host's: the same plans everywhere."""
+    return _template()
+
+
+def profile_names() -> tuple[str, ...]:
+    """The names of the shipped profiles, without aliases."""
+    return tuple(sorted({data["name"] for data in _shipped().values()}))
+
+
+@cache
+def _template() -> Profile:
+    return profile_from_json(_shipped()["cpu"], "cost profile 'cpu'")
+
+
+@cache
+def _shipped() -> dict[str, Any]:
+    files = (item for item in profiles_folder().iterdir() if item.name.endswith(".json"))
+    profiles = [json.loads(item.read_text()) for item in files if item.name != SCHEMA]
+    return {name: data for data in profiles for name in (data["name"], *data.get("aliases", ()))}
+
+
+def _read_file(path: Path) -> Profile:
+    try:
+        data = json.loads(path.read_text())
+    except (OSError, json.JSONDecodeError) as error:
+        raise ProfileError(f"expected the JSON file of a cost profile at {path}: {error}") from error
+    return profile_from_json(data, str(path))

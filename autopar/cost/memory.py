@@ -1,0 +1,294 @@
+"""What takes memory besides the values themselves: optimizer state, and what autograd saves for backward.
+
+`SAVED` has a row an operator, keyed by the ATen name without namespace and overload, after torch's
+derivatives.yaml. A view is saved by keeping its base alive: `storage_root` finds who owns the memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from autopar.cost.compute import argument
+from autopar.cost.work import base_name
+from autopar.errors import PlanError
+from autopar.ir.graph import DTYPE_BYTES, Graph, Node
+
+Shape = tuple[int, ...]
+
+
+# Optimizer state ----------------------------------------
+
+
+class Optimizer(NamedTuple):
+    """State of an optimizer: whole copies of the parameter, and whether a second moment is factored."""
+
+    copies: int
+    factored: bool = False
+
+
+OPTIMIZERS: dict[str, Optimizer] = {
+    "adamw": Optimizer(2),
+    "adam": Optimizer(2),
+    "lamb": Optimizer(2),
+    "lion": Optimizer(1),
+    "lars": Optimizer(1),
+    "sgd_momentum": Optimizer(1),
+    "adagrad": Optimizer(1),
+    "rmsprop": Optimizer(1),
+    "adafactor": Optimizer(0, factored=True),
+    "sgd": Optimizer(0),
+}
+
+
+def optimizer_of(name: str | None) -> Optimizer:
+    """The optimizer's row; None keeps no state. Raises PlanError for an unknown name."""
+    if name is None or name == "none":
+        return Optimizer(0)
+    if name not in OPTIMIZERS:
+        known = ", ".join(sorted(OPTIMIZERS))
+        raise PlanError(f"expected an optimizer whose memory is known ({known}) or None, found {name!r}")
+    return OPTIMIZERS[name]
+
+
+def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
+    """Bytes of optimizer state of a parameter slice: torch keeps state in the parameter's own dtype."""
+    kind = optimizer_of(name)
+    elements = kind.copies * math.prod(shape)
+    if kind.factored:
+        elements += math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1])) if len(shape) > 1 else math.prod(shape)
+    return elements * DTYPE_BYTES[dtype]
+
+
+def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
+    """Bytes that one step reads and writes: gradient and parameter read, parameter written, state both."""
+    if name is None or name == "none":
+        return 0
+    return 3 * math.prod(shape) * DTYPE_BYTES[dtype] + 2 * optimizer_state_bytes(name, shape, dtype)
+
+
+# What a view shares ----------------------------------------
+
+_VIEW_NAMES = """
+    view reshape _unsafe_view flatten unflatten permute transpose t mT expand expand_as unsqueeze squeeze alias
+    detach view_as movedim swapaxes broadcast_to numpy_T real imag slice select narrow split split_with_sizes
+    chunk unbind diagonal unfold as_strided identity
+"""
+VIEWS = frozenset(_VIEW_NAMES.split())
+
+
+def is_view(node: Node) -> bool:
+    """Whether the results share the memory of the first operand."""
+    return base_name(node.op) in VIEWS and bool(node.operands)
+
+
+def storage_root(tensor: str, graph: Graph) -> str:
+    """The tensor that owns the memory: itself, or the base of a chain of views."""
+    producer = graph.producers.get(tensor)
+    while producer is not None and is_view(producer):
+        tensor = producer.operands[0]
+        producer = graph.producers.get(tensor)
+    return tensor
+
+
+# What autograd saves ----------------------------------------
+
+
+class Extra(NamedTuple):
+    """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`."""
+
+    like: str
+    dims: tuple[int, ...]
+    itemsize: int
+
+    def num_bytes(self, shape: Shape) -> int:
+        """Its bytes when `like` has the given (local) shape."""
+        return math.prod(shape[dim] for dim in self.dims) * self.itemsize
+
+
+Saved = str | Extra
+SaveRule = Callable[[Node, Graph], list[Saved]]
+
+
+def saved_values(node: Node, graph: Graph) -> tuple[Saved, ...]:
+    """What the operator keeps for its backward pass: operands and results by name, each once, and extras.
+
+    Empty when no operand is differentiable. A name may be that of a view; see `storage_root`.
+    """
+    if not any(graph.tensors[name].differentiable for name in node.operands):
+        return ()
+    rule = SAVED.get(base_name(node.op), _everything)
+    return tuple(dict.fromkeys(rule(node, graph)))
+
+
+def saved_tensors(node: Node, graph: Graph) -> tuple[str | tuple[str, int], ...]:
+    """Like `saved_values` for whole tensors: names of those that own the memory, and ("extra", bytes)."""
+    found: dict[str | tuple[str, int], None] = {}
+    for value in saved_values(node, graph):
+        if isinstance(value, Extra):
+            found["extra", value.num_bytes(graph.tensors[value.like].shape)] = None
+        else:
+            found[storage_root(value, graph)] = None
+    return tuple(found)
+
+
+def saved_bytes(graph: Graph, shapes: Mapping[str, Shape] | None = None) -> int:
+    """Bytes of everything saved in a forward pass, without parameters and inputs, each storage once."""
+    own = {*graph.inputs, *(item.tensor for item in graph.stored)}
+    roots: set[str] = set()
+    total = 0
+    for node in graph.nodes:
+        for value in saved_values(node, graph):
+            if isinstance(value, Extra):
+                total += value.num_bytes((shapes or {}).get(value.like, graph.tensors[value.like].shape))
+            else:
+                roots.add(storage_root(value, graph))
+    for name in roots - own:
+        tensor = graph.tensors[name]
+        total += math.prod((shapes or {}).get(name, tensor.shape)) * tensor.itemsize
+    return total
+
+
+def _differentiable(name: str, graph: Graph) -> bool:
+    return graph.tensors[name].differentiable
+
+
+def _floating(name: str, graph: Graph) -> bool:
+    return graph.tensors[name].dtype.startswith(("float", "bfloat", "complex"))
+
+
+def _everything(node: Node, graph: Graph) -> list[Saved]:
+    return [*node.operands, *node.results]
+
+
+def _nothing(node: Node, graph: Graph) -> list[Saved]:
+    return []
+
+
+def _input(node: Node, graph: Graph) -> list[Saved]:
+    return [node.operands[0]]
+
+
+def _output(node: Node, graph: Graph) -> list[Saved]:
+    return list(node.results[:1])
+
+
+def _others(node: Node, graph: Graph) -> list[Saved]:
+    """Each factor of a product is kept for the gradient of the other."""
+    names = node.operands
+    pairs = [(a, b) for i, a in enumerate(names) for j, b in enumerate(names) if i != j]
+    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def _matrices(node: Node, graph: Graph) -> list[Saved]:
+    """Of linear and convolution: input and weight, each for the gradient of the other; never the bias."""
+    left, right = node.operands[:2]
+    pairs = ((left, right), (right, left))
+    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def _added_matrices(node: Node, graph: Graph) -> list[Saved]:
+    _, left, right = node.operands[:3]
+    pairs = ((left, right), (right, left))
+    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def _quotient(node: Node, graph: Graph) -> list[Saved]:
+    if len(node.operands) < 2:
+        return []
+    left, right = node.operands
+    return [left, right] if _differentiable(right, graph) else [right]
+
+
+def _indices(node: Node, graph: Graph) -> list[Saved]:
+    """Integer and boolean operands: what was looked up, or where."""
+    return [name for name in node.operands if not _floating(name, graph)]
+
+
+def _power(node: Node, graph: Graph) -> list[Saved]:
+    return [*node.operands, *(node.results if len(node.operands) > 1 else ())]
+
+
+def _input_and_output(node: Node, graph: Graph) -> list[Saved]:
+    return [node.operands[0], *node.results[:1]]
+
+
+def _dropout(node: Node, graph: Graph) -> list[Saved]:
+    """The mask: a result of native_dropout; one byte an element else."""
+    if argument(node, 2, "train", True) is False or argument(node, 1, "p", 0.5) == 0:
+        return []
+    mask = node.outputs[1] if len(node.outputs) > 1 else None
+    shape = graph.tensors[node.operands[0]].shape
+    return [mask if mask else Extra(node.operands[0], tuple(range(len(shape))), 1)]
+
+
+def _row_normalization(node: Node, graph: Graph) -> list[Saved]:
+    """Input, weight, and a mean and a reciprocal deviation for each normalised row (RMS norm: one)."""
+    tensor = graph.tensors[node.operands[0]]
+    normalised = len(argument(node, 1, "normalized_shape", tensor.shape[-1:]))
+    rows = tuple(range(len(tensor.shape) - normalised))
+    statistics = 1 if base_name(node.op) == "rms_norm" else 2
+    return [node.operands[0], *node.operands[1:2], Extra(tensor.name, rows, 4 * statistics)]
+
+
+def _batch_normalization(node: Node, graph: Graph) -> list[Saved]:
+    """Input, weight, and the statistics of each channel, which are results when the operator names them."""
+    return [*node.operands[:2], Extra(node.operands[0], (1,), 8)]
+
+
+def _attention(node: Node, graph: Graph) -> list[Saved]:
+    """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention)."""
+    query = graph.tensors[node.operands[0]]
+    rows = tuple(range(len(query.shape) - 1))
+    return [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]
+
+
+def _cross_entropy(node: Node, graph: Graph) -> list[Saved]:
+    """Log-probabilities, as large as the logits, and the targets."""
+    logits = graph.tensors[node.operands[0]]
+    dims = tuple(range(len(logits.shape)))
+    return [Extra(logits.name, dims, logits.itemsize), *_indices(node, graph)]
+
+
+def _pooled(node: Node, graph: Graph) -> list[Saved]:
+    """The input and the position of each maximum."""
+    result = graph.tensors[node.results[0]]
+    if len(node.results) > 1:
+        return [node.operands[0], node.results[1]]
+    return [node.operands[0], Extra(result.name, tuple(range(len(result.shape))), 8)]
+
+
+def _rows(names: str, rule: SaveRule) -> dict[str, SaveRule]:
+    return dict.fromkeys(names.split(), rule)
+
+
+SAVED: dict[str, SaveRule] = {
+    **dict.fromkeys(VIEWS, _nothing),
+    **_rows("add sub rsub neg sum mean cat stack clone contiguous _to_copy to repeat roll flip pad", _nothing),
+    **_rows("constant_pad_nd cumsum copy slice_scatter select_scatter tril triu lift_fresh_copy", _nothing),
+    **_rows("zeros ones full zeros_like ones_like full_like empty_like new_zeros new_ones", _nothing),
+    **_rows("avg_pool2d adaptive_avg_pool2d", _input),
+    **_rows("linear matmul mm bmm mv dot conv1d conv2d conv3d convolution", _matrices),
+    **_rows("conv_transpose1d conv_transpose2d conv_transpose3d", _matrices),
+    **_rows("addmm baddbmm addmv", _added_matrices),
+    **_rows("mul einsum", _others),
+    **_rows("div", _quotient),
+    **_rows("gelu silu mish softplus elu hardswish log log1p log2 sin cos tan erf abs clamp", _input),
+    **_rows("clamp_min clamp_max sinh cosh asin acos atan leaky_relu var std var_mean log_sigmoid", _input),
+    **_rows("relu tanh sigmoid exp exp2 expm1 softmax _softmax log_softmax _log_softmax", _output),
+    **_rows("sqrt rsqrt reciprocal", _output),
+    **_rows("logsumexp amax amin max min norm linalg_vector_norm prod", _input_and_output),
+    **_rows("pow", _power),
+    **_rows("embedding index index_select gather masked_fill where scatter scatter_add index_add", _indices),
+    **_rows("index_put index_copy take_along_dim repeat_interleave nll_loss", _indices),
+    **_rows("dropout native_dropout", _dropout),
+    **_rows("layer_norm native_layer_norm rms_norm", _row_normalization),
+    **_rows("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit", _batch_normalization),
+    **_rows("native_batch_norm _batch_norm_with_update_functional", _batch_normalization),
+    **_rows("scaled_dot_product_attention _scaled_dot_product_flash_attention", _attention),
+    **_rows("_scaled_dot_product_efficient_attention", _attention),
+    **_rows("_scaled_dot_product_flash_attention_for_cpu", _attention),
+    **_rows("cross_entropy_loss", _cross_entropy),
+    **_rows("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _pooled),
+}

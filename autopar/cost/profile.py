@@ -1,0 +1,290 @@
+"""A cost profile: what one kind of device and its links can do, each block with its source.
+
+time of an operator  `compute.node_time_ns`: a roofline under the efficiency curves, plus launch cost
+time of a collective `collectives.collective_time_ns`: measured points where there are some, else α-β formulas
+
+The file form is `cost_profiles/profile.schema.json`. Rates are a second, times integer nanoseconds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, cached_property
+from itertools import pairwise
+from typing import Any
+
+import jsonschema
+
+from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.errors import ProfileError
+
+FORMAT = 1
+NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
+
+
+@dataclass(frozen=True)
+class Provenance:
+    """Where a block's numbers come from: `kind` is measured, datasheet, published or assumed."""
+
+    kind: str
+    source: str
+    date: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.source} ({self.date})"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the device is. Launch and view costs are (forward, backward); FLOP/s by dtype."""
+
+    peak_flops: Mapping[str, float]
+    memory_bandwidth: float
+    capacity_bytes: int
+    reserve_bytes: int
+    launch_ns: tuple[int, int]
+    view_ns: tuple[int, int]
+    provenance: Provenance
+    cores: int | None = None
+    overlap_slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The share of peak that a kernel reaches, by its work; time is interpolated between knots in log-log."""
+
+    knots: tuple[tuple[float, float], ...]
+
+    @cached_property
+    def _logs(self) -> tuple[list[float], list[float]]:
+        return (
+            [math.log(work) for work, _ in self.knots],
+            [math.log(work / efficiency) for work, efficiency in self.knots],
+        )
+
+    def effective_work(self, work: float) -> float:
+        """The work that a kernel at full peak would do in the same time: work / efficiency(work)."""
+        if work <= 0:
+            return 0.0
+        return math.exp(interpolate(*self._logs, math.log(work)))
+
+
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """Piecewise linear through the points; outside them of slope 1 (in logs: proportional to the work)."""
+    right = bisect_right(xs, x)
+    if right == 0:
+        return ys[0] + (x - xs[0])
+    if right == len(xs):
+        return ys[-1] + (x - xs[-1])
+    share = (x - xs[right - 1]) / (xs[right] - xs[right - 1])
+    return ys[right - 1] + share * (ys[right] - ys[right - 1])
+
+
+@dataclass(frozen=True)
+class Point:
+    """One measured operator: times without launch cost; `backward_ns` None when it has no gradient."""
+
+    op: str
+    shape: tuple[int, ...]
+    dtype: str
+    forward_ns: int
+    backward_ns: int | None
+
+
+@dataclass(frozen=True)
+class OperatorCurve:
+    """Efficiency of a family of operators, against peak FLOP/s (`compute`) or memory bandwidth (`memory`)."""
+
+    family: str
+    bound: str
+    forward: Curve
+    backward: Curve
+    provenance: Provenance
+    residual: float | None = None
+    points: tuple[Point, ...] = ()
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network level: `alpha_ns` a message, `bandwidth` bytes a second that one device can send."""
+
+    level: str
+    alpha_ns: int
+    bandwidth: float
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class CollectivePoints:
+    """Measured (bytes, ns) of a collective among `ranks` ranks of one level."""
+
+    collective: str
+    level: str
+    ranks: int
+    points: tuple[tuple[int, int], ...]
+    provenance: Provenance
+    residual: float | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """What the cost model knows of a device. Compared by identity, so that costs can be memoised on it."""
+
+    name: str
+    title: str
+    device_type: str
+    facts: Facts
+    operators: Mapping[str, OperatorCurve]
+    links: Mapping[str, Link]
+    collectives: Mapping[tuple[str, str, int], CollectivePoints]
+    aliases: tuple[str, ...] = ()
+    ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
+    _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
+
+    @property
+    def usable_bytes(self) -> int:
+        """The default memory limit of a device: its capacity less the stated reserve."""
+        return self.facts.capacity_bytes - self.facts.reserve_bytes
+
+    def link(self, level: str) -> Link:
+        """The level's link, or the only one that the profile has."""
+        return self.links.get(level) or next(iter(self.links.values()))
+
+    def curve(self, family: str) -> OperatorCurve:
+        """The family's curve; a family without one is taken for a pointwise operator."""
+        return self.operators.get(family) or self.operators["pointwise"]
+
+    def peak_flops(self, dtype: str) -> float:
+        """FLOP/s for a dtype; the slowest known rate when the profile does not list it."""
+        rates = self.facts.peak_flops
+        return rates.get(dtype) or min(rates.values())
+
+    def shared_by(self, devices_per_node: int) -> Profile:
+        """The profile as seen by one of `devices_per_node` ranks on one host.
+
+        Differs only where ranks share cores (`facts.cores`) and there are more ranks than cores: then each
+        computes that many times slower, has that much less memory, and no core left to communicate meanwhile.
+        """
+        slowdown = devices_per_node / self.facts.cores if self.facts.cores else 1.0
+        if slowdown <= 1.0 or self.ranks_sharing > 1:
+            return self
+        if devices_per_node not in self._shared:
+            slowed = _slowed(self.facts, slowdown)
+            self._shared[devices_per_node] = replace(self, facts=slowed, ranks_sharing=devices_per_node, _shared={})
+        return self._shared[devices_per_node]
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """The source of each block, for plans and reports."""
+        blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
+        blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
+        blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
+        blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
+        return {name: str(block) for name, block in blocks.items()}
+
+
+def _slowed(facts: Facts, slowdown: float) -> Facts:
+    forward, backward = facts.launch_ns
+    view_forward, view_backward = facts.view_ns
+    return replace(
+        facts,
+        capacity_bytes=max(facts.reserve_bytes + 1, round(facts.capacity_bytes / slowdown)),
+        overlap_slowdown=max(facts.overlap_slowdown, NO_OVERLAP),
+        peak_flops={dtype: rate / slowdown for dtype, rate in facts.peak_flops.items()},
+        memory_bandwidth=facts.memory_bandwidth / slowdown,
+        launch_ns=(round(forward * slowdown), round(backward * slowdown)),
+        view_ns=(round(view_forward * slowdown), round(view_backward * slowdown)),
+    )
+
+
+def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
+    """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
+    error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
+    if error is not None:
+        where = "/".join(str(part) for part in error.absolute_path) or "the top level"
+        raise ProfileError(f"{origin} is no cost profile: at {where}: {error.message}")
+    operators = [_read_operator(item) for item in data["operators"]]
+    links = [Link(**_with_provenance(item)) for item in data["links"]]
+    collectives = [_read_collective(item) for item in data["collectives"]]
+    profile = Profile(
+        name=data["name"],
+        title=data["title"],
+        device_type=data["device_type"],
+        facts=_read_facts(data["facts"]),
+        operators={item.family: item for item in operators},
+        links={item.level: item for item in links},
+        collectives={(item.collective, item.level, item.ranks): item for item in collectives},
+        aliases=tuple(data.get("aliases", ())),
+    )
+    _check(profile, origin)
+    return profile
+
+
+def profile_to_json(profile: Profile) -> dict[str, Any]:
+    """The inverse of `profile_from_json`."""
+    return {
+        "format": FORMAT,
+        "name": profile.name,
+        "aliases": list(profile.aliases),
+        "title": profile.title,
+        "device_type": profile.device_type,
+        "facts": asdict(profile.facts),
+        "operators": [_write_operator(item) for item in profile.operators.values()],
+        "links": [asdict(item) for item in profile.links.values()],
+        "collectives": [asdict(item) for item in profile.collectives.values()],
+    }
+
+
+@cache
+def _validator() -> jsonschema.Draft202012Validator:
+    return jsonschema.Draft202012Validator(json.loads((profiles_folder() / SCHEMA).read_text()))
+
+
+def _with_provenance(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {**item, "provenance": Provenance(**item["provenance"])}
+
+
+def _read_facts(item: Mapping[str, Any]) -> Facts:
+    fields = _with_provenance(item)
+    return Facts(**{**fields, "launch_ns": tuple(item["launch_ns"]), "view_ns": tuple(item["view_ns"])})
+
+
+def _read_operator(item: Mapping[str, Any]) -> OperatorCurve:
+    fields = _with_provenance(item)
+    points = tuple(Point(**{**point, "shape": tuple(point["shape"])}) for point in item.get("points", ()))
+    curves = {side: Curve(_pairs(item[side])) for side in ("forward", "backward")}
+    return OperatorCurve(**{**fields, **curves, "points": points})
+
+
+def _write_operator(item: OperatorCurve) -> dict[str, Any]:
+    return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
+
+
+def _read_collective(item: Mapping[str, Any]) -> CollectivePoints:
+    return CollectivePoints(**{**_with_provenance(item), "points": _pairs(item["points"])})
+
+
+def _pairs(rows: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
+    return tuple((first, second) for first, second in rows)
+
+
+def _check(profile: Profile, origin: str) -> None:
+    """What the schema cannot say: work increases, time never falls, the families all lean on are there."""
+    for missing in {"pointwise", "matmul"} - set(profile.operators):
+        raise ProfileError(f"{origin}: expected a curve of the operator family {missing!r}, found none")
+    for operator in profile.operators.values():
+        for curve in (operator.forward, operator.backward):
+            times = [(work, work / efficiency) for work, efficiency in curve.knots]
+            _check_increasing(times, f"{origin}: {operator.family}")
+    for measured in profile.collectives.values():
+        _check_increasing(measured.points, f"{origin}: {measured.collective} of {measured.ranks}")
+
+
+def _check_increasing(points: Sequence[tuple[float, float]], where: str) -> None:
+    for (x, y), (next_x, next_y) in pairwise(points):
+        if next_x <= x or next_y < y * 0.999999:
+            raise ProfileError(f"{where}: expected more work to take more time, found {next_x:g} after {x:g}")

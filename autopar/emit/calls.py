@@ -1,0 +1,144 @@
+"""One local operator call as text: usually the same ATen operator on local tensors, with local sizes.
+
+A few operators need more than their own ATen call when sharded (their rule says so): a masked lookup for split
+rows, a loss or mean over the global count, statistics over shards, dropout masks by shard. Those are functions of
+`autopar.runtime`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from autopar.emit.statements import Operate
+from autopar.ir.graph import Atom, Graph, Ref
+from autopar.ir.placement import Placement, S, format_placement, local_shape
+from autopar.ir.plan import PlanData
+from autopar.ir.verifier import MICROBATCH
+from autopar.ops.call import Call
+from autopar.ops.lowering import local_arguments
+
+Name = Callable[[str, int], str]  # (tensor, operand position) -> the variable that holds it
+
+
+class CallWriter:
+    """Writes the calls of one program."""
+
+    def __init__(self, graph: Graph, plan: PlanData) -> None:
+        self.graph, self.plan = graph, plan
+
+    def write(self, statement: Operate, names: list[str]) -> str:
+        """The call with `names` for its operands, in operand order."""
+        call = Call(self.graph, statement.node)
+        special = _SPECIAL.get(statement.node.op)
+        text = special(self, statement, call, names) if special else None
+        return text or self._plain(statement, names)
+
+    def _plain(self, statement: Operate, names: list[str]) -> str:
+        node = statement.node
+        shapes = tuple(
+            local_shape(self.graph.tensors[name].shape, placement, self.plan.axes)
+            for name, placement in statement.makes
+        )
+        args, kwargs = local_arguments(self.graph, node, shapes)
+        remaining = iter(names)
+        parts = [_text(value, remaining) for value in args]
+        parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
+        return f"{node.op}({', '.join(parts)})"
+
+    def axes_where(self, placement: Placement, test: Callable[[Any], bool]) -> list[str]:
+        """Names of the real mesh axes on which the placement's type passes the test."""
+        return [
+            axis.name
+            for axis, type_ in zip(self.plan.axes, placement, strict=True)
+            if test(type_) and axis.name != MICROBATCH
+        ]
+
+    def microbatched(self, placement: Placement) -> bool:
+        pairs = zip(self.plan.axes, placement, strict=True)
+        return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in pairs)
+
+
+def _text(value: Any, names: Any) -> str:
+    if isinstance(value, Ref):
+        return str(next(names))
+    if isinstance(value, Atom):
+        return {"device": "self.mesh.device"}.get(value.kind, f"torch.{value.name}")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_text(item, names) for item in value) + "]"
+    return repr(value) if not isinstance(value, float) or abs(value) < 1e300 else f"float({str(value)!r})"
+
+
+def _axes(names: list[str]) -> str:
+    return "(" + "".join(f"{name}, " for name in names).rstrip(" ") + ")" if names else "()"
+
+
+def _embedding(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+    axes = writer.axes_where(statement.reads[0][1], lambda type_: type_ == S(0))
+    if not axes:
+        return None
+    padding = call.arguments["padding_idx"]
+    return f"rt.embedding({names[1]}, {names[0]}, {_axes(axes)}, {call.shape(0)[0]}, padding_idx={padding})"
+
+
+def _cross_entropy(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+    logits = statement.reads[0][1]
+    classes = writer.axes_where(logits, lambda type_: type_ == S(1))
+    samples = writer.axes_where(logits, lambda type_: type_.kind == "S" and type_ != S(1))
+    split = writer.microbatched(logits)
+    if not classes and not samples and not split:
+        return None
+    reduction = ("none", "mean", "sum")[int(call.arguments["reduction"])]
+    count = ", count=self.count" if split and reduction == "mean" else ""
+    return (
+        f"rt.cross_entropy({names[0]}, {names[1]}, reduction_axes={_axes(samples)}, class_axes={_axes(classes)}, "
+        f"num_classes={call.shape(0)[1]}, ignore_index={call.arguments['ignore_index']}, reduction={reduction!r}, "
+        f"label_smoothing={float(call.arguments['label_smoothing'])!r}{count})"
+    )
+
+
+def _mean(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+    rank = len(call.shape(0))
+    dims = call.arguments.get("dim") or tuple(range(rank))
+    dims = tuple(dim % rank for dim in dims)
+    split = any(type_.kind == "S" and type_.dim in dims for type_ in statement.reads[0][1])
+    if not split:
+        return None
+    count = 1
+    for dim in dims:
+        count *= call.shape(0)[dim]
+    return f"rt.mean({names[0]}, {list(dims)}, {bool(call.arguments.get('keepdim', False))}, {count})"
+
+
+def _dropout(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+    placement = statement.reads[0][1]
+    axes = writer.axes_where(placement, lambda type_: type_.kind == "S")
+    if call.arguments["train"] is False:
+        return None
+    real = tuple(t for t, axis in zip(placement, writer.plan.axes, strict=True) if axis.name != MICROBATCH)
+    call_text = (
+        f"rt.native_dropout({names[0]}, {call.arguments['p']!r}, {_axes(axes)}, shape={call.shape(0)}, "
+        f"placement={format_placement(real)!r})"
+    )
+    return call_text
+
+
+def _batch_norm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+    axes = writer.axes_where(statement.reads[0][1], lambda type_: type_ == S(0))
+    if not axes:
+        return None
+    remaining = iter(names)
+    keys = ["input", "weight", "bias", "running_mean", "running_var"]
+    values = [_text(call.arguments[key], remaining) for key in keys]
+    tail = f"{call.arguments['training']}, {call.arguments['momentum']!r}, {call.arguments['eps']!r}"
+    return f"rt.batch_norm({', '.join(values)}, {tail}, {_axes(axes)})"
+
+
+_SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {
+    "aten.embedding.default": _embedding,
+    "aten.cross_entropy_loss.default": _cross_entropy,
+    "aten.mean.dim": _mean,
+    "aten.mean.default": _mean,
+    "aten.native_dropout.default": _dropout,
+    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+}

@@ -1,0 +1,359 @@
+"""One emitted class for each distinct block: its declarations, its forward, and the calls of its inner blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from autopar.emit.calls import CallWriter
+from autopar.emit.names import Names
+from autopar.emit.statements import Convert, Flat, Operate, Statement, Value
+from autopar.emit.tree import Region
+from autopar.ir.graph import Graph, Stored
+from autopar.ir.placement import Placement, format_placement
+from autopar.ir.plan import PlanData
+from autopar.ir.redistribution import transfer_bytes
+from autopar.ir.verifier import MICROBATCH
+
+INDENT = "    "
+
+
+@dataclass
+class Module:
+    """A module path with its parameters, its inner modules and the regions that run in it."""
+
+    path: str
+    stored: dict[str, Stored] = field(default_factory=dict)
+    children: dict[str, Module] = field(default_factory=dict)
+    regions: list[Region] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Made:
+    """An emitted class and how its forward is called: argument values and result values."""
+
+    name: str
+    inputs: tuple[Value, ...]
+    outputs: tuple[Value, ...]
+
+
+class ClassWriter:
+    """Writes every class of a program; equal text is one class."""
+
+    def __init__(self, graph: Graph, plan: PlanData, flat: Flat) -> None:
+        self.graph, self.plan, self.flat = graph, plan, flat
+        self.calls = CallWriter(graph, plan)
+        self.real = [position for position, axis in enumerate(plan.axes) if axis.name != MICROBATCH]
+        self.texts: dict[str, str] = {}  # body -> class name
+        self.instances: dict[str, list[str]] = {}
+        self.counts: dict[str, int] = {}
+        self.made: dict[int, Made] = {}  # by id of the region
+        self.class_of: dict[str, str] = {}  # module path -> class
+        self.lists: set[str] = set()  # containers that are emitted as an nn.ModuleList
+        self.container_sizes: dict[str, int] = {}
+        self.escaping: set[Value] = set()  # values that the whole program leaves
+
+    # placements and declarations
+
+    def text(self, placement: Placement) -> str:
+        """A placement on the real axes, as the runtime reads it."""
+        return format_placement(tuple(placement[position] for position in self.real))
+
+    def uses(self, stored: Stored) -> list[str]:
+        """The distinct placements in which a stored tensor is used, on the real axes."""
+        own = self.plan.storage[stored.tensor].placement
+        return list(dict.fromkeys(self.text(p) for p in self.flat.uses[stored.tensor])) or [self.text(own)]
+
+    def attribute(self, stored: Stored, placement: Placement) -> str:
+        position = self.uses(stored).index(self.text(placement))
+        return stored.name + (f"_{position}" if position else "")
+
+    def declaration(self, stored: Stored) -> str:
+        tensor, storage = self.graph.tensors[stored.tensor], self.plan.storage[stored.tensor]
+        kept = f"{tensor.shape}, torch.{tensor.dtype}"
+        if stored.kind != "parameter":
+            persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
+            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent})"
+        parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={tuple(self.uses(stored))!r}"]
+        if storage.regather:
+            parts.append("regather=True")
+        elif storage.reduce_each_microbatch:
+            parts.append("reduce_each_microbatch=True")
+        if not stored.requires_grad:
+            parts.append("requires_grad=False")
+        return f"rt.Parameter({', '.join(parts)})"
+
+    # modules
+
+    def module_tree(self, root: Region) -> Module:
+        """All modules that own parameters or run code, as a tree of attribute names."""
+        top = Module("")
+        for stored in self.graph.stored:
+            *path, last = stored.name.split(".")
+            _descend(top, path).stored[last] = stored
+        for region in _walk(root):
+            _descend(top, region.path.split(".") if region.path else []).regions.append(region)
+        return top
+
+    def write_module(self, module: Module, class_name: str, base: str = "rt.Block") -> str:
+        """Writes the classes of a module that has regions, innermost first; returns the class's name."""
+        for child in _with_regions(module):
+            self.write_module(child, child.regions[0].class_name)
+        lines = [
+            f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
+            f"{INDENT * 2}super().__init__(mesh)",
+        ]
+        lines += [f"{INDENT * 2}{line}" for line in self._init_lines(module)]
+        for number, region in enumerate(module.regions):
+            lines += ["", *self._forward(region, number)]
+        body = "\n".join(lines)
+        key = f"{class_name}\n{base}\n{body}"
+        if key not in self.texts:
+            count = self.counts.get(class_name, 0)
+            self.counts[class_name] = count + 1
+            self.texts[key] = class_name + (f"_{count}" if count else "")
+            self.instances[key] = []
+        self.instances[key].append(module.path)
+        self.class_of[module.path] = self.texts[key]
+        return self.texts[key]
+
+    def _init_lines(self, module: Module) -> list[str]:
+        lines = [f"self.{name} = {self.declaration(stored)}" for name, stored in module.stored.items()]
+        for name, child in module.children.items():
+            lines.append(f"self.{name} = {self._construct(child)}")
+        return lines
+
+    def _construct(self, module: Module) -> str:
+        if module.regions:
+            return f"{self.class_of[module.path]}(mesh)"
+        declared = [f"{name}={self.declaration(stored)}" for name, stored in module.stored.items()]
+        children = module.children
+        if children and list(children) == [str(i) for i in range(len(children))] and not declared:
+            return f"nn.ModuleList([{', '.join(self._runs(list(children.values())))}])"
+        if any(name.isdigit() for name in (*children, *module.stored)):
+            inner = ", ".join(f"{name!r}: {self._construct(child)}" for name, child in children.items())
+            return f"nn.ModuleDict({{{inner}}})"
+        inner_parts = [f"{name}={self._construct(child)}" for name, child in children.items()]
+        return f"rt.Parameters({', '.join(declared + inner_parts)})"
+
+    def _runs(self, children: list[Module]) -> list[str]:
+        texts = [self._construct(child) for child in children]
+        runs: list[tuple[str, int]] = []
+        for text in texts:
+            if runs and runs[-1][0] == text:
+                runs[-1] = (text, runs[-1][1] + 1)
+            else:
+                runs.append((text, 1))
+        return [text if count == 1 else f"*({text} for _ in range({count}))" for text, count in runs]
+
+    # forward
+
+    def _forward(self, region: Region, number: int) -> list[str]:
+        names = Names({axis.name for axis in self.plan.axes})
+        arguments = [value for value in region.inputs if not self._owned(value, region.path)]
+        for value in arguments:
+            names.make(value, self._hint(value))
+        suffix = f"_{number + 1}" if number else ""
+        body = self.body(region.items, region.path, names)
+        returned = ", ".join(names[value] for value in region.outputs)
+        self.made[id(region)] = Made(f"forward{suffix}", tuple(arguments), tuple(region.outputs))
+        signature = ", ".join(["self", *(names[value] for value in arguments)])
+        used = [self.plan.axes[position].name for position in self.real]
+        lines = [f"{INDENT}def forward{suffix}({signature}):"]
+        lines += self.axis_lines(body, used)
+        return [*lines, *body, f"{INDENT * 2}return {returned}"]
+
+    def axis_lines(self, body: list[str], axes: list[str]) -> list[str]:
+        text = "\n".join(body)
+        found = [axis for axis in axes if f", {axis}, " in text or f"({axis}," in text or f" {axis}," in text]
+        return [f"{INDENT * 2}{axis} = self.mesh[{axis!r}]" for axis in found]
+
+    def body(self, items: Iterable[Statement | Region], path: str, names: Names) -> list[str]:
+        lines: list[str] = []
+        items = list(items)
+        position = 0
+        while position < len(items):
+            item = items[position]
+            if isinstance(item, Region):
+                count = self._loop_length(items[position:])
+                if count > 1:
+                    lines += self._loop(
+                        [r for r in items[position : position + count] if isinstance(r, Region)], path, names
+                    )
+                    position += count
+                    continue
+                lines.append(self._call_block(item, path, names))
+            elif isinstance(item, Convert):
+                lines += self._convert(item, names)
+            else:
+                lines.append(self._operate(item, path, names))
+            position += 1
+        return lines
+
+    def _owned(self, value: Value, path: str) -> bool:
+        stored = self.graph.stored_by_tensor.get(value[0])
+        return stored is not None and (not path or stored.name.startswith(path + "."))
+
+    def _hint(self, value: Value) -> str:
+        tensor = self.graph.tensors[value[0]]
+        return "x" if tensor.differentiable else value[0].rpartition(".")[2]
+
+    def read(self, value: Value, path: str, names: Names) -> str:
+        """The expression for a value: a variable, or an attribute for what the module stores."""
+        if value in names:
+            return names[value]
+        stored = self.graph.stored_by_tensor[value[0]]
+        full = self.attribute(stored, value[1])
+        relative = full[len(path) + 1 :] if path else full
+        text = "self"
+        for part in relative.split("."):
+            text += (
+                f'["{part}"]'
+                if part.isdigit() and not self._is_list(stored, part)
+                else (f"[{part}]" if part.isdigit() else f".{part}")
+            )
+        return text
+
+    def _is_list(self, stored: Stored, part: str) -> bool:
+        container = stored.name.split(".")[: stored.name.split(".").index(part)]
+        return ".".join(container) in self.lists
+
+    def _operate(self, item: Operate, path: str, names: Names) -> str:
+        call = self.calls.write(item, [self.read(value, path, names) for value in item.reads])
+        made = dict(zip(item.node.results, item.makes, strict=True))
+        hint = item.node.op.split(".")[1].strip("_")
+        targets = ["_" if name is None else names.make(made[name], hint) for name in item.node.outputs]
+        left = ", ".join(targets) + ("," if len(targets) == 1 and _returns_list(item) else "")
+        source = f"  # {item.node.source}" if item.node.source else ""
+        return f"{INDENT * 2}{left} = {call}{source}"
+
+    def _convert(self, item: Convert, names: Names) -> list[str]:
+        lines = []
+        source, made = item.reads[0], item.makes[0]
+        tensor = self.graph.tensors[source[0]]
+        current = names[source]
+        placement = source[1]
+        hint = current
+        name = names.make(made, hint)
+        for step in item.redistribute.steps:
+            axis = self.plan.axes[step.axis]
+            forward, backward = transfer_bytes(tensor.shape, tensor.itemsize, placement, self.plan.axes, step)
+            if axis.name == MICROBATCH:
+                text = (
+                    f"rt.microbatch({current}, {step.after.dim}, self.microbatch, {axis.size})"
+                    if step.after.kind == "S"
+                    else current
+                )
+            else:
+                text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}")'
+            note = self._note(step.transfers, forward, backward, tensor.differentiable)
+            lines.append(f"{INDENT * 2}{name} = {text}{note}")
+            current = name
+            placement = (*placement[: step.axis], step.after, *placement[step.axis + 1 :])
+        if not item.redistribute.steps:
+            lines.append(f"{INDENT * 2}{name} = {current}")
+        return lines
+
+    def _note(self, transfers: object, forward: int, backward: int, differentiable: bool) -> str:
+        first, second = (t.collective for t in transfers)  # type: ignore[attr-defined]
+        parts = [
+            f"{first} {forward:,} B" if first else "",
+            f"backward {second} {backward:,} B" if second and differentiable else "",
+        ]
+        note = "; ".join(part for part in parts if part)
+        return f"  # {note}" if note else ""
+
+    def _call_block(self, region: Region, path: str, names: Names) -> str:
+        made = self.made[id(region)]
+        arguments = ", ".join(self.read(value, path, names) for value in made.inputs)
+        for value in made.outputs:
+            names.make(value, self._hint(value))
+        left = ", ".join(names[value] for value in made.outputs)
+        relative = region.path[len(path) + 1 :] if path else region.path
+        method = "" if made.name == "forward" else f".{made.name}"
+        return f"{INDENT * 2}{left} = self{_access(relative)}{method}({arguments})"
+
+    def _loop_length(self, items: list[Statement | Region]) -> int:
+        """How many of the following regions are equal blocks of one container, each feeding the next."""
+        first = items[0]
+        assert isinstance(first, Region)
+        container, _, index = first.path.rpartition(".")
+        count = 1
+        if not index.isdigit() or index != "0":
+            return 1
+        while count < len(items):
+            region, before = items[count], items[count - 1]
+            if not isinstance(region, Region) or not isinstance(before, Region):
+                break
+            if region.path != f"{container}.{count}" or self.class_of[region.path] != self.class_of[first.path]:
+                break
+            if not self._feeds(before, region, first):
+                break
+            count += 1
+        whole = self.container_sizes.get(container) == count
+        return count if whole and self._only_last_escapes(items[:count]) else 1
+
+    def _feeds(self, before: Region, region: Region, first: Region) -> bool:
+        previous, own, start = self.made[id(before)], self.made[id(region)], self.made[id(first)]
+        if len(own.outputs) != len(start.outputs) or len(own.inputs) != len(start.inputs):
+            return False
+        changing = [p for p in range(len(own.inputs)) if own.inputs[p] != start.inputs[p]]
+        return [own.inputs[p] for p in changing] == list(previous.outputs)
+
+    def _only_last_escapes(self, regions: list[Statement | Region]) -> bool:
+        blocks = [self.made[id(region)] for region in regions]
+        carried = [
+            p for p in range(len(blocks[0].inputs)) if len(blocks) > 1 and blocks[1].inputs[p] != blocks[0].inputs[p]
+        ]
+        same = all(
+            [p for p in range(len(b.inputs)) if b.inputs[p] != blocks[0].inputs[p]] == carried for b in blocks[1:]
+        )
+        made = {value for block in blocks[:-1] for value in block.outputs}
+        read_later = {value for block in blocks for p, value in enumerate(block.inputs) if p not in carried}
+        return same and not made & read_later and len(carried) == len(blocks[0].outputs) and not made & self.escaping
+
+    def _loop(self, regions: list[Region], path: str, names: Names) -> list[str]:
+        first, second, last = (self.made[id(r)] for r in (regions[0], regions[1], regions[-1]))
+        carried = [p for p in range(len(first.inputs)) if second.inputs[p] != first.inputs[p]]
+        lines = []
+        targets = []
+        for position, value in zip(carried, last.outputs, strict=True):
+            name = names.make(value, self._hint(value))
+            targets.append(name)
+            lines.append(f"{INDENT * 2}{name} = {self.read(first.inputs[position], path, names)}")
+        inside = dict(zip(carried, targets, strict=True))
+        arguments = ", ".join(inside.get(p) or self.read(value, path, names) for p, value in enumerate(first.inputs))
+        container = regions[0].path.rpartition(".")[0]
+        relative = container[len(path) + 1 :] if path else container
+        lines.append(f"{INDENT * 2}for block in self{_access(relative)}:")
+        lines.append(f"{INDENT * 3}{', '.join(targets)} = block({arguments})")
+        return lines
+
+
+def _returns_list(item: Operate) -> bool:
+    return item.node.op.split(".")[1] in ("split", "split_with_sizes", "unbind", "chunk")
+
+
+def _access(relative: str) -> str:
+    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in relative.split(".") if part)
+
+
+def _descend(module: Module, parts: list[str]) -> Module:
+    for part in parts:
+        path = f"{module.path}.{part}" if module.path else part
+        module = module.children.setdefault(part, Module(path))
+    return module
+
+
+def _walk(region: Region) -> Iterable[Region]:
+    yield region
+    for inner in region.regions():
+        yield from _walk(inner)
+
+
+def _with_regions(module: Module) -> list[Module]:
+    """The nearest modules below that run code themselves."""
+    found = []
+    for child in module.children.values():
+        found += [child] if child.regions else _with_regions(child)
+    return found

@@ -1,0 +1,130 @@
+"""The emitted program as a flat list: local operators and typed redistributions, each in its module's scope.
+
+A value is named by its tensor and the placement it has: (tensor, placement). Operators read and make values;
+a redistribution makes another value of the same tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
+from autopar.ir.placement import Placement
+from autopar.ir.plan import PlanData, Redistribute
+from autopar.ir.verifier import output_placement
+
+Value = tuple[str, Placement]
+
+
+@dataclass(frozen=True)
+class Operate:
+    """A local operator call."""
+
+    node: Node
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    scope: Scope
+
+
+@dataclass(frozen=True)
+class Convert:
+    """A redistribution of an activation, input or constant."""
+
+    redistribute: Redistribute
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]
+    scope: Scope
+
+
+Statement = Operate | Convert
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Constants are computed once; the statements run each microbatch. `uses`: placements of each stored tensor."""
+
+    constants: tuple[Statement, ...]
+    statements: tuple[Statement, ...]
+    outputs: tuple[Value, ...]
+    mutations: dict[str, Value]
+    uses: dict[str, tuple[Placement, ...]]
+
+
+def flatten(graph: Graph, plan: PlanData) -> Flat:
+    """Orders everything the program does. Identity nodes vanish: their value is their operand's."""
+    return _Flattener(graph, plan).run()
+
+
+class _Flattener:
+    def __init__(self, graph: Graph, plan: PlanData) -> None:
+        self.graph, self.plan = graph, plan
+        self.by_target = {(r.tensor, r.target): r for r in plan.redistributes}
+        self.value: dict[str, Value] = {}  # what an operator left of each tensor
+        self.done: set[Value] = set()
+        self.uses: dict[str, list[Placement]] = {s.tensor: [] for s in graph.stored}
+        self.constant = _constant_tensors(graph)
+        self.constants: list[Statement] = []
+        self.statements: list[Statement] = []
+        self.scopes = self._conversion_scopes()
+
+    def run(self) -> Flat:
+        for name, placement in self.plan.inputs.items():
+            self.value[name] = (name, placement)
+        for stored in self.graph.stored:
+            self.value[stored.tensor] = (stored.tensor, self.plan.storage[stored.tensor].placement)
+        for node in self.graph.nodes:
+            self._operate(node)
+        outputs = tuple(self._bring(name, output_placement(self.graph, self.plan, name)) for name in self.graph.outputs)
+        mutations = {
+            buffer: self._bring(name, output_placement(self.graph, self.plan, name))
+            for buffer, name in self.graph.mutations.items()
+        }
+        uses = {name: tuple(dict.fromkeys(placements)) for name, placements in self.uses.items()}
+        return Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses)
+
+    def _operate(self, node: Node) -> None:
+        node_plan = self.plan.nodes[node.name]
+        reads = tuple(self._bring(*item) for item in zip(node.operands, node_plan.operands, strict=True))
+        if node.op == IDENTITY:
+            self.value[node.results[0]] = reads[0]
+            return
+        makes = tuple(zip(node.results, node_plan.results, strict=True))
+        for value in makes:
+            self.value[value[0]] = value
+        target = self.constants if node.results[0] in self.constant else self.statements
+        target.append(Operate(node, reads, makes, node.scope))
+
+    def _bring(self, name: str, wanted: Placement) -> Value:
+        """The value of the tensor in the wanted placement, converting it on first need."""
+        if name in self.graph.stored_by_tensor:
+            self.uses[name].append(wanted)
+            return (name, wanted)
+        source = self.value[name]
+        if source[1] == wanted:
+            return source
+        made = (source[0], wanted) if source[0] == name else (name, wanted)
+        if made not in self.done:
+            self.done.add(made)
+            redistribute = self.by_target[name, wanted]
+            target = self.constants if name in self.constant else self.statements
+            target.append(Convert(redistribute, (source,), (made,), self.scopes.get((name, wanted), Scope(()))))
+        return made
+
+    def _conversion_scopes(self) -> dict[Value, Scope]:
+        """A conversion stands in the innermost module that holds all its readers."""
+        readers: dict[Value, list[Scope]] = {}
+        for node in self.graph.nodes:
+            for value in zip(node.operands, self.plan.nodes[node.name].operands, strict=True):
+                readers.setdefault(value, []).append(node.scope)
+        return {value: common_scope(scopes) for value, scopes in readers.items()}
+
+
+def _constant_tensors(graph: Graph) -> set[str]:
+    """Tensors that depend on no input, no parameter and no chance: they are the same at every step."""
+    variable = set(graph.inputs) | {s.tensor for s in graph.stored if s.kind == "parameter"}
+    variable |= {s.tensor for s in graph.stored if s.name in graph.mutations}
+    for node in graph.nodes:
+        random = any(word in node.op for word in ("rand", "dropout", "bernoulli", "multinomial", "normal_"))
+        if random or any(name in variable for name in node.operands):
+            variable.update(node.results)
+    return set(graph.tensors) - variable

@@ -1,0 +1,278 @@
+"""Builds the strategy-selection problem of a graph on one logical mesh, one set of variables a distinct block.
+
+    minimise Σ node costs + Σ edge costs   subject to   Σ usages ≤ memory limit
+
+Node cost: forward + backward compute of a strategy on local shapes (`costs.compute_ns`). Edge cost: the
+redistribution between what the producer leaves and what the consumer needs, both directions
+(`costs.convert_ns`); for parameters, the step's gather and gradient synchronisation under their storage
+(`costs.storage_ns`). Usage: stored state of parameters (`costs.state_bytes`) and saved activations
+(`costs.saved_bytes`). Equal blocks share variables: their costs and usages are multiplied, so the size of the
+problem follows the number of distinct blocks, not of layers. Alpa (OSDI'22), section 4, with typed placements.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.errors import InfeasibleError
+from autopar.intraop.problem import INFINITE, Problem
+from autopar.intraop.strategies import Strategy, enumerate_strategies, permitted, splits
+from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph, Node, Stored, Tensor
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import I, Placement, R, Type
+from autopar.ir.plan import Storage
+
+Matrix = npt.NDArray[np.int64]
+SOFT_PENALTY_NS = 10**12
+NO_PATH_NS = 10**15  # the price of a redistribution that does not exist
+
+
+class Costs(Protocol):
+    """What the builder asks of the cost model; times in ns a step, memory in bytes a rank."""
+
+    def compute_ns(self, node: Node, strategy: Strategy) -> int: ...
+    def saved_bytes(self, node: Node, strategy: Strategy) -> int: ...
+    def convert_ns(self, tensor: Tensor, source: Placement, target: Placement) -> int | None: ...
+    def storage_ns(self, tensor: Tensor, storage: Storage, target: Placement) -> int | None: ...
+    def state_bytes(self, tensor: Tensor, storage: Storage) -> int: ...
+
+
+class Representatives(Protocol):
+    def representative_node(self, name: str) -> str: ...
+    def representative_tensor(self, name: str) -> str: ...
+
+
+StorageOptions = Callable[[Tensor, LogicalMesh], list[Storage]]
+
+
+@dataclass(frozen=True)
+class Variable:
+    """One choice: a node's strategy, a stored tensor's storage, an input's placement, or an output's placement."""
+
+    name: str
+    kind: str
+    options: tuple[Any, ...]
+    count: int
+
+
+@dataclass(frozen=True)
+class Built:
+    """The problem, and what each of its variables means."""
+
+    problem: Problem
+    variables: tuple[Variable, ...]
+    index: dict[tuple[str, str], int]  # (kind, representative name) -> variable
+
+
+def build(
+    graph: Graph,
+    blocks: Representatives,
+    axes: LogicalMesh,
+    costs: Costs,
+    storage_options: StorageOptions,
+    constraints: Sequence[Constraint] = (),
+    memory_limit: int | None = None,
+) -> Built:
+    """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of."""
+    return _Builder(graph, blocks, axes, costs, storage_options, constraints).build(memory_limit)
+
+
+class _Builder:
+    def __init__(
+        self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
+        storage_options: StorageOptions, constraints: Sequence[Constraint],
+    ) -> None:  # fmt: skip
+        self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
+        self.storage_options, self.constraints = storage_options, constraints
+        self.variables: list[Variable] = []
+        self.index: dict[tuple[str, str], int] = {}
+        self.unary: list[Matrix] = []
+        self.usage: list[Matrix] = []
+        self.edges: Counter[tuple[int, int, int, int, str]] = Counter()
+
+    def build(self, memory_limit: int | None) -> Built:
+        self._stored()
+        self._inputs()
+        self._nodes()
+        self._count_edges()
+        self._outputs()
+        matrices: dict[tuple[int, int], Matrix] = {}
+        for (source, result, target, operand, tensor), count in self.edges.items():
+            self._add_edge(matrices, source, target, self._matrix(source, result, target, operand, tensor) * count)
+        problem = Problem(
+            name=f"{self.graph.model_name} on {'x'.join(str(axis.size) for axis in self.axes) or '1'}",
+            intervals=[(0, 1)] * len(self.variables),
+            costs=[np.minimum(cost, INFINITE) for cost in self.unary],
+            usages=self.usage,
+            edges=list(matrices),
+            edge_costs=[np.minimum(matrix, INFINITE) for matrix in matrices.values()],
+            usage_limit=memory_limit,
+        )
+        return Built(problem, tuple(self.variables), self.index)
+
+    # variables
+
+    def _add(self, kind: str, name: str, options: Sequence[Any], count: int, cost: list[int], usage: list[int]) -> None:
+        self.index[kind, name] = len(self.variables)
+        self.variables.append(Variable(name, kind, tuple(options), count))
+        self.unary.append(np.array(cost, dtype=np.int64))
+        self.usage.append(np.array(usage, dtype=np.int64))
+
+    def _stored(self) -> None:
+        counts = Counter(self.blocks.representative_tensor(s.tensor) for s in self.graph.stored)
+        for stored in self.graph.stored:
+            if self.blocks.representative_tensor(stored.tensor) != stored.tensor:
+                continue
+            tensor, count = self.graph.tensors[stored.tensor], counts[stored.tensor]
+            options, penalties = self._storages(stored, tensor)
+            usage = [self.costs.state_bytes(tensor, option) * count for option in options]
+            self._add("stored", stored.tensor, options, count, penalties, usage)
+
+    def _storages(self, stored: Stored, tensor: Tensor) -> tuple[list[Storage], list[int]]:
+        if stored.kind != "parameter":
+            return [Storage((R,) * len(self.axes))], [0]
+        options = [o for o in self.storage_options(tensor, self.axes) if splits(tensor.shape, o.placement, self.axes)]
+        kept, penalties = self._constrain("stored", (stored.name,), tensor, options, lambda option: [option.placement])
+        for rule in self._matching("stored", (stored.name,), tensor):
+            if rule.zero is not None:
+                pairs = [(o, p) for o, p in zip(kept, penalties, strict=True) if _zero_agrees(o, rule.zero)]
+                kept, penalties = [o for o, _ in pairs] or kept, [p for _, p in pairs] or penalties
+        return kept, penalties
+
+    def _inputs(self) -> None:
+        for name in self.graph.inputs:
+            tensor = self.graph.tensors[name]
+            types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
+            options = [p for p in _products(types, len(self.axes)) if splits(tensor.shape, p, self.axes)]
+            kept, penalties = self._constrain("input", (name,), tensor, options, lambda option: [option])
+            self._add("input", name, kept, 1, penalties, [0] * len(kept))
+
+    def _nodes(self) -> None:
+        counts = Counter(self.blocks.representative_node(node.name) for node in self.graph.nodes)
+        for node in self.graph.nodes:
+            if self.blocks.representative_node(node.name) != node.name:
+                continue
+            options, penalties = self._strategies(node)
+            count = counts[node.name]
+            cost = [self.costs.compute_ns(node, o) * count + p for o, p in zip(options, penalties, strict=True)]
+            usage = [self.costs.saved_bytes(node, option) * count for option in options]
+            self._add("node", node.name, options, count, cost, usage)
+
+    def _strategies(self, node: Node) -> tuple[list[Strategy], list[int]]:
+        options = enumerate_strategies(self.graph, node, self.axes)
+        first = self.graph.tensors[node.results[0]]
+        names = (node.scope.module, node.name, *node.results)
+        options, penalties = self._constrain("output", names, first, options, lambda option: list(option.results))
+        for position, name in enumerate(node.operands):
+            stored = self.graph.stored_by_tensor.get(name)
+            if stored is not None and stored.kind == "parameter":
+                tensor = self.graph.tensors[name]
+                kept, extra = self._constrain("used", (stored.name,), tensor, options, _operand_placement(position))
+                by_option = dict(zip(options, penalties, strict=True))
+                options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
+        return options, penalties
+
+    # constraints
+
+    def _matching(self, what: str, names: tuple[str, ...], tensor: Tensor) -> list[Constraint]:
+        return [
+            c for c in self.constraints
+            if c.what == what and c.matches(*names) and len(tensor.shape) >= c.min_dims
+        ]  # fmt: skip
+
+    def _constrain(
+        self, what: str, names: tuple[str, ...], tensor: Tensor, options: list[Any],
+        placements: Callable[[Any], list[Placement]],
+    ) -> tuple[list[Any], list[int]]:  # fmt: skip
+        kept, penalties = [], []
+        rules = self._matching(what, names, tensor)
+        for option in options:
+            broken = [r for r in rules if not all(permitted(r, p, self.axes) for p in placements(option))]
+            if all(rule.soft for rule in broken):
+                kept.append(option)
+                penalties.append(SOFT_PENALTY_NS * len(broken))
+        if not kept:
+            sizes = ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
+            patterns = ", ".join(repr(rule.pattern) for rule in rules) or "none"
+            raise InfeasibleError(
+                f"expected at least one placement of {tensor.name} {list(tensor.shape)} on the mesh ({sizes}), found "
+                f"no divisible strategy that the constraints allow (constraints that match: {patterns}). "
+                "Relax the constraint, or choose a mesh axis whose size divides the dim."
+            )
+        return kept, penalties
+
+    # edges
+
+    def _variable_of(self, tensor: str) -> tuple[int, int]:
+        """The variable that decides a tensor's placement, and which of its results the tensor is."""
+        if tensor in self.graph.stored_by_tensor:
+            return self.index["stored", self.blocks.representative_tensor(tensor)], 0
+        if tensor in self.graph.inputs:
+            return self.index["input", tensor], 0
+        node = self.graph.producers[tensor]
+        return self.index["node", self.blocks.representative_node(node.name)], node.results.index(tensor)
+
+    def _count_edges(self) -> None:
+        for node in self.graph.nodes:
+            target = self.index["node", self.blocks.representative_node(node.name)]
+            for operand, tensor in enumerate(node.operands):
+                source, result = self._variable_of(tensor)
+                self.edges[source, result, target, operand, self.blocks.representative_tensor(tensor)] += 1
+
+    def _outputs(self) -> None:
+        for name in dict.fromkeys((*self.graph.outputs, *self.graph.mutations.values())):
+            whole = (I if self.graph.tensors[name].differentiable else R,) * len(self.axes)
+            self._add("output", name, [whole], 1, [0], [0])
+            source, result = self._variable_of(name)
+            self.edges[source, result, self.index["output", name], 0, name] += 1
+
+    def _matrix(self, source: int, result: int, target: int, operand: int, tensor_name: str) -> Matrix:
+        tensor = self.graph.tensors[tensor_name]
+        left, right = self.variables[source], self.variables[target]
+        sources = [o.results[result] if left.kind == "node" else o for o in left.options]
+        targets = [o.operands[operand] if right.kind == "node" else o for o in right.options]
+        rows, row_of = _distinct(sources)
+        columns, column_of = _distinct(targets)
+        price = self.costs.storage_ns if left.kind == "stored" else self.costs.convert_ns
+        table = np.array([[_priced(price(tensor, a, b)) for b in columns] for a in rows], dtype=np.int64)
+        return table[np.ix_(row_of, column_of)]
+
+    def _add_edge(self, matrices: dict[tuple[int, int], Matrix], source: int, target: int, matrix: Matrix) -> None:
+        matrix = np.minimum(matrix, INFINITE)
+        if source == target:
+            self.unary[source] = np.minimum(self.unary[source] + np.diagonal(matrix), INFINITE)
+            return
+        key, value = ((source, target), matrix) if source < target else ((target, source), matrix.T)
+        matrices[key] = np.minimum(matrices[key] + value, INFINITE) if key in matrices else value
+
+
+def _priced(cost: int | None) -> int:
+    return NO_PATH_NS if cost is None else cost
+
+
+def _distinct(values: list[Any]) -> tuple[list[Any], list[int]]:
+    order = {value: position for position, value in enumerate(dict.fromkeys(values))}
+    return list(order), [order[value] for value in values]
+
+
+def _products(types: list[Type], count: int) -> list[Placement]:
+    found: list[Placement] = [()]
+    for _ in range(count):
+        found = [(*placement, type_) for placement in found for type_ in types]
+    return found
+
+
+def _operand_placement(position: int) -> Callable[[Any], list[Placement]]:
+    return lambda option: [option.operands[position]]
+
+
+def _zero_agrees(option: Storage, stage: int) -> bool:
+    sharded = any(type_.kind == "S" for type_ in option.placement)
+    return not sharded or option.regather == (stage == 3)

@@ -1,0 +1,92 @@
+"""The builder's costs from a profile: compute, redistribution, parameter synchronisation and memory of a choice."""
+
+from __future__ import annotations
+
+import math
+from functools import lru_cache
+
+from autopar.cost import Profile, node_time_ns, redistribution
+from autopar.intraop.strategies import Strategy
+from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import Placement, local_shape
+from autopar.ir.plan import Storage
+
+#: optimizer -> bytes of state an element of a parameter holds beside itself and its gradient
+OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "none": 0}
+#: operators whose results are views of, or equal to, their operands: nothing more is saved for them
+_VIEWS = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "alias",
+          "slice", "select", "split", "split_with_sizes", "unbind", "detach")  # fmt: skip
+
+
+class ProfiledCosts:
+    """Implements `builder.Costs` for one logical mesh."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        axes: LogicalMesh,
+        devices_per_node: int,
+        profile: Profile,
+        mode: str,
+        optimizer: str | None,
+    ) -> None:
+        self.graph, self.axes, self.profile = graph, axes, profile
+        self.devices_per_node, self.train = devices_per_node, mode == "train"
+        self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
+        self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
+
+    def _shapes(self, names: tuple[str, ...], placements: tuple[Placement, ...]) -> tuple[tuple[int, ...], ...]:
+        tensors = self.graph.tensors
+        return tuple(self._local(tensors[n].shape, p) for n, p in zip(names, placements, strict=True))
+
+    def compute_ns(self, node: Node, strategy: Strategy) -> int:
+        operands = self._shapes(node.operands, strategy.operands)
+        results = self._shapes(node.results, strategy.results)
+        forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+        return forward + (backward if self.train else 0)
+
+    def saved_bytes(self, node: Node, strategy: Strategy) -> int:
+        """Results that the backward pass may need; views keep nothing of their own."""
+        if not self.train or node.op.split(".")[1] in _VIEWS:
+            return 0
+        tensors = self.graph.tensors
+        shapes = self._shapes(node.results, strategy.results)
+        pairs = zip(node.results, shapes, strict=True)
+        return sum(math.prod(s) * tensors[n].itemsize for n, s in pairs if tensors[n].differentiable)
+
+    def convert_ns(self, tensor: Tensor, source: Placement, target: Placement) -> int | None:
+        route = self._route(tensor, source, target)
+        if route is None:
+            return None
+        return route[0] + route[1] + (1 if source != target else 0)  # of equal plans, the one with fewer conversions
+
+    def storage_ns(self, tensor: Tensor, storage: Storage, target: Placement) -> int | None:
+        """Gathers before use (again before backward when regathered) and gradient synchronisation after."""
+        route = self._route(tensor, storage.placement, target)
+        if route is None:
+            return None
+        return route[0] * (2 if storage.regather and self.train else 1) + route[1]
+
+    def _route(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[int, int] | None:
+        differentiable = tensor.differentiable and self.train
+        route = redistribution(
+            tensor.shape,
+            tensor.itemsize,
+            source,
+            target,
+            self.axes,
+            self.devices_per_node,
+            self.profile,
+            differentiable,
+        )
+        return None if route is None else (route.forward_ns, route.backward_ns)
+
+    def state_bytes(self, tensor: Tensor, storage: Storage) -> int:
+        """Parameter, gradient and optimizer state as stored; a gathered copy that is kept counts too."""
+        kept = math.prod(self._local(tensor.shape, storage.placement))
+        if not (tensor.differentiable and self.train):
+            return kept * tensor.itemsize
+        stored = kept * (2 * tensor.itemsize + self.optimizer_bytes)
+        sharded = any(type_.kind == "S" for type_ in storage.placement)
+        return stored if storage.regather or not sharded else stored + kept * tensor.itemsize

@@ -1,0 +1,61 @@
+"""Reads a solved problem back as placements: every node, parameter and input of the whole graph, conversions listed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.intraop.builder import Built, Representatives
+from autopar.intraop.strategies import Strategy
+from autopar.ir.graph import Graph, Tensor
+from autopar.ir.placement import Placement
+from autopar.ir.plan import NodePlan, Redistribute, Storage
+from autopar.ir.redistribution import Step
+
+Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
+
+
+def extract(
+    graph: Graph, blocks: Representatives, built: Built, choice: Sequence[int], path: Path
+) -> tuple[dict[str, Placement], dict[str, Storage], dict[str, NodePlan], tuple[Redistribute, ...]]:
+    """Inputs, storage, nodes and redistributions of the chosen plan. `path` gives a redistribution's steps."""
+
+    def chosen(kind: str, name: str) -> Any:
+        variable = built.index[kind, name]
+        return built.variables[variable].options[choice[variable]]
+
+    inputs: dict[str, Placement] = {name: chosen("input", name) for name in graph.inputs}
+    storage: dict[str, Storage] = {
+        s.tensor: chosen("stored", blocks.representative_tensor(s.tensor)) for s in graph.stored
+    }
+    nodes: dict[str, NodePlan] = {}
+    for node in graph.nodes:
+        strategy = chosen("node", blocks.representative_node(node.name))
+        assert isinstance(strategy, Strategy)
+        nodes[node.name] = NodePlan(strategy.operands, strategy.results)
+    outputs: dict[str, Placement] = {
+        name: chosen("output", name) for name in (*graph.outputs, *graph.mutations.values())
+    }
+    return inputs, storage, nodes, _redistributes(graph, inputs, storage, nodes, outputs, path)
+
+
+def _redistributes(
+    graph: Graph, inputs: dict[str, Placement], storage: dict[str, Storage], nodes: dict[str, NodePlan],
+    outputs: dict[str, Placement], path: Path,
+) -> tuple[Redistribute, ...]:  # fmt: skip
+    placements = dict(inputs) | {name: kept.placement for name, kept in storage.items()}
+    found: dict[tuple[str, Placement], Redistribute] = {}
+
+    def need(name: str, wanted: Placement) -> None:
+        if placements[name] != wanted and (name, wanted) not in found:
+            steps = path(graph.tensors[name], placements[name], wanted)
+            assert steps is not None, f"no redistribution of {name} from {placements[name]} to {wanted}"
+            found[name, wanted] = Redistribute(name, wanted, steps)
+
+    for node in graph.nodes:
+        for name, wanted in zip(node.operands, nodes[node.name].operands, strict=True):
+            need(name, wanted)
+        placements.update(zip(node.results, nodes[node.name].results, strict=True))
+    for name, wanted in outputs.items():
+        need(name, wanted)
+    return tuple(found.values())

@@ -1,0 +1,91 @@
+"""The strategies of each node: every product over the mesh axes of its one-axis rules that its shapes allow."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import Axis, P, Placement, R, Type, num_shards
+from autopar.ops import axis_rules, shape_error
+from autopar.ops.notation import AxisRule
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """Placements of each operand and result of a node."""
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+    def __str__(self) -> str:
+        left = ", ".join(" ".join(map(str, placement)) for placement in self.operands)
+        return f"{left} -> {', '.join(' '.join(map(str, placement)) for placement in self.results)}"
+
+
+def enumerate_strategies(
+    graph: Graph, node: Node, axes: LogicalMesh, fixed: dict[int, AxisRule] | None = None
+) -> list[Strategy]:
+    """All strategies of a node; `fixed` gives the rule on an axis that is not searched (the microbatch axis)."""
+    per_axis = [
+        [fixed[position]] if fixed and position in fixed else _useful_rules(graph, node, axis)
+        for position, axis in enumerate(axes)
+    ]
+    found = []
+    for combination in itertools.product(*per_axis):
+        operands = tuple(
+            tuple(rule.operands[position] for rule in combination) for position in range(len(node.operands))
+        )
+        results = tuple(tuple(rule.results[position] for rule in combination) for position in range(len(node.results)))
+        if _long_enough(graph, node, operands, results, axes) and not shape_error(graph, node, operands, results, axes):
+            found.append(Strategy(operands, results))
+    return found
+
+
+def _useful_rules(graph: Graph, node: Node, axis: Axis) -> Sequence[AxisRule]:
+    """The node's rules but those that hold a weight as summands, which nothing can gain from."""
+    if not node.operands:
+        return [AxisRule((), (R,) * len(node.results))]
+    rules = axis_rules(graph, node)
+    return [rule for rule in rules if not _sums_weight(graph, node, rule)]
+
+
+def _sums_weight(graph: Graph, node: Node, rule: AxisRule) -> bool:
+    return any(
+        type_ == P and name in graph.stored_by_tensor and len(graph.tensors[name].shape) > 1
+        for type_, name in zip(rule.operands, node.operands, strict=True)
+    )
+
+
+def _long_enough(
+    graph: Graph,
+    node: Node,
+    operands: tuple[Placement, ...],
+    results: tuple[Placement, ...],
+    axes: LogicalMesh,
+) -> bool:
+    pairs = zip((*node.operands, *node.results), (*operands, *results), strict=True)
+    return all(splits(graph.tensors[name].shape, placement, axes) for name, placement in pairs)
+
+
+def splits(shape: tuple[int, ...], placement: Placement, axes: LogicalMesh) -> bool:
+    """Whether every sharded dim divides evenly among its ranks."""
+    return all(
+        shape[type_.dim] % num_shards(placement, type_.dim, axes) == 0 for type_ in placement if type_.kind == "S"
+    )
+
+
+def permitted(constraint: Constraint, placement: Placement, axes: LogicalMesh) -> bool:
+    """Whether the types on the constrained axis (or all axes) are allowed."""
+    return all(
+        constraint.permits(type_)
+        for type_, axis in zip(placement, axes, strict=True)
+        if constraint.axis in (None, axis.name) and axis.name != "microbatch"
+    )
+
+
+def shard_types(shape: tuple[int, ...]) -> list[Type]:
+    return [R, *(Type("S", dim) for dim, size in enumerate(shape) if size > 1)]

@@ -1,0 +1,1 @@
+"""Graph, mesh, typed placements, plan, and the verifier: plain frozen data, no search."""

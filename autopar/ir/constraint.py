@@ -1,0 +1,47 @@
+"""What a user (or a template) pins: the types that tensors matching a pattern may have on a mesh axis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from autopar.errors import PlanError
+from autopar.ir.placement import Type, parse_type
+
+What = Literal["stored", "used", "output", "input"]
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Restricts placements by name, GSPMD-style: the rest of the plan is found around it.
+
+    pattern: matched (fnmatch) against parameter names for "stored" and "used", against the module path, or the
+    tensor's name, for "output" (results of the operators in that module), and against input names for "input".
+    allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
+    soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
+    min_dims: only tensors of at least that many dims.
+    """
+
+    pattern: str
+    allow: tuple[str, ...] = ()
+    what: What = "output"
+    axis: str | None = None
+    soft: bool = False
+    zero: int | None = None
+    min_dims: int = 0
+
+    def __post_init__(self) -> None:
+        for text in self.allow:
+            if text != "S":
+                parse_type(text)
+        if self.what not in ("stored", "used", "output", "input"):
+            raise PlanError(f'expected what="stored", "used", "output" or "input", found {self.what!r}')
+        if self.zero not in (None, 0, 1, 2, 3):
+            raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
+
+    def matches(self, *names: str) -> bool:
+        return any(fnmatchcase(name, self.pattern) for name in names)
+
+    def permits(self, type_: Type) -> bool:
+        return not self.allow or any(text in (str(type_), type_.kind) for text in self.allow)

@@ -1,0 +1,196 @@
+"""The forward graph of a model: plain frozen data, one node an operator, tensors by name.
+
+A node's arguments hold `Ref`s where tensors go and plain values elsewhere. Multi-output operators name each of
+their outputs (None for one that nothing reads). Each node keeps the module it ran in and its source line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+DTYPE_BYTES = {
+    "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+
+#: the operator of a node that passes its operand on: the one place where several consumers' conversions meet
+IDENTITY = "aten.alias.default"
+
+
+class Ref(NamedTuple):
+    """The use of a tensor as an argument."""
+
+    tensor: str
+
+
+class Atom(NamedTuple):
+    """A torch constant that has no JSON form: a dtype, device, layout or memory format, by its name."""
+
+    kind: Literal["dtype", "device", "layout", "memory_format"]
+    name: str
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A value in the graph. `differentiable`: a gradient flows through it to some parameter or input."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    differentiable: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.itemsize
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A parameter, buffer or lifted constant: its tensor's name in the graph and its name in the model."""
+
+    tensor: str
+    name: str
+    kind: Literal["parameter", "buffer", "constant"]
+    requires_grad: bool = False
+    persistent: bool = True
+
+
+@dataclass(frozen=True)
+class Scope:
+    """The module call that a node ran in: dotted path ("" is the root) and class name, outermost first."""
+
+    path: tuple[tuple[str, str], ...]
+
+    @property
+    def module(self) -> str:
+        return self.path[-1][0] if self.path else ""
+
+
+def common_scope(scopes: list[Scope]) -> Scope:
+    """The innermost module call that holds all of the scopes."""
+    shared = []
+    for level in zip(*(scope.path for scope in scopes), strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return Scope(tuple(shared))
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator call. `op` is the ATen overload's name, such as "aten.linear.default"."""
+
+    name: str
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    outputs: tuple[str | None, ...]
+    scope: Scope = Scope(())
+    source: str = ""
+
+    @cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The tensors it reads, in argument order, repeated where used twice."""
+        return tuple(references((self.args, dict(self.kwargs))))
+
+    @cached_property
+    def results(self) -> tuple[str, ...]:
+        return tuple(name for name in self.outputs if name is not None)
+
+
+@dataclass(frozen=True)
+class Graph:
+    """A model's forward computation on one global batch. Nodes are in execution order."""
+
+    inputs: tuple[str, ...]
+    stored: tuple[Stored, ...]
+    nodes: tuple[Node, ...]
+    outputs: tuple[str, ...]
+    tensors: Mapping[str, Tensor]
+    loss: str | None = None
+    tied: Mapping[str, str] = field(default_factory=dict)  # alias name in the model -> the name that is kept
+    mutations: Mapping[str, str] = field(default_factory=dict)  # buffer's name in the model -> its new tensor
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # constants' torch.Tensors
+    input_names: tuple[str, ...] = ()  # as in the model's forward signature
+    model_name: str = "Model"
+
+    @cached_property
+    def stored_by_tensor(self) -> dict[str, Stored]:
+        return {item.tensor: item for item in self.stored}
+
+    @cached_property
+    def node_by_name(self) -> dict[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def producers(self) -> dict[str, Node]:
+        return {tensor: node for node in self.nodes for tensor in node.results}
+
+    @cached_property
+    def consumers(self) -> dict[str, list[tuple[Node, int]]]:
+        """For each tensor, the nodes that read it and at which operand position."""
+        uses: dict[str, list[tuple[Node, int]]] = {name: [] for name in self.tensors}
+        for node in self.nodes:
+            for position, tensor in enumerate(node.operands):
+                uses[tensor].append((node, position))
+        return uses
+
+    @cached_property
+    def parameters(self) -> tuple[Stored, ...]:
+        return tuple(item for item in self.stored if item.kind == "parameter")
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash of everything a plan depends on: operators, wiring, shapes, dtypes, names."""
+        digest = hashlib.sha256()
+        for item in self.stored:
+            digest.update(repr((item.tensor, item.name, item.kind, item.requires_grad)).encode())
+        for name in (*self.inputs, *(item.tensor for item in self.stored)):
+            digest.update(repr(self.tensors[name]).encode())
+        for node in self.nodes:
+            digest.update(repr((node.op, node.args, node.kwargs, node.outputs)).encode())
+            digest.update(repr([self.tensors[name] for name in node.results]).encode())
+        digest.update(repr((self.inputs, self.outputs, self.loss)).encode())
+        return digest.hexdigest()[:16]
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.tensors[item.tensor].num_elements for item in self.parameters)
+
+
+def references(value: Any) -> Iterator[str]:
+    """The tensors named anywhere inside an argument structure, in order."""
+    if isinstance(value, Ref):
+        yield value.tensor
+    elif isinstance(value, (list, tuple)) and not isinstance(value, Atom):
+        for item in value:
+            yield from references(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from references(item)
+
+
+def map_references(value: Any, function: Callable[[str], Any]) -> Any:
+    """The argument structure with `function(tensor name)` in place of each Ref."""
+    if isinstance(value, Ref):
+        return function(value.tensor)
+    if isinstance(value, Atom):
+        return value
+    if isinstance(value, (list, tuple)):
+        return type(value)(map_references(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: map_references(item, function) for key, item in value.items()}
+    return value

@@ -1,0 +1,167 @@
+"""Meshes: the physical devices a program runs on, and the logical shapes they can be looked at as.
+
+Ranks are numbered node by node. A logical mesh is a list of axes, outer first, whose sizes multiply to the
+number of devices; each axis stays inside a node or crosses nodes according to its stride.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from autopar.errors import MeshError
+from autopar.ir.placement import Axis
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+LogicalMesh = tuple[Axis, ...]
+MAX_AXES = 3
+
+
+@dataclass(frozen=True)
+class DeviceGroup:
+    """Equal nodes of equal devices; `profile` names the cost profile of the device."""
+
+    profile: str
+    nodes: int
+    devices_per_node: int
+
+    @property
+    def num_devices(self) -> int:
+        return self.nodes * self.devices_per_node
+
+
+@dataclass(frozen=True, init=False)
+class Mesh:
+    """The devices that a program is planned for.
+
+    `Mesh("h100", nodes=8, devices_per_node=8)`, or for unequal devices a list of
+    `(profile, nodes, devices_per_node)`. Raises MeshError for sizes below 1.
+    """
+
+    groups: tuple[DeviceGroup, ...]
+
+    def __init__(self, profile: str | list[tuple[str, int, int]], nodes: int = 1, devices_per_node: int = 1) -> None:
+        rows = [(profile, nodes, devices_per_node)] if isinstance(profile, str) else profile
+        groups = tuple(DeviceGroup(*row) for row in rows)
+        for group in groups:
+            if group.nodes < 1 or group.devices_per_node < 1:
+                raise MeshError(f"expected at least one node and one device a node, found {group}")
+        if not groups:
+            raise MeshError("expected at least one group of devices, found an empty list")
+        object.__setattr__(self, "groups", groups)
+
+    @classmethod
+    def from_device_mesh(cls, device_mesh: DeviceMesh, devices_per_node: int | None = None) -> Mesh:
+        """The mesh of a running program; `devices_per_node` defaults to LOCAL_WORLD_SIZE, else one node."""
+        import os
+
+        count = device_mesh.size()
+        per_node = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", count))
+        if count % per_node:
+            raise MeshError(f"expected full nodes, found {count} devices with {per_node} a node")
+        return cls(_profile_of(device_mesh.device_type), count // per_node, per_node)
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Reads "h100:8x8" (nodes x devices a node), "cpu:4", or several joined by "+"."""
+        return cls([_parse_group(part) for part in text.split("+")])
+
+    @property
+    def is_homogeneous(self) -> bool:
+        return len({(group.profile, group.devices_per_node) for group in self.groups}) == 1
+
+    @property
+    def profile(self) -> str:
+        """The cost profile's name; raises MeshError when the devices differ."""
+        if not self.is_homogeneous:
+            raise MeshError(f"expected equal devices, found {self}; unequal devices need pipeline stages")
+        return self.groups[0].profile
+
+    @property
+    def nodes(self) -> int:
+        return sum(group.nodes for group in self.groups)
+
+    @property
+    def devices_per_node(self) -> int:
+        return self.groups[0].devices_per_node
+
+    @property
+    def num_devices(self) -> int:
+        return sum(group.num_devices for group in self.groups)
+
+    def __str__(self) -> str:
+        return "+".join(f"{g.profile}:{g.nodes}x{g.devices_per_node}" for g in self.groups)
+
+    def to_json(self) -> list[list[Any]]:
+        return [[g.profile, g.nodes, g.devices_per_node] for g in self.groups]
+
+
+def _parse_group(text: str) -> tuple[str, int, int]:
+    name, _, sizes = text.partition(":")
+    numbers = sizes.split("x") if sizes else ["1"]
+    if not name or len(numbers) > 2 or not all(number.isdigit() for number in numbers):
+        raise MeshError(f'expected a mesh such as "h100:8x8" or "cpu:4", found {text!r}')
+    nodes, devices = numbers if len(numbers) == 2 else ["1", numbers[0]]
+    return name, int(nodes), int(devices)
+
+
+def _profile_of(device_type: str) -> str:
+    if device_type == "cpu":
+        return "cpu"
+    import torch
+
+    name = torch.cuda.get_device_name().lower()
+    for profile in ("h200", "h100", "a100", "v100"):
+        if profile in name:
+            return profile
+    raise MeshError(f"expected a device with a cost profile, found {name!r}; build the Mesh with a profile's name")
+
+
+def make_axes(names: tuple[str, ...], sizes: tuple[int, ...]) -> LogicalMesh:
+    """Axes in row-major order: the last one joins neighbouring ranks."""
+    strides = [math.prod(sizes[position + 1 :]) for position in range(len(sizes))]
+    return tuple(Axis(*fields) for fields in zip(names, sizes, strides, strict=True))
+
+
+def logical_meshes(mesh: Mesh) -> list[LogicalMesh]:
+    """Every way to look at the mesh as at most `MAX_AXES` axes, each inside a node or across nodes.
+
+    Orders of equal-level axes differ in nothing the cost model sees, so one order of each stands for all; one
+    flat axis over everything is added for meshes of several nodes.
+    """
+    shapes = {
+        outer + inner
+        for outer in _factorisations(mesh.nodes)
+        for inner in _factorisations(mesh.devices_per_node)
+        if len(outer + inner) <= MAX_AXES
+    }
+    shapes.add((mesh.num_devices,) if mesh.num_devices > 1 else ())
+    return [make_axes(("d0", "d1", "d2")[: len(shape)], shape) for shape in sorted(shapes, key=lambda s: (len(s), s))]
+
+
+def _factorisations(number: int) -> Iterator[tuple[int, ...]]:
+    """Every non-decreasing tuple of factors above 1 with the given product; () for 1."""
+
+    def split(rest: int, least: int) -> Iterator[tuple[int, ...]]:
+        if rest == 1:
+            yield ()
+        for factor in range(least, rest + 1):
+            if rest % factor == 0:
+                yield from ((factor, *tail) for tail in split(rest // factor, factor))
+
+    return split(number, 2)
+
+
+def coordinates(axes: LogicalMesh) -> list[tuple[int, ...]]:
+    """The coordinate of each rank, in rank order."""
+    return list(itertools.product(*(range(axis.size) for axis in axes)))
+
+
+def ranks_within_node(axis: Axis, devices_per_node: int) -> int:
+    """How many ranks of a group along the axis share a node (1 when neighbours are nodes apart)."""
+    return math.gcd(axis.size, max(1, devices_per_node // axis.stride)) if axis.stride < devices_per_node else 1

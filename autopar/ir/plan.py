@@ -1,0 +1,168 @@
+"""The plan: which placement every tensor has on every mesh axis, how parameters are stored, and what it costs.
+
+A plan is pure data. It says everything that the emitted program does beyond the graph: each operator's operand
+and result placements, each redistribution with its steps, each parameter's storage. `verifier.verify` checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.ir.mesh import LogicalMesh, Mesh
+from autopar.ir.placement import Placement
+from autopar.ir.redistribution import Step
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How a parameter or buffer is kept between steps, and when it is gathered (the ZeRO choice).
+
+    `placement`: what each rank stores, I or S(d) an axis (R for what needs no gradient). ZeRO-0 stores I;
+    ZeRO-1 stores S and gathers once a step; ZeRO-2 also reduces gradients each microbatch (`reduce_each_microbatch`);
+    ZeRO-3 also gathers again for the backward pass (`regather`). Optimizer state follows the stored placement.
+    """
+
+    placement: Placement
+    regather: bool = False
+    reduce_each_microbatch: bool = False
+
+
+@dataclass(frozen=True)
+class NodePlan:
+    """The placements an operator runs with: of each operand in argument order, and of each result."""
+
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+
+
+@dataclass(frozen=True)
+class Redistribute:
+    """Brings `tensor` to the placement `target` for the consumers that need it there."""
+
+    tensor: str
+    target: Placement
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the predicted step time goes; the parts add up to `step_time_ns` of the prediction."""
+
+    compute_ns: int = 0
+    exposed_communication_ns: int = 0
+    optimizer_ns: int = 0
+    bubble_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What the cost model says of a plan. Bytes of communication are per rank and step, by collective."""
+
+    step_time_ns: int = 0
+    lower_bound_ns: int = 0
+    peak_bytes: int = 0
+    comm_bytes: Mapping[str, int] = field(default_factory=dict)
+    breakdown: Breakdown = Breakdown()
+    memory: Mapping[str, int] = field(default_factory=dict)  # at the peak, by kind
+
+
+@dataclass(frozen=True)
+class SearchReport:
+    """How the plan was found: the objective, its bound, why the search stopped, and what else was looked at."""
+
+    method: str = "given"
+    cost_ns: int = 0
+    lower_bound_ns: int = 0
+    stop_reason: str = ""
+    seconds: float = 0.0
+    seed: int = 0
+    tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One operator's chosen strategy among its alternatives, for `plan.explain`."""
+
+    node: str
+    chosen: str
+    cost_ns: int
+    alternatives: tuple[tuple[str, int], ...]  # strategy, cost of the best plan that uses it less the chosen plan's
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A sharding plan for one model and mesh; pure data, see the module's docstring."""
+
+    fingerprint: str
+    model: str
+    mesh: Mesh
+    axes: LogicalMesh
+    inputs: Mapping[str, Placement]
+    storage: Mapping[str, Storage]  # by the tensor's name in the graph
+    nodes: Mapping[str, NodePlan]
+    redistributes: tuple[Redistribute, ...]
+    microbatches: int = 1
+    microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
+    recompute: tuple[str, ...] = ()  # module paths whose activations are computed again in the backward pass
+    mode: str = "train"
+    optimizer: str = "adamw"
+    precision: str | None = None
+    memory_limit: int = 0
+    predicted: Prediction = Prediction()
+    search: SearchReport = SearchReport()
+    coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
+    parameters: Mapping[str, str] = field(default_factory=dict)  # tensor's name in the graph -> name in the model
+    scopes: Mapping[str, str] = field(default_factory=dict)  # node -> "module path|operator|source line"
+    blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
+
+    def __str__(self) -> str:
+        from autopar.ir.text import plan_text
+
+        return plan_text(self)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `from_json` of it is equal, and writes the same bytes again."""
+        from autopar.ir.serialization import to_json
+
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Reads and validates a plan. Raises PlanError naming what is malformed; nothing in it is executed."""
+        from autopar.ir.serialization import from_json
+
+        return from_json(text)
+
+    def save(self, path: str | Path) -> None:
+        """Writes the plan's JSON, whole or not at all."""
+        from autopar.ir.serialization import write_whole
+
+        write_whole(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Reads a plan from a file; see `from_json`."""
+        try:
+            text = Path(path).read_text()
+        except OSError as error:
+            raise PlanError(f"expected a plan file at {path}, found none that can be read: {error}") from error
+        return cls.from_json(text)
+
+    def explain(self, pattern: str) -> str:
+        """Why: the chosen placements of the operators and parameters that match, and what they communicate."""
+        from autopar.ir.text import explain_text
+
+        return explain_text(self, pattern)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between two plans, one line each."""
+        from autopar.ir.text import diff_text
+
+        return diff_text(self, other)
+
+
+PlanData = Plan

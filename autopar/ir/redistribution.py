@@ -1,0 +1,161 @@
+"""The redistribution table: which communication turns one type into another, forward and backward.
+
+Communication happens nowhere else (except inside operators that declare it). A redistribution between two
+placements is a sequence of *steps*, each on one mesh axis; b is the bytes of the tensor that the axis splits,
+n the axis size. The backward of a step is the redistribution of the gradient types, so it needs no entry of
+its own; the table states it because the cost model prices it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from typing import NamedTuple
+
+from autopar.ir.placement import Axis, P, Placement, R, Type, chunk_length
+
+
+class Transfer(NamedTuple):
+    """One collective: its name in torch.distributed, or None where nothing is sent."""
+
+    collective: str | None
+
+
+NOTHING = Transfer(None)
+ALL_REDUCE = Transfer("all_reduce")
+ALL_GATHER = Transfer("all_gather")
+REDUCE_SCATTER = Transfer("reduce_scatter")
+ALL_TO_ALL = Transfer("all_to_all")
+
+#: (kind before, kind after) -> (forward, backward)
+TABLE: dict[tuple[str, str], tuple[Transfer, Transfer]] = {
+    ("I", "R"): (NOTHING, ALL_REDUCE),
+    ("R", "I"): (NOTHING, NOTHING),  # backward: one rank keeps the gradient
+    ("I", "S"): (NOTHING, ALL_GATHER),
+    ("R", "S"): (NOTHING, NOTHING),  # backward: the slice pads into a summand
+    ("S", "R"): (ALL_GATHER, REDUCE_SCATTER),
+    ("S", "I"): (ALL_GATHER, NOTHING),
+    ("S", "S"): (ALL_TO_ALL, ALL_TO_ALL),
+    ("P", "R"): (ALL_REDUCE, ALL_REDUCE),
+    ("P", "I"): (ALL_REDUCE, NOTHING),
+    ("P", "S"): (REDUCE_SCATTER, ALL_GATHER),
+    ("I", "P"): (NOTHING, NOTHING),  # one rank keeps the value
+    ("R", "P"): (NOTHING, NOTHING),
+}
+
+
+class Step(NamedTuple):
+    """One row of the table applied on one mesh axis (by position in the logical mesh)."""
+
+    axis: int
+    before: Type
+    after: Type
+
+    @property
+    def transfers(self) -> tuple[Transfer, Transfer]:
+        return TABLE[self.before.kind, self.after.kind]
+
+
+def is_legal(step: Step, placement: Placement) -> bool:
+    """Whether the step exists and may be taken from `placement`.
+
+    A slice along a dim is only contiguous for an axis when no inner axis shards the same dim at that moment.
+    """
+    if placement[step.axis] != step.before or step.before == step.after:
+        return False
+    if (step.before.kind, step.after.kind) not in TABLE:
+        return False
+    inner = placement[step.axis + 1 :]
+    return not any(type_.kind == "S" and type_ in inner for type_ in (step.before, step.after))
+
+
+def apply(step: Step, placement: Placement) -> Placement:
+    """The placement after a legal step."""
+    return (*placement[: step.axis], step.after, *placement[step.axis + 1 :])
+
+
+def split_lengths(
+    shape: tuple[int, ...],
+    placement: Placement,
+    axes: tuple[Axis, ...],
+    step: Step,
+    coordinate: tuple[int, ...],
+) -> tuple[int, ...]:
+    """The shape that the ranks of the step's axis hold together: the local shape before that axis splits it."""
+    sizes = list(shape)
+    for position, (type_, axis) in enumerate(zip(placement, axes, strict=True)):
+        if type_.kind == "S" and position != step.axis:
+            sizes[type_.dim] = chunk_length(sizes[type_.dim], axis.size, coordinate[position])
+    return tuple(sizes)
+
+
+def _padded(shape: tuple[int, ...], type_: Type, parts: int) -> int:
+    count = 1
+    for dim, size in enumerate(shape):
+        count *= -(-size // parts) * parts if type_.kind == "S" and dim == type_.dim else size
+    return count
+
+
+def transfer_bytes(
+    shape: tuple[int, ...],
+    itemsize: int,
+    placement: Placement,
+    axes: tuple[Axis, ...],
+    step: Step,
+    coordinate: tuple[int, ...] | None = None,
+) -> tuple[int, int]:
+    """Bytes handed to the collective of a step, forward and backward, at one rank (rank 0 when not given).
+
+    all_reduce: the buffer; all_gather: the whole output; reduce_scatter: the whole input; all_to_all: the local
+    buffer. Dims that do not divide are padded to the longest slice.
+    """
+    whole = split_lengths(shape, placement, axes, step, coordinate or (0,) * len(axes))
+    parts = axes[step.axis].size
+    forward, backward = step.transfers
+    sharded = step.before if step.before.kind == "S" else step.after
+    size = _padded(whole, sharded, parts) * itemsize
+    if step.before.kind == "S" and step.after.kind == "S":
+        size = _all_to_all_elements(whole, step, parts) * itemsize
+    return (size if forward.collective else 0, size if backward.collective else 0)
+
+
+def _all_to_all_elements(whole: tuple[int, ...], step: Step, parts: int) -> int:
+    count = 1
+    for dim, size in enumerate(whole):
+        count *= -(-size // parts) * parts if dim in (step.before.dim, step.after.dim) else size
+    return count // parts
+
+
+StepCost = Callable[[Placement, Step], int]
+
+
+def cheapest_path(source: Placement, target: Placement, cost: StepCost) -> tuple[Step, ...] | None:
+    """The cheapest legal sequence of steps from one placement to another (Dijkstra over placements).
+
+    Candidate types are those of the two ends plus R on each axis, plus P where a value may be kept by one rank;
+    None when no sequence exists. Ties go to the fewer steps, then to the outer axis, so the result is unique.
+    """
+    queue: list[tuple[int, int, tuple[Step, ...], Placement]] = [(0, 0, (), source)]
+    done: set[Placement] = set()
+    while queue:
+        spent, length, steps, placement = heapq.heappop(queue)
+        if placement == target:
+            return steps
+        if placement in done:
+            continue
+        done.add(placement)
+        for step in _candidates(placement, source, target):
+            after = apply(step, placement)
+            if after not in done:
+                heapq.heappush(queue, (spent + cost(placement, step), length + 1, (*steps, step), after))
+    return None
+
+
+def _candidates(placement: Placement, source: Placement, target: Placement) -> list[Step]:
+    steps = []
+    for axis, before in enumerate(placement):
+        for after in {target[axis], source[axis], R}:
+            step = Step(axis, before, after)
+            if is_legal(step, placement) and not (after == P and target[axis] != P):
+                steps.append(step)
+    return sorted(steps)

@@ -1,0 +1,130 @@
+"""Plans as JSON: versioned, validated against a published schema, byte-stable."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import asdict, fields
+from functools import lru_cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+
+from autopar.errors import AutoparError, PlanError
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
+from autopar.ir.plan import Breakdown, NodePlan, Plan, Prediction, Redistribute, SearchReport, Storage
+from autopar.ir.redistribution import Step
+
+VERSION = 1
+_PLAIN = ("fingerprint", "model", "microbatches", "mode", "optimizer", "precision", "memory_limit")
+
+
+@lru_cache(maxsize=1)
+def schema() -> Any:
+    """The JSON Schema of plan files (`autopar/ir/plan.schema.json`)."""
+    return json.loads(files("autopar.ir").joinpath("plan.schema.json").read_text())
+
+
+def to_json(plan: Plan) -> str:
+    """The plan as JSON text with one entry a line, ending in a newline."""
+    data: dict[str, Any] = {"autopar_plan": VERSION}
+    data.update({name: getattr(plan, name) for name in _PLAIN})
+    data["mesh"] = plan.mesh.to_json()
+    data["axes"] = [list(axis) for axis in plan.axes]
+    data["inputs"] = {name: format_placement(placement) for name, placement in plan.inputs.items()}
+    data["microbatch_inputs"] = list(plan.microbatch_inputs)
+    data["recompute"] = list(plan.recompute)
+    data["storage"] = {
+        name: [format_placement(s.placement), s.regather, s.reduce_each_microbatch] for name, s in plan.storage.items()
+    }
+    data["nodes"] = {
+        name: [[format_placement(p) for p in node.operands], [format_placement(p) for p in node.results]]
+        for name, node in plan.nodes.items()
+    }
+    data["redistributes"] = [
+        [r.tensor, format_placement(r.target), [[s.axis, str(s.before), str(s.after)] for s in r.steps]]
+        for r in plan.redistributes
+    ]
+    data["predicted"] = asdict(plan.predicted)
+    data["search"] = asdict(plan.search)
+    data["coverage"] = dict(plan.coverage)
+    data["parameters"] = dict(plan.parameters)
+    data["scopes"] = dict(plan.scopes)
+    data["blocks"] = [list(paths) for paths in plan.blocks]
+    return json.dumps(data, indent=1) + "\n"
+
+
+def from_json(text: str) -> Plan:
+    """Reads a plan. Raises PlanError for another version or anything the schema or types refuse."""
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PlanError(f"expected a plan as JSON, found text that is none: {error}") from error
+    version = data.get("autopar_plan") if isinstance(data, dict) else None
+    if version != VERSION:
+        raise PlanError(f"expected a plan of version {VERSION}, found {version!r}; plan again with this autopar")
+    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema()).iter_errors(data))
+    if problem is not None:
+        raise PlanError(f"expected a plan as its schema says; at {problem.json_path}: {problem.message}")
+    try:
+        return _plan(data)
+    except AutoparError as error:
+        raise PlanError(f"expected placements such as 'S(0) R' in the plan: {error}") from error
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    return Plan(
+        **{name: data[name] for name in _PLAIN},
+        mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
+        axes=tuple(Axis(*axis) for axis in data["axes"]),
+        inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
+        microbatch_inputs=tuple(data["microbatch_inputs"]),
+        recompute=tuple(data["recompute"]),
+        storage={name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
+        nodes={
+            name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])))
+            for name, row in data["nodes"].items()
+        },
+        redistributes=tuple(
+            Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
+            for tensor, target, steps in data["redistributes"]
+        ),
+        predicted=_prediction(data["predicted"]),
+        search=SearchReport(**_known(SearchReport, {**data["search"], "tried": tuple(data["search"]["tried"])})),
+        coverage=data["coverage"],
+        parameters=data["parameters"],
+        scopes=data["scopes"],
+        blocks=tuple(tuple(paths) for paths in data["blocks"]),
+    )
+
+
+def _step(row: list[Any]) -> Step:
+    return Step(row[0], parse_type(row[1]), parse_type(row[2]))
+
+
+def _prediction(data: dict[str, Any]) -> Prediction:
+    breakdown = Breakdown(**_known(Breakdown, data["breakdown"]))
+    return Prediction(**_known(Prediction, {**data, "breakdown": breakdown}))
+
+
+def _known(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
+    names = {f.name for f in fields(kind)}
+    return {name: value for name, value in data.items() if name in names}
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that a reader finds the old text or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
+    try:
+        with os.fdopen(handle, "w") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise

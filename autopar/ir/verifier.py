@@ -1,0 +1,182 @@
+"""The type checker over (graph, plan): walks once and names the node and source line of the first violation.
+
+A plan is well typed when
+  1. it is for this graph, and every node, parameter and input has its placements on every axis;
+  2. every operand has the placement that its producer left, or one that a listed redistribution brings it to;
+  3. every redistribution is a sequence of legal steps of the table from the producer's placement to its target;
+  4. every node's placements follow one of its operator's rules on each axis, and its local shapes exist;
+  5. the outputs end whole: I where a gradient enters, R elsewhere.
+Together with the rules' own proofs this makes the emitted program equal to the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from autopar.errors import PlacementError, PlanError
+from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import I, P, Placement, R, Type, format_placement
+from autopar.ir.plan import PlanData, Redistribute, Storage
+from autopar.ir.redistribution import apply, is_legal
+
+Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
+MICROBATCH = "microbatch"
+
+
+def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
+    """Raises PlanError when the plan is for another graph, PlacementError where it is not well typed.
+
+    `admits(graph, node, operands, results, axes)` says why a node must not run so, or None (`ops.admits`).
+    """
+    _check_identity(graph, plan)
+    placements = _sources(graph, plan)
+    arrived = {(r.tensor, r.target) for r in plan.redistributes}
+    if len(arrived) != len(plan.redistributes):
+        raise PlacementError("expected one redistribution for each tensor and target, found a repeated one")
+    for node in graph.nodes:
+        node_plan = plan.nodes[node.name]
+        _check_rank(node, node_plan.operands, node_plan.results, len(plan.axes))
+        for name, wanted in zip(node.operands, node_plan.operands, strict=True):
+            if placements[name] != wanted and (name, wanted) not in arrived:
+                raise _error(
+                    node,
+                    f"operand {name} as {_text(wanted)}",
+                    f"it is {_text(placements[name])} and nothing redistributes it",
+                )
+        reason = admits(graph, node, node_plan.operands, node_plan.results, plan.axes)
+        if reason is not None:
+            raise _error(node, "placements that follow a rule", reason)
+        placements.update(zip(node.results, node_plan.results, strict=True))
+    for redistribute in plan.redistributes:
+        _check_steps(graph, plan, placements, redistribute)
+    _check_outputs(graph, plan, placements, arrived)
+
+
+def _check_identity(graph: Graph, plan: PlanData) -> None:
+    if plan.fingerprint != graph.fingerprint:
+        raise PlanError(_difference(graph, plan))
+    expected = {node.name for node in graph.nodes}
+    if set(plan.nodes) != expected:
+        odd = sorted(set(plan.nodes) ^ expected)[:3]
+        raise PlanError(f"expected one entry for each of {len(expected)} nodes, found a difference at {odd}")
+    names = {s.tensor for s in graph.stored}
+    if set(plan.storage) != names or set(plan.inputs) != set(graph.inputs):
+        odd = sorted((set(plan.storage) ^ names) | (set(plan.inputs) ^ set(graph.inputs)))[:3]
+        raise PlanError(f"expected a storage for each parameter and a placement for each input, found {odd} to differ")
+
+
+def _difference(graph: Graph, plan: PlanData) -> str:
+    own = {s.tensor: s.name for s in graph.stored}
+    missing = sorted(set(plan.parameters) - set(own))[:3]
+    extra = sorted(set(own) - set(plan.parameters))[:3]
+    nodes = len(set(plan.nodes) ^ {node.name for node in graph.nodes})
+    details = []
+    if missing:
+        details.append(f"the plan has parameters the model lacks: {', '.join(missing)}")
+    if extra:
+        details.append(f"the model has parameters the plan lacks: {', '.join(extra)}")
+    if nodes:
+        details.append(f"{nodes} operators differ")
+    return (
+        f"expected a plan for this model ({graph.model_name}, fingerprint {graph.fingerprint}), found one for "
+        f"{plan.model} (fingerprint {plan.fingerprint}): {'; '.join(details) or 'shapes, dtypes or arguments differ'}. "
+        "Plan again, or use the model and batch that the plan was made for."
+    )
+
+
+def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
+    sources = dict(plan.inputs)
+    for stored in graph.stored:
+        storage = plan.storage[stored.tensor]
+        _check_storage(graph.tensors[stored.tensor], storage, plan.axes)
+        sources[stored.tensor] = storage.placement
+    for name, placement in plan.inputs.items():
+        tensor = graph.tensors[name]
+        if any(type_.kind not in "RS" for type_ in placement) or not _dims_exist(tensor, placement, plan.axes):
+            raise PlacementError(f"expected input {name} as R or S(d) on each axis, found {_text(placement)}")
+    return sources
+
+
+def _check_storage(tensor: Tensor, storage: Storage, axes: LogicalMesh) -> None:
+    whole = I if tensor.differentiable else R
+    fine = all(type_ == whole or type_.kind == "S" for type_ in storage.placement)
+    if not fine or not _dims_exist(tensor, storage.placement, axes):
+        raise PlacementError(
+            f"expected {tensor.name} stored as {whole} or S(d) on each of {len(axes)} axes, "
+            f"found {_text(storage.placement)}"
+        )
+
+
+def _dims_exist(tensor: Tensor, placement: Placement, axes: LogicalMesh) -> bool:
+    return len(placement) == len(axes) and all(
+        type_.kind != "S" or type_.dim < len(tensor.shape) for type_ in placement
+    )
+
+
+def _check_rank(node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], num_axes: int) -> None:
+    if len(operands) != len(node.operands) or len(results) != len(node.results):
+        raise _error(
+            node,
+            f"{len(node.operands)} operand and {len(node.results)} result placements",
+            f"{len(operands)} and {len(results)}",
+        )
+    for placement in (*operands, *results):
+        if len(placement) != num_axes:
+            raise _error(node, f"a type for each of {num_axes} axes", _text(placement))
+
+
+def _check_steps(graph: Graph, plan: PlanData, placements: dict[str, Placement], redistribute: Redistribute) -> None:
+    name = redistribute.tensor
+    placement = placements.get(name)
+    if placement is None:
+        raise PlacementError(f"expected a redistribution of a tensor of the model, found {name!r}")
+    for step in redistribute.steps:
+        legal = 0 <= step.axis < len(plan.axes) and is_legal(step, placement)
+        if not legal or not _step_allowed(graph, plan, name, step.axis, step.before, step.after):
+            raise PlacementError(
+                f"redistribution of {name} to {_text(redistribute.target)}: expected a step of the table from "
+                f"{_text(placement)}, found {step.before} -> {step.after} on axis {step.axis}"
+            )
+        placement = apply(step, placement)
+    if placement != redistribute.target:
+        raise PlacementError(
+            f"redistribution of {name}: expected its steps to end at {_text(redistribute.target)}, "
+            f"found {_text(placement)}"
+        )
+    if not _dims_exist(graph.tensors[name], placement, plan.axes):
+        raise PlacementError(f"redistribution of {name}: {_text(placement)} names dims it does not have")
+
+
+def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Type, after: Type) -> bool:
+    """Microbatches run one after another: an activation can only be sliced along that axis, never gathered."""
+    if plan.axes[axis].name != MICROBATCH or name in graph.stored_by_tensor:
+        return True
+    return before == R and after.kind in "SI"
+
+
+def _check_outputs(
+    graph: Graph, plan: PlanData, placements: dict[str, Placement], arrived: set[tuple[str, Placement]]
+) -> None:
+    for name in (*graph.outputs, *graph.mutations.values()):
+        target = output_placement(graph, plan, name)
+        if placements[name] != target and (name, target) not in arrived:
+            raise PlacementError(
+                f"expected output {name} to end as {_text(target)}, found {_text(placements[name])} "
+                "and nothing redistributes it"
+            )
+
+
+def output_placement(graph: Graph, plan: PlanData, name: str) -> Placement:
+    """The placement in which an output leaves the program: whole on every rank; a loss sums over microbatches."""
+    whole = I if graph.tensors[name].differentiable else R
+    return tuple(P if axis.name == MICROBATCH and name == graph.loss else whole for axis in plan.axes)
+
+
+def _error(node: Node, expected: str, found: str) -> PlacementError:
+    where = f" at {node.source}" if node.source else ""
+    return PlacementError(f"node {node.name} ({node.op}){where}: expected {expected}, found {found}")
+
+
+def _text(placement: Placement) -> str:
+    return f"[{format_placement(placement)}]"

@@ -1,0 +1,84 @@
+"""One operator call seen through its schema: arguments by name, operands by position."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+from autopar.errors import RuleError
+from autopar.ir.graph import Graph, Node, Ref, Tensor, references
+
+
+@cache
+def overload(name: str) -> torch._ops.OpOverload:
+    """The torch operator of a dotted name such as "aten.linear.default"."""
+    namespace, packet, variant = name.split(".", 2)
+    try:
+        found = getattr(getattr(getattr(torch.ops, namespace), packet), variant)
+    except AttributeError as error:
+        raise RuleError(f"expected an operator such as 'aten.linear.default', found {name!r}") from error
+    assert isinstance(found, torch._ops.OpOverload)
+    return found
+
+
+@dataclass(frozen=True)
+class Call:
+    """A node in its graph, as rules see it."""
+
+    graph: Graph
+    node: Node
+
+    @cached_property
+    def arguments(self) -> dict[str, Any]:
+        """Every argument by its schema name, defaults filled in; lists are tuples, as in a node."""
+        schema = overload(self.node.op)._schema
+        bound = {a.name: _frozen(a.default_value) for a in schema.arguments if a.has_default_value()}
+        bound.update({a.name: value for a, value in zip(schema.arguments, self.node.args, strict=False)})
+        bound.update(dict(self.node.kwargs))
+        return bound
+
+    @cached_property
+    def positions(self) -> dict[str, tuple[int, ...]]:
+        """For each tensor argument by name, the operand positions it covers (several for a list of tensors)."""
+        found: dict[str, tuple[int, ...]] = {}
+        count = 0
+        schema = overload(self.node.op)._schema
+        named = [(a.name, value) for a, value in zip(schema.arguments, self.node.args, strict=False)]
+        for name, value in [*named, *self.node.kwargs]:
+            used = len(list(references(value)))
+            if used:
+                found[name] = tuple(range(count, count + used))
+                count += used
+        return found
+
+    def tensor(self, position: int) -> Tensor:
+        return self.graph.tensors[self.node.operands[position]]
+
+    def shape(self, position: int) -> tuple[int, ...]:
+        return self.tensor(position).shape
+
+    @property
+    def operand_shapes(self) -> list[tuple[int, ...]]:
+        return [self.shape(position) for position in range(len(self.node.operands))]
+
+    @property
+    def result_shapes(self) -> list[tuple[int, ...]]:
+        return [self.graph.tensors[name].shape for name in self.node.results]
+
+    def has_tensor(self, name: str) -> bool:
+        return isinstance(self.arguments.get(name), Ref)
+
+    def dim(self, name: str, rank: int) -> int:
+        value = self.arguments[name]
+        return int(value) % rank if rank else 0
+
+    def result_positions(self) -> list[int]:
+        """The schema positions of the results that are named."""
+        return [position for position, name in enumerate(self.node.outputs) if name is not None]
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value

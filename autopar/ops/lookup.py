@@ -1,0 +1,166 @@
+"""The rules of a node: the user's, the table's, or DTensor's registry's; else it is replicated and reported."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from autopar.errors import RuleError
+from autopar.ir.graph import Graph, Node
+from autopar.ir.placement import Axis, I, P, Placement, R, Type, num_shards
+from autopar.ops import registry, views
+from autopar.ops.call import Call, overload
+from autopar.ops.notation import AxisRule, every, parse
+from autopar.ops.table import TABLE, Entry, RuleFunction, find
+
+Source = Literal["user", "table", "registry", "replicated"]
+_USER: dict[str, RuleFunction] = {}
+_CREATION = ("arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye", "tril_indices", "triu_indices",
+             "linspace", "new_ones", "new_zeros", "new_full", "new_empty")  # fmt: skip
+
+
+def register_rule(op: str, rule: str, partial: str = "", additive: tuple[int, ...] = ()) -> None:
+    """Adds a rule for an operator: `register_rule("mylib.fused.default", "b s d, d h -> b s h", partial="PR RP")`.
+
+    op: the overload's dotted name. rule, partial, additive: see `autopar.ops.notation`. It takes precedence over
+    the built-in table. Raises RuleError when the text is malformed or the operator unknown.
+    """
+    pattern = parse(rule)
+    tensors = [a for a in overload(op)._schema.arguments if "Tensor" in str(a.type)]
+    if len(pattern.operands) > len(tensors):
+        raise RuleError(
+            f"expected at most {len(tensors)} operands in the rule for {op}, found {len(pattern.operands)} in {rule!r}"
+        )
+    for word in partial.split():
+        if set(word) - {"P", "R"} or len(word) != len(pattern.operands):
+            raise RuleError(f"expected a word of {len(pattern.operands)} letters P or R, found {word!r} for {op}")
+    _USER[op] = Entry(rule, partial, additive)
+
+
+class Rules:
+    """The rules of one node on one mesh axis, and where they come from."""
+
+    def __init__(self, graph: Graph, node: Node) -> None:
+        call = Call(graph, node)
+        function = _USER.get(node.op) or find(node.op)
+        self.source: Source = "user" if node.op in _USER else "table"
+        self.reason = ""
+        found: list[AxisRule] = []
+        if function is not None:
+            found = function(call)
+        elif node.operands and not _creates(node):
+            found, self.reason = registry.rules(call)
+            self.source = "registry" if found else "replicated"
+        every_rule = every(len(node.operands), len(node.results))
+        own = [_without_gradient(call, rule) for rule in (*every_rule, *found)]
+        self.rules = tuple(dict.fromkeys(rule for rule in own if _sensible(call, rule)))
+
+
+def _creates(node: Node) -> bool:
+    return node.op.split(".")[1] in _CREATION
+
+
+def _without_gradient(call: Call, rule: AxisRule) -> AxisRule:
+    """Where no gradient flows I and R are the same; R stands for both."""
+    tensors = call.graph.tensors
+
+    def plain(type_: Type, name: str) -> Type:
+        return R if type_ == I and not tensors[name].differentiable else type_
+
+    return AxisRule(
+        tuple(map(plain, rule.operands, call.node.operands)), tuple(map(plain, rule.results, call.node.results))
+    )
+
+
+def _sensible(call: Call, rule: AxisRule) -> bool:
+    """Summands of integers or masks are left out: they would add up, but nothing gains from them."""
+    pairs = zip((*rule.operands, *rule.results), (*call.node.operands, *call.node.results), strict=True)
+    return all(type_ != P or "float" in call.graph.tensors[name].dtype for type_, name in pairs)
+
+
+_CACHE: dict[tuple[int, str], tuple[Graph, Rules]] = {}
+
+
+def _rules(graph: Graph, node: Node) -> Rules:
+    key = (id(graph), node.name)
+    cached = _CACHE.get(key)
+    if cached is None or cached[0] is not graph:
+        if len(_CACHE) > 50_000:
+            _CACHE.clear()
+        cached = _CACHE[key] = (graph, Rules(graph, node))
+    return cached[1]
+
+
+def axis_rules(graph: Graph, node: Node) -> tuple[AxisRule, ...]:
+    """Every combination of types on one mesh axis under which the node runs locally."""
+    return _rules(graph, node).rules
+
+
+def has_rules(op: torch._ops.OpOverload) -> bool:
+    """Whether some source has rules for the operator, or it makes tensors of its own and needs none."""
+    name = str(op)
+    creates = name.split(".")[1] in _CREATION
+    return creates or name in _USER or find(name) is not None or registry.knows(op)
+
+
+def coverage(graph: Graph) -> dict[str, str]:
+    """For each operator in the graph: "table", "user", "registry", or "replicated: why"."""
+    found: dict[str, str] = {}
+    for node in graph.nodes:
+        rules = _rules(graph, node)
+        if node.operands and not _creates(node):
+            found[node.op] = rules.source if rules.source != "replicated" else f"replicated: {rules.reason}"
+    return dict(sorted(found.items()))
+
+
+def shape_error(
+    graph: Graph, node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
+) -> str | None:
+    """Why local shapes forbid these placements, or None: reshapes keep equal slices whole, heads split in groups."""
+    call = Call(graph, node)
+    if TABLE.get(node.op) is views.squeeze:
+        return _squeeze_error(call, operands[0], axes)
+    if TABLE.get(node.op) is views.reshape:
+        before, after = call.shape(0), call.result_shapes[0]
+        for type_ in operands[0]:
+            if type_.kind == "S":
+                shards = num_shards(operands[0], type_.dim, axes)
+                limit = views.reshape_limit(before, after, type_.dim)
+                if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
+                    return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
+    if node.op == "aten.scaled_dot_product_attention.default":
+        heads = [shape[-3] for shape in call.operand_shapes[:3]]
+        shards = num_shards(operands[0], len(call.shape(0)) - 3, axes)
+        if any(count % shards for count in heads) and len(set(heads)) > 1:
+            return f"heads {heads} do not split in {shards}"
+    return None
+
+
+def _squeeze_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    for dim in views.squeezed_dims(call):
+        length, shards = call.shape(0)[dim], num_shards(operand, dim, axes)
+        if length > 1 and length <= shards:
+            return f"dim {dim} of {list(call.shape(0))} in {shards} slices would be squeezed away"
+    return None
+
+
+def _same_dim(before: tuple[int, ...], after: tuple[int, ...], dim: int, result: Placement) -> bool:
+    """Whether the dim passes the reshape unchanged, so that uneven slices stay slices."""
+    return any(
+        left == (dim,) and len(right) == 1 and before[dim] == after[right[0]]
+        for left, right in views.reshape_groups(before, after)
+    )
+
+
+def admits(
+    graph: Graph, node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
+) -> str | None:
+    """Why the node must not run with these placements, or None when every axis follows one of its rules."""
+    known = set(axis_rules(graph, node))
+    for position, axis in enumerate(axes):
+        rule = AxisRule(tuple(p[position] for p in operands), tuple(p[position] for p in results))
+        if rule not in known:
+            left = ", ".join(map(str, rule.operands))
+            return f"no rule of {node.op} runs {left} -> {', '.join(map(str, rule.results))} on axis {axis.name}"
+    return shape_error(graph, node, operands, results, axes)

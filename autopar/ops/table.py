@@ -1,0 +1,380 @@
+"""The table of operators: one named entry each, in the notation of `notation.py`.
+
+Entries are either a rule text with its partial words and additive operands, or a function of the call for what a
+text cannot say (dims given by arguments). Sources: Megatron-LM and GSPMD for the splits that matter, each proved
+by the property test that shards, runs locally, combines and compares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from autopar.ir.placement import I, P, R, S
+from autopar.ops import views
+from autopar.ops.call import Call, overload
+from autopar.ops.notation import AxisRule, einsum_rules
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A rule text ("b m k, b k n -> b m n") with the words under which it is linear; see notation.py."""
+
+    text: str
+    partial: str = ""
+    additive: tuple[int, ...] = ()
+
+    def __call__(self, call: Call) -> list[AxisRule]:
+        return einsum_rules(self.text, call.operand_shapes, call.result_shapes, self.partial, self.additive)
+
+
+RuleFunction = Callable[[Call], list[AxisRule]]
+
+
+def pointwise(call: Call) -> list[AxisRule]:
+    """Every dim splits; dims that broadcast from 1 are missing in that operand. Linear ones pass summands."""
+    count = len(call.node.operands)
+    text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.node.results))
+    return einsum_rules(text, call.operand_shapes, call.result_shapes, _linear_words(call))
+
+
+_BOTH_SUMMANDS = {"aten.add.Tensor", "aten.sub.Tensor"}
+_ONE_SUMMAND = {"aten.mul.Tensor"}
+_FIRST_SUMMAND = {"aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg.default", "aten.clone.default",
+                  "aten.contiguous.default", "aten._to_copy.default", "aten.to.dtype"}  # fmt: skip
+
+
+def _linear_words(call: Call) -> str:
+    """Under which operand types a pointwise operator is linear, by name (a sum, a product, a scaling)."""
+    op, count = call.node.op, len(call.node.operands)
+    if op in _BOTH_SUMMANDS:
+        return "PP" if count == 2 else ""
+    if op in _ONE_SUMMAND:
+        return "PR RP" if count == 2 else "P"
+    if op == "aten.where.self":
+        return "RPP"
+    if op in _FIRST_SUMMAND and _all_floating(call):
+        return "P" + "R" * (count - 1)
+    return ""
+
+
+def _all_floating(call: Call) -> bool:
+    names = (*call.node.operands, *call.node.results)
+    return all("float" in call.graph.tensors[name].dtype for name in names)
+
+
+def _reduced(call: Call) -> set[int]:
+    rank = len(call.shape(0))
+    dims = call.arguments.get("dim")
+    if dims is None or dims == ():
+        return set(range(rank))
+    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank}
+
+
+def reduction(call: Call) -> list[AxisRule]:
+    """Dims that stay may be split, dims that are reduced may not."""
+    gone, rank = _reduced(call), len(call.shape(0))
+    keep = len(call.result_shapes[0]) == rank
+    stay = [dim for dim in range(rank) if dim not in gone]
+    count = len(call.node.results)
+    return [AxisRule((S(dim),), (S(dim if keep else stay.index(dim)),) * count) for dim in stay]
+
+
+def linear_reduction(call: Call) -> list[AxisRule]:
+    """sum and mean: a split dim that is reduced leaves summands (mean divides by the global length)."""
+    rules = [AxisRule((S(dim),), (P,)) for dim in sorted(_reduced(call)) if call.shape(0)[dim] > 1]
+    return [*reduction(call), *rules, AxisRule((P,), (P,))]
+
+
+def along_dim(call: Call) -> list[AxisRule]:
+    """softmax, cumsum and the like: every dim but the one they run along."""
+    rank, count = len(call.shape(0)), len(call.node.results)
+    own = call.dim("dim", rank) if rank else 0
+    return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(rank) if dim != own]
+
+
+def cumsum(call: Call) -> list[AxisRule]:
+    return [*along_dim(call), AxisRule((P,), (P,))]
+
+
+def matmul(call: Call) -> list[AxisRule]:
+    """torch.matmul with broadcasting: "... m k, ... k n -> ... m n", vectors losing their dim."""
+    left, right = (len(call.shape(position)) for position in (0, 1))
+    first = "k" if left == 1 else "... m k"
+    second = "k" if right == 1 else "... k n"
+    result = " ".join(filter(None, ["...", "m" if left > 1 else "", "n" if right > 1 else ""]))
+    if left == 1 and right == 1:
+        result = ""
+    return Entry(f"{first}, {second} -> {result}", "PR RP")(call)
+
+
+def addmm(call: Call) -> list[AxisRule]:
+    """bias + left @ right; the bias is added once, so it is a summand where k is split."""
+    bias = ("", "n", "m n")[len(call.shape(0))]
+    return Entry(f"{bias}, m k, k n -> m n", "PPR PRP", additive=(0,))(call)
+
+
+def einsum(call: Call) -> list[AxisRule]:
+    """Its own equation is the rule; a letter repeated in one operand (a diagonal) is not split."""
+    equation = str(call.arguments["equation"]).replace(" ", "")
+    left, _, right = equation.partition("->")
+    repeated = {letter for part in left.split(",") for letter in part if part.count(letter) > 1}
+    if "." in equation or repeated or "->" not in equation:
+        return []
+    text = ", ".join(" ".join(part) for part in left.split(",")) + " -> " + " ".join(right)
+    if text != text.lower():
+        return []  # upper case means unsplittable in the notation
+    count = len(call.node.operands)
+    words = " ".join("".join("P" if i == p else "R" for i in range(count)) for p in range(count))
+    return Entry(text, words)(call)
+
+
+def attention(call: Call) -> list[AxisRule]:
+    """Batch dims and heads split; so do queries when nothing is causal. Keys do not: softmax needs them whole.
+
+    With grouped heads (enable_gqa) the head dim is the query's and the key's own, split together.
+    """
+    query = call.shape(0)
+    batch = "" if len(query) == 3 else "b "
+    causal = bool(call.arguments["is_causal"])
+    q = "Q" if causal else "q"
+    text = f"{batch}h {q} D, {batch}h T D, {batch}h T V"
+    if call.has_tensor("attn_mask"):
+        mask = {4: f"{batch}h {q} T", 3: f"h {q} T", 2: f"{q} T"}[len(call.shape(3))]
+        text += f", {mask}"
+    if len(query) not in (3, 4) or float(call.arguments["dropout_p"]) > 0.0:
+        return []
+    rules = Entry(f"{text} -> {batch}h {q} V", "RRP" + "R" * (len(call.node.operands) - 3))(call)
+    return [rule for rule in rules if _heads_agree(call, rule)]
+
+
+def _heads_agree(call: Call, rule: AxisRule) -> bool:
+    head = len(call.shape(0)) - 3
+    split = [type_ == S(head) for type_ in rule.operands[:3]]
+    return all(split) or not any(split)
+
+
+def layer_norm(call: Call) -> list[AxisRule]:
+    width = len(call.arguments["normalized_shape"])
+    own = " ".join(f"H{i}" for i in range(width))
+    operands = ", ".join([f"... {own}"] + [own] * (len(call.node.operands) - 1))
+    return Entry(f"{operands} -> ... {own}")(call)
+
+
+def embedding(call: Call) -> list[AxisRule]:
+    """Columns split as columns; split rows give summands (a masked lookup); ids split as they are."""
+    rank = len(call.shape(1))
+    rules = [AxisRule((S(1), R), (S(rank),)), AxisRule((P, R), (P,))]
+    if call.arguments["scale_grad_by_freq"] or call.arguments["sparse"]:
+        return rules  # the gradient of a row needs all ids
+    return [*rules, AxisRule((S(0), R), (P,)), *(AxisRule((R, S(dim)), (S(dim),)) for dim in range(rank))]
+
+
+def cross_entropy(call: Call) -> list[AxisRule]:
+    """Split samples give summands of the mean over the global count; split classes are reduced inside, giving I."""
+    logits = call.shape(0)
+    if call.has_tensor("weight") or len(logits) < 2 or "float" in call.tensor(1).dtype:
+        return []
+    spread = call.arguments["reduction"] == 0
+    sample_dims = [0, *range(2, len(logits))]
+    rules = []
+    for position, dim in enumerate(sample_dims):
+        rules.append(AxisRule((S(dim), S(position)), (S(position) if spread else P,)))
+    if not spread and len(logits) == 2 and float(call.arguments["label_smoothing"]) == 0.0:
+        rules.append(AxisRule((S(1), R), (I,)))
+    return rules
+
+
+def dropout(call: Call) -> list[AxisRule]:
+    count = len(call.node.results)
+    return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(len(call.shape(0)))]
+
+
+def convolution(call: Call) -> list[AxisRule]:
+    """Samples, output channels and input channels split when there are no groups; a split sum adds its bias once."""
+    spatial = len(call.shape(0)) - 2
+    inside = " ".join(f"X{i}" for i in range(spatial))
+    kernel = " ".join(f"K{i}" for i in range(spatial))
+    after = " ".join(f"Y{i}" for i in range(spatial))
+    channels = ("o", "c") if call.arguments["groups"] == 1 else ("O", "C")
+    o, c = channels
+    inner = c if c == "c" else "G"
+    return Entry(f"n {c} {inside}, {o} {inner} {kernel}, {o} -> n {o} {after}", "PRP RPP", additive=(2,))(call)
+
+
+def batch_norm(call: Call) -> list[AxisRule]:
+    """Channels split with their statistics; split samples reduce the statistics inside when training."""
+    names = ["weight", "bias", "running_mean", "running_var"]
+    others = [position for name in names for position in call.positions.get(name, ())]
+    outputs = call.result_positions()
+    channel = AxisRule((S(1),) + (S(0),) * len(others), tuple(S(1) if p == 0 else S(0) for p in outputs))
+    sample = AxisRule((S(0),) + (R,) * len(others), tuple(S(0) if p == 0 else R for p in outputs))
+    return [sample, channel]
+
+
+def recurrent(call: Call) -> list[AxisRule]:
+    """LSTM, GRU and RNN: samples, with their initial and final states, when there is no dropout between layers."""
+    if len(call.shape(0)) != 3 or (call.arguments["dropout"] > 0.0 and call.arguments["train"]):
+        return []
+    sample = S(0 if call.arguments["batch_first"] else 1)
+    states, weights = len(call.positions["hx"]), len(call.positions["params"])
+    results = tuple(sample if position == 0 else S(1) for position in call.result_positions())
+    return [AxisRule((sample,) + (S(1),) * states + (R,) * weights, results)]
+
+
+def passes_leading_dims(trailing: int) -> RuleFunction:
+    """Operators that treat all dims but the last `trailing` ones independently: pooling, interpolation, tril."""
+
+    def rules(call: Call) -> list[AxisRule]:
+        results = len(call.node.results)
+        return [AxisRule((S(dim),), (S(dim),) * results) for dim in range(len(call.shape(0)) - trailing)]
+
+    return rules
+
+
+def linear_leading_dims(trailing: int) -> RuleFunction:
+    return lambda call: [*passes_leading_dims(trailing)(call), AxisRule((P,), (P,))]
+
+
+def transposed_convolution(call: Call) -> list[AxisRule]:
+    """As convolution, with the kernel's first two dims exchanged."""
+    spatial = len(call.shape(0)) - 2
+    inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(spatial)) for letter in "XKY")
+    c, o = ("c", "o") if call.arguments["groups"] == 1 else ("C", "O")
+    inner = o if o == "o" else "G"
+    return Entry(f"n {c} {inside}, {c} {inner} {kernel}, {o} -> n {o} {after}", "PRP RPP", additive=(2,))(call)
+
+
+def group_norm(call: Call) -> list[AxisRule]:
+    """Samples only: a slice of the channels would hold another number of groups."""
+    return [AxisRule((S(0),) + (R,) * (len(call.node.operands) - 1), (S(0),))]
+
+
+def identity(call: Call) -> list[AxisRule]:
+    types = [P, *(S(dim) for dim in range(len(call.shape(0))))]
+    return [AxisRule((type_,), (type_,)) for type_ in types]
+
+
+def one_hot(call: Call) -> list[AxisRule]:
+    return [AxisRule((S(dim),), (S(dim),)) for dim in range(len(call.shape(0)))]
+
+
+def topk(call: Call) -> list[AxisRule]:
+    return along_dim(call)
+
+
+def gather(call: Call) -> list[AxisRule]:
+    """Dims other than the gathered one split when operand and index have the same length there."""
+    rank = len(call.shape(0))
+    own = call.dim("dim", rank)
+    same = [dim for dim in range(rank) if dim != own and call.shape(0)[dim] == call.shape(1)[dim]]
+    return [AxisRule((S(dim), S(dim)), (S(dim),)) for dim in same] + [AxisRule((P, R), (P,))]
+
+
+_POOLS = ("max", "avg", "adaptive_avg", "adaptive_max")
+_VIEW = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"), views.reshape)
+
+TABLE: dict[str, RuleFunction] = {
+    # contractions
+    "aten.linear.default": Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,)),
+    "aten.mm.default": Entry("m k, k n -> m n", "PR RP"),
+    "aten.bmm.default": Entry("b m k, b k n -> b m n", "PR RP"),
+    "aten.baddbmm.default": Entry("b m n, b m k, b k n -> b m n", "PPR PRP", additive=(0,)),
+    "aten.matmul.default": matmul,
+    "aten.addmm.default": addmm,
+    "aten.einsum.default": einsum,
+    "aten.dot.default": Entry("k, k -> ", "PR RP"),
+    "aten.mv.default": Entry("m k, k -> m", "PR RP"),
+    "aten.conv1d.default": convolution,
+    "aten.conv2d.default": convolution,
+    "aten.conv3d.default": convolution,
+    "aten.conv_transpose1d.default": transposed_convolution,
+    "aten.conv_transpose2d.input": transposed_convolution,
+    "aten.conv_transpose3d.input": transposed_convolution,
+    "aten.scaled_dot_product_attention.default": attention,
+    # normalisation, loss, lookup, randomness
+    "aten.layer_norm.default": layer_norm,
+    "aten.rms_norm.default": layer_norm,
+    "aten.group_norm.default": group_norm,
+    "aten._native_batch_norm_legit_functional.default": batch_norm,
+    **dict.fromkeys((f"aten.{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
+    "aten.cross_entropy_loss.default": cross_entropy,
+    "aten.embedding.default": embedding,
+    "aten.native_dropout.default": dropout,
+    "aten.softmax.int": along_dim,
+    "aten._softmax.default": along_dim,
+    "aten.log_softmax.int": along_dim,
+    "aten._log_softmax.default": along_dim,
+    "aten.cumsum.default": cumsum,
+    "aten.topk.default": topk,
+    "aten.sort.default": along_dim,
+    "aten.argsort.default": along_dim,
+    "aten.one_hot.default": one_hot,
+    "aten.gather.default": gather,
+    # reductions
+    "aten.sum.default": linear_reduction,
+    "aten.sum.dim_IntList": linear_reduction,
+    "aten.mean.default": linear_reduction,
+    "aten.mean.dim": linear_reduction,
+    "aten.amax.default": reduction,
+    "aten.amin.default": reduction,
+    "aten.argmax.default": reduction,
+    "aten.argmin.default": reduction,
+    "aten.var.correction": reduction,
+    "aten.max.dim": reduction,
+    "aten.min.dim": reduction,
+    "aten.any.dim": reduction,
+    "aten.all.dim": reduction,
+    "aten.logsumexp.default": reduction,
+    # rearrangements
+    "aten.alias.default": identity,
+    **_VIEW,
+    "aten.transpose.int": views.transpose,
+    "aten.t.default": views.matrix_transpose,
+    "aten.permute.default": views.permute,
+    "aten.unsqueeze.default": views.unsqueeze,
+    "aten.squeeze.default": views.squeeze,
+    "aten.squeeze.dim": views.squeeze,
+    "aten.squeeze.dims": views.squeeze,
+    "aten.expand.default": views.expand,
+    "aten.slice.Tensor": views.slice_,
+    "aten.select.int": views.select,
+    "aten.split.Tensor": views.split,
+    "aten.split_with_sizes.default": views.split,
+    "aten.unbind.int": lambda call: [
+        AxisRule(rule.operands, rule.results * len(call.node.results)) for rule in views.select(call)
+    ],
+    "aten.cat.default": views.cat,
+    "aten.stack.default": views.stack,
+    "aten.pad.default": views.pad,
+    "aten.constant_pad_nd.default": views.pad,
+    "aten.flip.default": views.roll_or_flip,
+    "aten.roll.default": views.roll_or_flip,
+    "aten.diagonal.default": views.diagonal,
+    "aten.unfold.default": views.unfold,
+    "aten.tril.default": linear_leading_dims(2),
+    "aten.triu.default": linear_leading_dims(2),
+    # pooling and interpolation
+    **{f"aten.{kind}_pool{n}d.default": passes_leading_dims(n) for kind in _POOLS for n in (1, 2, 3)},
+    **{f"aten.upsample_nearest{n}d.vec": linear_leading_dims(n) for n in (1, 2, 3)},
+    "aten.upsample_linear1d.vec": linear_leading_dims(1),
+    "aten.upsample_bilinear2d.vec": linear_leading_dims(2),
+    "aten.upsample_bicubic2d.vec": linear_leading_dims(2),
+    "aten.upsample_trilinear3d.vec": linear_leading_dims(3),
+}
+
+_LIKE = ("ones_like", "zeros_like", "full_like", "empty_like")
+#: pointwise for our purpose, though torch does not tag them so
+_POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.default", "aten.masked_fill.Scalar",
+              "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor"}  # fmt: skip
+
+
+def find(op: str) -> RuleFunction | None:
+    """The table's entry of an operator: by name, or as a pointwise operator by torch's own tag."""
+    if op in TABLE:
+        return TABLE[op]
+    name = op.split(".")[1]
+    tagged = torch.Tag.pointwise in overload(op).tags and "dropout" not in name and "rand" not in name
+    return pointwise if tagged or op in _POINTWISE or name in _LIKE else None

@@ -1,0 +1,135 @@
+"""What `parallelize` returns: a plan with its emitted source, ready to save, launch or build."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.ir.serialization import write_whole
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from autopar.runtime import Rank
+
+_TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {world} train.py
+
+Replace `batches()` by your data: each item is one global batch, the same on every rank.
+"""
+
+from pathlib import Path
+
+import torch
+
+import program
+from autopar import runtime as rt
+
+
+def batches(steps: int):
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        yield {{
+            spec.name: torch.randint(0, 2, spec.shape, generator=generator)
+            if not spec.dtype.is_floating_point
+            else torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
+            for spec in program.Program.INPUTS
+        }}
+
+
+def main(steps: int = 10) -> None:
+    torch.manual_seed(0)
+    rank = rt.build(program.Program)
+    weights = Path(__file__).with_name("weights.pt")
+    if weights.exists():
+        rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
+    else:  # planned from a meta model: random matrices, everything else one
+        for parameter in rank.parameters():
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
+    for step, batch in enumerate(batches(steps)):
+        optimizer.zero_grad()
+        loss = rank.train_step(**batch)
+        rank.clip_grad_norm_(1.0)
+        optimizer.step()
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            print(f"step {{step}} loss {{loss.item():.4f}}", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
+'''
+
+
+class PlannedProgram:
+    """A sharded program: its plan, its source, and the ways to run it."""
+
+    def __init__(self, graph: Graph, plan: Plan, source: str, state: Mapping[str, Any] | None = None) -> None:
+        self.plan = plan
+        self.source = source
+        self._graph = graph
+        self._state = state
+
+    @property
+    def input_layout(self) -> dict[str, str]:
+        """Each input's placement on the mesh axes: what `train_step(local=True)` expects of this rank."""
+        return {name: " ".join(map(str, placement)) for name, placement in self.plan.inputs.items()}
+
+    def save(self, folder: str | Path) -> Path:
+        """Writes program.py, plan.json, train.py and the model's weights, each whole or not at all."""
+        folder = Path(folder)
+        write_whole(folder / "program.py", self.source)
+        write_whole(folder / "plan.json", self.plan.to_json())
+        write_whole(folder / "train.py", _TRAIN.format(world=self.plan.mesh.num_devices))
+        if self._state is not None:
+            part = folder / "weights.pt.part"
+            torch.save(dict(self._state), part)
+            part.replace(folder / "weights.pt")
+        return folder
+
+    def build(self, device_mesh: DeviceMesh | None = None, device: str | None = None) -> Rank:
+        """This rank's nn.Module inside torchrun: real shards only, with the model's weights when it has any.
+
+        Raises the runtime's WorldError when the number of processes is not the mesh's.
+        """
+        from autopar import runtime
+
+        rank = runtime.build(load_source(self.source).Program, device_mesh, device=device)
+        if self._state is not None:
+            rank.init_from(self._state, broadcast=False)
+        return rank
+
+
+def load_source(source: str) -> ModuleType:
+    """Imports emitted source as a module of its own (through a file, so that tracebacks show its lines)."""
+    folder = Path(tempfile.mkdtemp(prefix="autopar-"))
+    path = folder / "program.py"
+    path.write_text(source)
+    spec = importlib.util.spec_from_file_location(f"autopar_program_{folder.name.replace('-', '_')}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def model_state(model: nn.Module) -> dict[str, Any] | None:
+    """The model's tensors by name, also the buffers that its state_dict leaves out; None when on meta."""
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    if not tensors or any(tensor.is_meta for tensor in tensors.values()):
+        return None
+    return {name: tensor.detach() for name, tensor in tensors.items()}
+
+
+__all__ = ["PlannedProgram", "load_source", "model_state"]

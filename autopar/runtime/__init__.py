@@ -1,0 +1,47 @@
+"""The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
+
+from autopar.runtime.comm import count_bytes
+from autopar.runtime.constants import computed_once
+from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
+from autopar.runtime.errors import ProgramError, WorldError
+from autopar.runtime.lowering.cross_entropy import cross_entropy, valid_count
+from autopar.runtime.lowering.dropout import dropout, native_dropout
+from autopar.runtime.lowering.embedding import embedding
+from autopar.runtime.lowering.statistics import batch_norm, mean
+from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
+from autopar.runtime.placement import local_offset, local_size
+from autopar.runtime.randomness import recompute, reference_dropout, seed_dropout, set_exact_dropout
+from autopar.runtime.rank import Rank, build
+from autopar.runtime.redistribute import redistribute
+
+__all__ = [
+    "Axis",
+    "Block",
+    "Buffer",
+    "Input",
+    "Parameter",
+    "Parameters",
+    "Program",
+    "ProgramError",
+    "Rank",
+    "RankMesh",
+    "WorldError",
+    "batch_norm",
+    "build",
+    "computed_once",
+    "count_bytes",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "local_offset",
+    "local_size",
+    "make_rank_mesh",
+    "mean",
+    "native_dropout",
+    "recompute",
+    "redistribute",
+    "reference_dropout",
+    "seed_dropout",
+    "set_exact_dropout",
+    "valid_count",
+]

@@ -1,0 +1,123 @@
+"""The collectives, in one place: what is called on which backend, and how their bytes are counted.
+
+Bytes of a collective (those of one rank's largest buffer):
+    all_reduce      the buffer
+    all_gather      the whole output, n × the shard
+    reduce_scatter  the whole input, n × the shard
+    all_to_all      the local buffer
+Buffers include the padding that uneven dims need: ceil(size / n) × n elements along the dim that is cut. A
+tensor's bytes do not depend on which bucket it travels in.
+
+Gloo has no reduce-scatter of its own (it all-reduces and throws most of the result away): there, an all-to-
+all and a local sum move the bytes that a reduce-scatter should. It is counted as the reduce-scatter that it
+is.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime.mesh import Axis
+
+Wait = Callable[[], None]
+
+# torch 2.13 renames two collectives and deprecates the old names; 2.10 has the old names only.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_counters: list[Counter[tuple[str, str]]] = []
+
+
+@contextmanager
+def count_bytes() -> Iterator[Counter[tuple[str, str]]]:
+    """Counts the bytes of every collective inside the block, by (collective, axis name)."""
+    counter: Counter[tuple[str, str]] = Counter()
+    _counters.append(counter)
+    try:
+        yield counter
+    finally:
+        _counters.remove(counter)
+
+
+def _count(kind: str, axis: Axis, buffer: Tensor) -> None:
+    for counter in _counters:
+        counter[kind, axis.name] += buffer.numel() * buffer.element_size()
+
+
+def _waiter(work: Any) -> Wait:
+    def wait() -> None:
+        work.wait()
+
+    return wait
+
+
+def all_reduce(buffer: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> None:
+    """Sums (or reduces by `op`) the buffer over the axis, in place."""
+    if axis.size > 1:
+        _count("all_reduce", axis, buffer)
+        dist.all_reduce(buffer, op=op, group=axis.group)
+
+
+def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
+    """Starts an in-place sum over the axis; the buffer is whole once the returned function was called."""
+    _count("all_reduce", axis, buffer)
+    return _waiter(dist.all_reduce(buffer, group=axis.group, async_op=True))
+
+
+def all_gather(output: Tensor, shard: Tensor, axis: Axis) -> None:
+    """Writes the shards of all ranks of the axis one after the other into `output` (both contiguous)."""
+    _count("all_gather", axis, output)
+    _all_gather(_flat(output), _flat(shard), group=axis.group)
+
+
+def start_all_gather(output: Tensor, shard: Tensor, axis: Axis) -> Wait:
+    """Starts `all_gather`; `output` may be read once the returned function was called."""
+    _count("all_gather", axis, output)
+    return _waiter(_all_gather(_flat(output), _flat(shard), group=axis.group, async_op=True))
+
+
+def reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> None:
+    """Sums the buffers of all ranks; rank k of the axis gets the k-th of n equal parts (both contiguous)."""
+    start_reduce_scatter(output, buffer, axis)()
+
+
+def start_reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
+    """Starts `reduce_scatter`; `output` may be read once the returned function was called."""
+    _count("reduce_scatter", axis, buffer)
+    if not axis.is_gloo:
+        return _waiter(_reduce_scatter(_flat(output), _flat(buffer), group=axis.group, async_op=True))
+    parts = torch.empty_like(buffer)
+    work = dist.all_to_all_single(parts.view(-1), buffer.view(-1), group=axis.group, async_op=True)
+    assert work is not None
+
+    def wait() -> None:
+        work.wait()
+        _sum_parts(output, parts.view(axis.size, -1))
+
+    return wait
+
+
+def all_to_all(output: Tensor, buffer: Tensor, axis: Axis) -> None:
+    """Sends the k-th of n equal parts of `buffer` to rank k of the axis (both contiguous)."""
+    _count("all_to_all", axis, buffer)
+    dist.all_to_all_single(_flat(output), _flat(buffer), group=axis.group)
+
+
+def _sum_parts(output: Tensor, parts: Tensor) -> None:
+    """Adds in rank order, so that every split of the same data is summed alike."""
+    flat = output.view(-1)
+    torch.add(parts[0], parts[1], out=flat)
+    for part in parts[2:]:
+        flat.add_(part)
+
+
+def _flat(buffer: Tensor) -> Tensor:
+    """The contiguous buffer as one row; gloo knows no bool."""
+    return (buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer).view(-1)

@@ -1,0 +1,122 @@
+"""What an emitted program is written in: blocks, and the parameters, buffers and inputs that they declare.
+
+A block declares its parameters by global shape and placement; `build` gives it this rank's tensors. Then
+`self.fc.weight` is the plain local tensor of the parameter's first use, `self.fc.weight_1` that of the
+second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.errors import ProgramError
+from autopar.runtime.mesh import Axis, RankMesh
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter by global shape: where it is stored and in which placements it is used.
+
+    The conversion from `stored` to each of `uses` is paid once a step; gradients accumulate over the
+    microbatches in the used tensor, then go back. `reduce_each_microbatch` sends them back after each
+    microbatch instead (less memory). `regather` frees the used tensor between the forward and the backward
+    pass of the enclosing block as well, and converts again for each; it implies `reduce_each_microbatch`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    stored: str = ""
+    uses: tuple[str, ...] = ("",)
+    regather: bool = False
+    reduce_each_microbatch: bool = False
+    requires_grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Buffer:
+    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    placement: str = ""
+    persistent: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: str = ""
+    microbatch_dim: int | None = None
+
+
+class Parameters(nn.Module):
+    """The parameters and buffers of one module of the model: local tensors by name, once built."""
+
+    def __init__(self, **declared: Parameter | Buffer) -> None:
+        super().__init__()
+        self.__dict__.update(declared_parameters={}, declared_buffers={}, pending_updates={}, late_tensors={})
+        for name, declaration in declared.items():
+            setattr(self, name, declaration)
+
+    declared_parameters: dict[str, Parameter]
+    declared_buffers: dict[str, Buffer]
+    pending_updates: dict[str, Tensor]
+    late_tensors: dict[str, Callable[[], Tensor]]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, Parameter):
+            self.declared_parameters[name] = value
+        elif isinstance(value, Buffer):
+            self.declared_buffers[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def __getattr__(self, name: str) -> Any:
+        # Reached only when the tensor is not in place: not gathered (yet), or the program was never built.
+        late = self.__dict__.get("late_tensors", {}).get(name)
+        if late is not None:
+            return late()
+        if name in self.__dict__.get("declared_parameters", ()) or name in self.__dict__.get("declared_buffers", ()):
+            raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
+        return super().__getattr__(name)
+
+    def update(self, **buffers: Tensor) -> None:
+        """Sets buffers by name; the new values are seen once the backward pass of this microbatch is done."""
+        self.pending_updates.update({name: value.detach() for name, value in buffers.items()})
+
+
+class Block(Parameters):
+    """A module of the model with a forward of its own: the unit of gathering, prefetching and recomputing."""
+
+    def __init__(self, mesh: RankMesh) -> None:
+        super().__init__()
+        self.__dict__["mesh"] = mesh
+
+    mesh: RankMesh
+
+    @property
+    def axes(self) -> tuple[Axis, ...]:
+        """The mesh axes as this rank sees them, outermost first."""
+        return self.mesh.axes
+
+
+class Program(Block):
+    """The root block of an emitted program; subclasses state the mesh and the inputs they are for."""
+
+    AXES: ClassVar[Mapping[str, int]] = {}
+    MICROBATCHES: ClassVar[int] = 1
+    INPUTS: ClassVar[tuple[Input, ...]] = ()
+    TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
+    LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
+
+    def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
+        """Called before a step's first microbatch with the local inputs of all; override to count them."""

@@ -1,0 +1,228 @@
+"""Brings used parameters into place: once a step, or around every run of the block that uses them.
+
+A *unit* is a block with a forward of its own, together with all parameters below it that no inner unit has.
+A regathered parameter is converted when its unit runs forward, freed after it, converted again when the
+backward pass reaches the unit, and freed when its gradients are done; one unit ahead is already under way
+meanwhile. The program itself is a unit, too, but keeps its own parameters between the forward and the
+backward pass: they are converted once a microbatch. All other converted parameters are converted once a
+step, at its begin, and kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+
+from autopar.runtime import coalesce
+from autopar.runtime.coalesce import Piece
+from autopar.runtime.declare import Block
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.redistribute import forward_step
+from autopar.runtime.stored import SizedStep, Slot
+
+
+class Unit:
+    """The converted parameters of one block, and which of them are under way or in place."""
+
+    def __init__(self, block: Block, slots: Sequence[Slot], is_root: bool) -> None:
+        self.block, self.is_root = block, is_root
+        self.kept = [slot for slot in slots if not slot.parameter.declared.regather]
+        self.regathered = [slot for slot in slots if slot.parameter.declared.regather]
+        self.awaits_backward = False
+        self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
+        self._under_way: list[Callable[[], None]] = []
+
+    def launch_kept(self) -> None:
+        for slot in self.kept:
+            slot.hide()
+        self._under_way.append(start_conversion(self.kept))
+
+    def launch(self) -> None:
+        """Starts to convert the regathered parameters that are not in place and not under way."""
+        missing = [slot for slot in self.regathered if not slot.is_live]
+        if missing:
+            for slot in missing:
+                slot.is_live = True
+            self._under_way.append(start_conversion(missing))
+
+    def finish(self) -> None:
+        """Waits for what is under way; then the leaves are in place."""
+        while self._under_way:
+            self._under_way.pop(0)()
+
+    def release(self, *, all_slots: bool = False) -> None:
+        """Frees the regathered parameters, but those that something outside this unit has asked for."""
+        self.finish()
+        for slot in self.regathered:
+            if slot.is_live and (all_slots or not slot.is_pinned):
+                slot.is_pinned = False
+                slot.free()
+
+    def fetch(self, slot: Slot) -> Tensor:
+        """Brings one leaf into place for a reader outside the unit; it stays until the microbatch ends."""
+        self.finish()
+        if not slot.is_live:
+            start_conversion([slot])()
+        slot.is_pinned = slot in self.regathered
+        return slot.leaf
+
+
+class Gatherer:
+    """Runs the units' conversions around their forward and backward passes, one unit ahead."""
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self.units = list(units)
+        self.in_backward = False
+        self._order = list(units)  # as the forward pass visits them: as declared, until it has been seen once
+        self._visited: list[Unit] = []
+        for unit in self.units:
+            self._attach(unit)
+
+    def _attach(self, unit: Unit) -> None:
+        unit.block.register_forward_pre_hook(lambda block, inputs: self._before_forward(unit))
+        unit.block.register_forward_hook(lambda block, inputs, outputs: self._after_forward(unit, outputs))
+        for slot in (*unit.kept, *unit.regathered):
+            slot.holder.late_tensors[slot.attribute] = partial(unit.fetch, slot)
+
+    def begin_step(self) -> None:
+        """Starts to convert everything that is converted once a step. The stored shards may be new since."""
+        for unit in self.units:
+            if unit.kept:
+                unit.launch_kept()
+
+    def begin_microbatch(self) -> None:
+        self.in_backward = False
+        self._visited = []
+        for unit in self.units:
+            unit.awaits_backward = False
+            unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
+
+    def end_microbatch(self) -> None:
+        """Frees whatever is still in place, such as frozen parameters and those that nothing used."""
+        self.in_backward = False
+        self._order = self._visited or self._order
+        for unit in self.units:
+            unit.release(all_slots=True)
+
+    def gradient_done(self, unit: Unit) -> None:
+        """One more leaf of the unit has its gradient; after the last, no node of the unit is left to run."""
+        unit.undone -= 1
+        if unit.undone == 0 and all(slot.leaf.requires_grad for slot in unit.regathered):
+            unit.release(all_slots=True)
+
+    def _before_forward(self, unit: Unit) -> None:
+        unit.launch()
+        if not self.in_backward:
+            self._visited.append(unit)
+            self._launch_neighbour(unit, +1)
+        unit.finish()
+
+    def _after_forward(self, unit: Unit, outputs: Any) -> None:
+        if self.in_backward or not unit.regathered or unit.is_root:
+            return
+        differentiable = [x for x in _tensors(outputs) if x.requires_grad]
+        if differentiable and torch.is_grad_enabled():
+            unit.awaits_backward = True
+            register_multi_grad_hook(differentiable, lambda grad: self._before_backward(unit), mode="any")
+        unit.release()
+
+    def _before_backward(self, unit: Unit) -> None:
+        unit.launch()
+        self._launch_neighbour(unit, -1)
+        unit.finish()
+
+    def _launch_neighbour(self, unit: Unit, direction: int) -> None:
+        index = self._order.index(unit) + direction if unit in self._order else -1
+        if 0 <= index < len(self._order):
+            neighbour = self._order[index]
+            if direction > 0 or neighbour.awaits_backward:
+                neighbour.launch()
+
+
+def start_conversion(slots: Iterable[Slot]) -> Callable[[], None]:
+    """Starts to convert stored shards into leaves; returns a function that waits until they are in place."""
+    finishes = []
+    ordered = sorted(slots, key=_lane)
+    for _, lane in groupby(ordered, key=_lane):
+        finishes.append(_start_lane(list(lane)))
+
+    def finish() -> None:
+        for wait in finishes:
+            wait()
+
+    return finish
+
+
+def _lane(slot: Slot) -> str:
+    """Slots with equal steps and dtypes travel together."""
+    return f"{[(s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps]} {slot.leaf.dtype}"
+
+
+@torch.no_grad()
+def _start_lane(slots: list[Slot]) -> Callable[[], None]:
+    mesh = slots[0].parameter.mesh
+    tensors = [slot.parameter.local for slot in slots]
+    for slot in slots:
+        slot.allocate()
+    for index in range(len(slots[0].steps) - 1):
+        tensors = _convert(tensors, [slot.steps[index] for slot in slots], mesh)
+    last = _start_last(tensors, slots, mesh)
+
+    def finish() -> None:
+        last()
+        for slot in slots:
+            slot.show()
+
+    return finish
+
+
+def _convert(tensors: list[Tensor], steps: list[SizedStep], mesh: RankMesh) -> list[Tensor]:
+    step, axis = steps[0].step, mesh.axes[steps[0].step.axis]
+    if step.source.is_shard and not step.target.is_shard:
+        pieces = _gather_pieces(tensors, steps)
+        outputs = [piece.tensor.new_empty(_whole_shape(piece)) for piece in pieces]
+        return coalesce.all_gather(pieces, outputs, axis)()
+    return [
+        forward_step(tensor, axis, s.step.source, s.step.target, s.sizes)
+        for tensor, s in zip(tensors, steps, strict=True)
+    ]
+
+
+def _start_last(tensors: list[Tensor], slots: list[Slot], mesh: RankMesh) -> Callable[[], object]:
+    steps = [slot.steps[-1] for slot in slots]
+    step = steps[0].step
+    targets = [slot.target for slot in slots]
+    if step.source.is_shard and not step.target.is_shard:
+        return coalesce.all_gather(_gather_pieces(tensors, steps), targets, mesh.axes[step.axis])
+    for target, converted in zip(targets, _convert(tensors, steps, mesh), strict=True):
+        target.copy_(converted)
+    return lambda: None
+
+
+def _gather_pieces(tensors: list[Tensor], steps: list[SizedStep]) -> list[Piece]:
+    pieces = []
+    for tensor, sized in zip(tensors, steps, strict=True):
+        assert sized.sizes[0] is not None, "a gather starts from a sharded dim"
+        pieces.append(Piece(tensor, sized.step.source.dim, sized.sizes[0]))
+    return pieces
+
+
+def _whole_shape(piece: Piece) -> tuple[int, ...]:
+    shape = piece.tensor.shape
+    return (*shape[: piece.dim], piece.size, *shape[piece.dim + 1 :])
+
+
+def _tensors(outputs: Any) -> list[Tensor]:
+    if isinstance(outputs, Tensor):
+        return [outputs]
+    if isinstance(outputs, dict):
+        outputs = list(outputs.values())
+    if isinstance(outputs, (tuple, list)):
+        return [tensor for item in outputs for tensor in _tensors(item)]
+    return []

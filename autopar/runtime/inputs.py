@@ -1,0 +1,104 @@
+"""From the inputs of a whole step to the local inputs of each microbatch, and its outputs back.
+
+The microbatch dim is cut first, then each microbatch is cut over the axes by the input's placement. So a
+rank's shard of a step is its parts of all microbatches, one after the other along the microbatch dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.declare import Input, Program
+from autopar.runtime.errors import ProgramError
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.placement import local_shape, local_slices, parse_placement
+
+
+def split_inputs(
+    program: type[Program], args: Sequence[Any], kwargs: Mapping[str, Any], mesh: RankMesh, local: bool
+) -> list[tuple[Tensor, ...]]:
+    """The local inputs of each microbatch, in the order of the program's INPUTS.
+
+    `args` and `kwargs` are the global batch, or this rank's shard of it if `local`. Raises ProgramError
+    naming the input whose presence, shape or dtype is not what the program was emitted for.
+    """
+    values = _by_name(program, args, kwargs)
+    count = program.MICROBATCHES
+    columns = [_split(spec, values[spec.name], mesh, count, local) for spec in program.INPUTS]
+    return [tuple(column[index] for column in columns) for index in range(count)]
+
+
+def microbatch_shape(spec: Input, count: int) -> tuple[int, ...]:
+    """Global shape of one microbatch of the input."""
+    if spec.microbatch_dim is None:
+        return spec.shape
+    size = spec.shape[spec.microbatch_dim]
+    if size % count:
+        raise ProgramError(f"input {spec.name}: {size} rows do not divide into {count} microbatches")
+    return tuple(n // count if dim == spec.microbatch_dim else n for dim, n in enumerate(spec.shape))
+
+
+def shard_shape(spec: Input, count: int, mesh: RankMesh) -> tuple[int, ...]:
+    """Shape of this rank's shard of the input, over all microbatches."""
+    types = parse_placement(spec.placement, len(mesh.axes))
+    shape = local_shape(microbatch_shape(spec, count), types, mesh.axes)
+    return tuple(n * count if dim == spec.microbatch_dim else n for dim, n in enumerate(shape))
+
+
+def _by_name(program: type[Program], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    names = [spec.name for spec in program.INPUTS]
+    values = dict(zip(names, args, strict=False)) | dict(kwargs)
+    if len(args) > len(names) or set(values) != set(names) or set(names[: len(args)]) & set(kwargs):
+        raise ProgramError(
+            f"expected the inputs {', '.join(names)}; found {len(args)} by position and "
+            f"{', '.join(kwargs) or 'none'} by name"
+        )
+    return values
+
+
+def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) -> list[Tensor]:
+    _check(spec, value, shard_shape(spec, count, mesh) if local else spec.shape, mesh, count, local)
+    value = value.to(mesh.device, non_blocking=True)
+    parts = [value] * count if spec.microbatch_dim is None else list(_chunks(value, count, spec.microbatch_dim))
+    if local:
+        return [part.contiguous() for part in parts]
+    types = parse_placement(spec.placement, len(mesh.axes))
+    slices = local_slices(microbatch_shape(spec, count), types, mesh.axes)
+    return [part[slices].contiguous() for part in parts]
+
+
+def _chunks(value: Tensor, count: int, dim: int) -> Sequence[Tensor]:
+    return torch.split(value, value.size(dim) // count, dim) if value.size(dim) else [value] * count
+
+
+def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, count: int, local: bool) -> None:
+    if not isinstance(value, Tensor):
+        raise ProgramError(f"input {spec.name}: expected a tensor, found {type(value).__name__}")
+    if tuple(value.shape) == tuple(shape) and value.dtype == spec.dtype:
+        return
+    what = "this rank's shard" if local else "the global batch"
+    other = "" if local else f" (this rank's shard, {shard_shape(spec, count, mesh)}, goes with local=True)"
+    raise ProgramError(
+        f"input {spec.name}: expected {what}, {tuple(shape)} {spec.dtype}{other}; found {tuple(value.shape)} "
+        f"{value.dtype}; convert it, or plan again with such an example"
+    )
+
+
+def join_outputs(outputs: Sequence[Any], dims: Sequence[int | None]) -> Any:
+    """One result of all microbatches: scalars are summed, other tensors joined along the microbatch dim."""
+    if len(outputs) == 1:
+        return outputs[0]
+    if isinstance(outputs[0], Tensor):
+        return _join(outputs, dims[0] if dims else 0)
+    columns = zip(*outputs, strict=True)
+    return tuple(_join(column, dims[i] if i < len(dims) else 0) for i, column in enumerate(columns))
+
+
+def _join(parts: Sequence[Tensor], dim: int | None) -> Tensor:
+    if parts[0].dim() == 0:
+        return torch.stack(list(parts)).sum(0)
+    return parts[0] if dim is None else torch.cat(list(parts), dim)

@@ -1,0 +1,115 @@
+"""The mesh as one rank sees it: named axes, this rank's coordinate on each, and the groups to talk to.
+
+Ranks are numbered row-major over the axes, the outermost axis first, as in `torch.distributed.DeviceMesh`.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.runtime.errors import WorldError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Axis:
+    """One mesh axis: its name, its size, this rank's coordinate, and the ranks that differ in it alone."""
+
+    name: str
+    size: int
+    index: int
+    group: dist.ProcessGroup | None  # None where size is 1
+    is_gloo: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankMesh:
+    """All axes, outermost first. `device_mesh` is None for a program of one rank without process groups."""
+
+    axes: tuple[Axis, ...]
+    device_mesh: DeviceMesh | None
+    device: torch.device
+
+    def __getitem__(self, name: str) -> Axis:
+        return next(axis for axis in self.axes if axis.name == name)
+
+    def __iter__(self) -> Iterator[Axis]:
+        return iter(self.axes)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return math.prod(axis.size for axis in self.axes)
+
+
+def make_rank_mesh(
+    sizes: Mapping[str, int], device_mesh: DeviceMesh | None = None, device: torch.device | None = None
+) -> RankMesh:
+    """Makes this rank's view of a mesh with the given axis sizes.
+
+    Initialises the default process group when more than one rank is asked for and there is none (gloo on
+    CPUs, NCCL on CUDA devices). Raises WorldError when the processes that run are not as many as the axes
+    ask for.
+    """
+    device = device or _default_device(device_mesh)
+    if math.prod(sizes.values()) == 1 and device_mesh is None:
+        return RankMesh(tuple(Axis(name, 1, 0, None) for name in sizes), None, device)
+    if device_mesh is None:
+        _check_world(sizes, _start_process_group(device))
+        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    _check_device_mesh(sizes, device_mesh)
+    return RankMesh(tuple(_axis(device_mesh, name, size) for name, size in sizes.items()), device_mesh, device)
+
+
+def _default_device(device_mesh: DeviceMesh | None) -> torch.device:
+    kind = device_mesh.device_type if device_mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", torch.get_device_module(kind).current_device()))
+    torch.get_device_module(kind).set_device(index)
+    return torch.device(kind, index)
+
+
+def _start_process_group(device: torch.device) -> int:
+    if not dist.is_initialized():
+        found = int(os.environ.get("WORLD_SIZE", "1"))
+        if found == 1:
+            return 1
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return dist.get_world_size()
+
+
+def _check_world(sizes: Mapping[str, int], found: int) -> None:
+    expected = math.prod(sizes.values())
+    if found != expected:
+        raise WorldError(
+            f"the program needs {expected} ranks (mesh {_show(sizes)}), found {found} running; "
+            f"start it with `torchrun --nproc-per-node {expected} …`, or plan again for {found} ranks"
+        )
+
+
+def _check_device_mesh(sizes: Mapping[str, int], device_mesh: DeviceMesh) -> None:
+    names = device_mesh.mesh_dim_names or ()
+    found = dict(zip(names, device_mesh.shape, strict=False))
+    if found != dict(sizes) or tuple(names) != tuple(sizes):
+        raise WorldError(
+            f"the program needs a DeviceMesh with axes {_show(sizes)}, found {_show(found)} on "
+            f"{device_mesh.size()} ranks; name its dimensions alike (mesh_dim_names), or plan again for it"
+        )
+
+
+def _axis(device_mesh: DeviceMesh, name: str, size: int) -> Axis:
+    if size == 1:
+        return Axis(name, 1, 0, None)
+    group = device_mesh.get_group(name)
+    return Axis(name, size, device_mesh.get_local_rank(name), group, dist.get_backend(group) == "gloo")
+
+
+def _show(sizes: Mapping[str, int]) -> str:
+    return " × ".join(f"{name}={size}" for name, size in sizes.items()) or "(none)"

@@ -1,0 +1,91 @@
+"""Cuts, joins and moves local tensors along one axis of the mesh: plain tensors in and out, no autograd.
+
+Every function returns a contiguous tensor. `size` is the length of the dim before this axis cuts it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from autopar.runtime import comm
+from autopar.runtime.mesh import Axis
+from autopar.runtime.placement import local_offset, local_size
+
+
+def cut(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's part of a tensor that every rank of the axis holds whole."""
+    size = x.size(dim)
+    return x.narrow(dim, local_offset(size, axis), local_size(size, axis)).contiguous()
+
+
+def place(x: Tensor, dim: int, axis: Axis, size: int | None = None) -> Tensor:
+    """A tensor that is zero but for this rank's part: the transpose of `cut` for a sum over the ranks."""
+    size = x.size(dim) * axis.size if size is None else size
+    whole = x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    whole.narrow(dim, local_offset(size, axis), x.size(dim)).copy_(x)
+    return whole
+
+
+def gather(x: Tensor, dim: int, axis: Axis, size: int | None = None) -> Tensor:
+    """The whole tensor out of its shards along `dim`."""
+    chunk = x.size(dim) if size is None else -(-size // axis.size)
+    shard = pad(x, dim, chunk).contiguous()
+    parts = shard.new_empty((axis.size, *shard.shape))
+    comm.all_gather(parts, shard, axis)
+    return join(parts, dim, chunk * axis.size if size is None else size)
+
+
+def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
+    """This rank's shard along `dim` of the sum of the ranks' tensors."""
+    size = x.size(dim)
+    parts = split(x, dim, axis.size)
+    output = parts.new_empty(parts.shape[1:])
+    comm.reduce_scatter(output, parts, axis)
+    return output.narrow(dim, 0, local_size(size, axis)).contiguous()
+
+
+def all_to_all(x: Tensor, source: int, target: int, axis: Axis, size: int | None = None) -> Tensor:
+    """The shard along `target` out of shards along `source` (of length `size` over the axis)."""
+    chunk = x.size(source) if size is None else -(-size // axis.size)
+    target_size = x.size(target)
+    parts = split(pad(x, source, chunk), target, axis.size)
+    received = torch.empty_like(parts)
+    comm.all_to_all(received, parts, axis)
+    whole = join(received, source, chunk * axis.size if size is None else size)
+    return whole.narrow(target, 0, local_size(target_size, axis)).contiguous()
+
+
+def pad(x: Tensor, dim: int, length: int) -> Tensor:
+    """Appends zeros along `dim` up to `length`; returns `x` itself where none are needed."""
+    if x.size(dim) == length:
+        return x
+    padded = x.new_zeros((*x.shape[:dim], length, *x.shape[dim + 1 :]))
+    padded.narrow(dim, 0, x.size(dim)).copy_(x)
+    return padded
+
+
+def split(x: Tensor, dim: int, count: int) -> Tensor:
+    """Reshapes (…, count × c, …) into (count, …, c, …), padding first; copies unless `dim` is the first."""
+    chunk = -(-x.size(dim) // count)
+    padded = pad(x, dim, chunk * count)
+    return padded.reshape((*x.shape[:dim], count, chunk, *x.shape[dim + 1 :])).movedim(dim, 0).contiguous()
+
+
+def join(parts: Tensor, dim: int, size: int) -> Tensor:
+    """Reshapes (count, …, c, …) into (…, count × c, …) and drops what is beyond `size`: undoes `split`."""
+    count, chunk = parts.size(0), parts.size(dim + 1)
+    shape = (*parts.shape[1 : dim + 1], count * chunk, *parts.shape[dim + 2 :])
+    return parts.movedim(0, dim).reshape(shape).narrow(dim, 0, size).contiguous()
+
+
+def keep_on_first(x: Tensor, axis: Axis) -> Tensor:
+    """The tensor on the first rank of the axis and zeros elsewhere: equal values become summands."""
+    return x if axis.index == 0 else torch.zeros_like(x)
+
+
+def sum_over(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of the ranks' tensors, on every rank."""
+    total = x.clone(memory_format=torch.contiguous_format)
+    comm.all_reduce(total, axis)
+    return total

@@ -1,0 +1,176 @@
+"""Brings gradients home: from the leaves, back through the transposed conversions, to the stored shards.
+
+Gradients travel in buckets, started from autograd's hooks as soon as a bucket is complete, while the backward
+pass goes on. A parameter's gradient is sent once a step, in the last microbatch's backward pass, or after
+every microbatch where it is declared so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from autopar.runtime import coalesce
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.redistribute import backward_step
+from autopar.runtime.stored import SizedStep, Slot
+
+BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
+MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
+
+
+class Bucket:
+    """Slots whose gradients take the same way home."""
+
+    def __init__(self, slots: Sequence[Slot]) -> None:
+        self.slots = list(slots)
+        self.missing = len(self.slots)
+        declared = slots[0].parameter.declared
+        self.each_microbatch = declared.regather or declared.reduce_each_microbatch
+
+
+class Journey:
+    """A bucket's gradients on their way home: transposed steps, each started, then awaited."""
+
+    def __init__(self, slots: Sequence[Slot], mesh: RankMesh) -> None:
+        self.slots, self.mesh = list(slots), mesh
+        self.tensors = [_take_gradient(slot) for slot in slots]
+        self.owned = False  # whether the tensors are ours to overwrite
+        self.shrinks = any(s.step.source.is_shard for s in slots[0].steps)
+        self.steps_left = len(slots[0].steps)
+        self._wait: Callable[[], list[Tensor]] | None = None
+        self.advance()
+
+    @torch.no_grad()
+    def advance(self) -> None:
+        """Waits for the step under way, then goes on until the next step is under way or none is left."""
+        if self._wait is not None:
+            self.tensors, self._wait, self.owned = self._wait(), None, True
+        while self.steps_left and self._wait is None:
+            self.steps_left -= 1
+            steps = [slot.steps[self.steps_left] for slot in self.slots]
+            self._wait = self._start(steps)
+        if self._wait is None:
+            self._deliver()
+
+    def finish(self) -> None:
+        while self.slots:
+            self.advance()
+
+    def _start(self, steps: list[SizedStep]) -> Callable[[], list[Tensor]] | None:
+        step = steps[0].step
+        axis = self.mesh.axes[step.axis]
+        kinds = (step.source.kind, step.target.kind)
+        if kinds == ("I", "R"):
+            return coalesce.all_reduce(self.tensors, axis, owned=self.owned)
+        if kinds == ("S", "R"):
+            return coalesce.reduce_scatter(self.tensors, [s.step.source.dim for s in steps], axis)
+        self.tensors = [
+            backward_step(tensor, axis, s.step.source, s.step.target, s.sizes)
+            for tensor, s in zip(self.tensors, steps, strict=True)
+        ]
+        return None
+
+    def _deliver(self) -> None:
+        for slot, tensor in zip(self.slots, self.tensors, strict=True):
+            slot.parameter.add_gradient(tensor)
+        self.slots, self.tensors = [], []
+
+
+class Reducer:
+    """Watches the leaves' gradients and sends complete buckets home."""
+
+    def __init__(self, slots: Iterable[Slot], mesh: RankMesh, unit_of: Callable[[Slot], object]) -> None:
+        self.mesh = mesh
+        self.is_last_microbatch = True
+        self._converted = [s for s in slots if s.leaf.requires_grad and s.leaf is not s.parameter.tensor]
+        self._local = [slot for slot in self._converted if not slot.steps]
+        self.buckets = make_buckets([slot for slot in self._converted if slot.steps], unit_of)
+        self._in_flight: list[Journey] = []
+        for bucket in self.buckets:
+            for slot in bucket.slots:
+                on_gradient(slot.leaf, partial(self._gradient_done, bucket))
+
+    def begin_microbatch(self, is_last: bool) -> None:
+        self.is_last_microbatch = is_last
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.slots)
+
+    def end_microbatch(self) -> None:
+        """Sends the buckets that stayed incomplete because a parameter had no part in the loss."""
+        for bucket in self.buckets:
+            if bucket.missing and self._is_due(bucket):
+                self._send(bucket)
+
+    def begin_step(self) -> None:
+        """Forgets what a step that failed midway may have left."""
+        self._in_flight.clear()
+        for slot in self._converted:
+            slot.leaf.grad = slot.parameter.gradient = None
+
+    def end_step(self) -> None:
+        """Waits until every gradient is home."""
+        for journey in self._in_flight:
+            journey.finish()
+        self._in_flight.clear()
+        for slot in self._local:
+            if slot.leaf.grad is not None:
+                slot.parameter.add_gradient(_take_gradient(slot))
+
+    def _gradient_done(self, bucket: Bucket) -> None:
+        bucket.missing -= 1
+        if bucket.missing == 0 and self._is_due(bucket):
+            self._send(bucket)
+
+    def _is_due(self, bucket: Bucket) -> bool:
+        return self.is_last_microbatch or bucket.each_microbatch
+
+    def _send(self, bucket: Bucket) -> None:
+        slots = [slot for slot in bucket.slots if slot.leaf.grad is not None]
+        if not slots:
+            return
+        for journey in self._in_flight:
+            if journey.steps_left:
+                journey.advance()
+        shrinking = [journey for journey in self._in_flight if journey.shrinks]
+        for journey in shrinking[: max(0, len(shrinking) - MAX_IN_FLIGHT + 1)]:
+            journey.finish()
+            self._in_flight.remove(journey)
+        self._in_flight.append(Journey(slots, self.mesh))
+
+
+def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> list[Bucket]:
+    """Groups slots by their way home, in reverse order of declaration: about the order of their gradients."""
+    buckets: list[Bucket] = []
+    open_buckets: dict[object, list[Slot]] = {}
+    for slot in reversed(slots):
+        if slot.num_bytes >= coalesce.LONE_BYTES:
+            buckets.append(Bucket([slot]))
+            continue
+        group = open_buckets.setdefault(_way_home(slot, unit_of), [])
+        if group and sum(s.num_bytes for s in group) + slot.num_bytes > BUCKET_BYTES:
+            buckets.append(Bucket(group[:]))
+            group.clear()
+        group.append(slot)
+    return buckets + [Bucket(group) for group in open_buckets.values() if group]
+
+
+def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> object:
+    declared = slot.parameter.declared
+    steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
+    unit = id(unit_of(slot)) if declared.regather else None
+    return steps, slot.leaf.dtype, declared.regather or declared.reduce_each_microbatch, unit
+
+
+def on_gradient(leaf: Tensor, function: Callable[[], None]) -> None:
+    """Calls the function whenever the leaf's gradient has been accumulated."""
+    leaf.register_post_accumulate_grad_hook(lambda leaf: function())  # type: ignore[no-untyped-call] # torch's
+
+
+def _take_gradient(slot: Slot) -> Tensor:
+    gradient, slot.leaf.grad = slot.leaf.grad, None
+    assert gradient is not None, f"{slot.parameter.name} has no gradient to send"
+    return gradient

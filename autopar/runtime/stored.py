@@ -1,0 +1,165 @@
+"""One parameter on this rank: the shard that is stored, and a slot for each placement in which it is used.
+
+The stored shard is wrapped as a DTensor `nn.Parameter`, which is what optimizers and checkpoints see. A
+slot owns the *leaf*: the plain local tensor that the program computes with and that autograd gives a
+gradient to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+from autopar.runtime.declare import Parameter, Parameters
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.placement import (
+    Step,
+    Type,
+    conversion_steps,
+    local_shape,
+    local_size,
+    parse_placement,
+    shard_axes,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SizedStep:
+    """A step, with the lengths over its axis of the dims that are sharded before and after it."""
+
+    step: Step
+    sizes: tuple[int | None, int | None]
+
+    @property
+    def is_free(self) -> bool:
+        """Whether the forward direction moves and computes nothing."""
+        return not (self.step.source.is_shard or self.step.target.is_shard or self.step.target.kind == "P")
+
+
+class StoredParameter:
+    """The stored shard of one parameter, its DTensor, and the gradient that this step has brought so far."""
+
+    def __init__(self, name: str, declared: Parameter, mesh: RankMesh) -> None:
+        self.name, self.declared, self.mesh = name, declared, mesh
+        self.types = parse_placement(declared.stored, len(mesh.axes))
+        shape = local_shape(declared.shape, self.types, mesh.axes)
+        self.local = unset_tensor(shape, declared.dtype, mesh.device)
+        self.tensor = nn.Parameter(wrap(self.local, declared.shape, self.types, mesh), declared.requires_grad)
+        if mesh.device_mesh is None:
+            self.local = self.tensor.data
+        self.gradient: Tensor | None = None
+
+    def add_gradient(self, local: Tensor) -> None:
+        """Adds this rank's part of a gradient, in the stored placement."""
+        self.gradient = local if self.gradient is None else self.gradient.add_(local)
+
+    def publish_gradient(self) -> None:
+        """Hands the step's gradient over to the parameter, adding to what it holds already."""
+        if self.gradient is None:
+            return
+        held = self.tensor.grad
+        if held is not None:
+            local_part(held).add_(self.gradient)
+        else:
+            self.tensor.grad = wrap(self.gradient, self.declared.shape, self.types, self.mesh)
+        self.gradient = None
+
+
+class Slot:
+    """One use of a parameter: the leaf, and the steps that lead from the stored shard to it."""
+
+    def __init__(self, parameter: StoredParameter, use: str, holder: Parameters, attribute: str) -> None:
+        self.parameter, self.holder, self.attribute = parameter, holder, attribute
+        declared, axes = parameter.declared, parameter.mesh.axes
+        self.types = parse_placement(use, len(axes))
+        self.steps = sized_steps(declared.shape, parameter.types, self.types, parameter.mesh)
+        self.shape = local_shape(declared.shape, self.types, axes)
+        self.is_alias = all(sized.is_free for sized in self.steps)
+        self.leaf = self._make_leaf()
+        self.target = self.leaf.data  # same memory, another version counter: writing it is unseen by autograd
+        self.is_live = True
+        self.is_pinned = False
+        if self.is_alias:
+            self.show()
+        else:
+            self.free()
+
+    def _make_leaf(self) -> Tensor:
+        parameter = self.parameter
+        if parameter.mesh.device_mesh is None:
+            return parameter.tensor
+        if self.is_alias:
+            return parameter.local.detach().requires_grad_(parameter.declared.requires_grad)
+        empty = torch.empty(self.shape, dtype=parameter.declared.dtype, device=parameter.mesh.device)
+        return empty.requires_grad_(parameter.declared.requires_grad)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.leaf.numel() * self.leaf.element_size()
+
+    def allocate(self) -> None:
+        self.leaf.untyped_storage().resize_(self.num_bytes)
+
+    def free(self) -> None:
+        """Gives the leaf's memory back and hides the leaf, so that nobody reads it by mistake."""
+        self.hide()
+        self.leaf.untyped_storage().resize_(0)
+
+    def show(self) -> None:
+        self.is_live = True
+        self.holder.__dict__[self.attribute] = self.leaf
+
+    def hide(self) -> None:
+        self.is_live = False
+        self.holder.__dict__.pop(self.attribute, None)
+
+
+def slot_names(name: str, num_uses: int) -> list[str]:
+    """Attribute names of a parameter's uses: weight, weight_1, weight_2, …"""
+    return [name if use == 0 else f"{name}_{use}" for use in range(num_uses)]
+
+
+def sized_steps(shape: Sequence[int], stored: Sequence[Type], used: Sequence[Type], mesh: RankMesh) -> list[SizedStep]:
+    """The steps between two placements on axes that really split, with the lengths of their dims."""
+    now, steps = list(stored), []
+    for step in conversion_steps(stored, used):
+        before = _length(shape, now, step.axis, step.source, mesh)
+        now[step.axis] = step.target
+        after = _length(shape, now, step.axis, step.target, mesh)
+        if mesh.axes[step.axis].size > 1:
+            steps.append(SizedStep(step, (before, after)))
+    return steps
+
+
+def _length(shape: Sequence[int], types: Sequence[Type], axis: int, kind: Type, mesh: RankMesh) -> int | None:
+    """Length of the dim that `kind` shards, as split by the axes outside `axis`."""
+    if not kind.is_shard:
+        return None
+    outer = shard_axes(types[:axis], kind.dim, mesh.axes[:axis])
+    return local_size(shape[kind.dim], *outer)
+
+
+def unset_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of NaN (zeros for integers): weights that were never loaded show up in the first loss."""
+    fill = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full(tuple(shape), fill, dtype=dtype, device=device)
+
+
+def wrap(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: RankMesh) -> Tensor:
+    """The DTensor of a local part; the tensor itself where there is no device mesh."""
+    if mesh.device_mesh is None:
+        return local
+    placements: list[Placement] = [Shard(kind.dim) if kind.is_shard else Replicate() for kind in types]
+    stride = torch.empty(tuple(shape), device="meta").stride()
+    return DTensor.from_local(
+        local, mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor (sharing its memory); the tensor itself otherwise."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,6 @@
+"""Plays a plan on a device's streams: step time, what is exposed, bytes sent, memory over time."""
+
+from autopar.simulate.schedule import simulate as simulate
+from autopar.simulate.timeline import Timeline as Timeline
+from autopar.simulate.timeline import predict as predict
+from autopar.simulate.traffic import traffic as traffic

@@ -1,0 +1,130 @@
+"""When each piece of an activation's memory is taken and given back within a microbatch, forward and backward.
+
+The forward pass takes an item's memory when it runs and gives it back after its last reader, unless autograd saved
+it: then after the backward of the first item (in forward order) that saved it. In a recomputed region nothing
+but what enters it is kept; when the backward pass arrives, its items run again and their memory lives as without
+recomputation. Gradients of activations live from the first reader's backward to that of the item that made them.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from autopar.simulate.program import Item, Program
+
+
+@dataclass(slots=True)
+class Changes:
+    """Bytes taken at the start and given back at the end of each item, for one pass over the items."""
+
+    taken: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    given: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass(slots=True)
+class Lifetimes:
+    """Memory of activations in the forward pass, the recomputation and the backward pass; of gradients apart."""
+
+    forward: Changes = field(default_factory=Changes)
+    recompute: Changes = field(default_factory=Changes)
+    backward: Changes = field(default_factory=Changes)
+    gradients: Changes = field(default_factory=Changes)
+
+
+def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
+    """Plans the memory of one microbatch."""
+    lifetimes = Lifetimes()
+    readers, savers = _uses(program, trains)
+    for storage, memory in enumerate(program.memory):
+        if memory.owner >= 0 and memory.num_bytes:
+            _place(lifetimes, program.items, memory.owner, memory.num_bytes, readers[storage], savers[storage])
+    for number, item in enumerate(program.items):
+        if trains and item.runs_backward and item.extra_bytes:
+            _place(lifetimes, program.items, number, item.extra_bytes, [number], [number])
+    if trains:
+        _place_gradients(program, lifetimes.gradients)
+    return lifetimes
+
+
+def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """By storage: the items that read or make it, and those whose backward pass needs it."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    savers: dict[int, list[int]] = defaultdict(list)
+    for number, item in enumerate(program.items):
+        for value in (*item.inputs, *item.outputs):
+            readers[program.values[value].storage].append(number)
+        if trains and item.runs_backward:
+            for storage in item.saved:
+                savers[storage].append(number)
+    for value in program.outputs:
+        readers[program.values[value].storage].append(len(program.items) - 1)
+    return readers, savers
+
+
+def _place(
+    lifetimes: Lifetimes, items: list[Item], owner: int, size: int, readers: list[int], savers: list[int]
+) -> None:
+    """One piece of memory: kept from the forward pass, or made again in its region, or both."""
+    region = items[owner].region
+    kept = [number for number in savers if region < 0 or items[number].region != region]
+    if region < 0:
+        # A region that reads it needs it again when it is recomputed, until its first item has run backward.
+        kept += [number for number in readers if items[number].region >= 0]
+    lifetimes.forward.taken[owner] += size
+    if kept:
+        lifetimes.backward.given[min(kept)] += size
+    else:
+        lifetimes.forward.given[max(readers)] += size
+    if region < 0 or not _is_recomputed(items, region):
+        return
+    inside = [number for number in savers if items[number].region == region]
+    lifetimes.recompute.taken[owner] += size
+    if inside:
+        lifetimes.backward.given[min(inside)] += size
+    else:
+        lifetimes.recompute.given[max(n for n in readers if items[n].region == region)] += size
+
+
+def _is_recomputed(items: list[Item], region: int) -> bool:
+    return any(item.region == region and item.runs_backward for item in items)
+
+
+def _place_gradients(program: Program, changes: Changes) -> None:
+    """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on."""
+    buffer: dict[int, list[int]] = {}  # value -> [bytes, readers]
+    for number in range(len(program.items) - 1, -1, -1):
+        item = program.items[number]
+        if not item.runs_backward:
+            continue
+        held = [buffer.pop(value) for value in item.outputs if value in buffer]
+        for value in item.inputs:
+            _contribute(program, item, number, value, held, buffer, changes)
+        for shared in held:
+            shared[1] -= 1
+            if shared[1] == 0:
+                changes.given[number] += shared[0]
+
+
+def _contribute(
+    program: Program,
+    item: Item,
+    number: int,
+    value: int,
+    held: list[list[int]],
+    buffer: dict[int, list[int]],
+    changes: Changes,
+) -> None:
+    made = program.values[value]
+    if not made.wants_gradient or made.slot >= 0 or made.item < 0:
+        return
+    if value in buffer:  # added to what is there, from memory that is given back at once
+        if not item.passes_gradient:
+            changes.taken[number] += made.num_bytes
+            changes.given[number] += made.num_bytes
+    elif item.passes_gradient and held:
+        held[0][1] += 1
+        buffer[value] = held[0]
+    else:
+        changes.taken[number] += made.num_bytes
+        buffer[value] = [made.num_bytes, 1]

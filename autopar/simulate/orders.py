@@ -1,0 +1,76 @@
+"""Orders that follow from a program alone: when units are entered and left, and when gradients are complete."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+from autopar.cost import Profile
+from autopar.cost.compute import pointwise_time_ns
+from autopar.simulate.program import Bucket, Program, Slot
+
+
+@dataclass(slots=True)
+class Orders:
+    """Items are meant by their number in forward order; the backward pass visits them in reverse.
+
+    `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets that are complete after
+    it; `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
+    gradient of earlier microbatches.
+    """
+
+    visits: list[int] = field(default_factory=list)  # units in forward order, without the program's own
+    first: dict[int, int] = field(default_factory=dict)  # unit -> its first item that runs backward
+    last: dict[int, int] = field(default_factory=dict)  # unit -> its last item
+    gathers: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))  # regathered, by unit
+    regions: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
+    begun_at: dict[int, list[Slot]] = field(default_factory=lambda: defaultdict(list))
+    complete_at: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
+    added_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    kept_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+def find_orders(program: Program, profile: Profile) -> Orders:
+    """Reads the orders off a lowered program."""
+    orders = Orders(visits=[unit for unit in dict.fromkeys(item.unit for item in program.items) if unit])
+    for number, item in enumerate(program.items):
+        orders.last[item.unit] = number
+        if item.runs_backward:
+            orders.first.setdefault(item.unit, number)
+        if item.region >= 0:
+            orders.regions[item.region].append(number)
+    for bucket in program.gathers:
+        slot = program.slots[bucket.slots[0]]
+        if slot.storage.regather:
+            orders.gathers[slot.unit].append(bucket)
+    _order_gradients(program, profile, orders)
+    return orders
+
+
+def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None:
+    readers = _backward_readers(program)
+    for value, items in readers.items():
+        made = program.values[value]
+        place = made.item if made.item >= 0 else items[0]
+        if len(items) > 1:
+            orders.added_ns[place] += (len(items) - 1) * pointwise_time_ns(3 * made.num_bytes, profile)
+    for slot in program.slots:
+        if slot.requires_grad and slot.value in readers:
+            orders.begun_at[readers[slot.value][-1]].append(slot)
+            moved = slot.stored_bytes if slot.reduces_each else slot.used_bytes
+            orders.kept_ns[readers[slot.value][0]] += pointwise_time_ns(3 * moved, profile)
+    for bucket in program.reductions:
+        complete = [readers[v][0] for v in (program.slots[n].value for n in bucket.slots) if v in readers]
+        if complete:
+            orders.complete_at[min(complete)].append(bucket)
+
+
+def _backward_readers(program: Program) -> dict[int, list[int]]:
+    """For each value with a gradient, the items that contribute to it, in forward order."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    for number, item in enumerate(program.items):
+        if item.runs_backward:
+            for value in item.inputs:
+                if program.values[value].wants_gradient:
+                    readers[value].append(number)
+    return readers

@@ -1,0 +1,448 @@
+"""What one rank does in a microbatch, as flat lists: values, operators, conversions, parameter slots.
+
+`lower` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
+A *value* is a tensor in one placement. A *slot* is a stored tensor in the placement that operators use it in,
+converted once a step or around each use. *Storage* is memory: views and free conversions share that of their base.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from autopar.cost import Profile, collective_time_ns
+from autopar.cost.compute import node_time_ns, optimizer_time_ns
+from autopar.cost.memory import (
+    Extra,
+    is_view,
+    optimizer_moved_bytes,
+    optimizer_state_bytes,
+    saved_values,
+)
+from autopar.cost.work import base_name
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import ranks_within_node
+from autopar.ir.placement import Placement, local_shape
+from autopar.ir.plan import Plan, Storage
+from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.simulate.shapes import LocalShapes
+
+LONE_BYTES = 1 << 20  # the runtime sends tensors from this size on alone, and packs smaller ones
+BUCKET_BYTES = 25 << 20
+OPTIMIZER_KERNELS = {
+    "cpu": 8,
+    "cuda": 1,
+}  # a tensor's launches: one by one on CPUs, fused over tensors on GPUs
+PASSING = frozenset(("add", "sub"))  # operators whose gradient is the result's gradient itself
+
+
+class Transmission(NamedTuple):
+    """One collective: its name, the link level that it is on, its bytes and nanoseconds."""
+
+    collective: str
+    level: str
+    axis: int
+    num_bytes: int
+    duration_ns: int
+
+
+@dataclass(slots=True)
+class Value:
+    """A tensor in one placement: its local bytes, the storage that holds it, the item or slot that makes it."""
+
+    tensor: str
+    num_bytes: int
+    storage: int
+    item: int = -1
+    slot: int = -1
+    differentiable: bool = False
+    wants_gradient: bool = False
+
+
+@dataclass(slots=True)
+class Memory:
+    """A piece of local memory, by the values that share it. `owner` is the item that allocates it, −1 for none."""
+
+    num_bytes: int
+    owner: int
+
+
+@dataclass(slots=True)
+class Item:
+    """An operator or a conversion between placements, in forward order."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    forward_ns: int = 0
+    backward_ns: int = 0
+    forward: tuple[Transmission, ...] = ()
+    backward: tuple[Transmission, ...] = ()
+    is_conversion: bool = False
+    passes_gradient: bool = False
+    saved: tuple[int, ...] = ()  # storages
+    extra_bytes: int = 0  # saved, but no tensor of the graph
+    unit: int = 0
+    region: int = -1
+    runs_backward: bool = False
+
+
+@dataclass(slots=True)
+class Slot:
+    """A parameter, buffer or constant as operators use it."""
+
+    tensor: str
+    value: int
+    storage: Storage
+    steps: tuple[Step, ...]
+    stored_bytes: int
+    used_bytes: int
+    unit: int
+    is_alias: bool
+    requires_grad: bool
+    sizes: tuple[tuple[int, int], ...] = ()  # bytes of each step, forward and backward
+
+    @property
+    def shrinks(self) -> bool:
+        """Whether its gradient is smaller at home than where it is made."""
+        return any(step.before.kind == "S" for step in self.steps)
+
+    @property
+    def reduces_each(self) -> bool:
+        return self.storage.regather or self.storage.reduce_each_microbatch
+
+
+@dataclass(slots=True)
+class Bucket:
+    """Slots that are converted, or whose gradients go home, by the same collectives at the same time."""
+
+    slots: list[int]
+    transmissions: tuple[Transmission, ...]
+
+
+@dataclass(slots=True)
+class Program:
+    """Everything that `schedule` plays."""
+
+    values: list[Value] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+    units: list[str] = field(default_factory=list)
+    gathers: list[Bucket] = field(default_factory=list)
+    reductions: list[Bucket] = field(default_factory=list)
+    outputs: tuple[int, ...] = ()
+    residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
+    optimizer_ns: int = 0
+
+
+def lower(graph: Graph, plan: Plan, profile: Profile) -> Program:
+    """The rank's program under a plan. Raises PlanError when the plan lacks a redistribution that it needs."""
+    return _Lowering(graph, plan, profile).run()
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
+        self.graph, self.plan, self.profile = graph, plan, profile
+        self.shapes = LocalShapes(graph, plan)
+        self.program = Program()
+        self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
+        self.known: dict[tuple[str, Placement], int] = {}
+        self.placements: dict[str, Placement] = {}
+        self.paths = sorted({path for group in plan.blocks for path in group if path}, key=len, reverse=True)
+        self.units: dict[str, int] = {}
+        self.unit_of_module: dict[str, int] = {}
+        self.trains = plan.mode == "train" and graph.loss is not None
+
+    def run(self) -> Program:
+        program = self.program
+        self._unit("")
+        for name in self.graph.inputs:
+            self._source(name, self.plan.inputs[name])
+        for item in self.graph.stored:
+            self._source(item.tensor, self.plan.storage[item.tensor].placement)
+        for node in self.graph.nodes:
+            self._operator(node)
+        made = [name for name in self.graph.outputs if name in self.placements]
+        program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
+        if self.trains:
+            _mark_gradients(program, self.known[self.graph.loss or "", self.placements[self.graph.loss or ""]])
+        self._residents()
+        program.gathers = self._buckets(forward=True)
+        program.reductions = self._buckets(forward=False)
+        return program
+
+    # Values ----------------------------------------
+
+    def _source(self, tensor: str, placement: Placement) -> None:
+        """An input or stored tensor: memory that no item allocates."""
+        self.placements[tensor] = placement
+        self._value(tensor, placement, self._memory(0, -1))
+
+    def _memory(self, num_bytes: int, owner: int) -> int:
+        self.program.memory.append(Memory(num_bytes, owner))
+        return len(self.program.memory) - 1
+
+    def _value(self, tensor: str, placement: Placement, storage: int, item: int = -1, slot: int = -1) -> int:
+        num_bytes = self.shapes.num_bytes(tensor, placement)
+        differentiable = self.graph.tensors[tensor].differentiable
+        self.program.values.append(Value(tensor, num_bytes, storage, item, slot, differentiable))
+        self.known[tensor, placement] = len(self.program.values) - 1
+        return len(self.program.values) - 1
+
+    def _operand(self, tensor: str, placement: Placement, unit: int, region: int) -> int:
+        """The value that an operator reads: as it was made, or converted here, once for all its readers."""
+        known = self.known.get((tensor, placement))
+        if known is not None and tensor not in self.plan.storage:
+            return known
+        if tensor in self.plan.storage:
+            return self._slot(tensor, placement, unit)
+        return self._conversion(tensor, placement, unit, region)
+
+    def _route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
+        if self.placements[tensor] == target:
+            return ()
+        if (tensor, target) not in self.steps:
+            raise PlanError(
+                f"expected a redistribution of {tensor!r} from {self.placements[tensor]} to {target}, found none"
+            )
+        return self.steps[tensor, target]
+
+    def _slot(self, tensor: str, placement: Placement, unit: int) -> int:
+        program = self.program
+        known = self.known.get((tensor, placement))
+        if known is not None and program.values[known].slot >= 0:
+            return known
+        steps = self._route(tensor, placement)
+        is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
+        used_bytes = self.shapes.num_bytes(tensor, placement)
+        storage = self._memory(0, -1)  # its bytes are counted slot by slot
+        value = self._value(tensor, placement, storage, slot=len(program.slots))
+        stored = self.graph.stored_by_tensor[tensor]
+        program.slots.append(
+            Slot(
+                tensor=tensor,
+                value=value,
+                storage=self.plan.storage[tensor],
+                steps=steps,
+                stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.tensors[tensor].itemsize,
+                used_bytes=used_bytes,
+                unit=unit,
+                is_alias=is_alias and self.plan.precision is None,
+                requires_grad=stored.requires_grad and self.trains,
+                sizes=self._step_bytes(tensor, steps),
+            )
+        )
+        return value
+
+    def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
+        placement, sizes = self.placements[tensor], []
+        shape, itemsize = self.shapes.shapes[tensor], self.shapes.itemsize(tensor)
+        for step in steps:
+            sizes.append(transfer_bytes(shape, itemsize, placement, self.plan.axes, step))
+            placement = apply(step, placement)
+        return tuple(sizes)
+
+    def _transmission(self, collective: str, axis: int, num_bytes: int) -> Transmission:
+        per_node = self.plan.mesh.devices_per_node
+        mesh_axis = self.plan.axes[axis]
+        inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
+        duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
+        return Transmission(collective, "intra_node" if inside else "inter_node", axis, num_bytes, duration)
+
+    def _transmissions(
+        self, steps: Sequence[Step], sizes: Sequence[tuple[int, int]], direction: int
+    ) -> tuple[Transmission, ...]:
+        """The collectives of a route, in the order of the direction."""
+        pairs = list(zip(steps, sizes, strict=True))
+        return tuple(
+            self._transmission(step.transfers[direction].collective or "", step.axis, size[direction])
+            for step, size in (pairs if direction == 0 else reversed(pairs))
+            if step.transfers[direction].collective and self.plan.axes[step.axis].size > 1
+        )
+
+    # Items ----------------------------------------
+
+    def _conversion(self, tensor: str, target: Placement, unit: int, region: int) -> int:
+        program = self.program
+        source = self.known[tensor, self.placements[tensor]]
+        steps = self._route(tensor, target)
+        sizes = self._step_bytes(tensor, steps)
+        is_free = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
+        forward = self._transmissions(steps, sizes, 0)
+        shares = is_free and not forward
+        number = len(program.items)
+        size = self.shapes.num_bytes(tensor, target)
+        storage = program.values[source].storage if shares else self._memory(size, number)
+        value = self._value(tensor, target, storage, item=number)
+        views = self.profile.facts.view_ns
+        program.items.append(
+            Item(
+                name=f"{tensor} → {' '.join(map(str, target))}",
+                inputs=(source,),
+                outputs=(value,),
+                forward_ns=0 if forward else views[0],
+                backward_ns=views[1],
+                forward=forward,
+                backward=self._transmissions(steps, sizes, 1),
+                is_conversion=True,
+                unit=unit,
+                region=region,
+            )
+        )
+        return value
+
+    def _operator(self, node: Node) -> None:
+        program, placements = self.program, self.plan.nodes[node.name]
+        unit, region = self._unit(node.scope.module), self._region(node.scope.module)
+        read = zip(node.operands, placements.operands, strict=True)
+        inputs = [self._operand(tensor, placement, unit, region) for tensor, placement in read]
+        number = len(program.items)
+        outputs = [
+            self._result(name, placement, number, inputs[0] if is_view(node) else -1)
+            for name, placement in zip(node.results, placements.results, strict=True)
+        ]
+        local = self.shapes.local
+        forward_ns, backward_ns = node_time_ns(
+            node,
+            tuple([local(t, p) for t, p in zip(node.operands, placements.operands, strict=True)]),
+            tuple([local(t, p) for t, p in zip(node.results, placements.results, strict=True)]),
+            self.graph.tensors,
+            self.profile,
+            self.plan.precision,
+        )
+        saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
+        program.items.append(
+            Item(
+                name=node.name,
+                inputs=tuple(dict.fromkeys(inputs)),
+                outputs=tuple(outputs),
+                forward_ns=forward_ns,
+                backward_ns=backward_ns,
+                passes_gradient=is_view(node) or base_name(node.op) in PASSING,
+                saved=saved,
+                extra_bytes=extra,
+                unit=unit,
+                region=region,
+            )
+        )
+
+    def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
+        self.placements[name] = placement
+        size = self.shapes.num_bytes(name, placement)
+        storage = self.program.values[base].storage if base >= 0 else self._memory(size, item)
+        return self._value(name, placement, storage, item=item)
+
+    def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
+        """The storages that autograd keeps alive for this operator, and further bytes."""
+        values = {
+            **dict(zip(node.operands, inputs, strict=True)),
+            **dict(zip(node.results, outputs, strict=True)),
+        }
+        placements = self.plan.nodes[node.name]
+        operands = dict(zip(node.operands, placements.operands, strict=True))
+        results = dict(zip(node.results, placements.results, strict=True))
+        storages, extra = [], 0
+        for kept in saved_values(node, self.graph):
+            if isinstance(kept, Extra):
+                placement = operands.get(kept.like) or results[kept.like]
+                extra += kept.num_bytes(self.shapes.local(kept.like, placement))
+            else:
+                storages.append(self.program.values[values[kept]].storage)
+        return tuple(dict.fromkeys(storages)), extra
+
+    # Units and regions ----------------------------------------
+
+    def _unit(self, module: str) -> int:
+        """The innermost block around a module, numbered in order of appearance; the program itself is 0."""
+        known = self.unit_of_module.get(module)
+        if known is None:
+            path = next((p for p in self.paths if module == p or module.startswith(p + ".")), "")
+            if path not in self.units:
+                self.units[path] = len(self.units)
+                self.program.units.append(path)
+            known = self.unit_of_module[module] = self.units[path]
+        return known
+
+    def _region(self, module: str) -> int:
+        """Which recomputed module path a node lies in; −1 for none. The outermost path counts."""
+        for index, path in enumerate(self.plan.recompute):
+            if not path or module == path or module.startswith(path + "."):
+                return index
+        return -1
+
+    # What stays ----------------------------------------
+
+    def _residents(self) -> None:
+        """Parameters and buffers, optimizer state, this rank's inputs; and the time of the optimizer's step."""
+        held = self.program.residents
+        for name in self.graph.inputs:
+            whole = self.graph.tensors[name]
+            local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
+            held.append((math.prod(local) * whole.itemsize, "inputs"))
+        moved = tensors = 0
+        for item in self.graph.stored:
+            tensor, shape = self.graph.tensors[item.tensor], self._stored_shape(item.tensor)
+            held.append((math.prod(shape) * tensor.itemsize, "parameters"))
+            if item.requires_grad and self.trains:
+                held.append((optimizer_state_bytes(self.plan.optimizer, shape, tensor.dtype), "optimizer"))
+                moved += optimizer_moved_bytes(self.plan.optimizer, shape, tensor.dtype)
+                tensors += 1
+        if moved:
+            kernels = tensors * OPTIMIZER_KERNELS[self.profile.device_type]
+            self.program.optimizer_ns = optimizer_time_ns(moved, kernels, self.profile)
+
+    def _stored_shape(self, tensor: str) -> tuple[int, ...]:
+        placement = self.plan.storage[tensor].placement
+        return local_shape(self.graph.tensors[tensor].shape, placement, self.plan.axes)
+
+    # Buckets ----------------------------------------
+
+    def _buckets(self, forward: bool) -> list[Bucket]:
+        """Slots with equal steps travel together: in a unit's gathers, in gradient buckets of at most 25 MB.
+
+        Large ones travel alone. The order is that of units forward, and of gradients backward.
+        """
+        groups: dict[object, list[int]] = {}
+        buckets: list[list[int]] = []
+        numbers = range(len(self.program.slots))
+        for number in numbers if forward else reversed(numbers):
+            slot = self.program.slots[number]
+            if not slot.steps or (not forward and not slot.requires_grad):
+                continue
+            if slot.used_bytes >= LONE_BYTES:
+                buckets.append([number])
+                continue
+            self._join(groups, buckets, number, forward)
+        return [self._bucket(slots, forward) for slots in (*buckets, *groups.values()) if slots]
+
+    def _join(self, groups: dict[object, list[int]], buckets: list[list[int]], number: int, forward: bool) -> None:
+        slot = self.program.slots[number]
+        alone = forward or slot.storage.regather
+        key = (slot.steps, slot.reduces_each, slot.storage.regather, slot.unit if alone else None)
+        group = groups.setdefault(key, [])
+        size = sum(self.program.slots[other].used_bytes for other in group)
+        if not forward and group and size + slot.used_bytes > BUCKET_BYTES:
+            buckets.append(group[:])
+            group.clear()
+        group.append(number)
+
+    def _bucket(self, slots: list[int], forward: bool) -> Bucket:
+        first = self.program.slots[slots[0]]
+        rows = [self.program.slots[number].sizes for number in slots]
+        sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
+        return Bucket(slots, self._transmissions(first.steps, sizes, 0 if forward else 1))
+
+
+def _mark_gradients(program: Program, loss: int) -> None:
+    """Which values have a gradient: those that the loss depends on and that lead to a parameter or input."""
+    program.values[loss].wants_gradient = True
+    for item in reversed(program.items):
+        if not any(program.values[v].wants_gradient for v in item.outputs):
+            continue
+        for value in item.inputs:
+            if program.values[value].differentiable:
+                program.values[value].wants_gradient = item.runs_backward = True

@@ -1,0 +1,272 @@
+"""Plays a lowered program over the microbatches of a step on one rank's streams.
+
+Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the unit
+before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon as its
+last gradient is there. Compute waits for the conversions that it reads; collectives on one link level queue.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from autopar.cost import Profile
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Breakdown, Plan
+from autopar.simulate.engine import COMPUTE, Engine
+from autopar.simulate.lifetime import Changes, find_lifetimes
+from autopar.simulate.orders import find_orders
+from autopar.simulate.program import Bucket, Item, Slot, Transmission, lower
+from autopar.simulate.timeline import Timeline
+
+ROOT = 0  # the unit of parameters that belong to no block
+WORK = ("forward", "backward", "recompute")
+
+
+def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
+    """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
+
+    In a plan of one stage every rank does the same; simulated is rank 0, which has the longest slices.
+    Raises PlanError for a plan that lacks a redistribution.
+    """
+    player = Player(graph, plan, profile.shared_by(plan.mesh.devices_per_node))
+    player.begin_step()
+    for microbatch in range(plan.microbatches):
+        player.forward()
+        if player.trains:
+            player.backward(microbatch)
+        player.end_microbatch()
+    if player.trains:
+        player.optimize()
+    return player.timeline()
+
+
+class Player:
+    """One rank's state while its program is played."""
+
+    def __init__(self, graph: Graph, plan: Plan, profile: Profile, rank: int = 0) -> None:
+        self.trains = plan.mode == "train" and graph.loss is not None
+        self.rank, self.plan = rank, plan
+        self.program = lower(graph, plan, profile)
+        self.orders = find_orders(self.program, profile)
+        self.lifetimes = find_lifetimes(self.program, self.trains)
+        self.engine = Engine(profile.facts.overlap_slowdown)
+        self.comm_bytes: dict[str, int] = defaultdict(int)
+        self._compute = (rank, COMPUTE)
+        self._last = -1  # the latest task on the compute stream
+        self._ready: dict[int, int] = {}  # value -> the task after which it is there
+        self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
+        self._live: set[int] = set()  # units whose regathered parameters are in place or under way
+        self._held: set[str] = set()  # stored tensors that have memory for their gradient
+        self._home: list[int] = []  # the tasks that bring gradients home
+
+    # Passes ----------------------------------------
+
+    def begin_step(self) -> None:
+        """Residents, and the parameters that are converted once a step."""
+        for num_bytes, kind in self.program.residents:
+            self.engine.allocate(-1, num_bytes, kind)
+        for bucket in self.program.gathers:
+            if not self.program.slots[bucket.slots[0]].storage.regather:
+                self._convert(bucket, ())
+
+    def forward(self) -> None:
+        """One microbatch forward."""
+        self._launch(ROOT)
+        if self.orders.visits:
+            self._launch(self.orders.visits[0])
+        current = ROOT
+        for number, item in enumerate(self.program.items):
+            if item.unit not in (current, ROOT):
+                current = item.unit
+                self._enter(current, +1)
+            self._run(number, item, "forward", self.lifetimes.forward)
+            if number == self.orders.last[item.unit] and item.unit != ROOT:
+                self._release(item.unit)
+
+    def backward(self, microbatch: int) -> None:
+        """One microbatch backward, from the loss."""
+        current, recomputed = ROOT, set()
+        for number in range(len(self.program.items) - 1, -1, -1):
+            item = self.program.items[number]
+            if not item.runs_backward:
+                continue
+            if item.unit not in (current, ROOT):
+                current = item.unit
+                self._enter(current, -1)
+            if item.region >= 0 and item.region not in recomputed:
+                recomputed.add(item.region)
+                self._recompute(item.region)
+            self._run_backward(number, item, microbatch)
+            if number == self.orders.first[item.unit] and item.unit != ROOT:
+                self._release(item.unit)
+
+    def end_microbatch(self) -> None:
+        """Forgets the microbatch's values."""
+        for unit in list(self._live):
+            self._release(unit)
+        slots = {slot.value for slot in self.program.slots}
+        self._gradients = defaultdict(list, {v: t for v, t in self._gradients.items() if v in slots})
+
+    def optimize(self) -> None:
+        """Waits until all gradients are home, then updates the parameters."""
+        self._submit("optimizer", "optimizer", self.program.optimizer_ns, self._home)
+
+    # Items ----------------------------------------
+
+    def _run(self, number: int, item: Item, kind: str, memory: Changes) -> None:
+        ready = self._ready
+        after = [ready[value] for value in item.inputs if value in ready]
+        if item.forward:
+            first, last = self._transmit(item.name, "activation", item.forward, after)
+        else:
+            first = last = self._submit(item.name, kind, item.forward_ns, after)
+        for value in item.outputs:
+            ready[value] = last
+        self._change(memory, number, first, last, "activations")
+
+    def _run_backward(self, number: int, item: Item, microbatch: int) -> None:
+        after = [task for value in item.outputs for task in self._gradients[value]]
+        added = self.orders.added_ns.get(number, 0)
+        if microbatch:
+            added += self.orders.kept_ns.get(number, 0)
+        if item.backward:
+            first, last = self._transmit(item.name, "activation", item.backward, after)
+        else:
+            after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
+            first = last = self._submit(item.name, "backward", item.backward_ns + added, after)
+        for value in item.inputs:
+            if self.program.values[value].wants_gradient:
+                self._gradients[value].append(last)
+        self._change(self.lifetimes.backward, number, first, last, "activations")
+        self._change(self.lifetimes.gradients, number, first, last, "activation gradients")
+        for slot in self.orders.begun_at.get(number, ()):
+            self._begin_gradient(slot, first, microbatch)
+        for bucket in self.orders.complete_at.get(number, ()):
+            self._send_home(bucket, microbatch)
+
+    def _recompute(self, region: int) -> None:
+        for number in self.orders.regions[region]:
+            self._run(number, self.program.items[number], "recompute", self.lifetimes.recompute)
+
+    def _change(self, changes: Changes, number: int, first: int, last: int, kind: str) -> None:
+        self.engine.allocate(first, changes.taken.get(number, 0), kind)
+        self.engine.release(last, changes.given.get(number, 0), kind)
+
+    def _submit(self, name: str, kind: str, duration_ns: int, after: Iterable[int]) -> int:
+        self._last = self.engine.submit(self._compute, name, kind, duration_ns, after)
+        return self._last
+
+    def _transmit(
+        self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
+    ) -> tuple[int, int]:
+        """Collectives one after another; the first and the last task."""
+        tasks: list[int] = []
+        for sent in transmissions:
+            stream = (self.rank, sent.level)
+            kind = f"{purpose} {sent.collective}"
+            tasks.append(self.engine.submit(stream, name, kind, sent.duration_ns, tasks[-1:] or after))
+            self.comm_bytes[sent.collective] += sent.num_bytes
+        return tasks[0], tasks[-1]
+
+    # Parameters ----------------------------------------
+
+    def _enter(self, unit: int, direction: int) -> None:
+        """A unit begins: its parameters must be under way, and its neighbour's start now."""
+        self._launch(unit)
+        neighbour = self.orders.visits.index(unit) + direction
+        if 0 <= neighbour < len(self.orders.visits):
+            self._launch(self.orders.visits[neighbour])
+
+    def _launch(self, unit: int) -> None:
+        if unit not in self._live and self.orders.gathers.get(unit):
+            self._live.add(unit)
+            for bucket in self.orders.gathers[unit]:
+                self._convert(bucket, [self._last] if self._last >= 0 else ())
+
+    def _convert(self, bucket: Bucket, after: Iterable[int]) -> None:
+        """Brings a bucket's slots from the stored placement to the used one."""
+        slots = [self.program.slots[number] for number in bucket.slots]
+        copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
+        if not bucket.transmissions:
+            self.engine.allocate(self._last, copied, "gathered")
+            return
+        name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
+        first, last = self._transmit(name, "parameter", bucket.transmissions, after)
+        self.engine.allocate(first, copied, "gathered")
+        for slot in slots:
+            self._ready[slot.value] = last
+
+    def _release(self, unit: int) -> None:
+        if unit not in self._live:
+            return
+        self._live.discard(unit)
+        for bucket in self.orders.gathers[unit]:
+            slots = [self.program.slots[number] for number in bucket.slots]
+            copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
+            self.engine.release(self._last, copied, "gathered")
+
+    # Gradients ----------------------------------------
+
+    def _is_transient(self, slot: Slot, microbatch: int) -> bool:
+        """Whether a slot's gradient is made in memory of its own, to be sent or added from there."""
+        return slot.shrinks or (slot.reduces_each and microbatch > 0)
+
+    def _begin_gradient(self, slot: Slot, task: int, microbatch: int) -> None:
+        if self._is_transient(slot, microbatch):
+            if microbatch == 0 or slot.reduces_each:
+                self.engine.allocate(task, slot.used_bytes, "gradients under way")
+        else:
+            self._hold_gradient(slot, task)
+
+    def _hold_gradient(self, slot: Slot, task: int) -> None:
+        if slot.tensor not in self._held:
+            self._held.add(slot.tensor)
+            self.engine.allocate(task, slot.stored_bytes, "gradients")
+
+    def _send_home(self, bucket: Bucket, microbatch: int) -> None:
+        slots = [self.program.slots[number] for number in bucket.slots]
+        if not slots[0].reduces_each and microbatch < self.plan.microbatches - 1:
+            return
+        after = [task for slot in slots for task in self._gradients.pop(slot.value, ())]
+        first = last = max(after)
+        if bucket.transmissions:
+            name = f"gradient of {slots[0].tensor}"
+            first, last = self._transmit(name, "gradient", bucket.transmissions, after)
+            self._home.append(last)
+        for slot in slots:
+            self._hold_gradient(slot, first)
+            if self._is_transient(slot, microbatch):
+                self.engine.release(last, slot.used_bytes, "gradients under way")
+
+    # Result ----------------------------------------
+
+    def timeline(self) -> Timeline:
+        """Everything that was played."""
+        engine = self.engine
+        spent: dict[str, int] = defaultdict(int)
+        for event in engine.events:
+            if event.stream[1] == COMPUTE:
+                spent[event.kind] += event.end_ns - event.start_ns
+        compute = sum(spent[kind] for kind in WORK)
+        idle = engine.makespan_ns - compute - spent["optimizer"]
+        series, peak, at_peak = engine.memory()
+        return Timeline(
+            events=tuple(engine.events),
+            step_time_ns=engine.makespan_ns,
+            breakdown=Breakdown(compute, idle, spent["optimizer"], 0),
+            exposed=self._exposed(idle),
+            memory=tuple(series),
+            peak_bytes=peak,
+            memory_at_peak=at_peak,
+            comm_bytes=dict(sorted(self.comm_bytes.items())),
+        )
+
+    def _exposed(self, idle: int) -> dict[str, int]:
+        """Compute's idle time by the kind of communication that it waited for; the rest ended the step."""
+        waited = dict(self.engine.waited)
+        rest = idle - sum(waited.values())
+        if rest:
+            last = max(self.engine.events, key=lambda event: event.end_ns)
+            waited[last.kind] = waited.get(last.kind, 0) + rest
+        return {kind: spent for kind, spent in sorted(waited.items()) if spent}

@@ -1,0 +1,85 @@
+"""The bytes that one rank hands to each collective in a step, exactly as the emitted program sends them.
+
+Activations: each redistribution once a microbatch, both directions where a gradient flows. Parameters: once a step;
+gathered again for the backward pass, each microbatch, when regathered inside a block (the root block keeps its own).
+Operators that communicate inside add what they declare. Byte conventions: `ir.redistribution.transfer_bytes`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+
+from autopar.ir.graph import IDENTITY, Graph, Node, Tensor
+from autopar.ir.placement import Placement, S, local_shape
+from autopar.ir.plan import Plan
+from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ops.call import Call
+
+
+def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
+    """Bytes by collective, a rank (the first) and step."""
+    counts: Counter[str] = Counter()
+    placements = _placements(graph, plan)
+    units = _units(graph)
+    for redistribute in plan.redistributes:
+        tensor = graph.tensors[redistribute.tensor]
+        forward, backward = _step_counts(graph, plan, redistribute.tensor, units)
+        _add(counts, plan, tensor, placements[redistribute.tensor], redistribute.steps, forward, backward)
+    for node in graph.nodes:
+        if node.op == "aten.cross_entropy_loss.default":
+            counts["all_reduce"] += _cross_entropy_bytes(graph, node, plan) * plan.microbatches
+    return {kind: size for kind, size in sorted(counts.items()) if size}
+
+
+def _placements(graph: Graph, plan: Plan) -> dict[str, Placement]:
+    found = dict(plan.inputs) | {name: storage.placement for name, storage in plan.storage.items()}
+    for node in graph.nodes:
+        found.update(zip(node.results, plan.nodes[node.name].results, strict=True))
+    return found
+
+
+def _step_counts(graph: Graph, plan: Plan, name: str, units: set[str]) -> tuple[int, int]:
+    """How often a step a tensor's redistribution runs forward and backward."""
+    trains = plan.mode == "train" and graph.tensors[name].differentiable
+    stored = graph.stored_by_tensor.get(name)
+    if stored is None:
+        return plan.microbatches, plan.microbatches if trains else 0
+    storage = plan.storage[name]
+    in_unit = any(stored.name.startswith(unit + ".") for unit in units)
+    gathers = plan.microbatches * (2 if in_unit and trains else 1) if storage.regather else 1
+    reductions = plan.microbatches if storage.regather or storage.reduce_each_microbatch else 1
+    return gathers, reductions if trains else 0
+
+
+def _units(graph: Graph) -> set[str]:
+    """Modules that have a module inside that runs something: each is a block of the emitted program."""
+    return {path for node in graph.nodes if node.op != IDENTITY for path, _ in node.scope.path[:-1] if path}
+
+
+def _add(
+    counts: Counter[str], plan: Plan, tensor: Tensor, placement: Placement, steps: tuple[Step, ...], forward: int,
+    backward: int,
+) -> None:  # fmt: skip
+    for step in steps:
+        sizes = transfer_bytes(tensor.shape, tensor.itemsize, placement, plan.axes, step)
+        for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
+            if transfer.collective:
+                counts[transfer.collective] += size * times
+        placement = apply(step, placement)
+
+
+def _cross_entropy_bytes(graph: Graph, node: Node, plan: Plan) -> int:
+    """The valid count (a float32) over axes that split samples; maximum and two sums a sample over split classes."""
+    logits = plan.nodes[node.name].operands[0]
+    tensor = graph.tensors[node.operands[0]]
+    local = local_shape(tensor.shape, logits, plan.axes)
+    samples = math.prod(local) // local[1]
+    mean = Call(graph, node).arguments["reduction"] == 1
+    total = 0
+    for type_ in logits:
+        if type_ == S(1):
+            total += 3 * samples * tensor.itemsize
+        elif type_.kind == "S" and mean:
+            total += 4
+    return total

@@ -1,0 +1,50 @@
+"""Plans that people write by hand, as constraints on named mesh axes: data, tensor and sequence parallel, ZeRO."""
+
+from __future__ import annotations
+
+from autopar.errors import MeshError, PlanError
+from autopar.ir.constraint import Constraint
+from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
+
+
+def template_axes(mesh: Mesh, dp: int, tp: int, pp: int) -> LogicalMesh:
+    """The axes dp (outer) and tp (inner). Raises MeshError unless dp × tp × pp is the number of devices."""
+    if dp * tp * pp != mesh.num_devices or min(dp, tp, pp) < 1:
+        raise MeshError(
+            f"expected dp × tp × pp = {mesh.num_devices} devices of {mesh}, found {dp} × {tp} × {pp} = {dp * tp * pp}"
+        )
+    if pp > 1:
+        raise PlanError(f"expected pp=1, found pp={pp}: plans of several pipeline stages are not available yet")
+    sizes = {name: size for name, size in (("dp", dp), ("tp", tp)) if size > 1}
+    return make_axes(tuple(sizes), tuple(sizes.values()))
+
+
+def template_constraints(
+    axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...] = ()
+) -> list[Constraint]:
+    """The constraints of a template on its axes.
+
+    dp: inputs split by sample, parameters used whole; stored whole (ZeRO-0) or sharded (1 to 3). tp: matrices are
+    sharded where a dim divides (Megatron's column and row pairs then cost least), parameters stored as used; with
+    sequence parallel, activations between blocks prefer to be split.
+    """
+    names = [axis.name for axis in axes]
+    found: list[Constraint] = []
+    if "dp" in names:
+        stored = ("I",) if zero == 0 else ("S",)
+        found += [
+            Constraint("*", ("S(0)",), what="input", axis="dp"),
+            Constraint("*", ("R",), what="used", axis="dp", min_dims=2),
+            Constraint("*", ("R", "P"), what="used", axis="dp"),
+            Constraint("*", stored, what="stored", axis="dp", soft=zero > 0, zero=zero or None),
+        ]
+    if "tp" in names:
+        found += [
+            Constraint("*", ("R",), what="input", axis="tp"),
+            Constraint("*", ("S",), what="used", axis="tp", min_dims=2, soft=True),
+        ]
+        if zero == 0:
+            found.append(Constraint("*", ("S",), what="stored", axis="tp", min_dims=2, soft=True))
+        edge = ("S(1)",) if sequence_parallel else ("I", "R", "P")
+        found += [Constraint(path, edge, axis="tp", soft=True) for path in block_paths]
+    return found

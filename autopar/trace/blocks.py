@@ -1,0 +1,104 @@
+"""Finds repeated blocks: children of one container whose computations are equal up to names.
+
+Two blocks are equal when, walking their nodes in order, operators, plain arguments, shapes and dtypes agree and
+every operand is the same thing: the k-th tensor made inside, the same-named parameter, or the k-th tensor that
+comes from outside. Whatever is then decided for one block's node serves its twins: `representative` maps each
+node to the node of the first equal block, and each tensor likewise.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.ir.graph import Graph, Node, map_references
+
+_CHILD = re.compile(r"(.*?\.|)(\d+)$")
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """`paths`: for each distinct block, the module paths of its instances; node and tensor representatives."""
+
+    paths: tuple[tuple[str, ...], ...]
+    node_representative: Mapping[str, str]
+    tensor_representative: Mapping[str, str]
+
+    def representative_node(self, name: str) -> str:
+        return self.node_representative.get(name, name)
+
+    def representative_tensor(self, name: str) -> str:
+        return self.tensor_representative.get(name, name)
+
+
+def find_blocks(graph: Graph) -> Blocks:
+    """The repeated blocks of the graph, outermost containers first; a node belongs to at most one block."""
+    regions: dict[str, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        path = _block_path(node)
+        if path is not None:
+            regions[path].append(node)
+    groups: dict[Any, list[tuple[str, list[str], list[str]]]] = defaultdict(list)
+    for path, nodes in regions.items():
+        signature, tensors = _signature(graph, path, nodes)
+        groups[path.rpartition(".")[0], signature].append((path, [node.name for node in nodes], tensors))
+    node_map: dict[str, str] = {}
+    tensor_map: dict[str, str] = {}
+    paths: list[tuple[str, ...]] = []
+    for members in groups.values():
+        _, first_nodes, first_tensors = members[0]
+        paths.append(tuple(path for path, _, _ in members))
+        for _, names, tensors in members[1:]:
+            node_map.update(zip(names, first_nodes, strict=True))
+            tensor_map.update(zip(tensors, first_tensors, strict=True))
+    return Blocks(tuple(paths), node_map, tensor_map)
+
+
+def _block_path(node: Node) -> str | None:
+    """The outermost numbered module that the node ran in: "h.3" for h.3.attn.q."""
+    for path, _ in node.scope.path:
+        if _CHILD.match(path):
+            return path
+    return None
+
+
+def _signature(graph: Graph, path: str, nodes: list[Node]) -> tuple[Any, list[str]]:
+    """The block's computation with canonical names, and the tensors that stand for its canonical names."""
+    names: dict[str, str] = {}
+    own: list[str] = []  # made or owned by the block
+
+    def canonical(tensor: str) -> str:
+        if tensor not in names:
+            stored = graph.stored_by_tensor.get(tensor)
+            if stored is not None and stored.name.startswith(path + "."):
+                names[tensor] = stored.name.removeprefix(path)
+                own.append(tensor)
+            else:
+                names[tensor] = f"outside {len(names)}" if stored is None else f"outside {stored.name}"
+        return names[tensor]
+
+    rows = []
+    for node in nodes:
+        args = map_references((node.args, node.kwargs), canonical)
+        operand_tensors = [_kind(graph, tensor) for tensor in node.operands]
+        for tensor in node.results:
+            names[tensor] = f"inside {len(names)}"
+            own.append(tensor)
+        scopes = [(scope.removeprefix(path), kind) for scope, kind in node.scope.path if scope.startswith(path)]
+        results = [None if t is None else _kind(graph, t) for t in node.outputs]
+        rows.append(repr((node.op, args, operand_tensors, results, scopes)))
+    used_outside = [names[t] for t in own if t in names and _leaves(graph, t, nodes)]
+    return ("\n".join(rows), tuple(used_outside)), own
+
+
+def _kind(graph: Graph, tensor: str) -> tuple[Any, ...]:
+    value = graph.tensors[tensor]
+    return (value.shape, value.dtype, value.differentiable)
+
+
+def _leaves(graph: Graph, tensor: str, nodes: list[Node]) -> bool:
+    inside = {node.name for node in nodes}
+    return tensor in graph.outputs or any(user.name not in inside for user, _ in graph.consumers[tensor])

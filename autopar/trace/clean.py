@@ -1,0 +1,123 @@
+"""Cleaning: nodes that compute nothing are removed, and equal nodes are computed once.
+
+Before → after: `y = alias(x); z = f(y)` → `z = f(x)`; an assert → nothing; a node that nothing reads → nothing;
+two equal calls of a pure operator in one module → one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
+
+_IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
+_ASSERTIONS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert")
+_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform")
+
+
+def clean(graph: Graph) -> Graph:
+    """Removes asserts, identities, duplicates and dead nodes; the input graph is left as it is."""
+    nodes = [node for node in graph.nodes if not node.op.startswith(_ASSERTIONS)]
+    nodes, renamed = _drop_identities(graph, nodes)
+    nodes, merged = _merge_equal(nodes)
+    renamed = {**{old: merged.get(new, new) for old, new in renamed.items()}, **merged}
+
+    def final(name: str) -> str:
+        return renamed.get(name, name)
+
+    outputs = tuple(final(name) for name in graph.outputs)
+    mutations = {buffer: final(name) for buffer, name in graph.mutations.items()}
+    live = _live_nodes(nodes, {*outputs, *mutations.values()})
+    used = {name for node in live for name in node.operands} | {*outputs, *mutations.values()}
+    stored = tuple(s for s in graph.stored if s.kind == "parameter" or s.tensor in used or s.persistent)
+    kept = {name for node in live for name in node.results} | set(graph.inputs) | {s.tensor for s in stored}
+    return replace(
+        graph,
+        nodes=tuple(live),
+        stored=stored,
+        outputs=outputs,
+        loss=None if graph.loss is None else final(graph.loss),
+        mutations=mutations,
+        tensors={name: tensor for name, tensor in graph.tensors.items() if name in kept},
+    )
+
+
+def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
+    renamed: dict[str, str] = {}
+    kept = []
+    for node in nodes:
+        node = _with_operands(node, renamed)
+        if _is_identity(graph, node):
+            renamed[node.results[0]] = node.operands[0]
+        else:
+            kept.append(node)
+    return kept, renamed
+
+
+def _is_identity(graph: Graph, node: Node) -> bool:
+    if node.op in _IDENTITIES:
+        return True
+    if len(node.results) != 1 or not node.operands:
+        return False
+    source, result = graph.tensors[node.operands[0]], graph.tensors[node.results[0]]
+    same = source.shape == result.shape and source.dtype == result.dtype
+    if node.op in ("aten.view.default", "aten.reshape.default", "aten.expand.default"):
+        return same
+    if node.op == "aten._to_copy.default":
+        return same and all(key in ("dtype", "device", "layout") for key, _ in node.kwargs)
+    if node.op == "aten.slice.Tensor":
+        return same
+    return node.op == "aten.native_dropout.default" and (node.args[1] == 0.0 or node.args[2] is False) and same
+
+
+def _with_operands(node: Node, renamed: dict[str, str]) -> Node:
+    if not any(name in renamed for name in node.operands):
+        return node
+
+    def new(name: str) -> Ref:
+        return Ref(renamed.get(name, name))
+
+    args = map_references(node.args, new)
+    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
+    return replace(node, args=args, kwargs=kwargs)
+
+
+def _merge_equal(nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
+    seen: dict[Any, Node] = {}
+    renamed: dict[str, str] = {}
+    kept = []
+    for node in nodes:
+        node = _with_operands(node, renamed)
+        key = (node.op, _typed(node.args), _typed(node.kwargs), node.scope)
+        twin = seen.get(key)
+        if twin is None or any(word in node.op for word in _RANDOM) or not _same_results(node, twin):
+            seen[key] = node
+            kept.append(node)
+        else:
+            renamed.update(zip(node.results, twin.results, strict=True))
+    return kept, renamed
+
+
+def _typed(value: Any) -> Any:
+    """The value with its types, since 1, 1.0 and True are equal in Python but not to an operator."""
+    if isinstance(value, (Ref, Atom)):
+        return value
+    if isinstance(value, tuple):
+        return tuple(_typed(item) for item in value)
+    return (type(value).__name__, value)
+
+
+def _same_results(node: Node, twin: Node) -> bool:
+    return [name is None for name in node.outputs] == [name is None for name in twin.outputs]
+
+
+def _live_nodes(nodes: list[Node], wanted: set[str]) -> list[Node]:
+    live = []
+    for node in reversed(nodes):
+        read = [name for name in node.results if name in wanted]
+        if read:
+            wanted.update(node.operands)
+            outputs = tuple(name if name in wanted else None for name in node.outputs)
+            live.append(replace(node, outputs=outputs))
+    return live[::-1]

@@ -1,0 +1,45 @@
+"""Decomposes the operators that have no sharding rule, with torch's own decompositions.
+
+`mse_loss(x, y)` → `mean(pow(sub(x, y), 2))`. Operators with a rule stay whole (`linear`, attention, `layer_norm`):
+they read better, run faster, and their rules say more. An operator with neither stays too: it is replicated and
+reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.export import ExportedProgram
+
+from autopar.ops import has_rules
+
+_MAX_DEPTH = 4  # decompositions of decompositions
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    return source.to(target.dtype).expand(target.shape)
+
+
+#: what torch neither decomposes nor differentiates: `x[:, 0] = y` leaves a copy
+_OWN: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.copy.default: _copy}
+
+
+def decompose(program: ExportedProgram) -> ExportedProgram:
+    """The functional program, in which operators without a rule are taken apart as far as torch knows how."""
+    program = program.run_decompositions({})
+    for _ in range(_MAX_DEPTH):
+        table = _decompositions(program)
+        if not table:
+            break
+        program = program.run_decompositions(table)
+    return program
+
+
+def _decompositions(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any]]:
+    used = {node.target for node in program.graph.nodes if isinstance(node.target, OpOverload)}
+    without = [op for op in used if op.namespace == "aten" and not has_rules(op)]
+    known = {**torch.export.default_decompositions(), **_OWN} if without else {}
+    return {op: known[op] for op in without if op in known}

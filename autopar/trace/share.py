@@ -1,0 +1,47 @@
+"""Gives every tensor with several consumers one identity node, so that one conversion serves them all.
+
+Before → after: `y = f(x); z = g(x)` → `x' = alias(x); y = f(x'); z = g(x')`. The gradients of all consumers meet
+at x', so a redistribution between x and x' is paid once forward and once backward. Tensors without gradient need
+none: their conversions are shared by placement. Parameters are converted once a step and need none either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.ir.graph import IDENTITY, Graph, Node, Ref, common_scope, map_references
+
+
+def share(graph: Graph) -> Graph:
+    """The graph with identity nodes, placed just before the first consumer, in the consumers' common module."""
+    tensors, nodes, renamed = dict(graph.tensors), [], dict[str, str]()
+    wanted = {name for name, users in graph.consumers.items() if _is_shared(graph, name, users)}
+    for node in graph.nodes:
+        for name in dict.fromkeys(node.operands):
+            if name in wanted and name not in renamed:
+                renamed[name] = f"{name}_shared"
+                tensors[renamed[name]] = replace(tensors[name], name=renamed[name])
+                nodes.append(_identity(graph, name, renamed[name]))
+        nodes.append(_with_shared(node, renamed))
+    return replace(graph, nodes=tuple(nodes), tensors=tensors)
+
+
+def _is_shared(graph: Graph, name: str, users: list[tuple[Node, int]]) -> bool:
+    count = len(users) + (name in graph.outputs)
+    return count > 1 and graph.tensors[name].differentiable and name not in graph.stored_by_tensor
+
+
+def _identity(graph: Graph, name: str, new: str) -> Node:
+    users = [node for node, _ in graph.consumers[name]]
+    return Node(new, IDENTITY, (Ref(name),), (), (new,), common_scope([node.scope for node in users]), users[0].source)
+
+
+def _with_shared(node: Node, renamed: dict[str, str]) -> Node:
+    if not any(name in renamed for name in node.operands):
+        return node
+
+    def new(name: str) -> Ref:
+        return Ref(renamed.get(name, name))
+
+    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
+    return replace(node, args=map_references(node.args, new), kwargs=kwargs)

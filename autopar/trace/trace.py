@@ -1,0 +1,39 @@
+"""trace: nn.Module + example inputs -> Graph.
+
+export (torch.export, functional) → convert (plain data) → clean (alias, assert and dead nodes removed)
+→ share (one identity node for each tensor with several consumers)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.ir.graph import Graph
+from autopar.trace.clean import clean
+from autopar.trace.convert import convert
+from autopar.trace.export import bind_inputs, export
+from autopar.trace.share import share
+
+
+def trace(
+    model: nn.Module,
+    example_inputs: tuple[Any, ...] | dict[str, Any],
+    *,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    mode: str = "train",
+) -> Graph:
+    """The cleaned forward graph of `model` on one global batch.
+
+    example_inputs: tensors (real or meta) as forward takes them, by position or name. With `loss_fn`, those that
+    forward does not take are passed on to `loss_fn(output, ...)`. `mode="train"` keeps only the loss and the
+    buffers that forward updates; "inference" keeps every output. Nothing is computed and the model is not changed.
+    Raises TraceError naming the source line when the model cannot be captured.
+    """
+    names, bound = bind_inputs(model, example_inputs, loss_fn)
+    program = export(model, names, bound, loss_fn)
+    graph = convert(program, model, names, with_loss=loss_fn is not None, mode=mode)
+    return share(clean(graph))

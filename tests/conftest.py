@@ -1,0 +1,59 @@
+"""What all tests share: golden texts, one thread a process, and tests of several processes at the end."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN_FOLDER = Path(__file__).parent / "golden"
+RANKS_FIXTURE = "rank_pool"
+
+# Read when torch starts its threads, which is after this file: several ranks share the machine's few cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds --refresh-golden."""
+    parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/ with what tests print")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Refuses --refresh-golden where nobody would read the difference."""
+    if config.getoption("--refresh-golden") and os.environ.get("CI"):
+        raise pytest.UsageError("--refresh-golden is for people, who read what changed; CI only compares")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Moves tests of several processes behind the others, so that the simplest failure is seen first."""
+    for item in items:
+        if RANKS_FIXTURE in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.ranks)
+    items.sort(key=lambda item: item.get_closest_marker("ranks") is not None)
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden("name.txt", text)` asserts that `text` is what tests/golden/name.txt holds, or, under
+    --refresh-golden, makes it so. The name is written out in the test: test_house.py looks for it."""
+    refresh: bool = request.config.getoption("--refresh-golden")
+
+    def check(name: str, text: str) -> None:
+        path = GOLDEN_FOLDER / name
+        if refresh:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        expected = path.read_text(encoding="utf-8") if path.exists() else ""
+        if text != expected:
+            pytest.fail(f"tests/golden/{name} differs (--refresh-golden accepts):\n{difference(expected, text)}")
+
+    return check
+
+
+def difference(expected: str, found: str) -> str:
+    """The unified diff from one text to another, or what a diff of lines would hide."""
+    lines = difflib.unified_diff(expected.splitlines(), found.splitlines(), "golden", "found", lineterm="")
+    return "\n".join(lines) or f"only in line ends: {expected[-20:]!r} became {found[-20:]!r}"

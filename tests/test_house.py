@@ -1,0 +1,86 @@
+"""Rules of the house that no other tool checks."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PLANNING_ONLY = {"jsonschema", "ortools", "pytoulbar2", "rich"}
+
+
+def sources(*folders: str) -> list[Path]:
+    """The Python files below folders of the repository; none for a folder that does not exist."""
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    """The full name of each module that a file imports, at its top or inside a function. None is relative:
+    ruff refuses those."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def foreign_imports(folder: str, *allowed: str) -> list[str]:
+    """Imports below `folder` of anything but the standard library and the packages `allowed`."""
+    return [
+        f"{path.relative_to(ROOT)} imports {module}"
+        for path in sources(folder)
+        for module in imported_modules(path)
+        if module.split(".")[0] not in sys.stdlib_module_names
+        if not any(f"{module}.".startswith(f"{package}.") for package in allowed)
+    ]
+
+
+def test_models_import_torch_only() -> None:
+    assert foreign_imports("models", "torch", "models") == []
+
+
+def test_runtime_imports_torch_only() -> None:
+    assert foreign_imports("autopar/runtime", "torch", "autopar.runtime") == []
+
+
+@pytest.mark.skipif(not sources("autopar/runtime"), reason="there is no runtime yet")
+def test_importing_the_runtime_loads_nothing_that_only_planning_needs() -> None:
+    """A training cluster has torch, perhaps an older one, and none of the solvers."""
+    command = "import autopar.runtime, sys; print(*sys.modules)"
+    loaded = subprocess.check_output([sys.executable, "-c", command], cwd=ROOT, text=True).split()
+    rooms = {name for name in loaded if name.startswith("autopar.") and not name.startswith("autopar.runtime")}
+    assert rooms | (PLANNING_ONLY & set(loaded)) == set()
+
+
+def test_every_module_says_what_it_is_for() -> None:
+    texts = {path: path.read_text(encoding="utf-8") for path in sources("autopar", "models", "tests", "examples")}
+    silent = [path for path, text in texts.items() if text and not ast.get_docstring(ast.parse(text))]
+    assert silent == []
+
+
+def test_every_golden_file_is_read_by_a_test() -> None:
+    tests = "\n".join(path.read_text(encoding="utf-8") for path in sources("tests"))
+    golden_files = [path.name for path in (ROOT / "tests" / "golden").glob("*")]
+    assert [name for name in golden_files if f'"{name}"' not in tests] == []
+
+
+def test_every_dependency_has_one_pinned_version() -> None:
+    """Continuous integration runs what a developer runs."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if line and not line.startswith("#")]
+    names = [pin.split("==")[0] for pin in pins]
+    assert all(pin.count("==") == 1 for pin in pins)
+    assert len(set(names)) == len(names)
+
+
+def test_golden_files_cannot_be_refreshed_in_continuous_integration() -> None:
+    command = [sys.executable, "-m", "pytest", "--refresh-golden", "--collect-only", "-q", __file__]
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env={**os.environ, "CI": "true"})
+    assert run.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "CI only compares" in run.stderr
