@@ -1,125 +1,106 @@
-"""Improves a feasible choice by re-solving parts of it exactly: large-neighbourhood search.
-
-A neighbourhood is a set of variables that are near each other in the graph, or live at one crowded time.
-All others keep their values, which leaves a small network: their pair costs become unary costs, and what
-they use leaves less room.
-"""
+"""Improves a choice that fits by re-solving parts of it exactly: large-neighbourhood search (Shaw, 1998)."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-import numpy as np
+from autopar.intraop.exact import search_exactly
+from autopar.intraop.parts import Parts
 
-from autopar.intraop.network import Network, Use
-from autopar.intraop.problem import INFINITE, Int64Array
-from autopar.intraop.rows import memory_rows
-from autopar.intraop.toulbar import minimise_within_backtracks
-
-_SIZES = (12, 25, 50, 100, 200)
+_SIZES = (12, 25, 50, 100, 200, 400, 800)
 """Numbers of free variables to choose from; the search learns which pay."""
 _BACKTRACKS = 300
 _LOCAL_SHARE = 0.5
-"""How often a neighbourhood is grown along the graph alone, rather than from one time as well."""
+"""How often a part is grown from one variable, rather than from several that are live at one time."""
+_CROWD = 7
+"""So many variables of a crowded time seed a part."""
+_MEMORY = 0.9
+"""How much of the past a mean keeps at each step."""
+_LEAST_SHARE = 0.1
+"""The time given to a size, relative to the best one."""
+_MOST_TIMES = 24
+"""Rows that parts start with: those needed most recently."""
+
+
+@dataclass
+class _Size:
+    """What parts of one size have been worth."""
+
+    seconds: float
+    """Mean time of one."""
+    gain: float
+    """Mean gain of one."""
 
 
 class NeighbourhoodSearch:
-    """Holds the current values of a network and what they use over time."""
+    """Holds a choice that fits, and what re-solving its parts has taught."""
 
-    def __init__(self, network: Network, values: Sequence[int], seed: int) -> None:
-        self.network = network
+    def __init__(self, parts: Parts, values: Sequence[int], seed: int, times: Sequence[int] = ()) -> None:
         self.values = list(values)
-        self.random = random.Random(seed)
-        self.seed = seed
-        self.neighbours: list[dict[int, Int64Array]] = [{} for _ in network.unary]
-        for (i, j), matrix in network.pairs.items():
-            self.neighbours[i][j] = matrix
-            self.neighbours[j][i] = matrix.T
-        self.uses_of: list[list[Use]] = [[] for _ in network.unary]
-        for use in network.uses:
-            self.uses_of[use.variable].append(use)
-        self.room_left = network.room.copy()
-        self._hold(range(network.num_variables), 1)
-        self.gains = dict.fromkeys(_SIZES, 1.0)
+        self.cost = parts.network.cost(values)
+        self._parts = parts
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._times = dict.fromkeys(times)
+        most = parts.network.num_variables
+        self._sizes: dict[int, _Size | None] = dict.fromkeys(sorted({min(size, most) for size in _SIZES if most}))
 
-    def run(self, deadline: float) -> None:
-        """Improves until the deadline (of time.monotonic)."""
-        if self.network.num_variables == 0:
-            return
-        while time.monotonic() < deadline:
-            size = self.random.choices(list(self.gains), weights=list(self.gains.values()))[0]
-            started = time.monotonic()
-            gain = self.improve(self._pick(size))
-            self._learn(size, gain / (time.monotonic() - started))
+    def adopt(self, values: Sequence[int]) -> None:
+        """Goes on from another choice that fits."""
+        self.values, self.cost = list(values), self._parts.network.cost(values)
 
-    def improve(self, free: list[int]) -> int:
+    def step(self, deadline: float) -> bool:
+        """Re-solves one part; False when none of any size can be expected to end before the deadline."""
+        started = time.monotonic()
+        affordable = {s: known for s, known in self._sizes.items() if not known or known.seconds <= deadline - started}
+        if not affordable or started >= deadline:
+            return False
+        size = self._choose(affordable)
+        gain = self.improve(self._parts.grow(self._seeds(), size, self._random), deadline)
+        self._remember(size, time.monotonic() - started, gain)
+        return True
+
+    def improve(self, free: list[int], deadline: float) -> int:
         """Re-solves the free variables; returns by how much the cost fell."""
-        self._hold(free, -1)
-        part = self._part(free)
-        current = [self.values[v] for v in free]
-        cost = _cost(part, current)
-        result = minimise_within_backtracks(part, memory_rows(part), cost, _BACKTRACKS, self.seed)
-        gain = 0
-        if result["choice"] is not None:
-            gain = cost - _cost(part, result["choice"])
-            for v, value in zip(free, result["choice"], strict=True):
-                self.values[v] = value
-        self._hold(free, 1)
-        return gain
+        part = self._parts.cut(free, self.values)
+        current = part.cost([self.values[v] for v in free])
+        times = list(self._times)[-_MOST_TIMES:]
+        outcome = search_exactly(
+            part, deadline, self._seed, upper_bound=current, backtracks=_BACKTRACKS, times=times
+        )  # fmt: skip
+        for row_time in outcome.times[len(times) :]:
+            self._times.pop(row_time, None)
+            self._times[row_time] = None
+        if outcome.values is None or outcome.cost >= current:
+            return 0
+        for v, value in zip(free, outcome.values, strict=True):
+            self.values[v] = value
+        self.cost -= current - outcome.cost
+        return current - outcome.cost
 
-    def _learn(self, size: int, gain_per_s: float) -> None:
-        """Keeps a decaying mean of the gain by size, relative to the best, never below a tenth of it."""
-        self.gains[size] = 0.9 * self.gains[size] + 0.1 * gain_per_s
-        best = max(self.gains.values())
-        self.gains = {s: max(g, 0.1 * best, 1e-9) for s, g in self.gains.items()}
+    def _choose(self, sizes: dict[int, _Size | None]) -> int:
+        """Returns a size not yet tried, else any, with time shared in proportion to gain per second."""
+        for size, known in sizes.items():
+            if known is None:
+                return size
+        tried = {size: known for size, known in sizes.items() if known}
+        rates = {size: known.gain / known.seconds for size, known in tried.items()}
+        floor = max(_LEAST_SHARE * max(rates.values()), 1e-9)
+        weights = [max(rates[size], floor) / known.seconds for size, known in tried.items()]
+        return self._random.choices(list(tried), weights)[0]
 
-    def _pick(self, size: int) -> list[int]:
-        """Grows breadth first from a random variable, or from a few that are live at one time."""
-        queue = deque(self._seeds())
-        chosen: dict[int, None] = {}
-        while queue and len(chosen) < size:
-            v = queue.popleft()
-            if v not in chosen:
-                chosen[v] = None
-                around = list(self.neighbours[v])
-                queue.extend(self.random.sample(around, min(len(around), 8)))
-        return sorted(chosen)
+    def _remember(self, size: int, seconds: float, gain: int) -> None:
+        known = self._sizes[size] or _Size(seconds, gain)
+        known.seconds = _MEMORY * known.seconds + (1 - _MEMORY) * seconds
+        known.gain = _MEMORY * known.gain + (1 - _MEMORY) * gain
+        self._sizes[size] = known
 
     def _seeds(self) -> list[int]:
-        if not self.network.uses or self.random.random() < _LOCAL_SHARE:
-            return [self.random.randrange(self.network.num_variables)]
-        use = self.random.choice(self.network.uses)
-        others = self.random.sample(self.network.uses, min(len(self.network.uses), 400))
-        live = [other.variable for other in others if other.lo < use.hi and use.lo < other.hi]
-        return [use.variable, *live[:6]]
-
-    def _part(self, free: list[int]) -> Network:
-        """Returns the network of the free variables, all others fixed."""
-        number = {v: k for k, v in enumerate(free)}
-        unary, pairs = [], {}
-        for v in free:
-            costs = self.network.unary[v]
-            for w, matrix in self.neighbours[v].items():
-                if w not in number:
-                    costs = np.minimum(costs + matrix[:, self.values[w]], INFINITE)
-                elif v < w:
-                    pairs[number[v], number[w]] = matrix
-            unary.append(costs)
-        uses = [Use(number[v], u.lo, u.hi, u.usages) for v in free for u in self.uses_of[v]]
-        return Network(unary, pairs, uses, self.network.room_starts, self.room_left, ())
-
-    def _hold(self, variables: Sequence[int], sign: int) -> None:
-        """Takes (1) or gives back (−1) the room that the variables use."""
-        starts = self.network.room_starts
-        for v in variables:
-            for use in self.uses_of[v]:
-                first, last = np.searchsorted(starts, (use.lo, use.hi))
-                self.room_left[first:last] -= sign * use.usages[self.values[v]]
-
-
-def _cost(network: Network, values: Sequence[int]) -> int:
-    unary = sum(int(costs[value]) for costs, value in zip(network.unary, values, strict=True))
-    return unary + sum(int(matrix[values[i], values[j]]) for (i, j), matrix in network.pairs.items())
+        if self._times and self._random.random() >= _LOCAL_SHARE:
+            live = self._parts.live_at(self._random.choice(list(self._times)))
+            if live:
+                return self._random.sample(live, min(len(live), _CROWD))
+        return [self._random.randrange(self._parts.network.num_variables)]

@@ -77,9 +77,7 @@ def _first_choice(problem: Problem, deadline: float, seed: int) -> Sequence[int]
     return network.expand(outcome.values)
 
 
-def _choice_within(
-    problem: Problem, limit: int, deadline: float, seed: int
-) -> tuple[Sequence[int] | None, bool]:
+def _choice_within(problem: Problem, limit: int, deadline: float, seed: int) -> tuple[Sequence[int] | None, bool]:
     """Returns a choice whose peak is within the limit, or None and whether there is none."""
     try:
         network = reduce_problem(replace(problem, usage_limit=limit))

@@ -2,14 +2,13 @@
 
     solve = reduce_problem → search_exactly → (what that leaves open) search_hard → evaluate
 
-A hard network is searched from three sides: exactly, in a process of its own; for prices of memory, which
-give a bound and choices that nearly fit; and by re-solving neighbourhoods of the best choice that fits.
+Small networks are searched exactly in this process; what is left open, or large, is searched from both sides
+(`search_hard`).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.evaluator import evaluate
@@ -17,7 +16,7 @@ from autopar.intraop.exact import SMALL_ENTRIES, Outcome, search_exactly
 from autopar.intraop.hard import search_hard
 from autopar.intraop.network import Network
 from autopar.intraop.peak import minimise_peak
-from autopar.intraop.problem import Problem
+from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.reduction import reduce_problem
 from autopar.intraop.solution import Solution
 
@@ -25,14 +24,6 @@ __all__ = ["Solution", "minimise_peak", "solve"]
 
 _PEAK_TIME_LIMIT_S = 5.0
 """At most this, besides the time limit, goes into saying what limit could be met."""
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """The outcome of the search that settled the matter."""
-
-    outcome: Outcome
-    method: str
 
 
 def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Solution:
@@ -47,32 +38,33 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
         network = reduce_problem(problem)
     except InfeasibleError as error:
         raise _infeasible(problem, seed, proven=True) from error
-    answer = _search(problem, network, started + time_limit_s, seed, gap_limit)
-    if answer.outcome.values is None:
-        raise _infeasible(problem, seed, proven=answer.outcome.complete)
-    return _checked_solution(problem, network, answer, started, seed, gap_limit)
+    outcome, method = _search(network, started + time_limit_s, seed, gap_limit)
+    if outcome.values is None:
+        raise _infeasible(problem, seed, proven=outcome.complete)
+    choice = network.expand(outcome.values)
+    evaluation = evaluate(problem, choice)
+    assert evaluation.feasible, f"{problem.name}: the search returned a choice that is not feasible"
+    bound = min(outcome.lower_bound, evaluation.cost)
+    return Solution(
+        choice, evaluation.cost, bound, evaluation.peak_usage, _stop_reason(evaluation.cost, bound, gap_limit),
+        time.monotonic() - started, seed, method,
+    )  # fmt: skip
 
 
-def _search(problem: Problem, network: Network, deadline: float, seed: int, gap_limit: float) -> _Answer:
-    outcome = Outcome(None, 10**18, 0)
+def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[Outcome, str]:
+    """Returns what was found, and by which search."""
+    outcome = Outcome(None, INFINITE, 0)
     if network.num_entries <= SMALL_ENTRIES:
         outcome = search_exactly(network, deadline, seed)
         if outcome.complete or time.monotonic() >= deadline:
-            return _Answer(outcome, "toulbar2, rows as needed")
-    return _Answer(search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods")
+            return outcome, "toulbar2, rows as needed"
+    return search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods"
 
 
-def _checked_solution(
-    problem: Problem, network: Network, answer: _Answer, started: float, seed: int, gap_limit: float
-) -> Solution:
-    assert answer.outcome.values is not None
-    choice = network.expand(answer.outcome.values)
-    evaluation = evaluate(problem, choice)
-    assert evaluation.feasible, f"{problem.name}: the search returned a choice that is not feasible"
-    bound = min(answer.outcome.lower_bound, evaluation.cost)
-    solution = Solution(choice, evaluation.cost, bound, evaluation.peak_usage, "time limit",
-                        time.monotonic() - started, seed, answer.method)  # fmt: skip
-    return solution
+def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:
+    if cost <= lower_bound:
+        return "optimal"
+    return "gap limit" if cost - lower_bound <= gap_limit * cost else "time limit"
 
 
 def _infeasible(problem: Problem, seed: int, *, proven: bool) -> InfeasibleError:

@@ -1,4 +1,4 @@
-"""Minimises a network by toulbar2, in this process under a backtrack limit or apart under a time limit."""
+"""Minimises a network by toulbar2: in this process under a backtrack limit, or in one of its own."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -14,18 +15,16 @@ from pathlib import Path
 from autopar.intraop import toulbar_worker
 from autopar.intraop.network import Network
 from autopar.intraop.problem import INFINITE
-from autopar.intraop.rows import Row
+from autopar.intraop.timeline import Row
 from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Request, Result
 
-_GRACE_S = 3.0
+_GRACE_S = 1.0
 """What a search may take after its deadline to hand over what it has, before it is killed."""
 _LIBRARY_LOCK = threading.Lock()
 """toulbar2 keeps its state in globals."""
 
 
-def minimise_here(
-    network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int
-) -> Result:
+def minimise_here(network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> Result:
     """Searches in this process for the cheapest choice below `upper_bound`; deterministic."""
     request = _request(network, rows, upper_bound, seed)
     request["backtrack_limit"] = backtracks
@@ -34,47 +33,57 @@ def minimise_here(
 
 
 class SearchApart:
-    """A search in a process of its own, which leaves this one free and ends when it is told to."""
+    """A search in a process of its own, which leaves this one free and ends when it is told to.
+
+    Request and result go through files: a pipe would want a thread here, which a search of this process
+    starves, since toulbar2 does not let go of the interpreter.
+    """
 
     def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, seed: int, *,
-                 backtracks: int = NO_BACKTRACK_LIMIT, message_passing: bool = False,
-                 virtual_arc_consistency: bool = False) -> None:  # fmt: skip
+                 backtracks: int = NO_BACKTRACK_LIMIT, message_passing: bool = False) -> None:  # fmt: skip
         request = _request(network, rows, upper_bound, seed)
-        request.update(backtrack_limit=backtracks, interruptible=True, message_passing=message_passing,
-                       virtual_arc_consistency=virtual_arc_consistency)  # fmt: skip
-        self._process = subprocess.Popen(
-            [sys.executable, str(Path(toulbar_worker.__file__))],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        self._output = b""
-        self._conversation = threading.Thread(target=self._converse, args=(pickle.dumps(request),), daemon=True)
-        self._conversation.start()
-
-    def _converse(self, request: bytes) -> None:
-        self._output, _ = self._process.communicate(request)
+        request["backtrack_limit"], request["interruptible"] = backtracks, True
+        request["message_passing"] = message_passing
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # outlives this call; result or cancel closes it
+        with tempfile.TemporaryFile() as file:
+            pickle.dump(request, file)
+            file.seek(0)
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(toulbar_worker.__file__))],
+                stdin=file, stdout=self._output, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
 
     @property
     def done(self) -> bool:
         """Whether the search has ended."""
-        return not self._conversation.is_alive()
+        return self._process.poll() is not None
 
     def result(self, deadline: float) -> Result:
         """Waits until the search ends or the deadline (of time.monotonic), then returns what it has."""
-        self._conversation.join(max(0.0, deadline - time.monotonic()))
-        if not self.done:
+        if not self._ended_within(max(0.0, deadline - time.monotonic())):
             self._process.send_signal(signal.SIGVTALRM)
-            self._conversation.join(_GRACE_S)
-        self.cancel()
-        if self._process.returncode != 0 or not self._output:
+            self._ended_within(_GRACE_S)
+        if self._process.poll() != 0:
+            self.cancel()
             return Result(choice=None, lower_bound=0, complete=False)
-        result: Result = pickle.loads(self._output)
+        with self._output as file:
+            file.seek(0)
+            result: Result = pickle.load(file)
         return result
 
     def cancel(self) -> None:
         """Ends the search, whatever it is doing."""
-        if self._process.poll() is None:
+        if not self.done:
             self._process.kill()
-        self._conversation.join()
+            self._process.wait()
+        self._output.close()
+
+    def _ended_within(self, seconds: float) -> bool:
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
 def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int) -> Request:
@@ -87,6 +96,5 @@ def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int)
         backtrack_limit=NO_BACKTRACK_LIMIT,
         interruptible=False,
         message_passing=False,
-        virtual_arc_consistency=False,
         seed=seed,
     )

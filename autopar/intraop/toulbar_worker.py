@@ -38,8 +38,6 @@ class Request(TypedDict):
     """Whether SIGVTALRM may end the search; takes the signal's handler."""
     message_passing: bool
     """Starts with TRW-S message passing: far better bounds and choices where the search cannot finish."""
-    virtual_arc_consistency: bool
-    """Tightens the first bound further, at a price."""
     seed: int
 
 
@@ -77,9 +75,9 @@ def _whole(bound: float) -> int:
 
 
 def _new(top: int, request: Request) -> Any:
-    from pytoulbar2 import CFN  # type: ignore[import-untyped]  # no stubs; lazy: only solvers pay for it
+    from pytoulbar2 import CFN  # no stubs; lazy: only solvers pay for it
 
-    cfn = CFN(ubinit=top, vac=int(request["virtual_arc_consistency"]), seed=request["seed"], verbose=-1)
+    cfn = CFN(ubinit=top, seed=request["seed"], verbose=-1)
     # Options are globals of the library that outlive a network: each is set anew.
     cfn.Option.trwsAccuracy = 0.001 if request["message_passing"] else -1.0
     cfn.Option.backtrackLimit = request["backtrack_limit"]
