@@ -19,7 +19,7 @@ from autopar.intraop.toulbar_worker import Result
 
 SMALL_ENTRIES = 300_000
 """Networks up to this size are searched in this process, which saves starting another (0.2 s)."""
-_BACKTRACKS = 2_000
+_BACKTRACKS = 500
 """A limit in backtracks keeps the outcome for small networks independent of the clock."""
 _ROWS_A_ROUND = 4
 
@@ -82,18 +82,19 @@ class RowsAsNeeded:
 
 def search_exactly(
     network: Network, deadline: float, seed: int, *, upper_bound: int = INFINITE, backtracks: int = _BACKTRACKS,
-    times: Iterable[int] = (),
+    times: Iterable[int] = (), small_entries: int = SMALL_ENTRIES,
 ) -> Outcome:  # fmt: skip
     """Searches for the cheapest choice below `upper_bound`, until it is found or a limit is met.
 
-    The limits are the deadline (of time.monotonic) and, on small networks, the backtracks of each round;
-    `times` are those whose rows are there from the start. At least one round is made.
+    The limits are the deadline (of time.monotonic) and, on networks of no more than `small_entries`, which are
+    searched in this process, the backtracks of each round; `times` are those whose rows are there from the
+    start. At least one round is made.
     """
     search = RowsAsNeeded(network, times)
     first = True
     while (first or time.monotonic() < deadline) and not search.impossible:
         first = False
-        if network.num_entries <= SMALL_ENTRIES:
+        if network.num_entries <= small_entries:
             result = minimise_here(network, search.rows, upper_bound, backtracks, seed)
         else:
             apart = SearchApart(network, search.rows, upper_bound, seed, message_passing=True)

@@ -7,12 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.intraop.exact import search_exactly
-from autopar.intraop.parts import Parts
+from autopar.intraop.parts import Parts, search_part
 
 _SIZES = (12, 25, 50, 100, 200, 400, 800)
-"""Numbers of free variables to choose from; the search learns which pay."""
-_BACKTRACKS = 300
+"""Numbers of free variables to choose from, up to half of all; the search learns which pay."""
 _LOCAL_SHARE = 0.5
 """How often a part is grown from one variable, rather than from several that are live at one time."""
 _CROWD = 7
@@ -45,7 +43,7 @@ class NeighbourhoodSearch:
         self._seed = seed
         self._random = random.Random(seed)
         self._times = dict.fromkeys(times)
-        most = parts.network.num_variables
+        most = -(-parts.network.num_variables // 2)
         self._sizes: dict[int, _Size | None] = dict.fromkeys(sorted({min(size, most) for size in _SIZES if most}))
 
     def adopt(self, values: Sequence[int]) -> None:
@@ -68,9 +66,7 @@ class NeighbourhoodSearch:
         part = self._parts.cut(free, self.values)
         current = part.cost([self.values[v] for v in free])
         times = list(self._times)[-_MOST_TIMES:]
-        outcome = search_exactly(
-            part, deadline, self._seed, upper_bound=current, backtracks=_BACKTRACKS, times=times
-        )  # fmt: skip
+        outcome = search_part(part, deadline, self._seed, times, current)
         for row_time in outcome.times[len(times) :]:
             self._times.pop(row_time, None)
             self._times[row_time] = None

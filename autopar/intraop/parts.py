@@ -7,17 +7,33 @@ part whose variables are near each other in the graph, or live at one crowded ti
 from __future__ import annotations
 
 import random
+import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autopar.intraop.exact import Outcome, search_exactly
 from autopar.intraop.network import Network, Use
 from autopar.intraop.problem import INFINITE, Int64Array
 from autopar.intraop.timeline import Timeline
 
 _BRANCHING = 8
 """At most so many neighbours of one variable join at a time, lest a hub's crowd out all else."""
+_SMALL_ENTRIES = 50_000
+"""Larger parts are searched in a process of their own, which can be held to a time."""
+_BACKTRACKS = 300
+_MOST_S = 5.0
+
+
+def search_part(
+    part: Network, deadline: float, seed: int, times: Iterable[int], upper_bound: int = INFINITE
+) -> Outcome:
+    """Searches a part for the cheapest choice below `upper_bound`, for a few seconds at most."""
+    return search_exactly(
+        part, min(deadline, time.monotonic() + _MOST_S), seed, upper_bound=upper_bound, backtracks=_BACKTRACKS,
+        times=times, small_entries=_SMALL_ENTRIES,
+    )  # fmt: skip
 
 
 class Parts:

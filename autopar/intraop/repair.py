@@ -12,15 +12,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intraop.exact import search_exactly
-from autopar.intraop.parts import Parts
+from autopar.intraop.parts import Parts, search_part
 from autopar.intraop.problem import INFINITE, Int64Array
 
 _SIZES = (50, 100, 200, 400)
 """Numbers of free variables: larger ones after smaller ones have failed."""
 _KEPT = (0.0, 0.5, 0.9)
 """Shares of the worst excess that a step may keep, tried in turn."""
-_BACKTRACKS = 300
 _CROWD = 20
 """So many variables of the worst time seed a part."""
 
@@ -53,9 +51,7 @@ def _relieve(
     free = parts.grow(chance.sample(live, min(len(live), _CROWD)), size, chance)
     part = parts.cut(free, values, _allowance(excess, worst, int(kept * excess[worst])))
     worst_time = int(part.room_starts[worst])
-    outcome = search_exactly(
-        part, deadline, chance.randrange(2**31), backtracks=_BACKTRACKS, times=[worst_time]
-    )  # fmt: skip
+    outcome = search_part(part, deadline, chance.randrange(2**31), [worst_time])
     if outcome.values is None:
         return None
     relieved = list(values)
