@@ -16,7 +16,6 @@ from autopar.cost.work import (
     Shape,
     Work,
     backward_work,
-    base_name,
     forward_flops,
     forward_work,
     operator,
@@ -79,9 +78,11 @@ def node_call(
 ) -> Call:
     """Everything that the operator's cost depends on, hashable."""
     operands = [tensors[name] for name in node.operands]
-    results = [tensors[name] for name in node.results]
-    dtypes = [compute_dtype(tensor.dtype, precision) for tensor in operands]
-    result_dtypes = [compute_dtype(tensor.dtype, precision) for tensor in results]
+    dtypes = [tensor.dtype for tensor in operands]
+    result_dtypes = [tensors[name].dtype for name in node.results]
+    if precision is not None:
+        dtypes = [compute_dtype(dtype, precision) for dtype in dtypes]
+        result_dtypes = [compute_dtype(dtype, precision) for dtype in result_dtypes]
     return Call(
         node.op,
         operand_shapes,
@@ -95,10 +96,9 @@ def node_call(
 
 
 def _detail(node: Node) -> str:
-    name = base_name(node.op)
-    if name == "einsum":
+    if ".einsum" in node.op:
         return str(node.args[0])
-    if name.endswith("attention") or "attention_for_cpu" in name:
+    if "attention" in node.op:
         return "causal" if argument(node, 5, "is_causal", False) else ""
     return ""
 

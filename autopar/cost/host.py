@@ -23,7 +23,7 @@ from autopar.cost.fit import profile_from_points
 from autopar.cost.profile import Profile, profile_from_json
 from autopar.errors import ProfileError
 
-REVISION = 1  # of the measurements: a new one measures every host anew
+REVISION = 2  # of the measurements: a new one measures every host anew
 TIMEOUT_SECONDS = 180
 MEASURE = Path(__file__).with_name("measure.py")
 

@@ -71,8 +71,9 @@ def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32"
 # What a view shares ----------------------------------------
 
 _VIEW_NAMES = """
-    view reshape _unsafe_view flatten unflatten permute transpose t mT expand expand_as unsqueeze squeeze alias
-    detach view_as movedim swapaxes broadcast_to numpy_T real imag slice select narrow split split_with_sizes
+    view reshape _unsafe_view flatten unflatten permute transpose t mT expand expand_as unsqueeze squeeze
+    alias detach view_as movedim swapaxes broadcast_to numpy_T real imag
+    slice select narrow split split_with_sizes
     chunk unbind diagonal unfold as_strided identity
 """
 VIEWS = frozenset(_VIEW_NAMES.split())
@@ -238,7 +239,11 @@ def _batch_normalization(node: Node, graph: Graph) -> list[Saved]:
 
 
 def _attention(node: Node, graph: Graph) -> list[Saved]:
-    """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention)."""
+    """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention).
+
+    GPUs draw a dropout mask inside the kernel. On a CPU, attention with dropout runs unfused and keeps the scores:
+    that is not counted.
+    """
     query = graph.tensors[node.operands[0]]
     rows = tuple(range(len(query.shape) - 1))
     return [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]

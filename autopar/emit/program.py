@@ -8,6 +8,7 @@ from autopar.emit.statements import Flat, Value, flatten
 from autopar.emit.tree import Region, build_tree
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
+from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
@@ -29,7 +30,7 @@ aten = torch.ops.aten
 def emit(graph: Graph, plan: PlanData) -> str:
     """The program's source; it imports torch and `autopar.runtime` only. The plan must have been verified."""
     flat = flatten(graph, plan)
-    root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program")
+    root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program", block_paths(graph))
     writer = ClassWriter(graph, plan, flat)
     tree = writer.module_tree(root)
     writer.container_sizes = _containers(tree)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
 from autopar.ir.plan import PlanData, Redistribute
+from autopar.ir.structure import constant_tensors
 from autopar.ir.verifier import output_placement
 
 Value = tuple[str, Placement]
@@ -62,7 +63,7 @@ class _Flattener:
         self.value: dict[str, Value] = {}  # what an operator left of each tensor
         self.done: set[Value] = set()
         self.uses: dict[str, list[Placement]] = {s.tensor: [] for s in graph.stored}
-        self.constant = _constant_tensors(graph)
+        self.constant = constant_tensors(graph)
         self.constants: list[Statement] = []
         self.statements: list[Statement] = []
         self.scopes = self._conversion_scopes()
@@ -117,14 +118,3 @@ class _Flattener:
             for value in zip(node.operands, self.plan.nodes[node.name].operands, strict=True):
                 readers.setdefault(value, []).append(node.scope)
         return {value: common_scope(scopes) for value, scopes in readers.items()}
-
-
-def _constant_tensors(graph: Graph) -> set[str]:
-    """Tensors that depend on no input, no parameter and no chance: they are the same at every step."""
-    variable = set(graph.inputs) | {s.tensor for s in graph.stored if s.kind == "parameter"}
-    variable |= {s.tensor for s in graph.stored if s.name in graph.mutations}
-    for node in graph.nodes:
-        random = any(word in node.op for word in ("rand", "dropout", "bernoulli", "multinomial", "normal_"))
-        if random or any(name in variable for name in node.operands):
-            variable.update(node.results)
-    return set(graph.tensors) - variable

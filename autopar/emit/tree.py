@@ -30,18 +30,12 @@ class Region:
         return (item for item in self.items if isinstance(item, Region))
 
 
-def build_tree(statements: tuple[Statement, ...], outputs: list[Value], root_class: str) -> Region:
-    """The region of the whole program; `outputs` are the values it must leave."""
-    inner = _inner_paths(statements)
-    root = Region("", root_class, _cut(list(statements), 0, inner))
+def build_tree(statements: tuple[Statement, ...], outputs: list[Value], root_class: str, blocks: set[str]) -> Region:
+    """The region of the whole program; `outputs` are the values it must leave, `blocks` the modules that get one."""
+    root = Region("", root_class, _cut(list(statements), 0, blocks))
     _mark_borders(root, set(outputs))
     root.outputs = outputs
     return root
-
-
-def _inner_paths(statements: tuple[Statement, ...]) -> set[str]:
-    """Modules with a module inside them that runs something; the others are written out where they are called."""
-    return {path for s in statements for path, _ in s.scope.path[:-1] if path}
 
 
 def _levels(scope: Scope, inner: set[str]) -> list[tuple[str, str]]:

@@ -31,16 +31,18 @@ from autopar.ir.plan import Storage
 
 Matrix = npt.NDArray[np.int64]
 SOFT_PENALTY_NS = 10**12
-NO_PATH_NS = 10**15  # the price of a redistribution that does not exist
 
 
 class Costs(Protocol):
-    """What the builder asks of the cost model; times in ns a step, memory in bytes a rank."""
+    """What the builder asks of the cost model; times in ns a step, memory in bytes a rank.
+
+    Redistributions are priced as a matrix, from each source to each target; NO_PATH_NS where there is none.
+    """
 
     def compute_ns(self, node: Node, strategy: Strategy) -> int: ...
     def saved_bytes(self, node: Node, strategy: Strategy) -> int: ...
-    def convert_ns(self, tensor: Tensor, source: Placement, target: Placement) -> int | None: ...
-    def storage_ns(self, tensor: Tensor, storage: Storage, target: Placement) -> int | None: ...
+    def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Matrix: ...
+    def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Matrix: ...
     def state_bytes(self, tensor: Tensor, storage: Storage) -> int: ...
 
 
@@ -241,8 +243,7 @@ class _Builder:
         rows, row_of = _distinct(sources)
         columns, column_of = _distinct(targets)
         price = self.costs.storage_ns if left.kind == "stored" else self.costs.convert_ns
-        table = np.array([[_priced(price(tensor, a, b)) for b in columns] for a in rows], dtype=np.int64)
-        return table[np.ix_(row_of, column_of)]
+        return price(tensor, rows, columns)[np.ix_(row_of, column_of)]
 
     def _add_edge(self, matrices: dict[tuple[int, int], Matrix], source: int, target: int, matrix: Matrix) -> None:
         matrix = np.minimum(matrix, INFINITE)
@@ -251,10 +252,6 @@ class _Builder:
             return
         key, value = ((source, target), matrix) if source < target else ((target, source), matrix.T)
         matrices[key] = np.minimum(matrices[key] + value, INFINITE) if key in matrices else value
-
-
-def _priced(cost: int | None) -> int:
-    return NO_PATH_NS if cost is None else cost
 
 
 def _distinct(values: list[Any]) -> tuple[list[Any], list[int]]:

@@ -5,12 +5,20 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from autopar.cost import Profile, node_time_ns, redistribution
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost import Profile, node_time_ns
+from autopar.cost.routes import UNREACHABLE, Routes, routes
+from autopar.intraop.problem import NO_PATH_NS
 from autopar.intraop.strategies import Strategy
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, local_shape
 from autopar.ir.plan import Storage
+from autopar.ir.redistribution import Step
+
+Times = npt.NDArray[np.int64]
 
 #: optimizer -> bytes of state an element of a parameter holds beside itself and its gradient
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "none": 0}
@@ -55,32 +63,27 @@ class ProfiledCosts:
         pairs = zip(node.results, shapes, strict=True)
         return sum(math.prod(s) * tensors[n].itemsize for n, s in pairs if tensors[n].differentiable)
 
-    def convert_ns(self, tensor: Tensor, source: Placement, target: Placement) -> int | None:
-        route = self._route(tensor, source, target)
-        if route is None:
-            return None
-        return route[0] + route[1] + (1 if source != target else 0)  # of equal plans, the one with fewer conversions
+    def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:
+        forward, backward = self._routes(tensor).times(sources, targets)
+        total = forward + backward
+        unequal = np.array([[source != target for target in targets] for source in sources])
+        return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
 
-    def storage_ns(self, tensor: Tensor, storage: Storage, target: Placement) -> int | None:
+    def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
         """Gathers before use (again before backward when regathered) and gradient synchronisation after."""
-        route = self._route(tensor, storage.placement, target)
-        if route is None:
-            return None
-        return route[0] * (2 if storage.regather and self.train else 1) + route[1]
+        sources = [storage.placement for storage in storages]
+        forward, backward = self._routes(tensor).times(sources, targets)
+        gathers = np.array([2 if storage.regather and self.train else 1 for storage in storages])
+        return np.where(forward >= UNREACHABLE, NO_PATH_NS, forward * gathers[:, None] + backward)
 
-    def _route(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[int, int] | None:
+    def steps(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
+        """The redistribution whose time the costs count; None when there is none."""
+        route = self._routes(tensor).route(source, target)
+        return None if route is None else route.steps
+
+    def _routes(self, tensor: Tensor) -> Routes:
         differentiable = tensor.differentiable and self.train
-        route = redistribution(
-            tensor.shape,
-            tensor.itemsize,
-            source,
-            target,
-            self.axes,
-            self.devices_per_node,
-            self.profile,
-            differentiable,
-        )
-        return None if route is None else (route.forward_ns, route.backward_ns)
+        return routes(tensor.shape, tensor.itemsize, self.axes, self.devices_per_node, self.profile, differentiable)
 
     def state_bytes(self, tensor: Tensor, storage: Storage) -> int:
         """Parameter, gradient and optimizer state as stored; a gathered copy that is kept counts too."""

@@ -8,18 +8,15 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.cost import Profile
-from autopar.cost import path as cheapest_path
 from autopar.errors import InfeasibleError
-from autopar.intraop.builder import NO_PATH_NS, Built, Representatives, StorageOptions, build
+from autopar.intraop.builder import Built, Representatives, StorageOptions, build
 from autopar.intraop.costs import ProfiledCosts
 from autopar.intraop.extract import extract
-from autopar.intraop.problem import INFINITE
+from autopar.intraop.problem import INFINITE, NO_PATH_NS
 from autopar.intraop.solver import solve
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Tensor
-from autopar.ir.placement import Placement
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, SearchReport
-from autopar.ir.redistribution import Step
 
 
 def plan_placements(
@@ -44,11 +41,7 @@ def plan_placements(
     except InfeasibleError as error:
         raise _explain(built, time_limit_s, seed) from error
 
-    def steps(tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
-        differentiable = tensor.differentiable and draft.mode == "train"
-        return cheapest_path(tensor.shape, tensor.itemsize, source, target, axes, per_node, profile, differentiable)
-
-    inputs, storage, nodes, redistributes = extract(graph, blocks, built, solution.choice, steps)
+    inputs, storage, nodes, redistributes = extract(graph, blocks, built, solution.choice, costs.steps)
     report = SearchReport(
         method=f"intra-op ILP by {solution.method}",
         cost_ns=int(solution.cost),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Axis, I, P, Placement, R, Type, num_shards
+from autopar.ir.placement import Axis, I, P, Placement, R, Type, format_placement, local_shape, num_shards
 from autopar.ops import registry, views
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, every, parse
@@ -129,11 +130,27 @@ def shape_error(
                 limit = views.reshape_limit(before, after, type_.dim)
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
+    if any(word in node.op for word in _NEED_ELEMENTS):
+        return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
         heads = [shape[-3] for shape in call.operand_shapes[:3]]
         shards = num_shards(operands[0], len(call.shape(0)) - 3, axes)
         if any(count % shards for count in heads) and len(set(heads)) > 1:
             return f"heads {heads} do not split in {shards}"
+    return None
+
+
+#: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
+_NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
+                  "cross_entropy", "native_dropout")  # fmt: skip
+
+
+def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """The last ranks of an uneven split may hold no element."""
+    last = tuple(axis.size - 1 for axis in axes)
+    for shape, placement in zip(call.operand_shapes, operands, strict=True):
+        if math.prod(shape) and not math.prod(local_shape(shape, placement, axes, last)):
+            return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
 
 

@@ -43,7 +43,8 @@ def pointwise(call: Call) -> list[AxisRule]:
 _BOTH_SUMMANDS = {"aten.add.Tensor", "aten.sub.Tensor"}
 _ONE_SUMMAND = {"aten.mul.Tensor"}
 _FIRST_SUMMAND = {"aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg.default", "aten.clone.default",
-                  "aten.contiguous.default", "aten._to_copy.default", "aten.to.dtype"}  # fmt: skip
+                  "aten.contiguous.default", "aten._to_copy.default", "aten.to.dtype", "aten.detach.default",
+                  "aten.positive.default"}  # fmt: skip
 
 
 def _linear_words(call: Call) -> str:
@@ -273,7 +274,7 @@ def gather(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim), S(dim)), (S(dim),)) for dim in same] + [AxisRule((P, R), (P,))]
 
 
-_POOLS = ("max", "avg", "adaptive_avg", "adaptive_max")
+_MAX_POOLS, _MEAN_POOLS = ("max", "adaptive_max"), ("avg", "adaptive_avg")
 _VIEW = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"), views.reshape)
 
 TABLE: dict[str, RuleFunction] = {
@@ -357,7 +358,8 @@ TABLE: dict[str, RuleFunction] = {
     "aten.tril.default": linear_leading_dims(2),
     "aten.triu.default": linear_leading_dims(2),
     # pooling and interpolation
-    **{f"aten.{kind}_pool{n}d.default": passes_leading_dims(n) for kind in _POOLS for n in (1, 2, 3)},
+    **{f"aten.{kind}_pool{n}d.default": passes_leading_dims(n) for kind in _MAX_POOLS for n in (1, 2, 3)},
+    **{f"aten.{kind}_pool{n}d.default": linear_leading_dims(n) for kind in _MEAN_POOLS for n in (1, 2, 3)},
     **{f"aten.upsample_nearest{n}d.vec": linear_leading_dims(n) for n in (1, 2, 3)},
     "aten.upsample_linear1d.vec": linear_leading_dims(1),
     "aten.upsample_bilinear2d.vec": linear_leading_dims(2),
@@ -368,7 +370,9 @@ TABLE: dict[str, RuleFunction] = {
 _LIKE = ("ones_like", "zeros_like", "full_like", "empty_like")
 #: pointwise for our purpose, though torch does not tag them so
 _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.default", "aten.masked_fill.Scalar",
-              "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor"}  # fmt: skip
+              "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor",
+              "aten.polar.default", "aten.complex.default", "aten.masked_fill.Tensor", "aten.hardswish.default",
+              "aten.log_sigmoid.default", "aten.floor_divide.default"}  # fmt: skip
 
 
 def find(op: str) -> RuleFunction | None:

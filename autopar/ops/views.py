@@ -148,11 +148,12 @@ def stack(call: Call) -> list[AxisRule]:
 
 
 def pad(call: Call) -> list[AxisRule]:
-    """Dims that are not padded pass through."""
+    """Dims that are not padded pass through; padding with zeros is linear."""
     rank = len(call.shape(0))
     widths = call.arguments["pad"]
     padded = {rank - 1 - k // 2 for k, width in enumerate(widths) if width != 0}
-    return dim_map([None if dim in padded else dim for dim in range(rank)], linear=False)
+    linear = not call.arguments["value"] and call.arguments.get("mode", "constant") == "constant"
+    return dim_map([None if dim in padded else dim for dim in range(rank)], linear)
 
 
 def roll_or_flip(call: Call) -> list[AxisRule]:

@@ -34,6 +34,7 @@ class Unit:
         self.block, self.is_root = block, is_root
         self.kept = [slot for slot in slots if not slot.parameter.declared.regather]
         self.regathered = [slot for slot in slots if slot.parameter.declared.regather]
+        self.has_run = False  # forward, in this microbatch
         self.awaits_backward = False
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
         self._under_way: list[Callable[[], None]] = []
@@ -100,7 +101,7 @@ class Gatherer:
         self.in_backward = False
         self._visited = []
         for unit in self.units:
-            unit.awaits_backward = False
+            unit.has_run = unit.awaits_backward = False
             unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
 
     def end_microbatch(self) -> None:
@@ -120,6 +121,7 @@ class Gatherer:
         unit.launch()
         if not self.in_backward:
             self._visited.append(unit)
+            unit.has_run = True
             self._launch_neighbour(unit, +1)
         unit.finish()
 
@@ -133,6 +135,7 @@ class Gatherer:
         unit.release()
 
     def _before_backward(self, unit: Unit) -> None:
+        unit.awaits_backward = False
         unit.launch()
         self._launch_neighbour(unit, -1)
         unit.finish()
@@ -141,7 +144,7 @@ class Gatherer:
         index = self._order.index(unit) + direction if unit in self._order else -1
         if 0 <= index < len(self._order):
             neighbour = self._order[index]
-            if direction > 0 or neighbour.awaits_backward:
+            if neighbour.awaits_backward if direction < 0 else not neighbour.has_run:
                 neighbour.launch()
 
 

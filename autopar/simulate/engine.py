@@ -1,9 +1,9 @@
 """Streams, tasks and memory over time: the event-driven core, which knows nothing of plans.
 
-A task runs on the stream of a device when the tasks that it depends on have ended and the stream's earlier tasks
-have. Tasks are submitted after those they depend on, so each is placed once, in order of submission: streams
-are first-in, first-out, as on the device. While a collective is in flight on a device, its compute progresses
-`overlap_slowdown` times slower.
+A task runs on the stream of a device when the tasks that it depends on have ended and the stream's earlier
+tasks have. Tasks are submitted after those they depend on, so each is placed once, in order of submission:
+streams are first-in, first-out, as on the device. While a collective is in flight on a device, its compute
+progresses `overlap_slowdown` times slower.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""When each piece of an activation's memory is taken and given back within a microbatch, forward and backward.
+"""When an activation's memory is taken and given back within a microbatch, forward and backward.
 
-The forward pass takes an item's memory when it runs and gives it back after its last reader, unless autograd saved
-it: then after the backward of the first item (in forward order) that saved it. In a recomputed region nothing
-but what enters it is kept; when the backward pass arrives, its items run again and their memory lives as without
-recomputation. Gradients of activations live from the first reader's backward to that of the item that made them.
+The forward pass takes an item's memory when it runs and gives it back after its last reader, unless autograd
+saved it: then after the backward of the first item (in forward order) that saved it. In a recomputed region
+nothing but what enters it is kept; when the backward pass arrives, its items run again and their memory lives
+as without recomputation. Gradients of activations live from the first reader's backward to that of the maker.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Changes:
 
 @dataclass(slots=True)
 class Lifetimes:
-    """Memory of activations in the forward pass, the recomputation and the backward pass; of gradients apart."""
+    """Memory of activations forward, recomputed and backward; that of their gradients apart."""
 
     forward: Changes = field(default_factory=Changes)
     recompute: Changes = field(default_factory=Changes)

@@ -1,4 +1,4 @@
-"""Orders that follow from a program alone: when units are entered and left, and when gradients are complete."""
+"""Orders that follow from a program alone: when units are entered, when gradients are complete."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from autopar.simulate.program import Bucket, Program, Slot
 class Orders:
     """Items are meant by their number in forward order; the backward pass visits them in reverse.
 
-    `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets that are complete after
-    it; `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
+    `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets complete after it;
+    `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
     gradient of earlier microbatches.
     """
 
@@ -42,7 +42,7 @@ def find_orders(program: Program, profile: Profile) -> Orders:
     for bucket in program.gathers:
         slot = program.slots[bucket.slots[0]]
         if slot.storage.regather:
-            orders.gathers[slot.unit].append(bucket)
+            orders.gathers[slot.unit if slot.unit in orders.last else 0].append(bucket)
     _order_gradients(program, profile, orders)
     return orders
 

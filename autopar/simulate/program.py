@@ -2,7 +2,8 @@
 
 `lower` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
 A *value* is a tensor in one placement. A *slot* is a stored tensor in the placement that operators use it in,
-converted once a step or around each use. *Storage* is memory: views and free conversions share that of their base.
+converted once a step or around each use. *Storage* is memory: views and
+free conversions share their base's.
 """
 
 from __future__ import annotations
@@ -14,21 +15,16 @@ from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
 from autopar.cost.compute import node_time_ns, optimizer_time_ns
-from autopar.cost.memory import (
-    Extra,
-    is_view,
-    optimizer_moved_bytes,
-    optimizer_state_bytes,
-    saved_values,
-)
-from autopar.cost.work import base_name
+from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import ranks_within_node
-from autopar.ir.placement import Placement, local_shape
+from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.simulate.facts import graph_facts
 from autopar.simulate.shapes import LocalShapes
+from autopar.simulate.traffic import inner_collectives
 
 LONE_BYTES = 1 << 20  # the runtime sends tensors from this size on alone, and packs smaller ones
 BUCKET_BYTES = 25 << 20
@@ -36,7 +32,6 @@ OPTIMIZER_KERNELS = {
     "cpu": 8,
     "cuda": 1,
 }  # a tensor's launches: one by one on CPUs, fused over tensors on GPUs
-PASSING = frozenset(("add", "sub"))  # operators whose gradient is the result's gradient itself
 
 
 class Transmission(NamedTuple):
@@ -51,9 +46,10 @@ class Transmission(NamedTuple):
 
 @dataclass(slots=True)
 class Value:
-    """A tensor in one placement: its local bytes, the storage that holds it, the item or slot that makes it."""
+    """A tensor in one placement: its local form, the storage that holds it, what makes it."""
 
     tensor: str
+    shape: tuple[int, ...]
     num_bytes: int
     storage: int
     item: int = -1
@@ -64,7 +60,7 @@ class Value:
 
 @dataclass(slots=True)
 class Memory:
-    """A piece of local memory, by the values that share it. `owner` is the item that allocates it, −1 for none."""
+    """A piece of local memory. `owner` is the item that allocates it, −1 for none."""
 
     num_bytes: int
     owner: int
@@ -81,7 +77,7 @@ class Item:
     backward_ns: int = 0
     forward: tuple[Transmission, ...] = ()
     backward: tuple[Transmission, ...] = ()
-    is_conversion: bool = False
+    inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
     passes_gradient: bool = False
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
@@ -140,7 +136,7 @@ class Program:
 
 
 def lower(graph: Graph, plan: Plan, profile: Profile) -> Program:
-    """The rank's program under a plan. Raises PlanError when the plan lacks a redistribution that it needs."""
+    """The rank's program under a plan. Raises PlanError when the plan lacks a redistribution."""
     return _Lowering(graph, plan, profile).run()
 
 
@@ -149,12 +145,13 @@ class _Lowering:
         self.graph, self.plan, self.profile = graph, plan, profile
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
+        self.facts = graph_facts(graph)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
+        self.transmissions: dict[tuple[str, int, int], Transmission] = {}
+        self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
-        self.paths = sorted({path for group in plan.blocks for path in group if path}, key=len, reverse=True)
         self.units: dict[str, int] = {}
-        self.unit_of_module: dict[str, int] = {}
         self.trains = plan.mode == "train" and graph.loss is not None
 
     def run(self) -> Program:
@@ -187,11 +184,11 @@ class _Lowering:
         return len(self.program.memory) - 1
 
     def _value(self, tensor: str, placement: Placement, storage: int, item: int = -1, slot: int = -1) -> int:
-        num_bytes = self.shapes.num_bytes(tensor, placement)
+        shape, num_bytes = self.shapes.local(tensor, placement)
         differentiable = self.graph.tensors[tensor].differentiable
-        self.program.values.append(Value(tensor, num_bytes, storage, item, slot, differentiable))
-        self.known[tensor, placement] = len(self.program.values) - 1
-        return len(self.program.values) - 1
+        number = self.known[tensor, placement] = len(self.program.values)
+        self.program.values.append(Value(tensor, shape, num_bytes, storage, item, slot, differentiable))
+        return number
 
     def _operand(self, tensor: str, placement: Placement, unit: int, region: int) -> int:
         """The value that an operator reads: as it was made, or converted here, once for all its readers."""
@@ -199,7 +196,7 @@ class _Lowering:
         if known is not None and tensor not in self.plan.storage:
             return known
         if tensor in self.plan.storage:
-            return self._slot(tensor, placement, unit)
+            return self._slot(tensor, placement)
         return self._conversion(tensor, placement, unit, region)
 
     def _route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
@@ -207,18 +204,18 @@ class _Lowering:
             return ()
         if (tensor, target) not in self.steps:
             raise PlanError(
-                f"expected a redistribution of {tensor!r} from {self.placements[tensor]} to {target}, found none"
+                f"expected a redistribution of {tensor!r} from {format_placement(self.placements[tensor])} "
+                f"to {format_placement(target)}, found none; verify the plan"
             )
         return self.steps[tensor, target]
 
-    def _slot(self, tensor: str, placement: Placement, unit: int) -> int:
+    def _slot(self, tensor: str, placement: Placement) -> int:
         program = self.program
         known = self.known.get((tensor, placement))
         if known is not None and program.values[known].slot >= 0:
             return known
         steps = self._route(tensor, placement)
         is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
-        used_bytes = self.shapes.num_bytes(tensor, placement)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
         value = self._value(tensor, placement, storage, slot=len(program.slots))
         stored = self.graph.stored_by_tensor[tensor]
@@ -229,8 +226,8 @@ class _Lowering:
                 storage=self.plan.storage[tensor],
                 steps=steps,
                 stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.tensors[tensor].itemsize,
-                used_bytes=used_bytes,
-                unit=unit,
+                used_bytes=program.values[value].num_bytes,
+                unit=self._unit(stored.name),
                 is_alias=is_alias and self.plan.precision is None,
                 requires_grad=stored.requires_grad and self.trains,
                 sizes=self._step_bytes(tensor, steps),
@@ -239,19 +236,26 @@ class _Lowering:
         return value
 
     def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
-        placement, sizes = self.placements[tensor], []
         shape, itemsize = self.shapes.shapes[tensor], self.shapes.itemsize(tensor)
-        for step in steps:
-            sizes.append(transfer_bytes(shape, itemsize, placement, self.plan.axes, step))
-            placement = apply(step, placement)
-        return tuple(sizes)
+        key = (shape, itemsize, self.placements[tensor], steps)
+        if key not in self.step_bytes:
+            placement, sizes = self.placements[tensor], []
+            for step in steps:
+                sizes.append(transfer_bytes(shape, itemsize, placement, self.plan.axes, step))
+                placement = apply(step, placement)
+            self.step_bytes[key] = tuple(sizes)
+        return self.step_bytes[key]
 
     def _transmission(self, collective: str, axis: int, num_bytes: int) -> Transmission:
-        per_node = self.plan.mesh.devices_per_node
-        mesh_axis = self.plan.axes[axis]
-        inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
-        duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
-        return Transmission(collective, "intra_node" if inside else "inter_node", axis, num_bytes, duration)
+        key = (collective, axis, num_bytes)
+        if key not in self.transmissions:
+            per_node = self.plan.mesh.devices_per_node
+            mesh_axis = self.plan.axes[axis]
+            inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
+            duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
+            level = "intra_node" if inside else "inter_node"
+            self.transmissions[key] = Transmission(collective, level, axis, num_bytes, duration)
+        return self.transmissions[key]
 
     def _transmissions(
         self, steps: Sequence[Step], sizes: Sequence[tuple[int, int]], direction: int
@@ -275,7 +279,7 @@ class _Lowering:
         forward = self._transmissions(steps, sizes, 0)
         shares = is_free and not forward
         number = len(program.items)
-        size = self.shapes.num_bytes(tensor, target)
+        size = self.shapes.local(tensor, target)[1]
         storage = program.values[source].storage if shares else self._memory(size, number)
         value = self._value(tensor, target, storage, item=number)
         views = self.profile.facts.view_ns
@@ -288,7 +292,6 @@ class _Lowering:
                 backward_ns=views[1],
                 forward=forward,
                 backward=self._transmissions(steps, sizes, 1),
-                is_conversion=True,
                 unit=unit,
                 region=region,
             )
@@ -297,19 +300,20 @@ class _Lowering:
 
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
+        facts = self.facts.nodes[node.name]
         unit, region = self._unit(node.scope.module), self._region(node.scope.module)
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit, region) for tensor, placement in read]
         number = len(program.items)
         outputs = [
-            self._result(name, placement, number, inputs[0] if is_view(node) else -1)
+            self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        local = self.shapes.local
+        values = program.values
         forward_ns, backward_ns = node_time_ns(
             node,
-            tuple([local(t, p) for t, p in zip(node.operands, placements.operands, strict=True)]),
-            tuple([local(t, p) for t, p in zip(node.results, placements.results, strict=True)]),
+            tuple([values[value].shape for value in inputs]),
+            tuple([values[value].shape for value in outputs]),
             self.graph.tensors,
             self.profile,
             self.plan.precision,
@@ -322,7 +326,8 @@ class _Lowering:
                 outputs=tuple(outputs),
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
-                passes_gradient=is_view(node) or base_name(node.op) in PASSING,
+                passes_gradient=facts.passes_gradient,
+                inner=self._inner(node),
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
@@ -332,40 +337,39 @@ class _Lowering:
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
         self.placements[name] = placement
-        size = self.shapes.num_bytes(name, placement)
+        size = self.shapes.local(name, placement)[1]
         storage = self.program.values[base].storage if base >= 0 else self._memory(size, item)
         return self._value(name, placement, storage, item=item)
 
+    def _inner(self, node: Node) -> tuple[Transmission, ...]:
+        sent = inner_collectives(self.graph, node, self.plan)
+        return tuple(self._transmission(*entry) for entry in sent if self.plan.axes[entry[1]].size > 1)
+
     def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""
+        if not self.facts.nodes[node.name].saved:
+            return (), 0
         values = {
             **dict(zip(node.operands, inputs, strict=True)),
             **dict(zip(node.results, outputs, strict=True)),
         }
-        placements = self.plan.nodes[node.name]
-        operands = dict(zip(node.operands, placements.operands, strict=True))
-        results = dict(zip(node.results, placements.results, strict=True))
         storages, extra = [], 0
-        for kept in saved_values(node, self.graph):
+        for kept in self.facts.nodes[node.name].saved:
             if isinstance(kept, Extra):
-                placement = operands.get(kept.like) or results[kept.like]
-                extra += kept.num_bytes(self.shapes.local(kept.like, placement))
+                extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
             else:
                 storages.append(self.program.values[values[kept]].storage)
         return tuple(dict.fromkeys(storages)), extra
 
     # Units and regions ----------------------------------------
 
-    def _unit(self, module: str) -> int:
-        """The innermost block around a module, numbered in order of appearance; the program itself is 0."""
-        known = self.unit_of_module.get(module)
-        if known is None:
-            path = next((p for p in self.paths if module == p or module.startswith(p + ".")), "")
-            if path not in self.units:
-                self.units[path] = len(self.units)
-                self.program.units.append(path)
-            known = self.unit_of_module[module] = self.units[path]
-        return known
+    def _unit(self, name: str) -> int:
+        """The block around a module or parameter, numbered in order of appearance; the program itself is 0."""
+        path = self.facts.block_of(name)
+        if path not in self.units:
+            self.units[path] = len(self.units)
+            self.program.units.append(path)
+        return self.units[path]
 
     def _region(self, module: str) -> int:
         """Which recomputed module path a node lies in; −1 for none. The outermost path counts."""
@@ -377,7 +381,7 @@ class _Lowering:
     # What stays ----------------------------------------
 
     def _residents(self) -> None:
-        """Parameters and buffers, optimizer state, this rank's inputs; and the time of the optimizer's step."""
+        """Parameters and buffers, optimizer state, this rank's inputs; and the optimizer's time."""
         held = self.program.residents
         for name in self.graph.inputs:
             whole = self.graph.tensors[name]

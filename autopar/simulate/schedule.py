@@ -1,8 +1,9 @@
 """Plays a lowered program over the microbatches of a step on one rank's streams.
 
-Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the unit
-before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon as its
-last gradient is there. Compute waits for the conversions that it reads; collectives on one link level queue.
+Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the
+unit before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon
+as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
+link level queue.
 """
 
 from __future__ import annotations
@@ -57,6 +58,7 @@ class Player:
         self._ready: dict[int, int] = {}  # value -> the task after which it is there
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._live: set[int] = set()  # units whose regathered parameters are in place or under way
+        self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
         self._held: set[str] = set()  # stored tensors that have memory for their gradient
         self._home: list[int] = []  # the tasks that bring gradients home
 
@@ -72,6 +74,7 @@ class Player:
 
     def forward(self) -> None:
         """One microbatch forward."""
+        self._launched.clear()
         self._launch(ROOT)
         if self.orders.visits:
             self._launch(self.orders.visits[0])
@@ -86,6 +89,7 @@ class Player:
 
     def backward(self, microbatch: int) -> None:
         """One microbatch backward, from the loss."""
+        self._launched.clear()
         current, recomputed = ROOT, set()
         for number in range(len(self.program.items) - 1, -1, -1):
             item = self.program.items[number]
@@ -121,6 +125,8 @@ class Player:
             first, last = self._transmit(item.name, "activation", item.forward, after)
         else:
             first = last = self._submit(item.name, kind, item.forward_ns, after)
+        if item.inner:
+            _, last = self._transmit(item.name, "operator", item.inner, [last])
         for value in item.outputs:
             ready[value] = last
         self._change(memory, number, first, last, "activations")
@@ -179,7 +185,8 @@ class Player:
             self._launch(self.orders.visits[neighbour])
 
     def _launch(self, unit: int) -> None:
-        if unit not in self._live and self.orders.gathers.get(unit):
+        if unit not in self._launched and unit not in self._live and self.orders.gathers.get(unit):
+            self._launched.add(unit)
             self._live.add(unit)
             for bucket in self.orders.gathers[unit]:
                 self._convert(bucket, [self._last] if self._last >= 0 else ())

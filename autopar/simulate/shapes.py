@@ -40,26 +40,23 @@ def _divide(shape: Shape, batch: int, microbatches: int) -> Shape:
 
 
 class LocalShapes:
-    """Local shapes and sizes by tensor and placement, each computed once."""
+    """Local shapes and sizes by tensor and placement; equal tensors share them."""
 
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.shapes = microbatch_shapes(graph, plan)
         self._axes: LogicalMesh = plan.axes
         self._itemsizes = {name: compute_itemsize(t, plan.precision) for name, t in graph.tensors.items()}
-        self._local: dict[tuple[str, Placement], Shape] = {}
+        self._local: dict[tuple[Shape, Placement], tuple[Shape, int]] = {}
 
     def itemsize(self, tensor: str) -> int:
         """Bytes of an element while computing."""
         return self._itemsizes[tensor]
 
-    def local(self, tensor: str, placement: Placement) -> Shape:
-        """The largest slice's shape."""
-        key = (tensor, placement)
-        shape = self._local.get(key)
-        if shape is None:
-            shape = self._local[key] = local_shape(self.shapes[tensor], placement, self._axes)
-        return shape
-
-    def num_bytes(self, tensor: str, placement: Placement) -> int:
-        """The largest slice's bytes while computing."""
-        return math.prod(self.local(tensor, placement)) * self._itemsizes[tensor]
+    def local(self, tensor: str, placement: Placement) -> tuple[Shape, int]:
+        """The largest slice's shape, and its bytes while computing."""
+        key = (self.shapes[tensor], placement)
+        known = self._local.get(key)
+        if known is None:
+            shape = local_shape(key[0], placement, self._axes)
+            known = self._local[key] = (shape, math.prod(shape))
+        return known[0], known[1] * self._itemsizes[tensor]

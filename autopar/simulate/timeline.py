@@ -17,8 +17,8 @@ from autopar.simulate.engine import COMPUTE, Event, Stream
 class Timeline:
     """One training step (or inference batch) of each simulated rank.
 
-    `exposed` says by kind of communication how long compute stood still for it; `memory` is the number of bytes
-    after each change, of the first device; `comm_bytes` is what a rank hands to each collective in a step.
+    `exposed` says by kind of communication how long compute stood still for it; `memory` is the number of
+    bytes after each change; `comm_bytes` is what a rank hands to each collective in a step.
     """
 
     events: tuple[Event, ...]
@@ -38,7 +38,7 @@ class Timeline:
         return dict(busy)
 
     def to_chrome(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open. Microseconds there."""
+        """The timeline in the Trace Event Format (microseconds), which Perfetto and chrome://tracing open."""
         streams = sorted({event.stream for event in self.events}, key=lambda s: (s[0], s[1] != COMPUTE, s[1]))
         lanes = {stream: lane for lane, stream in enumerate(streams)}
         names = [_lane_name(stream, lane) for stream, lane in lanes.items()]

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from autopar.ir.graph import IDENTITY, Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.placement import Placement, S, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.structure import block_paths
 from autopar.ops.call import Call
 
 
@@ -21,14 +22,14 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
     """Bytes by collective, a rank (the first) and step."""
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
-    units = _units(graph)
+    units = block_paths(graph)
     for redistribute in plan.redistributes:
         tensor = graph.tensors[redistribute.tensor]
         forward, backward = _step_counts(graph, plan, redistribute.tensor, units)
         _add(counts, plan, tensor, placements[redistribute.tensor], redistribute.steps, forward, backward)
     for node in graph.nodes:
-        if node.op == "aten.cross_entropy_loss.default":
-            counts["all_reduce"] += _cross_entropy_bytes(graph, node, plan) * plan.microbatches
+        for collective, _, size in inner_collectives(graph, node, plan):
+            counts[collective] += size * plan.microbatches
     return {kind: size for kind, size in sorted(counts.items()) if size}
 
 
@@ -52,11 +53,6 @@ def _step_counts(graph: Graph, plan: Plan, name: str, units: set[str]) -> tuple[
     return gathers, reductions if trains else 0
 
 
-def _units(graph: Graph) -> set[str]:
-    """Modules that have a module inside that runs something: each is a block of the emitted program."""
-    return {path for node in graph.nodes if node.op != IDENTITY for path, _ in node.scope.path[:-1] if path}
-
-
 def _add(
     counts: Counter[str], plan: Plan, tensor: Tensor, placement: Placement, steps: tuple[Step, ...], forward: int,
     backward: int,
@@ -69,17 +65,23 @@ def _add(
         placement = apply(step, placement)
 
 
-def _cross_entropy_bytes(graph: Graph, node: Node, plan: Plan) -> int:
-    """The valid count (a float32) over axes that split samples; maximum and two sums a sample over split classes."""
+def inner_collectives(graph: Graph, node: Node, plan: Plan) -> list[tuple[str, int, int]]:
+    """What an operator sends inside its forward pass: (collective, position of the mesh axis, bytes) each.
+
+    Cross-entropy: the valid count (a float32) over axes that split samples; maximum and two sums a sample over
+    axes that split classes.
+    """
+    if node.op != "aten.cross_entropy_loss.default":
+        return []
     logits = plan.nodes[node.name].operands[0]
     tensor = graph.tensors[node.operands[0]]
     local = local_shape(tensor.shape, logits, plan.axes)
-    samples = math.prod(local) // local[1]
+    size = math.prod(local) // local[1] * tensor.itemsize
     mean = Call(graph, node).arguments["reduction"] == 1
-    total = 0
-    for type_ in logits:
+    sent: list[tuple[str, int, int]] = []
+    for axis, type_ in enumerate(logits):
         if type_ == S(1):
-            total += 3 * samples * tensor.itemsize
+            sent += [("all_reduce", axis, size)] * 3
         elif type_.kind == "S" and mean:
-            total += 4
-    return total
+            sent.append(("all_reduce", axis, 4))
+    return sent

@@ -1,7 +1,9 @@
 """Cleaning: nodes that compute nothing are removed, and equal nodes are computed once.
 
 Before → after: `y = alias(x); z = f(y)` → `z = f(x)`; an assert → nothing; a node that nothing reads → nothing;
-two equal calls of a pure operator in one module → one.
+two equal calls of a pure operator in one module → one; `view(clone(x))` → `reshape(x)`, and every view a reshape,
+since which of the two it is follows from how a device lays out its results (attention on a CPU, a GPU and meta
+tensors differ), and a plan must not.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _ASSERTIONS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert")
+_VIEWS = {"aten.view.default", "aten._unsafe_view.default"}
 _RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform")
 
 
 def clean(graph: Graph) -> Graph:
     """Removes asserts, identities, duplicates and dead nodes; the input graph is left as it is."""
-    nodes = [node for node in graph.nodes if not node.op.startswith(_ASSERTIONS)]
+    nodes = [_as_reshape(node) for node in graph.nodes if not node.op.startswith(_ASSERTIONS)]
     nodes, renamed = _drop_identities(graph, nodes)
     nodes, merged = _merge_equal(nodes)
     renamed = {**{old: merged.get(new, new) for old, new in renamed.items()}, **merged}
@@ -55,14 +58,25 @@ def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[
     return kept, renamed
 
 
+def _as_reshape(node: Node) -> Node:
+    return replace(node, op="aten.reshape.default") if node.op in _VIEWS else node
+
+
+def _is_contiguous_copy(node: Node) -> bool:
+    """A copy for the layout's sake: nothing is written in place here, so only the layout could tell."""
+    formats = [value for key, value in node.kwargs if key == "memory_format"] + list(node.args[1:])
+    plain = (None, Atom("memory_format", "contiguous_format"), Atom("memory_format", "preserve_format"))
+    return node.op in ("aten.clone.default", "aten.contiguous.default") and all(f in plain for f in formats)
+
+
 def _is_identity(graph: Graph, node: Node) -> bool:
-    if node.op in _IDENTITIES:
+    if node.op in _IDENTITIES or _is_contiguous_copy(node):
         return True
     if len(node.results) != 1 or not node.operands:
         return False
     source, result = graph.tensors[node.operands[0]], graph.tensors[node.results[0]]
     same = source.shape == result.shape and source.dtype == result.dtype
-    if node.op in ("aten.view.default", "aten.reshape.default", "aten.expand.default"):
+    if node.op in ("aten.reshape.default", "aten.expand.default"):
         return same
     if node.op == "aten._to_copy.default":
         return same and all(key in ("dtype", "device", "layout") for key, _ in node.kwargs)

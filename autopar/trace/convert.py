@@ -13,9 +13,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Graph, Node, Ref, Scope, Stored, Tensor
+from autopar.trace.data_dependence import data_dependence
+from autopar.trace.gradients import differentiable_results
 
-#: Results of these carry no gradient even where their operands do.
-STOPS_GRADIENT = {"aten.detach.default", "aten.argmax.default", "aten.argmin.default", "aten.sign.default"}
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
 
@@ -81,8 +81,6 @@ class _Converter:
         return list(stored.values()), inputs
 
     def _add(self, name: str, value: Any, differentiable: bool) -> None:
-        if any(not isinstance(size, int) for size in value.shape):
-            raise TraceError(f"expected fixed shapes, found {tuple(value.shape)} for {name}; a value decides it")
         dtype = str(value.dtype).removeprefix("torch.")
         self.tensors[name] = Tensor(name, tuple(value.shape), dtype, differentiable)
 
@@ -95,14 +93,14 @@ class _Converter:
         args = self._argument(tuple(node.args))
         kwargs = tuple((key, self._argument(item)) for key, item in node.kwargs.items() if key != "pin_memory")
         made = Node(node.name, str(node.target), args, kwargs, outputs, _scope(node, self.prefix), _source(node))
-        differentiable = str(node.target) not in STOPS_GRADIENT and any(
-            self.tensors[name].differentiable for name in made.operands
-        )
-        for name, item in zip(outputs, value if many else [value], strict=True):
+        items = value if many else [value]
+        if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
+            raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
+        flags = differentiable_results(made, [self.tensors[name] for name in made.operands])
+        for name, item, differentiable in zip(outputs, items, flags, strict=True):
             if name is not None:
                 self.rename[name] = name
-                continuous = item.dtype.is_floating_point or item.dtype.is_complex
-                self._add(name, item, differentiable and continuous)
+                self._add(name, item, differentiable)
         self.nodes.append(made)
 
     def _result_names(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
@@ -179,10 +177,18 @@ def _scope(node: fx.Node, prefix: str) -> Scope:
     return Scope(tuple(path))
 
 
+def _place(node: fx.Node) -> tuple[str, str, str] | None:
+    """File, line number and text of the model's line that made the node."""
+    frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n? *([^\n]*)', node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    return own[-1] if own else None
+
+
 def _source(node: fx.Node) -> str:
-    places = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    own = [place for place in places if "/torch/" not in place[0]] or places
-    if not own:
-        return ""
-    file, line = own[-1]
-    return f"{'/'.join(Path(file).parts[-2:])}:{line}"
+    place = _place(node)
+    return f"{'/'.join(Path(place[0]).parts[-2:])}:{place[1]}" if place else ""
+
+
+def _line(node: fx.Node) -> str:
+    place = _place(node)
+    return f"{place[0]}:{place[1]}: {place[2]}" if place else "unknown source line"

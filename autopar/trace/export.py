@@ -16,6 +16,7 @@ from torch import fx, nn
 from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
+from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
 
 LossFn = Callable[..., torch.Tensor]
@@ -79,7 +80,7 @@ def export(
     args = () if isinstance(bound, dict) else tuple(distinct)
     kwargs = dict(zip(names, distinct, strict=True)) if isinstance(bound, dict) else {}
     target = model if loss_fn is None else _WithLoss(model, loss_fn, *_split(model, names, bound))
-    target.train(model.training)
+    target.training = model.training  # and no module's below: each keeps its own mode
     with _quiet(), _modes_kept(model):
         try:
             program = torch.export.export(target, args, kwargs, strict=False)
@@ -151,11 +152,7 @@ def _explain(error: Exception) -> TraceError:
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
     if "data-dependent" in str(error).lower() or "unbacked" in str(error).lower() or "u0" in str(error):
-        return TraceError(
-            f"expected shapes and control flow that do not depend on tensor values, found one that does at\n"
-            f"  {where}\nReplace a data-dependent `if` by torch.where, and a boolean index y[mask] by a product with "
-            f"the mask or torch.where, so that every shape is known. ({reason})"
-        )
+        return data_dependence(where, reason)
     return TraceError(f"the model cannot be captured as one graph; it stopped at\n  {where}\n{reason}")
 
 

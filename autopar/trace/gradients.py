@@ -1,0 +1,53 @@
+"""Through which results of an operator a gradient flows: autograd itself is asked, on meta tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.ir.graph import Atom, Node, Tensor, map_references
+from autopar.ops import overload
+
+_CACHE: dict[Any, tuple[bool, ...]] = {}
+
+
+def differentiable_results(node: Node, operands: list[Tensor]) -> tuple[bool, ...]:
+    """One flag a result (named or not). An operator that cannot run on meta tensors passes gradients to all."""
+    if not any(tensor.differentiable for tensor in operands):
+        return (False,) * len(node.outputs)
+    key = (node.op, len(node.outputs), _text(node), tuple((t.dtype, t.differentiable) for t in operands))
+    if key not in _CACHE:
+        _CACHE[key] = _ask(node, operands)
+    return _CACHE[key]
+
+
+def _text(node: Node) -> str:
+    """The arguments without shapes: flags do not depend on them, dtypes and modes may decide."""
+    plain = map_references((node.args, node.kwargs), lambda _: None)
+    return repr([value for value in (*plain[0], *plain[1]) if not isinstance(value, (int, tuple)) or value is True])
+
+
+def _ask(node: Node, operands: list[Tensor]) -> tuple[bool, ...]:
+    metas = iter([_meta(tensor) for tensor in operands])
+    args, kwargs = _real(map_references((node.args, dict(node.kwargs)), lambda _: next(metas)))
+    try:
+        with torch.enable_grad():
+            made: Any = overload(node.op)(*args, **kwargs)
+    except (RuntimeError, NotImplementedError):
+        return (True,) * len(node.outputs)
+    results = made if isinstance(made, (tuple, list)) else [made]
+    return tuple(torch.is_tensor(result) and result.requires_grad for result in results)
+
+
+def _meta(tensor: Tensor) -> torch.Tensor:
+    dtype = getattr(torch, tensor.dtype)
+    return torch.empty(tensor.shape, dtype=dtype, device="meta", requires_grad=tensor.differentiable)
+
+
+def _real(value: Any) -> Any:
+    if isinstance(value, Atom):
+        return torch.device("meta") if value.kind == "device" else getattr(torch, value.name)
+    if isinstance(value, dict):
+        return {key: _real(item) for key, item in value.items()}
+    return [_real(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,159 @@
+"""Collective times: the formulas by hand, monotone, measured points where there are some."""
+
+from __future__ import annotations
+
+import csv
+import os
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.cost import (
+    Profile,
+    collective_time_ns,
+    load_profile,
+    path,
+    redistribution,
+    redistribution_cost,
+    step_time_ns,
+)
+from autopar.cost.profile import CollectivePoints, Link, Provenance
+from autopar.ir.mesh import make_axes
+from autopar.ir.placement import Axis, P, R, S, parse_placement
+from autopar.ir.redistribution import Step
+
+SOURCE = Provenance("assumed", "test", "2026-01-01")
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+MEGABYTE = 1 << 20
+
+
+def flat_profile(near: float = 1e9, far: float = 1e8, near_alpha: int = 0, far_alpha: int = 0) -> Profile:
+    """H100 with other links, and nothing measured."""
+    links = {
+        "intra_node": Link("intra_node", near_alpha, near, SOURCE),
+        "inter_node": Link("inter_node", far_alpha, far, SOURCE),
+    }
+    return replace(load_profile("h100"), links=links, collectives={}, _shared={})
+
+
+def test_ring_moves_twice_p_minus_one_over_p() -> None:
+    """1 GB/s is one byte a nanosecond, so without start-up costs times are bytes."""
+    profile, axis = flat_profile(), Axis("x", 4, 1)
+    size = 4 * MEGABYTE
+    assert collective_time_ns("all_reduce", size, axis, 8, profile) == 2 * 3 * size // 4
+    assert collective_time_ns("all_gather", size, axis, 8, profile) == 3 * size // 4
+    assert collective_time_ns("reduce_scatter", size, axis, 8, profile) == 3 * size // 4
+    assert collective_time_ns("all_to_all", size, axis, 8, profile) == 3 * size // 4
+    assert collective_time_ns("send", size, axis, 8, profile) == size
+
+
+def test_small_messages_take_the_tree() -> None:
+    profile, axis = flat_profile(near_alpha=1000), Axis("x", 8, 1)
+    assert collective_time_ns("all_reduce", 8, axis, 8, profile) == 2 * 3 * 1000 + 2 * 8
+    assert collective_time_ns("all_reduce", 64 * MEGABYTE, axis, 8, profile) == 14 * 1000 + 14 * 64 * MEGABYTE // 8
+
+
+def test_hierarchy_pays_fewer_far_messages() -> None:
+    """2 nodes of 4: reduce-scatter inside, all-reduce of a quarter across, all-gather inside."""
+    profile, axis = flat_profile(near=1e9, far=1e9, near_alpha=0, far_alpha=100_000), Axis("x", 8, 1)
+    size = 4 * MEGABYTE
+    inside, across = 2 * 3 * size // 4, 2 * 100_000 + 2 * (size // 4) // 2
+    assert collective_time_ns("all_reduce", size, axis, 4, profile) == inside + across
+
+
+def test_a_far_ring_uses_the_adapters_of_all_its_ranks_in_a_node() -> None:
+    profile, axis = flat_profile(near=2.5e8, far=5e7), Axis("x", 8, 1)
+    size = 8 * MEGABYTE
+    expected = 7 * size // 8 * 20 // 4  # 20 ns a byte, shared by the 4 ranks of a node
+    assert collective_time_ns("all_gather", size, axis, 4, profile) == expected
+    lone = collective_time_ns("all_gather", size, Axis("x", 2, 4), 4, profile)
+    assert lone == size // 2 * 20, "neighbours along the axis are nodes apart"
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 1 << 32), st.integers(1, 1 << 30), st.sampled_from([2, 3, 8, 16, 64]))
+def test_more_bytes_never_take_less(kind: str, size: int, more: int, ranks: int) -> None:
+    for profile in (load_profile("a100"), flat_profile(near_alpha=3000, far_alpha=9000)):
+        axis = Axis("x", ranks, 1)
+        less = collective_time_ns(kind, size, axis, 8, profile)
+        assert 0 < less <= collective_time_ns(kind, size + more, axis, 8, profile)
+
+
+@given(st.sampled_from(KINDS), st.integers(1, 1 << 32), st.floats(1, 10), st.sampled_from([2, 8, 16]))
+def test_more_bandwidth_is_never_slower(kind: str, size: int, factor: float, ranks: int) -> None:
+    slow, axis = flat_profile(near_alpha=500, far_alpha=5000), Axis("x", ranks, 1)
+    for fast in (flat_profile(1e9 * factor, 1e8, 500, 5000), flat_profile(1e9, 1e8 * factor, 500, 5000)):
+        assert collective_time_ns(kind, size, axis, 8, fast) <= collective_time_ns(kind, size, axis, 8, slow)
+
+
+def test_nothing_to_send_takes_no_time() -> None:
+    assert collective_time_ns("all_reduce", 0, Axis("x", 8, 1), 8, load_profile("h100")) == 0
+    assert collective_time_ns("all_reduce", MEGABYTE, Axis("x", 1, 1), 8, load_profile("h100")) == 0
+
+
+def test_measured_points_are_met_and_interpolated() -> None:
+    points = CollectivePoints("all_reduce", "intra_node", 2, ((1024, 5000), (4096, 10000)), SOURCE)
+    profile = replace(flat_profile(), collectives={("all_reduce", "intra_node", 2): points})
+    axis = Axis("x", 2, 1)
+    times = [collective_time_ns("all_reduce", size, axis, 8, profile) for size in (1, 1024, 2048, 4096, 8192)]
+    assert times[0] == 5000
+    assert times[4] == pytest.approx(20000, abs=1)
+    assert times[1:4] == [pytest.approx(t, abs=1) for t in (5000, 5000 * 2**0.5, 10000)]
+
+
+def test_ranks_beyond_the_cores_talk_slower() -> None:
+    facts = replace(load_profile("h100").facts, cores=2)
+    profile = replace(flat_profile(), facts=facts)
+    axis = Axis("x", 2, 1)
+    assert collective_time_ns("send", 1000, axis, 4, profile) == 2 * collective_time_ns("send", 1000, axis, 2, profile)
+
+
+TABLE = Path(os.environ.get("AUTOPAR_ALLREDUCE_TABLE", "shared/data/vtrain/allreduce.csv"))
+
+
+@pytest.mark.skipif(not TABLE.exists(), reason="needs the published all-reduce table (AUTOPAR_ALLREDUCE_TABLE)")
+@pytest.mark.parametrize("gpu", ["a100", "v100"])
+def test_shipped_all_reduce_matches_the_published_table(gpu: str) -> None:
+    profile = load_profile(gpu)
+    errors = []
+    with TABLE.open() as file:
+        for row in csv.DictReader(file):
+            if row["gpu"] == gpu:
+                ranks, size = int(row["n_gpus"]), int(row["bytes"])
+                predicted = collective_time_ns("all_reduce", size, Axis("x", ranks, 1), ranks, profile)
+                errors.append(abs(predicted / int(row["time_ns_in_place"]) - 1))
+    assert statistics.median(errors) <= 0.05
+    assert max(errors) <= 0.15
+
+
+# Redistributions ----------------------------------------
+
+
+def test_a_step_costs_what_the_table_sends() -> None:
+    profile, axes = flat_profile(), make_axes(("x", "y"), (2, 4))
+    shape, placement = (8, 16), (R, S(0))
+    forward, backward = step_time_ns(shape, 4, placement, axes, Step(1, S(0), R), 8, profile)
+    assert forward == backward == 3 * (8 * 16 * 4) // 4
+    assert step_time_ns(shape, 4, (R, R), axes, Step(1, R, S(0)), 8, profile) == (0, 0)
+    assert step_time_ns(shape, 4, (R, P), axes, Step(1, P, R), 8, profile) == (768, 768)
+
+
+def test_the_cheapest_route_counts_the_backward_only_for_differentiable_tensors() -> None:
+    profile, axes = flat_profile(), make_axes(("x",), (4,))
+    source, target = parse_placement("P"), parse_placement("S(0)")
+    arguments = ((8, 16), 4, source, target, axes, 8, profile)
+    route = redistribution(*arguments)
+    assert route is not None
+    assert route.steps == (Step(0, P, S(0)),) == path(*arguments)
+    assert (route.forward_ns, route.backward_ns) == (384, 384)
+    assert redistribution_cost(*arguments) == 768
+    assert redistribution_cost(*arguments, differentiable=False) == 384
+
+
+def test_no_route_gives_none() -> None:
+    axes = make_axes(("x",), (2,))
+    arguments = ((8, 16), 4, parse_placement("S(0)"), parse_placement("P"), axes, 8, flat_profile())
+    assert (redistribution_cost(*arguments) is None) == (path(*arguments) is None)

@@ -1,0 +1,101 @@
+"""Profiles: the shipped files are well formed, lookups help, curves and sharing behave."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.cost import Profile, load_profile, profile_names, template_profile
+from autopar.cost.files import profiles_folder
+from autopar.cost.profile import profile_from_json, profile_to_json
+from autopar.errors import ProfileError
+
+SHIPPED = ("a100", "h100", "h200", "v100")
+
+
+def shipped_json(name: str) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((profiles_folder() / f"{name}.json").read_text())
+    return data
+
+
+def test_shipped_profiles_have_sources_for_every_block() -> None:
+    assert profile_names() == ("a100", "cpu", "h100", "h200", "v100")
+    for name in SHIPPED:
+        profile = load_profile(name)
+        assert profile.usable_bytes < profile.facts.capacity_bytes
+        assert all(
+            source.split(":")[0] in ("datasheet", "assumed", "published") for source in profile.provenance.values()
+        )
+
+
+def test_the_same_name_gives_the_same_object_and_aliases_work() -> None:
+    assert load_profile("h100") is load_profile("h100")
+    assert load_profile("a100-80gb").name == "a100"
+
+
+def test_unknown_name_lists_the_known_and_the_remedy() -> None:
+    with pytest.raises(
+        ProfileError, match=r"expected a known cost profile \(a100, .*h100.*found 'b300'.*autopar profile"
+    ):
+        load_profile("b300")
+
+
+def test_a_file_path_is_a_name(tmp_path: Path) -> None:
+    data = {**shipped_json("h100"), "name": "mine"}
+    (tmp_path / "mine.json").write_text(json.dumps(data))
+    assert load_profile(str(tmp_path / "mine.json")).name == "mine"
+    with pytest.raises(ProfileError, match=r"expected the JSON file of a cost profile at .*none\.json"):
+        load_profile(str(tmp_path / "none.json"))
+
+
+def test_round_trip_through_json() -> None:
+    for name in SHIPPED:
+        data = profile_to_json(load_profile(name))
+        assert profile_to_json(profile_from_json(json.loads(json.dumps(data)), name)) == data
+
+
+def test_malformed_profiles_name_the_field() -> None:
+    data = shipped_json("h100")
+    data["facts"]["memory_bandwidth"] = -1
+    with pytest.raises(ProfileError, match="at facts/memory_bandwidth"):
+        profile_from_json(data, "mine")
+
+
+def test_curves_may_not_take_less_time_for_more_work() -> None:
+    data = shipped_json("h100")
+    data["operators"][0]["forward"] = [[1e6, 0.001], [2e6, 0.9]]
+    with pytest.raises(ProfileError, match="matmul: expected more work to take more time"):
+        profile_from_json(data, "mine")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_time_never_falls_with_work(name: str) -> None:
+    for curve in load_profile(name).operators.values():
+        times = [curve.forward.effective_work(2**power) for power in range(45)]
+        assert all(earlier <= later for earlier, later in pairwise(times))
+        assert curve.forward.effective_work(0) == 0
+
+
+def with_cores(cores: int) -> Profile:
+    data = shipped_json("cpu")
+    data["facts"]["cores"] = cores
+    return profile_from_json(data, "test")
+
+
+def test_more_ranks_than_cores_compute_slower() -> None:
+    profile = with_cores(2)
+    assert profile.shared_by(2) is profile
+    crowded = profile.shared_by(4)
+    assert crowded is profile.shared_by(4)
+    assert crowded.shared_by(4) is crowded, "sharing counts once"
+    assert crowded.peak_flops("float32") == profile.peak_flops("float32") / 2
+    assert crowded.facts.launch_ns[0] == 2 * profile.facts.launch_ns[0]
+
+
+def test_devices_of_their_own_are_not_shared() -> None:
+    assert load_profile("h100").shared_by(8) is load_profile("h100")
+    assert template_profile().facts.cores is None

@@ -1,0 +1,60 @@
+"""Meshes: their text, their logical shapes, and which axes stay inside a node."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from autopar.errors import MeshError
+from autopar.ir.mesh import MAX_AXES, Mesh, coordinates, logical_meshes, make_axes, ranks_within_node
+
+
+@pytest.mark.parametrize("text", ["h100:8x8", "cpu:1x4", "a100:1x8+v100:2x8"])
+def test_text_round_trips(text: str) -> None:
+    assert str(Mesh.parse(text)) == text
+
+
+def test_sizes() -> None:
+    mesh = Mesh("h100", nodes=8, devices_per_node=4)
+    assert (mesh.num_devices, mesh.nodes, mesh.devices_per_node) == (32, 8, 4)
+    assert Mesh.parse("cpu:4") == Mesh("cpu", devices_per_node=4)
+    assert mesh.is_homogeneous and mesh.profile == "h100"
+
+
+@pytest.mark.parametrize("text", ["", ":4", "cpu:x", "cpu:2x2x2", "cpu:-1", "cpu:0"])
+def test_malformed_texts_are_refused(text: str) -> None:
+    with pytest.raises(MeshError):
+        Mesh.parse(text)
+
+
+def test_unequal_devices_have_no_single_profile() -> None:
+    with pytest.raises(MeshError, match="unequal devices need pipeline stages"):
+        _ = Mesh.parse("a100:1x8+v100:2x8").profile
+    with pytest.raises(MeshError, match="at least one group"):
+        Mesh([])
+
+
+@pytest.mark.parametrize("text", ["cpu:1", "cpu:4", "h100:1x8", "h100:2x4", "h100:8x8", "cpu:6", "cpu:7"])
+def test_logical_meshes_factor_the_devices_node_by_node(text: str) -> None:
+    mesh = Mesh.parse(text)
+    found = logical_meshes(mesh)
+    shapes = [tuple(axis.size for axis in axes) for axes in found]
+    assert len(set(shapes)) == len(shapes)
+    for axes, shape in zip(found, shapes, strict=True):
+        assert math.prod(shape) == mesh.num_devices and len(shape) <= MAX_AXES
+        assert all(size > 1 for size in shape)
+        strides = [math.prod(shape[i + 1 :]) for i in range(len(shape))]
+        assert [axis.stride for axis in axes] == strides
+        assert len(coordinates(axes)) == mesh.num_devices
+
+
+def test_logical_meshes_of_eight_devices() -> None:
+    shapes = {tuple(axis.size for axis in axes) for axes in logical_meshes(Mesh("h100", devices_per_node=8))}
+    assert {(8,), (2, 4), (2, 2, 2)} <= shapes
+
+
+def test_ranks_within_a_node() -> None:
+    outer, inner = make_axes(("x", "y"), (2, 4))
+    assert ranks_within_node(inner, 4) == 4 and ranks_within_node(outer, 4) == 1
+    assert ranks_within_node(inner, 2) == 2 and ranks_within_node(outer, 8) == 2
