@@ -36,6 +36,8 @@ _ROWS_A_ROUND = 4
 _WIDEST_BOX, _NARROWEST_BOX = 4.0, 1.02
 _PATIENCE = 3
 """Prices have settled after so many rounds in the narrowest box without a better bound."""
+_LARGEST_SUM = 2**45
+"""Costs are scaled so that no choice costs more, which leaves a solver that counts in doubles room for prices."""
 
 
 class PriceSearch:
@@ -44,12 +46,15 @@ class PriceSearch:
     def __init__(self, network: Network) -> None:
         self.network = network
         self.lower_bound = 0
+        self._bound = Fraction(0)
         self.settled = False
         """Whether more rounds have little to gain."""
         self.prices: Prices = {}
         """Those of the best bound."""
         self._trial: Prices = {}
         self._timeline = Timeline(network)
+        self._scale = _scale(network)
+        self._pairs = {pair: _scaled(matrix, self._scale) for pair, matrix in network.pairs.items()}
         self._unary = np.concatenate([np.zeros(0, np.int64), *network.unary])
         self._rows: dict[int, Int64Array] = {}
         self._seen: list[tuple[int, Int64Array]] = []
@@ -62,27 +67,32 @@ class PriceSearch:
         return list(self._rows)
 
     def next_network(self) -> Network:
-        """Returns the network whose unary costs hold the priced usages, and which has no uses."""
+        """Returns the network whose unary costs hold the priced usages, and which has no uses.
+
+        Its costs are scaled up where they are small, so that prices may be fractions of them.
+        """
         if self._seen:
             self._trial = self._next_prices()
         total = np.zeros(len(self._unary))
         for row_time, price in self._trial.items():
             total += price * self._rows[row_time]
         # Rounded down by more than float error can have lifted the sum, so that a bound stays a bound.
-        total *= 1.0 - (len(self._trial) + 2) * 2.0**-52
-        priced = self._unary + np.floor(np.minimum(total, INFINITE)).astype(np.int64)
-        priced = np.where(self._unary >= INFINITE, INFINITE, np.minimum(priced, INFINITE))
-        return replace(self.network, unary=np.split(priced, self._timeline.offsets[1:-1]), uses=())
+        total *= self._scale * (1.0 - (len(self._trial) + 3) * 2.0**-52)
+        unary = _scaled(self._unary, self._scale)
+        priced = np.minimum(unary + np.floor(np.minimum(total, INFINITE)).astype(np.int64), INFINITE)
+        return replace(
+            self.network, unary=np.split(priced, self._timeline.offsets[1:-1]), pairs=self._pairs, uses=()
+        )  # fmt: skip
 
     def learn(self, result: Result) -> None:
         """Takes in the minimum of `next_network`, or a bound on it and a choice near it."""
-        bound = result["lower_bound"] - math.floor(self._credit())
-        if bound > self.lower_bound or not self._seen:
-            self.prices, self._fruitless = self._trial, 0
+        bound = Fraction(result["lower_bound"], self._scale) - self._credit()
+        if bound > self._bound or not self._seen:
+            self.prices, self._bound, self._fruitless = self._trial, bound, 0
         else:
             self._fruitless += self._box <= _NARROWEST_BOX
             self._box = max(_NARROWEST_BOX, math.sqrt(self._box))
-        self.lower_bound = max(self.lower_bound, bound)
+        self.lower_bound = max(self.lower_bound, math.ceil(bound))
         if result["choice"] is not None:
             self._see(result["choice"])
         self.settled = result["choice"] is None or not self._rows or self._fruitless >= _PATIENCE
@@ -128,3 +138,15 @@ class PriceSearch:
         centre = self.prices.get(row_time, 0.0)
         spread = unit * (self._box - 1.0) / (_WIDEST_BOX - 1.0)
         return centre / self._box, max(centre * self._box, spread)
+
+
+def _scale(network: Network) -> int:
+    tables = [*network.unary, *network.pairs.values()]
+    most = sum(int(table[table < INFINITE].max(initial=0)) for table in tables)
+    return max(1, _LARGEST_SUM // max(1, most))
+
+
+def _scaled(costs: Int64Array, scale: int) -> Int64Array:
+    """Returns the costs times the scale; what is forbidden stays so."""
+    scaled: Int64Array = np.where(costs >= INFINITE, INFINITE, np.minimum(costs, INFINITE // scale) * scale)
+    return scaled
