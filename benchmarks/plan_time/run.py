@@ -120,7 +120,8 @@ def _report(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
         "date": date.today().isoformat(),
         "medians": medians,
-        "solve_ratio_32_to_2_layers": medians["gpt 32 layers"]["solve_seconds"] / medians["gpt 2 layers"]["solve_seconds"],
+        "solve_ratio_32_to_2_layers": medians["gpt 32 layers"]["solve_seconds"]
+        / medians["gpt 2 layers"]["solve_seconds"],
         "runs": runs,
     }
 
