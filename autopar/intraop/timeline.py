@@ -13,6 +13,7 @@ from autopar.intraop.problem import Int64Array
 
 _WINDOWS = 32
 """Violated times closer than 1/32 of the time line to a worse one are left for the next round."""
+_GOLDEN_SECTION = 0.6180339887498949
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +74,16 @@ class Timeline:
         live = np.repeat((self._bounds[:, 0] <= time) & (time < self._bounds[:, 1]), self._lengths)
         usages = np.zeros(self.offsets[-1], dtype=np.int64)
         np.add.at(usages, self._entries[live], self._usages[live])
+        return usages
+
+    def total_usages(self) -> npt.NDArray[np.float64]:
+        """Returns what each value uses over all its intervals, flat, each weighted by another number in [1, 2).
+
+        The weights keep apart values that use as much in all, but not at the same times.
+        """
+        weights = 1.0 + (np.arange(len(self._lengths)) * _GOLDEN_SECTION) % 1.0
+        usages = np.zeros(self.offsets[-1])
+        np.add.at(usages, self._entries, self._usages * np.repeat(weights, self._lengths))
         return usages
 
     def row(self, time: int) -> Row:

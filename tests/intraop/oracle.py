@@ -50,6 +50,11 @@ def every_choice(problem: Problem) -> itertools.product[tuple[int, ...]]:
     return itertools.product(*(range(len(costs)) for costs in problem.costs))
 
 
+def every_value(network: Network) -> itertools.product[tuple[int, ...]]:
+    """Yields all choices of values of a network."""
+    return itertools.product(*(range(len(costs)) for costs in network.unary))
+
+
 def least_cost(problem: Problem) -> int | None:
     """Returns the cost of the cheapest feasible choice, None when there is none."""
     found = (evaluate(problem, choice) for choice in every_choice(problem))

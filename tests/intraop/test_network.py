@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 
 import numpy as np
@@ -15,11 +14,7 @@ from autopar.intraop.parts import Parts
 from autopar.intraop.problem import INFINITE
 from autopar.intraop.reduction import reduce_problem
 from autopar.intraop.timeline import Timeline
-from tests.intraop.oracle import least_cost, random_problem, reducible_problem
-
-
-def every_value(network: Network) -> itertools.product[tuple[int, ...]]:
-    return itertools.product(*(range(len(costs)) for costs in network.unary))
+from tests.intraop.oracle import every_value, least_cost, random_problem, reducible_problem
 
 
 @pytest.mark.parametrize("seed", range(40))

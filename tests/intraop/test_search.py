@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.intraop import hard, solver
+from autopar.intraop.branching import PriceBranching, split, without_what_cannot_fit
 from autopar.intraop.evaluator import evaluate
 from autopar.intraop.exact import Outcome, search_exactly
 from autopar.intraop.neighbourhood import NeighbourhoodSearch
@@ -25,7 +27,7 @@ from autopar.intraop.solver import minimise_peak, solve
 from autopar.intraop.timeline import Timeline
 from autopar.intraop.toulbar import SearchApart, minimise_here
 from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
-from tests.intraop.oracle import least_cost, least_peak, random_problem, reducible_problem
+from tests.intraop.oracle import every_value, least_cost, least_peak, random_problem, reducible_problem
 
 UNKNOWN = Outcome(None, INFINITE, 0)
 
@@ -309,3 +311,63 @@ def test_large_costs_and_usages_stay_exact() -> None:
 def test_a_missing_worker_script_is_not_needed_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("autopar.intraop.toulbar.toulbar_worker.__file__", str(Path("/nonexistent")))
     assert solve(random_problem(3, tightness=1.0, forbidden=0.0)).stop_reason == "optimal"
+
+
+# --- branching on prices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tightness", [0.2, 0.35])
+@pytest.mark.parametrize("seed", range(15))
+def test_branching_alone_finds_and_proves_the_optimum_or_that_there_is_none(seed: int, tightness: float) -> None:
+    _, network, least = case(seed, num_nodes=8, tightness=tightness)
+    root = PriceSearch(network)
+    while not root.settled:
+        root.learn(minimise_here(root.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    tree, best = PriceBranching(root), INFINITE
+    for _ in range(500):
+        node = tree.next_node(best)
+        if node is None:
+            break
+        assert least is None or min(tree.lower_bound, best) <= least
+        result = minimise_here(node.search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0)
+        values = tree.learn(node, result, best)
+        if values is not None and root.timeline.excess(values).max() <= 0:
+            best = min(best, network.cost(values))
+    assert tree.finished
+    assert best == (INFINITE if least is None else least)
+    assert tree.lower_bound >= best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_children_share_out_the_parents_values(seed: int) -> None:
+    _, network, _ = case(seed, tightness=0.35)
+    root = PriceSearch(network)
+    root.learn(minimise_here(root.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    sides = split(root)
+    if sides is None:
+        assert all(np.unique(root.timeline.total_usages()[a:b]).size <= 1 for a, b in pairwise(root.timeline.offsets))
+        return
+    assert (sides[0] | sides[1] == root.allowed).all()
+    both = np.flatnonzero(sides[0] & sides[1])
+    v = int(np.searchsorted(root.timeline.offsets, np.flatnonzero(sides[0] != sides[1])[0], side="right")) - 1
+    assert both.size == root.allowed.size - len(network.unary[v])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_said_not_to_fit_is_in_no_choice_that_fits(seed: int) -> None:
+    _, network, _ = case(seed, tightness=0.35, forbidden=0.0)
+    search = PriceSearch(network)
+    for _ in range(3):
+        search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    left = without_what_cannot_fit(search, search.allowed)
+    positions = search.timeline.offsets[:-1]
+    for values in every_value(network):
+        if search.timeline.excess(values).max() <= 0:
+            assert left is not None and left[positions + np.array(values)].all()
+
+
+def test_an_infeasible_restriction_is_bounded_by_infinite() -> None:
+    _, network, _ = case(0, forbidden=0.0)
+    search = PriceSearch(replace(network, unary=[np.full_like(costs, INFINITE) for costs in network.unary]))
+    search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    assert search.settled and search.lower_bound >= INFINITE
