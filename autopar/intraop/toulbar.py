@@ -22,7 +22,7 @@ from autopar.intraop.problem import INFINITE
 from autopar.intraop.timeline import Row
 from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Request, Result
 
-_GRACE_S = 1.0
+_GRACE_S = 0.5
 """What a search may take after its deadline to hand over what it has, before it is killed."""
 _LIBRARY_LOCK = threading.Lock()
 """toulbar2 keeps its state in globals."""
@@ -37,6 +37,25 @@ def minimise_here(network: Network, rows: Sequence[Row], upper_bound: int, backt
         return settled
     with _LIBRARY_LOCK:
         return _restored(toulbar_worker.run(request), core)
+
+
+class SearchHere:
+    """A search that has been done in this process, to be used like one apart."""
+
+    done = True
+
+    def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> None:
+        self._result = minimise_here(network, rows, upper_bound, backtracks, seed)
+
+    def result(self, deadline: float) -> Result:
+        """Returns what was found."""
+        return self._result
+
+    def interrupt(self) -> None:
+        """Does nothing: the search has ended."""
+
+    def cancel(self) -> None:
+        """Does nothing: the search has ended."""
 
 
 class SearchApart:
@@ -73,7 +92,7 @@ class SearchApart:
         if self._settled is not None:
             return self._settled
         if not self._ended_within(max(0.0, deadline - time.monotonic())):
-            self._process.send_signal(signal.SIGVTALRM)
+            self.interrupt()
             self._ended_within(_GRACE_S)
         if self._process.poll() != 0:
             self.cancel()
@@ -82,6 +101,10 @@ class SearchApart:
             file.seek(0)
             result: Result = pickle.load(file)
         return _restored(result, self._core)
+
+    def interrupt(self) -> None:
+        """Asks the search to end with what it has."""
+        self._process.send_signal(signal.SIGVTALRM)
 
     def cancel(self) -> None:
         """Ends the search, whatever it is doing."""
