@@ -136,7 +136,7 @@ def _candidate(place: Place, seconds: float, tried: list[dict[str, Any]], report
     if plan is not None:
         row |= {"step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
                 "solve_seconds": plan.search.seconds}  # fmt: skip
-    what = f"{plan.predicted.step_time_ns / 1e6:.3f} ms" if plan is not None else "nothing fits"
+    what = f"{plan.predicted.step_time_ns / 1e6:.3f} ms" if plan is not None else "no plan found that fits"
     report(f"mesh {row['mesh']}{f' in {count} microbatches' if count > 1 else ''}: {what} ({row['seconds']} s)")
     return plan
 

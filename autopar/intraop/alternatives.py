@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intraop.builder import Built, Variable
+from autopar.intraop.builder import Built, Kept, Variable
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Int64Array, Problem
 from autopar.intraop.strategies import Strategy
 from autopar.ir.placement import Placement, format_placement
-from autopar.ir.plan import Alternative, Choice, Storage
+from autopar.ir.plan import Alternative, Choice
 from autopar.ir.text import storage_text
 
 MAX_ALTERNATIVES = 5
@@ -69,8 +69,8 @@ def _choice(variable: Variable, totals: Int64Array, usages: Int64Array, chosen: 
 
 
 def _text(option: Any) -> str:
-    if isinstance(option, Storage):
-        return storage_text(option)
+    if isinstance(option, Kept):
+        return f"{storage_text(option.storage)} used {_bracketed((option.use,))}"
     if isinstance(option, Strategy):
         return f"{_bracketed(option.operands)} -> {_bracketed(option.results)}"
     return _bracketed((option,))
