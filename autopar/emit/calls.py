@@ -7,16 +7,17 @@ rows, a loss or mean over the global count, statistics over shards, dropout mask
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from autopar.emit.statements import Operate
+from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
-from autopar.ir.placement import Placement, S, format_placement, local_shape
+from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
 from autopar.ir.plan import PlanData
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
-from autopar.ops.lowering import local_arguments
+from autopar.ops.lowering import RankLength, local_arguments
 
 Name = Callable[[str, int], str]  # (tensor, operand position) -> the variable that holds it
 
@@ -26,6 +27,28 @@ class CallWriter:
 
     def __init__(self, graph: Graph, plan: PlanData) -> None:
         self.graph, self.plan = graph, plan
+        self.counts: dict[str, str] = {}  # loss node -> the variable that will hold its global count of samples
+
+    def counted_axes(self, statement: Operate) -> list[str]:
+        """Mesh axes over which a mean loss must count its samples; none for other operators."""
+        if statement.node.op != "aten.cross_entropy_loss.default":
+            return []
+        is_mean = int(Call(self.graph, statement.node).arguments["reduction"]) == 1
+        return self.sample_axes(statement) if is_mean and not self.microbatched(statement.reads[0][1]) else []
+
+    def sample_axes(self, loss: Operate) -> list[str]:
+        """Mesh axes that split the samples of a cross-entropy."""
+        return self.axes_where(loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
+
+    def is_mean_over_microbatches(self, statement: Operate) -> bool:
+        if statement.node.op != "aten.cross_entropy_loss.default" or not self.microbatched(statement.reads[0][1]):
+            return False
+        return int(Call(self.graph, statement.node).arguments["reduction"]) == 1
+
+    def write_count(self, statement: Operate, target: str) -> str:
+        """The call that starts to count the samples of a loss."""
+        ignored = Call(self.graph, statement.node).arguments["ignore_index"]
+        return f"rt.start_valid_count({target}, {_axes(self.counted_axes(statement))}, ignore_index={ignored})"
 
     def write(self, statement: Operate, names: list[str]) -> str:
         """The call with `names` for its operands, in operand order."""
@@ -36,15 +59,13 @@ class CallWriter:
 
     def _plain(self, statement: Operate, names: list[str]) -> str:
         node = statement.node
-        shapes = tuple(
-            local_shape(self.graph.tensors[name].shape, placement, self.plan.axes)
-            for name, placement in statement.makes
-        )
+        shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
         args, kwargs = local_arguments(self.graph, node, shapes)
         remaining = iter(names)
         parts = [_text(value, remaining) for value in args]
         parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
-        return f"{node.op}({', '.join(parts)})"
+        op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
+        return f"{op}({', '.join(parts)})"
 
     def axes_where(self, placement: Placement, test: Callable[[Any], bool]) -> list[str]:
         """Names of the real mesh axes on which the placement's type passes the test."""
@@ -57,6 +78,25 @@ class CallWriter:
     def microbatched(self, placement: Placement) -> bool:
         pairs = zip(self.plan.axes, placement, strict=True)
         return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in pairs)
+
+
+def local_lengths(graph: Graph, plan: PlanData, value: Value) -> tuple[int, ...]:
+    """The shape that a rank holds of a value; `RankLength` where ranks differ."""
+    shape, placement = graph.tensors[value[0]].shape, value[1]
+    local = local_shape(shape, placement, plan.axes)
+    return tuple(
+        RankLength(length, rank_length(whole, [a for a, t in zip(plan.axes, placement, strict=True) if t == S(dim)]))
+        if whole % num_shards(placement, dim, plan.axes)
+        else length
+        for dim, (whole, length) in enumerate(zip(shape, local, strict=True))
+    )
+
+
+def rank_length(length: int, axes: list[Axis]) -> str:
+    """The text of the length that a rank holds of a dim that the axes split, from the outer one to the inner."""
+    names = [axis.name for axis in axes if axis.name != MICROBATCH]
+    length //= math.prod(axis.size for axis in axes if axis.name == MICROBATCH)
+    return f"rt.local_size({length}, {', '.join(names)})" if names else str(length)
 
 
 def _text(value: Any, names: Any) -> str:
@@ -90,6 +130,8 @@ def _cross_entropy(writer: CallWriter, statement: Operate, call: Call, names: li
         return None
     reduction = ("none", "mean", "sum")[int(call.arguments["reduction"])]
     count = ", count=self.count" if split and reduction == "mean" else ""
+    if statement.node.name in writer.counts:
+        count = f", count={writer.counts[statement.node.name]}"
     return (
         f"rt.cross_entropy({names[0]}, {names[1]}, reduction_axes={_axes(samples)}, class_axes={_axes(classes)}, "
         f"num_classes={call.shape(0)[1]}, ignore_index={call.arguments['ignore_index']}, reduction={reduction!r}, "

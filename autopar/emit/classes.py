@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autopar.emit.calls import CallWriter
+from autopar.emit.calls import CallWriter, rank_length
 from autopar.emit.names import Names
 from autopar.emit.statements import Convert, Flat, Operate, Statement, Value
 from autopar.emit.tree import Region
@@ -53,6 +53,7 @@ class ClassWriter:
         self.lists: set[str] = set()  # containers that are emitted as an nn.ModuleList
         self.container_sizes: dict[str, int] = {}
         self.escaping: set[Value] = set()  # values that the whole program leaves
+        self.late: set[Value] = set()  # outputs that nothing in the program reads: nobody waits for them
 
     # placements and declarations
 
@@ -245,7 +246,9 @@ class ClassWriter:
                     else current
                 )
             else:
-                size = self._uneven_length(tensor, placement, step)
+                is_last = step is item.redistribute.steps[-1]
+                late = is_last and made in self.late and (step.before.kind, step.after.kind) == ("P", "I")
+                size = self._uneven_length(tensor, placement, step) + (", wait=False" if late else "")
                 text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}"{size})'
             note = self._note(step.transfers, forward, backward, tensor.differentiable)
             lines.append(f"{INDENT * 2}{name} = {text}{note}")
@@ -262,14 +265,8 @@ class ClassWriter:
         length = tensor.shape[step.before.dim]
         if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:
             return ""
-        splitting = [axis for axis, type_ in zip(self.plan.axes, placement, strict=True) if type_ == step.before]
-        outer = []
-        for axis in splitting[: splitting.index(self.plan.axes[step.axis])]:
-            if axis.name == MICROBATCH:
-                length //= axis.size
-            else:
-                outer.append(axis.name)
-        return f", rt.local_size({length}, {', '.join(outer)})" if outer else f", {length}"
+        pairs = zip(self.plan.axes[: step.axis], placement[: step.axis], strict=True)
+        return ", " + rank_length(length, [axis for axis, type_ in pairs if type_ == step.before])
 
     def _note(self, transfers: object, forward: int, backward: int, differentiable: bool) -> str:
         first, second = (t.collective for t in transfers)  # type: ignore[attr-defined]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
-from autopar.cost import Profile, node_time_ns, redistribution
+import numpy as np
+import numpy.typing as npt
+
+from autopar.cost import Profile, node_time_ns
+from autopar.cost.memory import Extra, Saved, saved_values, storage_root
+from autopar.cost.routes import UNREACHABLE, Routes, routes
+from autopar.intraop.problem import NO_PATH_NS
 from autopar.intraop.strategies import Strategy
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, local_shape
 from autopar.ir.plan import Storage
+from autopar.ir.redistribution import Step
+
+Times = npt.NDArray[np.int64]
 
 #: optimizer -> bytes of state an element of a parameter holds beside itself and its gradient
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "none": 0}
-#: operators whose results are views of, or equal to, their operands: nothing more is saved for them
-_VIEWS = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "alias",
-          "slice", "select", "split", "split_with_sizes", "unbind", "detach")  # fmt: skip
 
 
 class ProfiledCosts:
@@ -30,8 +36,10 @@ class ProfiledCosts:
         profile: Profile,
         mode: str,
         optimizer: str | None,
+        microbatches: int = 1,
     ) -> None:
         self.graph, self.axes, self.profile = graph, axes, profile
+        self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
@@ -44,49 +52,79 @@ class ProfiledCosts:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
-        return forward + (backward if self.train else 0)
+        return (forward + (backward if self.train else 0)) * self.microbatches
 
     def saved_bytes(self, node: Node, strategy: Strategy) -> int:
-        """Results that the backward pass may need; views keep nothing of their own."""
-        if not self.train or node.op.split(".")[1] in _VIEWS:
+        """What autograd keeps of operands and results; each storage counts at the first node that saves it."""
+        if not self.train:
             return 0
-        tensors = self.graph.tensors
-        shapes = self._shapes(node.results, strategy.results)
-        pairs = zip(node.results, shapes, strict=True)
-        return sum(math.prod(s) * tensors[n].itemsize for n, s in pairs if tensors[n].differentiable)
+        placements = dict(zip((*node.results, *node.operands), (*strategy.results, *strategy.operands), strict=True))
+        tensors, total = self.graph.tensors, 0
+        for saved in self._saved.get(node.name, ()):
+            name = saved.like if isinstance(saved, Extra) else saved
+            shape = self._local(tensors[name].shape, placements[name])
+            total += saved.num_bytes(shape) if isinstance(saved, Extra) else math.prod(shape) * tensors[name].itemsize
+        return total
 
-    def convert_ns(self, tensor: Tensor, source: Placement, target: Placement) -> int | None:
-        route = self._route(tensor, source, target)
-        if route is None:
-            return None
-        return route[0] + route[1] + (1 if source != target else 0)  # of equal plans, the one with fewer conversions
+    @cached_property
+    def _saved(self) -> dict[str, tuple[Saved, ...]]:
+        """By node: the values that it is the first to save, but for inputs and parameters."""
+        known = {*self.graph.inputs, *(item.tensor for item in self.graph.stored)}
+        found = {}
+        for node in self.graph.nodes:
+            own = []
+            for saved in saved_values(node, self.graph):
+                root = None if isinstance(saved, Extra) else storage_root(saved, self.graph)
+                if root not in known:
+                    own.append(saved)
+                if root is not None:
+                    known.add(root)
+            found[node.name] = tuple(own)
+        return found
 
-    def storage_ns(self, tensor: Tensor, storage: Storage, target: Placement) -> int | None:
+    def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:
+        forward, backward = self._routes(tensor).times(sources, targets)
+        total = (forward + backward) * self.microbatches
+        unequal = np.array([[source != target for target in targets] for source in sources])
+        return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
+
+    def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
         """Gathers before use (again before backward when regathered) and gradient synchronisation after."""
-        route = self._route(tensor, storage.placement, target)
-        if route is None:
-            return None
-        return route[0] * (2 if storage.regather and self.train else 1) + route[1]
+        sources = [storage.placement for storage in storages]
+        forward, backward = self._routes(tensor).times(sources, targets)
+        gathers = np.array([self._num_gathers(storage) for storage in storages])[:, None]
+        reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
+        return np.where(forward >= UNREACHABLE, NO_PATH_NS, forward * gathers + backward * reductions)
 
-    def _route(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[int, int] | None:
+    def _num_gathers(self, storage: Storage) -> int:
+        """A step; a regathered parameter is gathered for the forward and the backward pass of each microbatch."""
+        return (2 if self.train else 1) * self.microbatches if storage.regather else 1
+
+    def _num_reductions(self, storage: Storage) -> int:
+        return self.microbatches if storage.regather or storage.reduce_each_microbatch else 1
+
+    def steps(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
+        """The redistribution whose time the costs count; None when there is none."""
+        route = self._routes(tensor).route(source, target)
+        return None if route is None else route.steps
+
+    def _routes(self, tensor: Tensor) -> Routes:
         differentiable = tensor.differentiable and self.train
-        route = redistribution(
-            tensor.shape,
-            tensor.itemsize,
-            source,
-            target,
-            self.axes,
-            self.devices_per_node,
-            self.profile,
-            differentiable,
-        )
-        return None if route is None else (route.forward_ns, route.backward_ns)
+        return routes(tensor.shape, tensor.itemsize, self.axes, self.devices_per_node, self.profile, differentiable)
 
-    def state_bytes(self, tensor: Tensor, storage: Storage) -> int:
-        """Parameter, gradient and optimizer state as stored; a gathered copy that is kept counts too."""
+    def state_bytes(self, tensor: Tensor, storage: Storage, use: Placement) -> int:
+        """Parameter, gradient and optimizer state as stored; with the copy in `use`, where that is another one.
+
+        A gathered copy that is kept counts, and its gradient where that waits for further microbatches. Regathered
+        ones come and go; the simulator counts them.
+        """
         kept = math.prod(self._local(tensor.shape, storage.placement))
+        used = math.prod(self._local(tensor.shape, use))
+        is_copy = not storage.regather and any(
+            t.kind == "S" and t != u for t, u in zip(storage.placement, use, strict=True)
+        )
         if not (tensor.differentiable and self.train):
-            return kept * tensor.itemsize
-        stored = kept * (2 * tensor.itemsize + self.optimizer_bytes)
-        sharded = any(type_.kind == "S" for type_ in storage.placement)
-        return stored if storage.regather or not sharded else stored + kept * tensor.itemsize
+            return (kept + (used if is_copy else 0)) * tensor.itemsize
+        waits = self.microbatches > 1 and not storage.reduce_each_microbatch
+        copies = (2 if waits else 1) if is_copy else 0
+        return kept * (2 * tensor.itemsize + self.optimizer_bytes) + copies * used * tensor.itemsize

@@ -24,6 +24,8 @@ from autopar.errors import PlanError
 
 INFINITE = 10**18
 """The cost that forbids; every entry at or above it means the same."""
+NO_PATH_NS = 10**15
+"""The price of a redistribution that does not exist: dearer than any plan, yet a sum of many is still a number."""
 
 Int64Array = npt.NDArray[np.int64]
 Interval = tuple[int, int]

@@ -3,86 +3,95 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from autopar.cost import Profile
-from autopar.cost import path as cheapest_path
-from autopar.errors import InfeasibleError
-from autopar.intraop.builder import NO_PATH_NS, Built, Representatives, StorageOptions, build
+from autopar.intraop.alternatives import explain_choices
+from autopar.intraop.builder import Built, Representatives, StorageOptions, build
 from autopar.intraop.costs import ProfiledCosts
 from autopar.intraop.extract import extract
-from autopar.intraop.problem import INFINITE
+from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.solver import solve
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Tensor
-from autopar.ir.placement import Placement
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, SearchReport
-from autopar.ir.redistribution import Step
 
 
-def plan_placements(
-    graph: Graph,
-    blocks: Representatives,
-    draft: Plan,
-    profile: Profile,
-    storage_options: StorageOptions,
+@dataclass(frozen=True)
+class LeastMemory:
+    """The least usage of any choice, in bytes a device; its largest parts as (tensor or node, kind, bytes)."""
+
+    usage_bytes: int
+    largest: tuple[tuple[str, str, int], ...]
+
+
+def prepare_placements(
+    graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
     constraints: Sequence[Constraint] = (),
-    time_limit_s: float = 10.0,
-    seed: int = 0,
-) -> Plan:
-    """The draft (mesh, axes, mode, optimizer, memory limit) with every placement chosen, and the search's report.
+) -> Placements:  # fmt: skip
+    """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
-    Raises InfeasibleError when the constraints leave no strategy, or no choice meets the memory limit.
+    Raises InfeasibleError when the constraints leave no strategy.
     """
-    axes, per_node = draft.axes, draft.mesh.devices_per_node
-    costs = ProfiledCosts(graph, axes, per_node, profile, draft.mode, draft.optimizer)
-    built = build(graph, blocks, axes, costs, storage_options, constraints, draft.memory_limit or None)
-    try:
-        solution = solve(built.problem, time_limit_s, seed)
-    except InfeasibleError as error:
-        raise _explain(built, time_limit_s, seed) from error
-
-    def steps(tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
-        differentiable = tensor.differentiable and draft.mode == "train"
-        return cheapest_path(tensor.shape, tensor.itemsize, source, target, axes, per_node, profile, differentiable)
-
-    inputs, storage, nodes, redistributes = extract(graph, blocks, built, solution.choice, steps)
-    report = SearchReport(
-        method=f"intra-op ILP by {solution.method}",
-        cost_ns=int(solution.cost),
-        lower_bound_ns=int(solution.lower_bound),
-        stop_reason=solution.stop_reason,
-        seconds=round(solution.seconds, 3),
-        seed=seed,
-    )
-    return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report)
+    per_node = draft.mesh.devices_per_node
+    costs = ProfiledCosts(graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches)
+    built = build(graph, blocks, draft.axes, costs, storage_options, constraints)
+    return Placements(graph, blocks, draft, costs, built)
 
 
-def _explain(built: Built, time_limit_s: float, seed: int) -> InfeasibleError:
-    """The smallest memory that some choice of placements needs, and what takes most of it there."""
-    problem = built.problem
-    free = replace(
+@dataclass(frozen=True, eq=False)
+class Placements:
+    """A built problem, to be solved under one memory limit or several."""
+
+    graph: Graph
+    blocks: Representatives
+    draft: Plan
+    costs: ProfiledCosts
+    built: Built
+
+    def plan(self, usage_limit: int, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Plan:
+        """The draft with every placement chosen so that usage is at most so many bytes, and the search's report.
+
+        Raises InfeasibleError when no choice meets the limit, or none was found in time.
+        """
+        problem = replace(self.built.problem, usage_limit=usage_limit)
+        solution = solve(problem, time_limit_s, seed, gap_limit)
+        inputs, storage, nodes, redistributes = extract(
+            self.graph, self.blocks, self.built, solution.choice, self.costs.steps
+        )
+        report = SearchReport(
+            method=f"intra-op ILP by {solution.method}",
+            cost_ns=int(solution.cost),
+            lower_bound_ns=int(solution.lower_bound),
+            stop_reason=solution.stop_reason,
+            seconds=round(solution.seconds, 3),
+            seed=seed,
+        )
+        return replace(
+            self.draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report,
+            choices=explain_choices(self.built, solution.choice),
+        )  # fmt: skip
+
+    def least_memory(self, time_limit_s: float = 10.0, seed: int = 0) -> LeastMemory:
+        """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""
+        problem = self.built.problem
+        choice = solve(_usage_alone(problem), time_limit_s, seed).choice
+        used = [int(usage[option]) for usage, option in zip(problem.usages, choice, strict=True)]
+        largest = sorted(zip(used, self.built.variables, strict=True), key=lambda pair: -pair[0])[:3]
+        return LeastMemory(sum(used), tuple((v.name, v.kind, size) for size, v in largest if size))
+
+
+def _usage_alone(problem: Problem) -> Problem:
+    """The problem with usage as its cost and no limit; what has no redistribution stays forbidden."""
+    pairs = zip(problem.costs, problem.usages, strict=True)
+    return replace(
         problem,
-        costs=[
-            np.where(cost >= NO_PATH_NS, INFINITE, usage)
-            for cost, usage in zip(problem.costs, problem.usages, strict=True)
-        ],
+        costs=[np.where(cost >= NO_PATH_NS, INFINITE, usage) for cost, usage in pairs],
         edge_costs=[np.where(matrix >= NO_PATH_NS, INFINITE, 0) for matrix in problem.edge_costs],
         usage_limit=None,
     )
-    choice = solve(free, time_limit_s, seed).choice
-    used = [int(usage[option]) for usage, option in zip(problem.usages, choice, strict=True)]
-    largest = sorted(zip(used, built.variables, strict=True), key=lambda pair: -pair[0])[:3]
-    names = ", ".join(
-        f"{v.name} ({'state' if v.kind == 'stored' else 'activations'}, {size:,} bytes)" for size, v in largest
-    )
-    return InfeasibleError(
-        f"expected placements within the memory limit of {problem.usage_limit:,} bytes a device, found none on mesh "
-        f"{problem.name.rpartition(' ')[2]}: the smallest that can be met is {sum(used):,} bytes, most of it {names}. "
-        "Raise memory_limit, use more devices, or a smaller batch."
-    )
 
 
-__all__ = ["plan_placements"]
+__all__ = ["LeastMemory", "Placements", "prepare_placements"]

@@ -16,8 +16,6 @@ from torch.export import ExportedProgram
 
 from autopar.ops import has_rules
 
-_MAX_DEPTH = 4  # decompositions of decompositions
-
 
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return source.to(target.dtype).expand(target.shape)
@@ -28,18 +26,14 @@ _OWN: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.copy.default: _copy
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
-    """The functional program, in which operators without a rule are taken apart as far as torch knows how."""
-    program = program.run_decompositions({})
-    for _ in range(_MAX_DEPTH):
-        table = _decompositions(program)
-        if not table:
-            break
-        program = program.run_decompositions(table)
-    return program
+    """The functional program, in which operators without a rule are taken apart as far as torch knows how.
+
+    One pass does both: each pass runs the whole model on fake tensors, which is most of the time that tracing takes.
+    """
+    functional: ExportedProgram = program.run_decompositions(_decompositions())
+    return functional
 
 
-def _decompositions(program: ExportedProgram) -> dict[OpOverload, Callable[..., Any]]:
-    used = {node.target for node in program.graph.nodes if isinstance(node.target, OpOverload)}
-    without = [op for op in used if op.namespace == "aten" and not has_rules(op)]
-    known = {**torch.export.default_decompositions(), **_OWN} if without else {}
-    return {op: known[op] for op in without if op in known}
+def _decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    known = {**torch.export.default_decompositions(), **_OWN}
+    return {op: known[op] for op in known if op.namespace == "aten" and not has_rules(op)}

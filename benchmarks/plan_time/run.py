@@ -1,0 +1,130 @@
+"""How long planning takes: from `autopar.parallelize` to source, for GPTs of 2 and 32 layers and for Llama-3-70B.
+
+    python benchmarks/plan_time/run.py [--repeats 3] [--output benchmarks/plan_time/results.json]
+
+GPT: d=1024, 16 heads, vocabulary 32,000, batch 16 × 512, 8 devices (every logical shape is searched). Llama: the
+transformers model of 80 layers on meta tensors, batch 16 × 4,096, bf16 weights, on h100 8×8. Each row runs in a
+process of its own, rows in turn, so that no run finds another's caches; the medians are reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+ROWS = ("gpt 2 layers", "gpt 32 layers", "llama 70B")
+
+
+def plan_row(row: str) -> dict[str, Any]:
+    """Plans one row's model in this process; seconds of the whole, of the solver, and what came out."""
+    import autopar
+
+    model, inputs, mesh = _llama() if row == "llama 70B" else _gpt(int(row.split()[1]))
+    started = time.perf_counter()
+    program = autopar.parallelize(model, mesh, inputs)
+    seconds = time.perf_counter() - started
+    autopar.verify(program.plan, model, inputs)
+    plan = program.plan
+    assert plan.predicted.peak_bytes <= plan.memory_limit
+    return {
+        "seconds": seconds,
+        "solve_seconds": sum(tried.get("solve_seconds", 0.0) for tried in plan.search.tried),
+        "search_seconds": sum(tried.get("seconds", 0.0) for tried in plan.search.tried),
+        "stop_reason": plan.search.stop_reason,
+        "cost_ns": plan.search.cost_ns,
+        "lower_bound_ns": plan.search.lower_bound_ns,
+        "mesh": "x".join(str(axis.size) for axis in plan.axes),
+        "peak_bytes": plan.predicted.peak_bytes,
+        "memory_limit": plan.memory_limit,
+        "step_time_ns": plan.predicted.step_time_ns,
+        "source_lines": len(program.source.splitlines()),
+    }
+
+
+def _gpt(num_layers: int) -> tuple[Any, Any, Any]:
+    import torch
+
+    import autopar
+    from models import gpt
+
+    config = gpt.Config(
+        num_layers=num_layers, hidden_size=1024, num_heads=16, vocab_size=32_000, batch_size=16, seq_len=512
+    )
+    with torch.device("meta"):
+        model = gpt.build(config)
+    inputs = {name: tensor.to("meta") for name, tensor in gpt.example_inputs(config).items()}
+    return model, inputs, autopar.Mesh("a100", devices_per_node=8)
+
+
+def _llama() -> tuple[Any, Any, Any]:
+    import torch
+    import transformers
+
+    import autopar
+
+    config = transformers.LlamaConfig(
+        vocab_size=128_256, hidden_size=8192, intermediate_size=28_672, num_hidden_layers=80, num_attention_heads=64,
+        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500_000.0, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+    tokens = torch.empty((16, 4096), dtype=torch.long, device="meta")
+    return model, {"input_ids": tokens, "labels": tokens}, autopar.Mesh("h100", nodes=8, devices_per_node=8)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--row", choices=ROWS, help="plan one row here and print it as JSON")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"))
+    arguments = parser.parse_args()
+    if arguments.row:
+        print(json.dumps(plan_row(arguments.row)))
+        return
+    runs: dict[str, list[dict[str, Any]]] = {row: [] for row in ROWS}
+    for _ in range(arguments.repeats):
+        for row in ROWS:
+            runs[row].append(_apart(row))
+            print(f"{row}: {runs[row][-1]['seconds']:.2f} s, solver {runs[row][-1]['solve_seconds']:.2f} s", flush=True)
+    report = _report(runs)
+    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps(report["medians"], indent=1))
+
+
+def _apart(row: str) -> dict[str, Any]:
+    root = Path(__file__).resolve().parents[2]
+    found = subprocess.run(
+        [sys.executable, __file__, "--row", row],
+        check=True, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": str(root)},
+    )  # fmt: skip
+    result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
+    return result
+
+
+def _report(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    medians = {
+        row: {key: statistics.median(r[key] for r in found) for key in ("seconds", "solve_seconds", "search_seconds")}
+        for row, found in runs.items()
+    }
+    return {
+        "command": f"python {Path(__file__).name} --repeats {len(runs[ROWS[0]])}",
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
+        "date": date.today().isoformat(),
+        "medians": medians,
+        "solve_ratio_32_to_2_layers": medians["gpt 32 layers"]["solve_seconds"]
+        / medians["gpt 2 layers"]["solve_seconds"],
+        "runs": runs,
+    }
+
+
+if __name__ == "__main__":
+    main()
