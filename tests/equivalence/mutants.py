@@ -28,7 +28,7 @@ from tests.equivalence.harness import Tensors, differences
 from tests.equivalence.mutations import Mutation
 from tests.rank_pool import RankPool
 
-MAX_WRONG = 5  # then the rest is not run
+MAX_WRONG = 3  # then the rest is not run
 Verify = Callable[[Graph, Plan], None]
 
 
