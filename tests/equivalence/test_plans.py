@@ -8,25 +8,10 @@ from typing import Any
 import pytest
 
 import autopar
-from tests.equivalence import zoo
+from tests.equivalence import planned, zoo
 from tests.equivalence.harness import differences, run_rank, run_single
 from tests.rank_pool import pool
 
-PLANS: dict[str, dict[str, Any]] = {
-    "dp": {"dp": 2},
-    "zero1": {"dp": 2, "zero": 1},
-    "zero2": {"dp": 2, "zero": 2},
-    "zero3": {"dp": 2, "zero": 3},
-    "tp": {"tp": 2},
-    "tp_sequence": {"tp": 2, "sequence_parallel": True},
-    "dp_tp": {"dp": 2, "tp": 2},
-    "zero3_tp": {"dp": 2, "tp": 2, "zero": 3},
-    "dp_microbatches": {"dp": 2, "microbatches": 2},
-    "zero2_microbatches": {"dp": 2, "zero": 2, "microbatches": 2},
-    "zero3_microbatches": {"dp": 2, "zero": 3, "microbatches": 2},
-    "tp_microbatches": {"tp": 2, "microbatches": 4},
-    "searched": {},
-}
 OPTIMIZERS = ("sgd", "adamw")
 
 
@@ -37,17 +22,14 @@ def single(name: str) -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plan_name", PLANS)
+@pytest.mark.parametrize("plan_name", planned.PLANS)
 @pytest.mark.parametrize("model_name", zoo.NAMES)
 def test_plan_equals_model(model_name: str, plan_name: str) -> None:
     model, batch = zoo.build(model_name)
-    choices = PLANS[plan_name]
-    world = choices.get("dp", 1) * choices.get("tp", 1) if choices else 4
-    mesh = autopar.Mesh("cpu", devices_per_node=world)
-    plan = autopar.template_plan(model, mesh, batch, **choices) if choices else None
-    program = autopar.parallelize(model, mesh, batch, plan=plan)
+    plan = planned.plan(model_name, plan_name)
+    program = autopar.parallelize(model, plan.mesh, batch, plan=plan)
     state = {**model.state_dict(), **dict(model.named_buffers())}
-    results = pool(world).run(run_rank, program.source, state, batch, OPTIMIZERS)
+    results = pool(plan.mesh.num_devices).run(run_rank, program.source, state, batch, OPTIMIZERS)
     found = differences(single(model_name), results[0])
     assert not found, "\n".join(found)
     assert {loss.item() for loss, *_ in results} == {results[0][0].item()}
