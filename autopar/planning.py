@@ -34,7 +34,7 @@ class SearchBudget:
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
     """
 
-    seconds: float = 30.0
+    seconds: float = 20.0
     seed: int = 0
     gap: float = 0.002
 
