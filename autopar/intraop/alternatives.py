@@ -48,14 +48,14 @@ def _totals(problem: Problem, choice: Sequence[int]) -> list[Int64Array]:
 
 def _choice(variable: Variable, totals: Int64Array, usages: Int64Array, chosen: int) -> Choice:
     order = [option for option in np.argsort(totals, kind="stable").tolist() if option != chosen]
-    others = [option for option in order if totals[option] < NO_PATH_NS][:MAX_ALTERNATIVES]
+    real = [option for option in order if totals[option] < NO_PATH_NS and not _same(variable, totals, chosen, option)]
     alternatives = tuple(
         Alternative(
             _text(variable.options[option]),
             int(totals[option] - totals[chosen]),
             int(usages[option] - usages[chosen]),
         )
-        for option in others
+        for option in real[:MAX_ALTERNATIVES]
     )
     return Choice(
         variable.name,
@@ -66,6 +66,12 @@ def _choice(variable: Variable, totals: Int64Array, usages: Int64Array, chosen: 
         len(variable.options),
         alternatives,
     )
+
+
+def _same(variable: Variable, totals: Int64Array, chosen: int, option: int) -> bool:
+    """Whether the option keeps a tensor alike, and differs only in gathers that it does not need."""
+    kept, other = variable.options[chosen], variable.options[option]
+    return isinstance(kept, Storage) and kept.placement == other.placement and totals[option] == totals[chosen]
 
 
 def _text(option: Any) -> str:
