@@ -32,9 +32,17 @@ class CallWriter:
         """Mesh axes over which a mean loss must count its samples; none for other operators."""
         if statement.node.op != "aten.cross_entropy_loss.default":
             return []
-        arguments, logits = Call(self.graph, statement.node).arguments, statement.reads[0][1]
-        is_whole_mean = int(arguments["reduction"]) == 1 and not self.microbatched(logits)
-        return self.axes_where(logits, lambda t: t.kind == "S" and t != S(1)) if is_whole_mean else []
+        is_mean = int(Call(self.graph, statement.node).arguments["reduction"]) == 1
+        return self.sample_axes(statement) if is_mean and not self.microbatched(statement.reads[0][1]) else []
+
+    def sample_axes(self, loss: Operate) -> list[str]:
+        """Mesh axes that split the samples of a cross-entropy."""
+        return self.axes_where(loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
+
+    def is_mean_over_microbatches(self, statement: Operate) -> bool:
+        if statement.node.op != "aten.cross_entropy_loss.default" or not self.microbatched(statement.reads[0][1]):
+            return False
+        return int(Call(self.graph, statement.node).arguments["reduction"]) == 1
 
     def write_count(self, statement: Operate, target: str) -> str:
         """The call that starts to count the samples of a loss."""

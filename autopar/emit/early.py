@@ -26,14 +26,14 @@ class Early:
 
 def find_early(items: Sequence[Statement | Region], known: set[Value], calls: CallWriter) -> Early:
     """Finds the losses in `items` whose targets follow from the values `known`, and what makes these targets."""
-    makers = {made: item for item in items if not isinstance(item, Region) for made in item.makes}
+    own = makers([item for item in items if not isinstance(item, Region)])
     losses, needed = [], set()
     for item in items:
         if isinstance(item, Operate) and calls.counted_axes(item):
-            chain = _chain(item.reads[1], known, makers)
-            if chain is not None:
+            found = chain(item.reads[1], known, own)
+            if found is not None:
                 losses.append(item)
-                needed |= {id(statement) for statement in chain}
+                needed |= {id(statement) for statement in found}
     moved = [item for item in items if id(item) in needed]
     return Early(moved, losses, [item for item in items if id(item) not in needed])
 
@@ -48,16 +48,21 @@ def count_lines(losses: Sequence[Operate], calls: CallWriter, names: Names, inde
     return lines
 
 
-def _chain(value: Value, known: set[Value], makers: dict[Value, Statement]) -> list[Statement] | None:
+def makers(statements: Sequence[Statement]) -> dict[Value, Statement]:
+    """The statement that makes each value."""
+    return {made: statement for statement in statements for made in statement.makes}
+
+
+def chain(value: Value, known: set[Value], made_by: dict[Value, Statement]) -> list[Statement] | None:
     """The statements that lead from known values to this one; None where something else is needed."""
     if value in known:
         return []
-    if value not in makers:
+    if value not in made_by:
         return None
-    found = [makers[value]]
-    for read in makers[value].reads:
-        chain = _chain(read, known, makers)
-        if chain is None:
+    found = [made_by[value]]
+    for read in made_by[value].reads:
+        before = chain(read, known, made_by)
+        if before is None:
             return None
-        found += chain
+        found += before
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.emit.classes import INDENT, ClassWriter, Module
+from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.names import Names
 from autopar.emit.statements import Flat, Value, flatten
@@ -85,6 +86,7 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
         lines += ["", *constants[0]]
         targets = [body_names.make(value, value[0]) for value in constants[1]]
         body.append(f"{INDENT * 2}{', '.join(targets)}{',' if len(targets) == 1 else ''} = self.constants()")
+    lines += counting_lines(flat, writer, inputs)
     known = {*inputs, *(value for statement in flat.constants for value in statement.makes)}
     early = find_early(root.items, known, writer.calls)
     body += writer.body(early.moved, "", body_names)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.intraop.problem import Int64Array
+from autopar.intraop.problem import INFINITE, Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +34,7 @@ class Member:
 
 @dataclass(frozen=True, eq=False)
 class Network:
-    """Minimise offset + Σ unary + Σ pairs while the live uses fit in the room left at each time."""
+    """Minimise Σ unary + Σ pairs while the live uses fit in the room left at each time."""
 
     unary: Sequence[Int64Array]
     pairs: dict[tuple[int, int], Int64Array]
@@ -55,6 +55,12 @@ class Network:
     def num_entries(self) -> int:
         """The number of unary and pair entries: what a solver has to read."""
         return sum(c.size for c in self.unary) + sum(m.size for m in self.pairs.values())
+
+    def cost(self, values: Sequence[int]) -> int:
+        """Returns Σ unary + Σ pairs of one value a variable, at most INFINITE; summed in unbounded integers."""
+        terms = [int(costs[value]) for costs, value in zip(self.unary, values, strict=True)]
+        terms.extend(int(matrix[values[i], values[j]]) for (i, j), matrix in self.pairs.items())
+        return INFINITE if max(terms, default=0) >= INFINITE else min(sum(terms), INFINITE)
 
     def expand(self, values: Sequence[int]) -> tuple[int, ...]:
         """Returns one strategy for each node of the problem."""

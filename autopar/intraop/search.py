@@ -76,7 +76,8 @@ def least_memory(
 
 
 def _costs(graph: Graph, draft: Plan, profile: Profile) -> ProfiledCosts:
-    return ProfiledCosts(graph, draft.axes, draft.mesh.devices_per_node, profile, draft.mode, draft.optimizer)
+    per_node = draft.mesh.devices_per_node
+    return ProfiledCosts(graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches)
 
 
 def _build(

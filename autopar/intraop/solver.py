@@ -1,60 +1,77 @@
 """Solves strategy-selection problems: the best choice found, a lower bound, and why the search stopped.
 
-solve = reduce_problem → memory_rows → minimise → evaluate
+    solve = reduce_problem → search_exactly → (what that leaves open) search_hard → evaluate
+
+Small networks are searched exactly in this process; what is left open, or large, is searched from both sides
+(`search_hard`).
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.evaluator import evaluate
+from autopar.intraop.exact import SMALL_ENTRIES, Outcome, search_exactly
+from autopar.intraop.hard import search_hard
+from autopar.intraop.network import Network
+from autopar.intraop.peak import minimise_peak
 from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.reduction import reduce_problem
-from autopar.intraop.rows import memory_rows
-from autopar.intraop.toulbar import minimise
+from autopar.intraop.solution import Solution
+
+__all__ = ["Solution", "minimise_peak", "solve"]
+
+_PEAK_TIME_LIMIT_S = 5.0
+"""At most this, besides the time limit, goes into saying what limit could be met."""
 
 
-@dataclass(frozen=True)
-class Solution:
-    """A feasible choice with what is known about its quality."""
+def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Solution:
+    """Returns the cheapest feasible choice found within the time limit (seconds of wall time).
 
-    choice: tuple[int, ...]
-    """One strategy for each node."""
-    cost: int
-    """What was minimised: total cost (`solve`) or peak usage (`minimise_peak`), as the evaluator finds it."""
-    lower_bound: int
-    """No feasible choice costs less."""
-    peak_usage: int
-    stop_reason: str
-    """"optimal" (cost equals lower_bound), "gap limit" or "time limit"."""
-    seconds: float
-    seed: int
-    method: str
-
-    @property
-    def gap(self) -> float:
-        """(cost − lower bound) / cost; 0 when proven optimal."""
-        return (self.cost - self.lower_bound) / self.cost if self.cost else 0.0
-
-
-def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0) -> Solution:
-    """Returns the cheapest feasible choice found within the time limit.
-
-    Deterministic when the search ends before the limit. Raises InfeasibleError when no choice meets the
-    usage limit, naming the smallest peak that can be met, or that was found.
+    Stops early once (cost − lower bound) / cost is at most `gap_limit`. Deterministic for a given seed
+    when it stops as "optimal" without having needed the clock, as small problems do. Raises InfeasibleError
+    when no choice meets the usage limit, or none was found, naming the smallest peak usage known.
     """
     started = time.monotonic()
-    network = reduce_problem(problem)
-    rows = memory_rows(network)
-    result = minimise(network, rows, INFINITE, time_limit_s - (time.monotonic() - started), seed)
-    if result["choice"] is None:
-        raise InfeasibleError(f"{problem.name}: no choice of strategies was found that fits in the usage "
-                              f"limit {problem.usage_limit}")  # fmt: skip
-    choice = network.expand(result["choice"])
+    try:
+        network = reduce_problem(problem)
+    except InfeasibleError as error:
+        raise _infeasible(problem, seed, proven=True) from error
+    outcome, method = _search(network, started + time_limit_s, seed, gap_limit)
+    if outcome.values is None:
+        raise _infeasible(problem, seed, proven=outcome.complete)
+    choice = network.expand(outcome.values)
     evaluation = evaluate(problem, choice)
-    assert evaluation.feasible, f"{problem.name}: the solver returned an infeasible choice"
-    reason = "optimal" if evaluation.cost <= result["lower_bound"] else "time limit"
-    return Solution(choice, evaluation.cost, result["lower_bound"], evaluation.peak_usage, reason,
-                    time.monotonic() - started, seed, "toulbar2")  # fmt: skip
+    assert evaluation.feasible, f"{problem.name}: the search returned a choice that is not feasible"
+    bound = min(outcome.lower_bound, evaluation.cost)
+    return Solution(
+        choice, evaluation.cost, bound, evaluation.peak_usage, _stop_reason(evaluation.cost, bound, gap_limit),
+        time.monotonic() - started, seed, method,
+    )  # fmt: skip
+
+
+def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[Outcome, str]:
+    """Returns what was found, and by which search."""
+    outcome = Outcome(None, INFINITE, 0)
+    if network.num_entries <= SMALL_ENTRIES:
+        outcome = search_exactly(network, deadline, seed)
+        if outcome.complete or time.monotonic() >= deadline:
+            return outcome, "toulbar2, rows as needed"
+    return search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods"
+
+
+def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:
+    if cost <= lower_bound:
+        return "optimal"
+    return "gap limit" if cost - lower_bound <= gap_limit * cost else "time limit"
+
+
+def _infeasible(problem: Problem, seed: int, *, proven: bool) -> InfeasibleError:
+    least = minimise_peak(problem, _PEAK_TIME_LIMIT_S, seed)
+    how = "can be met" if least.stop_reason == "optimal" else f"was found (none is below {least.lower_bound})"
+    what = "no choice of strategies fits" if proven else "no choice of strategies that fits was found"
+    return InfeasibleError(
+        f"{problem.name}: {what} in the usage limit of {problem.usage_limit} bytes; the smallest peak usage "
+        f"that {how} is {least.peak_usage} bytes: raise the limit to at least that, or allow more strategies"
+    )

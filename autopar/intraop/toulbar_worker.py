@@ -1,7 +1,7 @@
 """Runs toulbar2 on a cost-function network with linear rows; imports nothing of autopar.
 
-Imported for small networks; run as a script, with a pickled request on stdin and a pickled result on
-stdout, for large ones, so that the caller can end it whatever the native code is doing.
+Imported for small networks. Run as a script, with a pickled request on stdin and a pickled result on
+stdout, for large ones: SIGVTALRM then ends the search with what it has, and the process can be killed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ Int64Array = npt.NDArray[np.int64]
 
 _EXACT = 2**52
 """toulbar2 takes costs as doubles; below this they stay exact."""
+_A_LONG_TIME_S = 10**6
+"""Any time limit makes toulbar2 listen to SIGVTALRM."""
+NO_BACKTRACK_LIMIT = 2**62
 
 
 class Request(TypedDict):
@@ -30,9 +33,11 @@ class Request(TypedDict):
     """Entries from here on are forbidden."""
     upper_bound: int
     """Only choices that cost less are wanted."""
-    time_limit_s: int
-    """CPU seconds, whole; 0 means none (then set a backtrack limit)."""
     backtrack_limit: int
+    interruptible: bool
+    """Whether SIGVTALRM may end the search; takes the signal's handler."""
+    message_passing: bool
+    """Starts with TRW-S message passing: far better bounds and choices where the search cannot finish."""
     seed: int
 
 
@@ -42,32 +47,42 @@ class Result(TypedDict):
     choice: list[int] | None
     """The best choice found below the upper bound."""
     lower_bound: int
-    """No choice costs less than this (the upper bound, when the search was complete without a choice)."""
+    """No choice costs less than this, or than the upper bound."""
     complete: bool
     """Whether the search ended by itself."""
 
 
 def run(request: Request) -> Result:
-    """Minimises; deterministic unless the time limit strikes."""
+    """Minimises; deterministic unless a signal strikes."""
+    top = min(request["upper_bound"], _most(request) + 1)
+    # Costs are rounded down where they must be, so that a bound stays a bound.
+    scale = max(1, -(-top // _EXACT))
+    scaled_top = -(-top // scale)
+    cfn = _new(scaled_top, request)
+    _post(cfn, request, scale, scaled_top)
+    found = cfn.Solve(timeLimit=_A_LONG_TIME_S if request["interruptible"] else 0)
+    complete = not cfn.Option.limited
+    if found is None:
+        # Nothing costs less than `top`; when that is more than any choice can cost, nothing is feasible.
+        bound = request["upper_bound"] if complete else _whole(cfn.GetDDualBound()) * scale
+        return Result(choice=None, lower_bound=bound, complete=complete)
+    bound = _whole(found[1]) if complete else min(_whole(found[1]), _whole(cfn.GetDDualBound()))
+    return Result(choice=[int(value) for value in found[0]], lower_bound=bound * scale, complete=complete)
+
+
+def _whole(bound: float) -> int:
+    return max(0, int(bound))
+
+
+def _new(top: int, request: Request) -> Any:
     from pytoulbar2 import CFN  # no stubs; lazy: only solvers pay for it
 
-    top = min(request["upper_bound"], _most(request) + 1)
-    scale = -(-top // _EXACT)
-    # Costs are rounded down, so that what is scaled stays a lower bound.
-    cfn = CFN(ubinit=-(-top // scale), seed=request["seed"], verbose=-1)
-    _post(cfn, request, scale, -(-top // scale))
+    cfn = CFN(ubinit=top, seed=request["seed"], verbose=-1)
+    # Options are globals of the library that outlive a network: each is set anew.
+    cfn.Option.trwsAccuracy = 0.001 if request["message_passing"] else -1.0
     cfn.Option.backtrackLimit = request["backtrack_limit"]
     cfn.Option.limited = False
-    found = cfn.Solve(timeLimit=request["time_limit_s"])
-    complete = not cfn.Option.limited
-    choice = None if found is None else [int(value) for value in found[0]]
-    bound = found[1] if found is not None else -(-top // scale)
-    if not complete:
-        bound = min(bound, cfn.GetDDualBound())
-    lower_bound = max(0, int(bound) * scale)
-    if choice is None and complete and top < request["upper_bound"]:
-        lower_bound = request["upper_bound"]  # nothing is feasible at any cost
-    return Result(choice=choice, lower_bound=lower_bound, complete=complete)
+    return cfn
 
 
 def _most(request: Request) -> int:

@@ -23,6 +23,7 @@ from autopar.runtime.redistribute import backward_step
 from autopar.runtime.stored import SizedStep, Slot
 
 BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
+FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
 MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 
@@ -198,15 +199,18 @@ def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> li
     """Groups slots by their way home, in reverse order of declaration: about the order of their gradients."""
     buckets: list[Bucket] = []
     open_buckets: dict[object, list[Slot]] = {}
+    limits: dict[object, int] = {}
     for slot in reversed(slots):
         if slot.num_bytes >= coalesce.LONE_BYTES and not is_summed_first(slot):
             buckets.append(Bucket([slot]))
             continue
-        group = open_buckets.setdefault(_way_home(slot, unit_of), [])
-        if group and sum(s.num_bytes for s in group) + slot.num_bytes > BUCKET_BYTES:
-            buckets.append(Bucket(group[:]))
-            group.clear()
+        way = _way_home(slot, unit_of)
+        group = open_buckets.setdefault(way, [])
         group.append(slot)
+        if sum(s.num_bytes for s in group) >= limits.get(way, FIRST_BUCKET_BYTES):
+            buckets.append(Bucket(group[:]))
+            limits[way] = BUCKET_BYTES
+            group.clear()
     return buckets + [Bucket(group) for group in open_buckets.values() if group]
 
 

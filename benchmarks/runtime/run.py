@@ -250,6 +250,7 @@ def machine() -> dict[str, Any]:
         "cpu": names[0] if names else platform.processor(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
+        "load_average": [round(load, 1) for load in os.getloadavg()],  # above 2 × 1 thread: others ran meanwhile
         "date": datetime.date.today().isoformat(),
     }
 

@@ -1,0 +1,104 @@
+"""Exact search with memory rows added as they are needed.
+
+Most rows never bind: the network is first solved without any, and each time the optimum does not fit, the
+rows that it violates join. The first optimum that fits is the optimum of the whole problem, since it
+solves a relaxation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.intraop.network import Network
+from autopar.intraop.problem import INFINITE
+from autopar.intraop.timeline import Row, Timeline
+from autopar.intraop.toulbar import SearchApart, minimise_here
+from autopar.intraop.toulbar_worker import Result
+
+SMALL_ENTRIES = 300_000
+"""Networks up to this size are searched in this process, which saves starting another (0.2 s)."""
+_BACKTRACKS = 500
+"""A limit in backtracks keeps the outcome for small networks independent of the clock."""
+_ROWS_A_ROUND = 4
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What an exact search found."""
+
+    values: list[int] | None
+    cost: int
+    """Of the values; INFINITE without."""
+    lower_bound: int
+    """No choice costs less than this, or than the upper bound asked for; INFINITE: nothing is feasible."""
+    times: tuple[int, ...] = ()
+    """The times whose rows were needed."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether nothing is left to search."""
+        return self.cost <= self.lower_bound
+
+
+class RowsAsNeeded:
+    """The rows that the choices seen so far call for, and what their relaxations prove."""
+
+    def __init__(self, network: Network, times: Iterable[int] = ()) -> None:
+        self.network = network
+        self.timeline = Timeline(network)
+        self.lower_bound = 0
+        self.outcome = Outcome(None, INFINITE, 0)
+        self._rows = {row_time: self.timeline.row(row_time) for row_time in times}
+
+    @property
+    def rows(self) -> list[Row]:
+        """Those that some choice could violate."""
+        return [row for row in self._rows.values() if not row.implied]
+
+    @property
+    def impossible(self) -> bool:
+        """Whether one of the rows fits no choice at all."""
+        return any(row.slack < 0 for row in self._rows.values())
+
+    def learn(self, result: Result) -> bool:
+        """Takes in the minimum under the rows; False when it does not fit, so that rows have joined."""
+        self.lower_bound = max(self.lower_bound, result["lower_bound"])
+        violated = []
+        if result["choice"] is not None:
+            violated = self.timeline.violated_times(result["choice"], _ROWS_A_ROUND)
+            if not violated:
+                cost = self.network.cost(result["choice"])
+                self.outcome = Outcome(result["choice"], cost, self.lower_bound, tuple(self._rows))
+        self._rows.update((row_time, self.timeline.row(row_time)) for row_time in violated)
+        return not violated
+
+    def finish(self) -> Outcome:
+        """Returns the choice that fits, if one was met, with what is proven."""
+        bound = INFINITE if self.impossible else self.lower_bound
+        return Outcome(self.outcome.values, self.outcome.cost, bound, tuple(self._rows))
+
+
+def search_exactly(
+    network: Network, deadline: float, seed: int, *, upper_bound: int = INFINITE, backtracks: int = _BACKTRACKS,
+    times: Iterable[int] = (), small_entries: int = SMALL_ENTRIES,
+) -> Outcome:  # fmt: skip
+    """Searches for the cheapest choice below `upper_bound`, until it is found or a limit is met.
+
+    The limits are the deadline (of time.monotonic) and, on networks of no more than `small_entries`, which are
+    searched in this process, the backtracks of each round; `times` are those whose rows are there from the
+    start. At least one round is made.
+    """
+    search = RowsAsNeeded(network, times)
+    first = True
+    while (first or time.monotonic() < deadline) and not search.impossible:
+        first = False
+        if network.num_entries <= small_entries:
+            result = minimise_here(network, search.rows, upper_bound, backtracks, seed)
+        else:
+            apart = SearchApart(network, search.rows, upper_bound, seed, message_passing=True)
+            result = apart.result(deadline)
+        if search.learn(result):
+            break
+    return search.finish()

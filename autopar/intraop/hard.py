@@ -1,0 +1,165 @@
+"""Searches networks that exact search does not finish at once, with two processes.
+
+The other process looks for bounds: it minimises under prices of memory until these have settled, then branches on
+what they cannot tell apart. This one looks for choices: what the prices lead to is repaired where it does not fit,
+and the best is improved part by part; when that has not helped for long, a second process joins the first.
+"""
+
+from __future__ import annotations
+
+import time
+
+from autopar.intraop.branching import Node, PriceBranching
+from autopar.intraop.exact import Outcome
+from autopar.intraop.neighbourhood import NeighbourhoodSearch
+from autopar.intraop.network import Network
+from autopar.intraop.parts import Parts
+from autopar.intraop.prices import PriceSearch
+from autopar.intraop.problem import INFINITE
+from autopar.intraop.repair import repair
+from autopar.intraop.toulbar import SearchApart
+from autopar.intraop.toulbar_worker import Result
+
+_REPAIR_SHARE = 0.1
+"""At most this share of the time that is left goes into making one choice fit."""
+_CLOSING_SHARE, _CLOSING_S = 0.05, 1.0
+"""At most so much of the time is kept for ending what runs and for checking the choice."""
+_POLL_S = 0.02
+_EFFORT = 500_000_000
+"""Entries times backtracks that one minimisation under prices may take: some seconds."""
+_STAGNATION_S, _STAGNATION_SHARE = 5.0, 0.25
+"""The search for choices stagnates after this long without a gain: seconds, and a share of the time it has had."""
+_STAGNANT_REST = 10.0
+"""It then rests this many times as long as it works."""
+
+
+def search_hard(network: Network, known: Outcome, deadline: float, seed: int, gap_limit: float) -> Outcome:
+    """Searches until the deadline (of time.monotonic), a proof, or (cost − bound) / cost ≤ gap_limit."""
+    bounds = _BoundSearch(network, known, seed)
+    choices = _ChoiceSearch(network, known, seed)
+    deadline -= min(_CLOSING_S, _CLOSING_SHARE * max(0.0, deadline - time.monotonic()))
+    try:
+        while time.monotonic() < deadline and not _close_enough(choices.cost, bounds.lower_bound, gap_limit):
+            offers = bounds.advance(choices.cost, 2 if bounds.branching and choices.stagnant else 1)
+            for offer in offers:
+                choices.consider(offer, deadline, mend=not bounds.branching)
+            if not offers and not choices.improve(deadline):
+                time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+    finally:
+        bounds.stop()
+    return Outcome(choices.values, choices.cost, bounds.lower_bound)
+
+
+def _close_enough(cost: int, lower_bound: int, gap_limit: float) -> bool:
+    return cost - lower_bound <= gap_limit * cost
+
+
+class _BoundSearch:
+    """Keeps the other process busy and collects what it proves: prices first, then branching on them."""
+
+    def __init__(self, network: Network, known: Outcome, seed: int) -> None:
+        self.lower_bound = known.lower_bound
+        self._seed = seed
+        self._prices = PriceSearch(network)
+        self._branching: PriceBranching | None = None
+        self._running: list[tuple[SearchApart, Node | None]] = []
+
+    @property
+    def branching(self) -> bool:
+        """Whether the prices have settled."""
+        return self._branching is not None
+
+    def advance(self, upper_bound: int, processes: int) -> list[list[int]]:
+        """Takes in what has ended and starts what comes next, in so many processes; returns new choices."""
+        ended = [job for job in self._running if job[0].done]
+        self._running = [job for job in self._running if job not in ended]
+        choices = [self._learn(job.result(time.monotonic()), node, upper_bound) for job, node in ended]
+        while len(self._running) < processes and self._start(upper_bound):
+            pass
+        return [choice for choice in choices if choice is not None]
+
+    def stop(self) -> None:
+        """Ends the other processes."""
+        for job, _ in self._running:
+            job.cancel()
+
+    def _start(self, upper_bound: int) -> bool:
+        if self._prices.settled and self._branching is None:
+            self._branching = PriceBranching(self._prices)
+        if self._branching is not None:
+            node = self._branching.next_node(upper_bound)
+            if node is not None:
+                self._running.append((self._minimise(node.search.next_network()), node))
+            self._note_bound(upper_bound)
+            return node is not None
+        if not self._running:
+            self._running.append((self._minimise(self._prices.next_network()), None))
+            return True
+        return False
+
+    def _minimise(self, network: Network) -> SearchApart:
+        backtracks = max(1, _EFFORT // max(1, network.num_entries))
+        return SearchApart(network, (), INFINITE, self._seed, backtracks=backtracks, message_passing=True)
+
+    def _learn(self, result: Result, node: Node | None, upper_bound: int) -> list[int] | None:
+        if node is None or self._branching is None:
+            choice = self._prices.learn(result)
+            self.lower_bound = max(self.lower_bound, self._prices.lower_bound)
+            return choice
+        return self._branching.learn(node, result, upper_bound)
+
+    def _note_bound(self, upper_bound: int) -> None:
+        """Nodes are closed by upper bounds that some choice has: none costs less than the best choice, then."""
+        if self._branching is not None:
+            self.lower_bound = max(self.lower_bound, min(self._branching.lower_bound, upper_bound))
+
+
+class _ChoiceSearch:
+    """Holds the best choice that fits."""
+
+    def __init__(self, network: Network, known: Outcome, seed: int) -> None:
+        self.cost = INFINITE
+        self._started = self._improved = self._next_try = time.monotonic()
+        self._parts = Parts(network)
+        self._seed = seed
+        self._search: NeighbourhoodSearch | None = None
+        if known.values is not None:
+            self._adopt(known.values)
+
+    @property
+    def values(self) -> list[int] | None:
+        """The best choice that fits."""
+        return None if self._search is None else self._search.values
+
+    @property
+    def stagnant(self) -> bool:
+        """Whether the last improvement lies so far back that the processor is better used elsewhere."""
+        now = time.monotonic()
+        return now - self._improved > max(_STAGNATION_S, _STAGNATION_SHARE * (now - self._started))
+
+    def consider(self, values: list[int], deadline: float, *, mend: bool) -> None:
+        """Goes on from a choice where it is cheaper than the best and fits, or can be made to."""
+        now = time.monotonic()
+        if self._parts.network.cost(values) < self.cost:
+            until = now + _REPAIR_SHARE * (deadline - now) if mend else now
+            mended = repair(self._parts, values, until, self._seed, self.cost)
+            if mended is not None:
+                self._adopt(mended)
+
+    def improve(self, deadline: float) -> bool:
+        """Improves the best choice by one part; False when there is none, no time, or little hope just now."""
+        started = time.monotonic()
+        if self._search is None or (self.stagnant and started < self._next_try):
+            return False
+        advanced = self._search.step(deadline)
+        if self._search.cost < self.cost:
+            self.cost, self._improved = self._search.cost, time.monotonic()
+        self._next_try = time.monotonic() + _STAGNANT_REST * (time.monotonic() - started)
+        return advanced
+
+    def _adopt(self, values: list[int]) -> None:
+        if self._search is None:
+            self._search = NeighbourhoodSearch(self._parts, values, self._seed)
+        else:
+            self._search.adopt(values)
+        self.cost, self._improved = self._search.cost, time.monotonic()

@@ -1,0 +1,102 @@
+"""Improves a choice that fits by re-solving parts of it exactly: large-neighbourhood search (Shaw, 1998)."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.intraop.parts import Parts, search_part
+
+_SIZES = (12, 25, 50, 100, 200, 400, 800)
+"""Numbers of free variables to choose from, up to half of all; the search learns which pay."""
+_LOCAL_SHARE = 0.5
+"""How often a part is grown from one variable, rather than from several that are live at one time."""
+_CROWD = 7
+"""So many variables of a crowded time seed a part."""
+_MEMORY = 0.9
+"""How much of the past a mean keeps at each step."""
+_LEAST_SHARE = 0.1
+"""The time given to a size, relative to the best one."""
+_MOST_TIMES = 24
+"""Rows that parts start with: those needed most recently."""
+
+
+@dataclass
+class _Size:
+    """What parts of one size have been worth."""
+
+    seconds: float
+    """Mean time of one."""
+    gain: float
+    """Mean gain of one."""
+
+
+class NeighbourhoodSearch:
+    """Holds a choice that fits, and what re-solving its parts has taught."""
+
+    def __init__(self, parts: Parts, values: Sequence[int], seed: int, times: Sequence[int] = ()) -> None:
+        self.values = list(values)
+        self.cost = parts.network.cost(values)
+        self._parts = parts
+        self._seed = seed
+        self._random = random.Random(seed)
+        self._times = dict.fromkeys(times)
+        most = -(-parts.network.num_variables // 2)
+        self._sizes: dict[int, _Size | None] = dict.fromkeys(sorted({min(size, most) for size in _SIZES if most}))
+
+    def adopt(self, values: Sequence[int]) -> None:
+        """Goes on from another choice that fits."""
+        self.values, self.cost = list(values), self._parts.network.cost(values)
+
+    def step(self, deadline: float) -> bool:
+        """Re-solves one part; False when none of any size can be expected to end before the deadline."""
+        started = time.monotonic()
+        affordable = {s: known for s, known in self._sizes.items() if not known or known.seconds <= deadline - started}
+        if not affordable or started >= deadline:
+            return False
+        size = self._choose(affordable)
+        gain = self.improve(self._parts.grow(self._seeds(), size, self._random), deadline)
+        self._remember(size, time.monotonic() - started, gain)
+        return True
+
+    def improve(self, free: list[int], deadline: float) -> int:
+        """Re-solves the free variables; returns by how much the cost fell."""
+        part = self._parts.cut(free, self.values)
+        current = part.cost([self.values[v] for v in free])
+        times = list(self._times)[-_MOST_TIMES:]
+        outcome = search_part(part, deadline, self._seed, times, current)
+        for row_time in outcome.times[len(times) :]:
+            self._times.pop(row_time, None)
+            self._times[row_time] = None
+        if outcome.values is None or outcome.cost >= current:
+            return 0
+        for v, value in zip(free, outcome.values, strict=True):
+            self.values[v] = value
+        self.cost -= current - outcome.cost
+        return current - outcome.cost
+
+    def _choose(self, sizes: dict[int, _Size | None]) -> int:
+        """Returns a size not yet tried, else any, with time shared in proportion to gain per second."""
+        for size, known in sizes.items():
+            if known is None:
+                return size
+        tried = {size: known for size, known in sizes.items() if known}
+        rates = {size: known.gain / known.seconds for size, known in tried.items()}
+        floor = max(_LEAST_SHARE * max(rates.values()), 1e-9)
+        weights = [max(rates[size], floor) / known.seconds for size, known in tried.items()]
+        return self._random.choices(list(tried), weights)[0]
+
+    def _remember(self, size: int, seconds: float, gain: int) -> None:
+        known = self._sizes[size] or _Size(seconds, gain)
+        known.seconds = _MEMORY * known.seconds + (1 - _MEMORY) * seconds
+        known.gain = _MEMORY * known.gain + (1 - _MEMORY) * gain
+        self._sizes[size] = known
+
+    def _seeds(self) -> list[int]:
+        if self._times and self._random.random() >= _LOCAL_SHARE:
+            live = self._parts.live_at(self._random.choice(list(self._times)))
+            if live:
+                return self._random.sample(live, min(len(live), _CROWD))
+        return [self._random.randrange(self._parts.network.num_variables)]

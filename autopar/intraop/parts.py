@@ -1,0 +1,91 @@
+"""Parts of a network: what is left to choose when all but a few variables keep their values.
+
+The pair costs to fixed neighbours become unary costs, and what the fixed variables use leaves less room. A
+part whose variables are near each other in the graph, or live at one crowded time, is worth solving again.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from autopar.intraop.exact import Outcome, search_exactly
+from autopar.intraop.network import Network, Use
+from autopar.intraop.problem import INFINITE, Int64Array
+from autopar.intraop.timeline import Timeline
+
+_BRANCHING = 8
+"""At most so many neighbours of one variable join at a time, lest a hub's crowd out all else."""
+_SMALL_ENTRIES = 50_000
+"""Larger parts are searched in a process of their own, which can be held to a time."""
+_BACKTRACKS = 300
+_MOST_S = 5.0
+
+
+def search_part(
+    part: Network, deadline: float, seed: int, times: Iterable[int], upper_bound: int = INFINITE
+) -> Outcome:
+    """Searches a part for the cheapest choice below `upper_bound`, for a few seconds at most."""
+    return search_exactly(
+        part, min(deadline, time.monotonic() + _MOST_S), seed, upper_bound=upper_bound, backtracks=_BACKTRACKS,
+        times=times, small_entries=_SMALL_ENTRIES,
+    )  # fmt: skip
+
+
+class Parts:
+    """A network's adjacency and uses by variable, from which parts are cut."""
+
+    def __init__(self, network: Network) -> None:
+        self.network = network
+        self.timeline = Timeline(network)
+        self._neighbours: list[dict[int, Int64Array]] = [{} for _ in network.unary]
+        for (i, j), matrix in network.pairs.items():
+            self._neighbours[i][j] = matrix
+            self._neighbours[j][i] = matrix.T
+        self._uses_of: list[list[Use]] = [[] for _ in network.unary]
+        for use in network.uses:
+            self._uses_of[use.variable].append(use)
+
+    def cut(self, free: Sequence[int], values: Sequence[int], allowance: Int64Array | None = None) -> Network:
+        """Returns the network of the free variables (ascending), all others fixed at their values.
+
+        `allowance` is added to the room from each of the network's `room_starts` on.
+        """
+        number = {v: k for k, v in enumerate(free)}
+        unary, pairs = [], {}
+        for v in free:
+            costs = self.network.unary[v]
+            for w, matrix in self._neighbours[v].items():
+                if w not in number:
+                    costs = np.minimum(costs + matrix[:, values[w]], INFINITE)
+                elif v < w:
+                    pairs[number[v], number[w]] = matrix
+            unary.append(costs)
+        uses = [Use(number[v], use.lo, use.hi, use.usages) for v in free for use in self._uses_of[v]]
+        room = self._room_beside(free, values) + (0 if allowance is None else allowance)
+        return Network(unary, pairs, uses, self.network.room_starts, room, ())
+
+    def _room_beside(self, free: Sequence[int], values: Sequence[int]) -> Int64Array:
+        held = np.ones(self.network.num_variables, dtype=np.bool_)
+        held[list(free)] = False
+        return -self.timeline.excess(values, held)
+
+    def grow(self, seeds: Iterable[int], size: int, chance: random.Random) -> list[int]:
+        """Returns up to `size` variables, ascending: the seeds and what is nearest to them, breadth first."""
+        queue = deque(seeds)
+        chosen: dict[int, None] = {}
+        while queue and len(chosen) < size:
+            v = queue.popleft()
+            if v not in chosen:
+                chosen[v] = None
+                around = list(self._neighbours[v])
+                queue.extend(chance.sample(around, min(len(around), _BRANCHING)))
+        return sorted(chosen)
+
+    def live_at(self, time: int) -> list[int]:
+        """Returns the variables whose values use different amounts at a time, ascending."""
+        return sorted({use.variable for use in self.network.uses if use.lo <= time < use.hi})

@@ -1,0 +1,373 @@
+"""Each search, and the solver made of them, against trying every choice."""
+
+from __future__ import annotations
+
+import random
+import time
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.intraop import hard, solver
+from autopar.intraop.branching import PriceBranching, split, without_what_cannot_fit
+from autopar.intraop.evaluator import evaluate
+from autopar.intraop.exact import Outcome, search_exactly
+from autopar.intraop.neighbourhood import NeighbourhoodSearch
+from autopar.intraop.network import Network
+from autopar.intraop.parts import Parts
+from autopar.intraop.prices import PriceSearch
+from autopar.intraop.problem import INFINITE, Problem
+from autopar.intraop.reduction import reduce_problem
+from autopar.intraop.repair import repair
+from autopar.intraop.solver import minimise_peak, solve
+from autopar.intraop.timeline import Timeline
+from autopar.intraop.toulbar import SearchApart, minimise_here
+from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
+from tests.intraop.oracle import every_value, least_cost, least_peak, random_problem, reducible_problem
+
+UNKNOWN = Outcome(None, INFINITE, 0)
+
+
+def later(seconds: float = 20.0) -> float:
+    return time.monotonic() + seconds
+
+
+def case(seed: int, **how: float) -> tuple[Problem, Network, int | None]:
+    """Returns a problem that reduction leaves open, its network, and the least cost."""
+    problem, network = reducible_problem(seed, **how)
+    return problem, network, least_cost(problem)
+
+
+def fitting_start(network: Network, chance: random.Random) -> list[int] | None:
+    """Returns some choice that fits and is not forbidden."""
+    timeline = Timeline(network)
+    for _ in range(500):
+        values = [chance.randrange(len(costs)) for costs in network.unary]
+        if network.cost(values) < INFINITE and timeline.excess(values).max() <= 0:
+            return values
+    return None
+
+
+# --- toulbar2 -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_toulbar_with_all_rows_finds_the_optimum(seed: int) -> None:
+    _, network, least = case(seed, tightness=0.4)
+    timeline = Timeline(network)
+    rows = [timeline.row(int(start)) for start in network.room_starts]
+    if any(row.slack < 0 for row in rows):
+        assert least is None
+        return
+    result = minimise_here(network, rows, INFINITE, NO_BACKTRACK_LIMIT, 0)
+    assert result["complete"]
+    assert result["lower_bound"] == (INFINITE if least is None else least)
+    assert (None if result["choice"] is None else network.cost(result["choice"])) == least
+
+
+def test_an_upper_bound_that_nothing_beats_is_returned_as_the_bound() -> None:
+    _, network, _ = case(1, tightness=1.0)
+    least = minimise_here(network, (), INFINITE, NO_BACKTRACK_LIMIT, 0)["lower_bound"]
+    result = minimise_here(network, (), least, NO_BACKTRACK_LIMIT, 0)
+    assert (result["choice"], result["lower_bound"]) == (None, least)
+
+
+@pytest.mark.parametrize("message_passing", [False, True])
+def test_search_apart_agrees_with_search_here(message_passing: bool) -> None:
+    _, network, _ = case(2, tightness=1.0)
+    here = minimise_here(network, (), INFINITE, NO_BACKTRACK_LIMIT, 0)
+    apart = SearchApart(network, (), INFINITE, 0, message_passing=message_passing).result(later())
+    assert apart["choice"] is not None and here["choice"] is not None
+    assert network.cost(apart["choice"]) == network.cost(here["choice"]) == apart["lower_bound"]
+
+
+def hard_network(num_variables: int = 120) -> Network:
+    """Returns a dense random network without rows that takes toulbar2 far longer than a test may."""
+    chance = np.random.default_rng(0)
+    unary = [chance.integers(0, 1000, 12) for _ in range(num_variables)]
+    pairs = {(i, j): chance.integers(0, 1000, (12, 12)) for i in range(num_variables) for j in range(i)}
+    pairs = {(j, i): matrix.T for (i, j), matrix in pairs.items()}
+    return Network(unary, pairs, (), np.zeros(1, np.int64), np.full(1, INFINITE), ())
+
+
+def test_a_search_apart_ends_at_its_deadline_and_claims_no_proof() -> None:
+    network = hard_network()
+    started = time.monotonic()
+    result = SearchApart(network, (), INFINITE, 0).result(later(2.0))
+    assert time.monotonic() - started < 10
+    assert not result["complete"]
+    if result["choice"] is not None:
+        assert result["lower_bound"] < network.cost(result["choice"])
+
+
+def test_a_cancelled_search_leaves_no_process() -> None:
+    search = SearchApart(hard_network(), (), INFINITE, 0)
+    assert not search.done
+    search.cancel()
+    assert search.done
+
+
+# --- exact ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tightness", [0.15, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("seed", range(15))
+def test_rows_as_needed_find_the_optimum_or_prove_that_there_is_none(seed: int, tightness: float) -> None:
+    _, network, least = case(seed, tightness=tightness)
+    outcome = search_exactly(network, later(), 0)
+    assert outcome.complete
+    assert (outcome.cost, outcome.values is None) == (INFINITE if least is None else least, least is None)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_an_upper_bound_hides_the_optimum_but_not_what_is_proven(seed: int) -> None:
+    _, network, least = case(seed, tightness=0.8, forbidden=0.0)
+    assert least is not None
+    at_the_optimum = search_exactly(network, later(), 0, upper_bound=least)
+    assert (at_the_optimum.values, at_the_optimum.lower_bound >= least) == (None, True)
+    assert search_exactly(network, later(), 0, upper_bound=least + 1).cost == least
+
+
+# --- prices ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_prices_bound_the_optimum_from_below_and_settle(seed: int) -> None:
+    _, network, least = case(seed, tightness=0.3, forbidden=0.05)
+    search = PriceSearch(network)
+    free_bound = None
+    for _ in range(60):
+        search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+        free_bound = search.lower_bound if free_bound is None else free_bound
+        if search.settled:
+            break
+    assert search.settled
+    assert free_bound <= search.lower_bound
+    if least is not None:
+        assert search.lower_bound <= least
+
+
+def test_prices_find_the_best_dual_bound_of_one_row() -> None:
+    """Each variable pays 10, 20 or 30, or nothing while it uses 10; there is room for one of the three.
+
+    L(λ) = min(10, 10 λ) + min(20, 10 λ) + min(30, 10 λ) − 10 λ is largest from λ = 2 to 3, where it is 30: what
+    the best choice costs, so that there is no gap.
+    """
+    problem = Problem(
+        "three", [(0, 1)] * 3, [[10, 0], [20, 0], [30, 0]], [[0, 10]] * 3, [], [], usage_limit=10
+    )  # fmt: skip
+    search = PriceSearch(reduce_problem(problem))
+    while not search.settled:
+        search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    assert search.lower_bound == least_cost(problem) == 30
+
+
+def test_prices_end_when_nothing_is_found() -> None:
+    _, network, _ = case(1)
+    search = PriceSearch(network)
+    search.next_network()
+    search.learn(Result(choice=None, lower_bound=0, complete=False))
+    assert search.settled and search.lower_bound == 0
+
+
+# --- neighbourhoods and repair --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_neighbourhoods_only_improve_always_fit_and_reach_the_optimum(seed: int) -> None:
+    _, network, least = case(seed, num_nodes=8, tightness=0.5, forbidden=0.02)
+    start = fitting_start(network, random.Random(seed))
+    assert least is not None and start is not None
+    parts = Parts(network)
+    search = NeighbourhoodSearch(parts, start, seed)
+    for _ in range(30):
+        before = search.cost
+        assert search.step(later())
+        assert least <= search.cost <= before
+        assert search.cost == network.cost(search.values)
+        assert parts.timeline.excess(search.values).max() <= 0
+    search.improve(list(range(network.num_variables)), later())
+    assert search.cost == least
+
+
+def test_neighbourhoods_stop_at_the_deadline() -> None:
+    _, network, _ = case(3, tightness=1.0, forbidden=0.0)
+    search = NeighbourhoodSearch(Parts(network), [0] * network.num_variables, 0)
+    assert not search.step(time.monotonic() - 1)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_repair_makes_a_choice_fit_where_one_exists(seed: int) -> None:
+    _, network, least = case(seed, num_nodes=8, tightness=0.35, forbidden=0.0)
+    parts = Parts(network)
+    timeline = parts.timeline
+    hungriest = [
+        int(np.argmax(timeline.usages_at(int(network.room_starts[0]))[a:b])) if b > a else 0
+        for a, b in zip(timeline.offsets[:-1], timeline.offsets[1:], strict=True)
+    ]
+    mended = repair(parts, hungriest, later(), seed)
+    if least is None:
+        assert mended is None
+    else:
+        assert mended is not None and timeline.excess(mended).max() <= 0
+
+
+def test_repair_respects_the_cost_limit_and_leaves_what_fits_alone() -> None:
+    _, network, _ = case(3, tightness=1.0, forbidden=0.0)
+    values = [0] * network.num_variables
+    parts = Parts(network)
+    assert repair(parts, values, later(), 0) == values
+    assert repair(parts, values, later(), 0, cost_limit=network.cost(values)) is None
+
+
+# --- both sides together --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_hard_search_proves_the_optimum_of_easy_problems(seed: int) -> None:
+    _, network, least = case(seed, num_nodes=8, tightness=0.35)
+    outcome = hard.search_hard(network, UNKNOWN, later(), 0, 0.0)
+    assert outcome.complete
+    assert outcome.cost == (INFINITE if least is None else least)
+
+
+def test_the_hard_search_keeps_its_deadline_and_a_valid_bound() -> None:
+    network = hard_network(60)
+    started = time.monotonic()
+    outcome = hard.search_hard(network, UNKNOWN, started + 6.0, 0, 0.0)
+    assert time.monotonic() - started < 12
+    assert outcome.values is not None
+    assert outcome.cost == network.cost(outcome.values)
+    assert outcome.lower_bound < outcome.cost, "this network is not solved in seconds"
+
+
+# --- solve and minimise_peak ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tightness", [0.2, 0.4, 1.0])
+@pytest.mark.parametrize("seed", range(15))
+def test_solve_returns_the_optimum_or_names_the_smallest_limit(seed: int, tightness: float) -> None:
+    problem = random_problem(seed, tightness=tightness)
+    least = least_cost(problem)
+    if least is not None:
+        solution = solve(problem)
+        found = evaluate(problem, solution.choice)
+        assert (solution.cost, solution.lower_bound, solution.stop_reason) == (least, least, "optimal")
+        assert (found.feasible, found.cost, found.peak_usage) == (True, least, solution.peak_usage)
+    elif (peak := least_peak(problem)) is None:
+        with pytest.raises(InfeasibleError, match="forbidden"):
+            solve(problem)
+    else:
+        with pytest.raises(InfeasibleError, match=f"usage limit of {problem.usage_limit} bytes.* is {peak} bytes"):
+            solve(problem)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_the_smallest_limit_that_is_named_can_be_met_and_none_below(seed: int) -> None:
+    problem = random_problem(seed)
+    peak = least_peak(problem)
+    if peak is None:
+        with pytest.raises(InfeasibleError, match="forbidden"):
+            minimise_peak(problem)
+        return
+    found = minimise_peak(problem)
+    assert (found.cost, found.lower_bound, found.stop_reason) == (peak, peak, "optimal")
+    assert least_cost(replace(problem, usage_limit=peak)) is not None
+    assert peak == 0 or least_cost(replace(problem, usage_limit=peak - 1)) is None
+
+
+def test_what_is_only_feasible_is_not_called_optimal(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = random_problem(3, tightness=1.0, forbidden=0.0)
+    honest = solver.search_exactly
+    monkeypatch.setattr(solver, "search_exactly", lambda *a: replace(honest(*a), lower_bound=0))
+    monkeypatch.setattr(solver, "search_hard", lambda network, known, *a: known)
+    solution = solve(problem)
+    assert (solution.stop_reason, solution.lower_bound) == ("time limit", 0)
+    assert solution.gap == 1.0
+    assert solve(problem, gap_limit=1.0).stop_reason == "gap limit"
+
+
+def test_solving_twice_gives_the_same_choice() -> None:
+    problem = random_problem(5, num_nodes=8, forbidden=0.0, tightness=0.6)
+    assert solve(problem).choice == solve(problem).choice
+
+
+def test_large_costs_and_usages_stay_exact() -> None:
+    """Costs above 2^53 cannot be told apart as doubles: the bound must then be one, and no more."""
+    huge = 2**57
+    problem = Problem("huge", [(0, 2)] * 2, [[huge + 1, huge + 5], [3, huge]], [[2**50, 1], [1, 2**50]],
+                      [(0, 1)], [[[0, 7], [9, 0]]], usage_limit=2**50 + 2)  # fmt: skip
+    solution = solve(problem, time_limit_s=3.0)
+    least = least_cost(problem)
+    assert least is not None
+    assert solution.lower_bound <= least <= solution.cost
+    assert solution.cost - least <= solution.cost * 1e-12
+
+
+def test_a_missing_worker_script_is_not_needed_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.intraop.toulbar.toulbar_worker.__file__", str(Path("/nonexistent")))
+    assert solve(random_problem(3, tightness=1.0, forbidden=0.0)).stop_reason == "optimal"
+
+
+# --- branching on prices --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tightness", [0.2, 0.35])
+@pytest.mark.parametrize("seed", range(15))
+def test_branching_alone_finds_and_proves_the_optimum_or_that_there_is_none(seed: int, tightness: float) -> None:
+    _, network, least = case(seed, num_nodes=8, tightness=tightness)
+    root = PriceSearch(network)
+    while not root.settled:
+        root.learn(minimise_here(root.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    tree, best = PriceBranching(root), INFINITE
+    for _ in range(500):
+        node = tree.next_node(best)
+        if node is None:
+            break
+        assert least is None or min(tree.lower_bound, best) <= least
+        result = minimise_here(node.search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0)
+        values = tree.learn(node, result, best)
+        if values is not None and root.timeline.excess(values).max() <= 0:
+            best = min(best, network.cost(values))
+    assert tree.finished
+    assert best == (INFINITE if least is None else least)
+    assert tree.lower_bound >= best
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_children_share_out_the_parents_values(seed: int) -> None:
+    _, network, _ = case(seed, tightness=0.35)
+    root = PriceSearch(network)
+    root.learn(minimise_here(root.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    sides = split(root)
+    if sides is None:
+        assert all(np.unique(root.timeline.total_usages()[a:b]).size <= 1 for a, b in pairwise(root.timeline.offsets))
+        return
+    assert (sides[0] | sides[1] == root.allowed).all()
+    both = np.flatnonzero(sides[0] & sides[1])
+    v = int(np.searchsorted(root.timeline.offsets, np.flatnonzero(sides[0] != sides[1])[0], side="right")) - 1
+    assert both.size == root.allowed.size - len(network.unary[v])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_said_not_to_fit_is_in_no_choice_that_fits(seed: int) -> None:
+    _, network, _ = case(seed, tightness=0.35, forbidden=0.0)
+    search = PriceSearch(network)
+    for _ in range(3):
+        search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    left = without_what_cannot_fit(search, search.allowed)
+    positions = search.timeline.offsets[:-1]
+    for values in every_value(network):
+        if search.timeline.excess(values).max() <= 0:
+            assert left is not None and left[positions + np.array(values)].all()
+
+
+def test_an_infeasible_restriction_is_bounded_by_infinite() -> None:
+    _, network, _ = case(0, forbidden=0.0)
+    search = PriceSearch(replace(network, unary=[np.full_like(costs, INFINITE) for costs in network.unary]))
+    search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    assert search.settled and search.lower_bound >= INFINITE
