@@ -46,6 +46,8 @@ def fit_or_refuse(
         for place, _, own_least in found:
             if best.predicted.peak_bytes <= limit:
                 return where, best
+            if own_least.usage_bytes >= best.predicted.peak_bytes:
+                continue  # not even the least usage is below the best peak
             try:
                 lower = plan_below(place, best.predicted.peak_bytes - 1)
             except InfeasibleError:

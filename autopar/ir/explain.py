@@ -29,6 +29,8 @@ def explain_text(plan: Plan, pattern: str) -> str:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
     shown = (SCREEN_LINES - len(conversions)) // max(1, len(found)) - 1
     lines = ["Each decision with the cheapest others: what they add to a step with every other decision as it is"]
+    if plan.microbatches > 1:
+        lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
     for line, choice in found:
         lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
     return "\n".join([*lines, *conversions])
