@@ -57,6 +57,7 @@ class PriceBranching:
 
     def next_node(self, upper_bound: int) -> Node | None:
         """Hands out a node to minimise; None when all that are left are handed out already."""
+        self._waiting = deque(node for node in self._waiting if node.search.lower_bound < upper_bound)
         while not self._waiting and self._open:
             bound, _, search = heapq.heappop(self._open)
             if bound < upper_bound:

@@ -47,6 +47,11 @@ class Core:
     num_variables: int
     removed: tuple[_Removed, ...]
 
+    @property
+    def num_entries(self) -> int:
+        """The number of unary and pair entries: what a solver has to read."""
+        return sum(c.size for c in self.unary) + sum(m.size for m in self.pairs.values())
+
     def expand(self, values: Sequence[int]) -> list[int]:
         """The best choice of the whole network that takes these values in the core."""
         found = [0] * self.num_variables

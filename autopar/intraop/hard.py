@@ -8,6 +8,7 @@ and the best is improved part by part; when that has not helped for long, a seco
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 
 from autopar.intraop.branching import Node, PriceBranching
 from autopar.intraop.exact import Outcome
@@ -17,14 +18,21 @@ from autopar.intraop.parts import Parts
 from autopar.intraop.prices import PriceSearch
 from autopar.intraop.problem import INFINITE
 from autopar.intraop.repair import repair
-from autopar.intraop.toulbar import SearchApart
+from autopar.intraop.start import frugal_choice
+from autopar.intraop.toulbar import SearchApart, SearchHere
 from autopar.intraop.toulbar_worker import Result
 
 _REPAIR_SHARE = 0.1
 """At most this share of the time that is left goes into making one choice fit."""
-_CLOSING_SHARE, _CLOSING_S = 0.05, 1.0
+_CLOSING_SHARE, _CLOSING_S = 0.05, 1.5
 """At most so much of the time is kept for ending what runs and for checking the choice."""
+_MENDABLE = 0.05
+"""Excess, as a share of the largest room, up to which a choice is worth repairing once there is another."""
+_JOB_SHARE = 0.25
+"""At most this share of the time goes into one minimisation under prices."""
 _POLL_S = 0.02
+_TINY_ENTRIES = 2_000
+"""Networks up to this size are minimised sooner than a process starts."""
 _EFFORT = 500_000_000
 """Entries times backtracks that one minimisation under prices may take: some seconds."""
 _STAGNATION_S, _STAGNATION_SHARE = 5.0, 0.25
@@ -35,18 +43,23 @@ _STAGNANT_REST = 10.0
 
 def search_hard(network: Network, known: Outcome, deadline: float, seed: int, gap_limit: float) -> Outcome:
     """Searches until the deadline (of time.monotonic), a proof, or (cost − bound) / cost ≤ gap_limit."""
-    bounds = _BoundSearch(network, known, seed)
+    seconds = max(0.0, deadline - time.monotonic())
+    deadline -= min(_CLOSING_S, _CLOSING_SHARE * seconds)
+    bounds = _BoundSearch(network, known, seed, _JOB_SHARE * seconds)
     choices = _ChoiceSearch(network, known, seed)
-    deadline -= min(_CLOSING_S, _CLOSING_SHARE * max(0.0, deadline - time.monotonic()))
     try:
+        bounds.advance(choices.cost, 1)
+        choices.begin(deadline)
         while time.monotonic() < deadline and not _close_enough(choices.cost, bounds.lower_bound, gap_limit):
             offers = bounds.advance(choices.cost, 2 if bounds.branching and choices.stagnant else 1)
             for offer in offers:
                 choices.consider(offer, deadline, mend=not bounds.branching)
             if not offers and not choices.improve(deadline):
                 time.sleep(min(_POLL_S, max(0.0, deadline - time.monotonic())))
+        for offer in bounds.collect(choices.cost):
+            choices.consider(offer, deadline, mend=False)
     finally:
-        bounds.stop()
+        bounds.cancel()
     return Outcome(choices.values, choices.cost, bounds.lower_bound)
 
 
@@ -54,15 +67,26 @@ def _close_enough(cost: int, lower_bound: int, gap_limit: float) -> bool:
     return cost - lower_bound <= gap_limit * cost
 
 
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """One minimisation in another process."""
+
+    search: SearchApart | SearchHere
+    node: Node | None
+    """Whose network it minimises; None for the prices before branching."""
+    until: float
+
+
 class _BoundSearch:
     """Keeps the other process busy and collects what it proves: prices first, then branching on them."""
 
-    def __init__(self, network: Network, known: Outcome, seed: int) -> None:
+    def __init__(self, network: Network, known: Outcome, seed: int, most_s: float) -> None:
         self.lower_bound = known.lower_bound
         self._seed = seed
         self._prices = PriceSearch(network)
         self._branching: PriceBranching | None = None
-        self._running: list[tuple[SearchApart, Node | None]] = []
+        self._running: list[_Job] = []
+        self._most_s = most_s
 
     @property
     def branching(self) -> bool:
@@ -71,17 +95,28 @@ class _BoundSearch:
 
     def advance(self, upper_bound: int, processes: int) -> list[list[int]]:
         """Takes in what has ended and starts what comes next, in so many processes; returns new choices."""
-        ended = [job for job in self._running if job[0].done]
-        self._running = [job for job in self._running if job not in ended]
-        choices = [self._learn(job.result(time.monotonic()), node, upper_bound) for job, node in ended]
+        now = time.monotonic()
+        choices = self._end([job for job in self._running if job.search.done or now >= job.until], upper_bound)
         while len(self._running) < processes and self._start(upper_bound):
             pass
-        return [choice for choice in choices if choice is not None]
+        return choices
 
-    def stop(self) -> None:
-        """Ends the other processes."""
-        for job, _ in self._running:
-            job.cancel()
+    def collect(self, upper_bound: int) -> list[list[int]]:
+        """Ends the other processes; returns what choices they have."""
+        for job in self._running:
+            job.search.interrupt()
+        return self._end(self._running, upper_bound)
+
+    def cancel(self) -> None:
+        """Ends the other processes, whatever they have."""
+        for job in self._running:
+            job.search.cancel()
+
+    def _end(self, jobs: list[_Job], upper_bound: int) -> list[list[int]]:
+        self._running = [job for job in self._running if job not in jobs]
+        choices = [self._learn(job, job.search.result(time.monotonic()), upper_bound) for job in jobs]
+        self._note_bound(upper_bound)
+        return [choice for choice in choices if choice is not None]
 
     def _start(self, upper_bound: int) -> bool:
         if self._prices.settled and self._branching is None:
@@ -89,24 +124,29 @@ class _BoundSearch:
         if self._branching is not None:
             node = self._branching.next_node(upper_bound)
             if node is not None:
-                self._running.append((self._minimise(node.search.next_network()), node))
+                self._minimise(node.search.next_network(), node)
             self._note_bound(upper_bound)
             return node is not None
         if not self._running:
-            self._running.append((self._minimise(self._prices.next_network()), None))
+            self._minimise(self._prices.next_network(), None)
             return True
         return False
 
-    def _minimise(self, network: Network) -> SearchApart:
+    def _minimise(self, network: Network, node: Node | None) -> None:
         backtracks = max(1, _EFFORT // max(1, network.num_entries))
-        return SearchApart(network, (), INFINITE, self._seed, backtracks=backtracks, message_passing=True)
+        search: SearchApart | SearchHere
+        if network.num_entries <= _TINY_ENTRIES:
+            search = SearchHere(network, (), INFINITE, backtracks, self._seed)
+        else:
+            search = SearchApart(network, (), INFINITE, self._seed, backtracks=backtracks, message_passing=True)
+        self._running.append(_Job(search, node, time.monotonic() + self._most_s))
 
-    def _learn(self, result: Result, node: Node | None, upper_bound: int) -> list[int] | None:
-        if node is None or self._branching is None:
+    def _learn(self, job: _Job, result: Result, upper_bound: int) -> list[int] | None:
+        if job.node is None or self._branching is None:
             choice = self._prices.learn(result)
             self.lower_bound = max(self.lower_bound, self._prices.lower_bound)
             return choice
-        return self._branching.learn(node, result, upper_bound)
+        return self._branching.learn(job.node, result, upper_bound)
 
     def _note_bound(self, upper_bound: int) -> None:
         """Nodes are closed by upper bounds that some choice has: none costs less than the best choice, then."""
@@ -137,9 +177,16 @@ class _ChoiceSearch:
         now = time.monotonic()
         return now - self._improved > max(_STAGNATION_S, _STAGNATION_SHARE * (now - self._started))
 
+    def begin(self, deadline: float) -> None:
+        """Finds something to go on from where nothing is known."""
+        if self._search is None:
+            self.consider(frugal_choice(self._parts), deadline, mend=True)
+
     def consider(self, values: list[int], deadline: float, *, mend: bool) -> None:
         """Goes on from a choice where it is cheaper than the best and fits, or can be made to."""
         now = time.monotonic()
+        if self._search is not None and mend:
+            mend = self._parts.timeline.excess(values).max() <= _MENDABLE * self._parts.network.room.max()
         if self._parts.network.cost(values) < self.cost:
             until = now + _REPAIR_SHARE * (deadline - now) if mend else now
             mended = repair(self._parts, values, until, self._seed, self.cost)

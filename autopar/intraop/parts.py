@@ -69,6 +69,14 @@ class Parts:
         room = self._room_beside(free, values) + (0 if allowance is None else allowance)
         return Network(unary, pairs, uses, self.network.room_starts, room, ())
 
+    def costs_beside(self, variable: int, values: Sequence[int]) -> Int64Array:
+        """Returns the cost of each value of a variable beside the first variables' values, at most INFINITE."""
+        costs = self.network.unary[variable]
+        for w, matrix in self._neighbours[variable].items():
+            if w < len(values):
+                costs = np.minimum(costs + matrix[:, values[w]], INFINITE)
+        return costs
+
     def _room_beside(self, free: Sequence[int], values: Sequence[int]) -> Int64Array:
         held = np.ones(self.network.num_variables, dtype=np.bool_)
         held[list(free)] = False

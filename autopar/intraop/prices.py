@@ -111,7 +111,9 @@ class PriceSearch:
         # Rounded down by more than float error can have lifted the sum, so that a bound stays a bound.
         total *= self._scale * (1.0 - (len(self._trial) + 3) * 2.0**-52)
         unary = _scaled(self._unary, self._scale)
-        priced = np.minimum(unary + np.floor(np.minimum(total, INFINITE)).astype(np.int64), INFINITE)
+        priced = unary + np.floor(np.minimum(total, INFINITE)).astype(np.int64)
+        # However dear, what is allowed is not forbidden.
+        priced = np.where(unary >= INFINITE, INFINITE, np.minimum(priced, INFINITE - 1))
         return self._without_excluded(np.split(priced, self.timeline.offsets[1:-1]))
 
     def _without_excluded(self, unary: list[Int64Array]) -> Network:

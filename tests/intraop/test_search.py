@@ -24,6 +24,7 @@ from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.reduction import reduce_problem
 from autopar.intraop.repair import repair
 from autopar.intraop.solver import minimise_peak, solve
+from autopar.intraop.start import frugal_choice
 from autopar.intraop.timeline import Timeline
 from autopar.intraop.toulbar import SearchApart, minimise_here
 from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
@@ -166,6 +167,17 @@ def test_prices_find_the_best_dual_bound_of_one_row() -> None:
     assert search.lower_bound == least_cost(problem) == 30
 
 
+def test_however_dear_memory_is_nothing_allowed_becomes_forbidden() -> None:
+    """A saturated price once counted as forbidden, so that a bound said that nothing was feasible."""
+    problem = Problem("dear", [(0, 1)] * 2, [[1, 0], [1, 0]], [[0, 10]] * 2, [], [], usage_limit=10)
+    search = PriceSearch(reduce_problem(problem))
+    search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    search.prices = dict.fromkeys(search.times, 1e12)
+    dear = search.restricted(search.allowed)
+    dear.learn(minimise_here(dear.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
+    assert dear.lower_bound <= least_cost(problem) == 1
+
+
 def test_prices_end_when_nothing_is_found() -> None:
     _, network, _ = case(1)
     search = PriceSearch(network)
@@ -222,6 +234,16 @@ def test_repair_respects_the_cost_limit_and_leaves_what_fits_alone() -> None:
     parts = Parts(network)
     assert repair(parts, values, later(), 0) == values
     assert repair(parts, values, later(), 0, cost_limit=network.cost(values)) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_first_choice_uses_as_little_as_each_variable_can(seed: int) -> None:
+    _, network, _ = case(seed, tightness=0.5, forbidden=0.0)
+    parts = Parts(network)
+    values = frugal_choice(parts)
+    usages = np.split(parts.timeline.total_usages(), parts.timeline.offsets[1:-1])
+    assert all(used[value] == used.min() for used, value in zip(usages, values, strict=True))
+    assert network.cost(values) < INFINITE
 
 
 # --- both sides together --------------------------------------------------------------------------------------
@@ -285,6 +307,7 @@ def test_what_is_only_feasible_is_not_called_optimal(monkeypatch: pytest.MonkeyP
     honest = solver.search_exactly
     monkeypatch.setattr(solver, "search_exactly", lambda *a: replace(honest(*a), lower_bound=0))
     monkeypatch.setattr(solver, "search_hard", lambda network, known, *a: known)
+    monkeypatch.setattr(solver, "_without_rows", lambda *a: UNKNOWN)
     solution = solve(problem)
     assert (solution.stop_reason, solution.lower_bound) == ("time limit", 0)
     assert solution.gap == 1.0
@@ -320,19 +343,22 @@ def test_a_missing_worker_script_is_not_needed_for_small_problems(monkeypatch: p
 @pytest.mark.parametrize("seed", range(15))
 def test_branching_alone_finds_and_proves_the_optimum_or_that_there_is_none(seed: int, tightness: float) -> None:
     _, network, least = case(seed, num_nodes=8, tightness=tightness)
-    root = PriceSearch(network)
+    root, best = PriceSearch(network), INFINITE
+
+    def offer(values: list[int] | None) -> int:
+        fits = values is not None and root.timeline.excess(values).max() <= 0
+        return min(best, network.cost(values)) if fits else best
+
     while not root.settled:
-        root.learn(minimise_here(root.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
-    tree, best = PriceBranching(root), INFINITE
+        best = offer(root.learn(minimise_here(root.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0)))
+    tree = PriceBranching(root)
     for _ in range(500):
         node = tree.next_node(best)
         if node is None:
             break
         assert least is None or min(tree.lower_bound, best) <= least
         result = minimise_here(node.search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0)
-        values = tree.learn(node, result, best)
-        if values is not None and root.timeline.excess(values).max() <= 0:
-            best = min(best, network.cost(values))
+        best = offer(tree.learn(node, result, best))
     assert tree.finished
     assert best == (INFINITE if least is None else least)
     assert tree.lower_bound >= best
