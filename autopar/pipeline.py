@@ -44,13 +44,21 @@ from autopar.zero import storage_options
 
 @dataclass(frozen=True)
 class SearchBudget:
-    """How long the search may take, in seconds over all logical meshes, and its seed."""
+    """How long each logical mesh may be searched in seconds, how near its bound is near enough, and the seed.
+
+    gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
+    """
 
     seconds: float = 30.0
     seed: int = 0
+    gap: float = 0.002
 
 
-_BUDGETS = {"fast": SearchBudget(10.0), "default": SearchBudget(30.0), "thorough": SearchBudget(300.0)}
+_BUDGETS = {
+    "fast": SearchBudget(10.0, gap=0.01),
+    "default": SearchBudget(30.0),
+    "thorough": SearchBudget(300.0, gap=0.0),
+}
 
 
 def parallelize(
@@ -285,7 +293,7 @@ def _scored(part: _Part, draft: Plan, asked: int, request: _Request, profile: Pr
     plan = plan_placements(
         part.graph, part.blocks, replace(draft, memory_limit=asked), profile, _storages(part),
         (*request.constraints, *part.constraints),
-        request.budget.seconds, request.budget.seed,
+        request.budget.seconds, request.budget.seed, request.budget.gap,
     )  # fmt: skip
     plan = replace(plan, memory_limit=draft.memory_limit, predicted=predict(simulate(part.graph, plan, profile)))
     return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))

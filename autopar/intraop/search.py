@@ -36,6 +36,7 @@ def plan_placements(
     constraints: Sequence[Constraint] = (),
     time_limit_s: float = 10.0,
     seed: int = 0,
+    gap_limit: float = 0.0,
 ) -> Plan:
     """The draft (mesh, axes, mode, optimizer, memory limit) with every placement chosen, and the search's report.
 
@@ -43,7 +44,7 @@ def plan_placements(
     """
     costs = _costs(graph, draft, profile)
     built = _build(graph, blocks, draft, costs, storage_options, constraints)
-    solution = solve(built.problem, time_limit_s, seed)
+    solution = solve(built.problem, time_limit_s, seed, gap_limit)
 
     inputs, storage, nodes, redistributes = extract(graph, blocks, built, solution.choice, costs.steps)
     report = SearchReport(
