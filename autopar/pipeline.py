@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -147,6 +147,12 @@ class _Request:
     memory_limit: int | None
     constraints: tuple[Constraint, ...]
     budget: SearchBudget
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """What is left of the budget for one solve; never less than a second, in which most are optimal."""
+        return max(1.0, self.started + self.budget.seconds - time.monotonic())
 
 
 @dataclass(frozen=True)
@@ -293,7 +299,7 @@ def _scored(part: _Part, draft: Plan, asked: int, request: _Request, profile: Pr
     plan = plan_placements(
         part.graph, part.blocks, replace(draft, memory_limit=asked), profile, _storages(part),
         (*request.constraints, *part.constraints),
-        request.budget.seconds, request.budget.seed, request.budget.gap,
+        request.seconds, request.budget.seed, request.budget.gap,
     )  # fmt: skip
     plan = replace(plan, memory_limit=draft.memory_limit, predicted=predict(simulate(part.graph, plan, profile)))
     return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
@@ -306,14 +312,15 @@ def _storages(part: _Part) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
 def _fit_or_refuse(
     parts: Sequence[_Part], meshes: Sequence[LogicalMesh], request: _Request, profile: Profile
 ) -> tuple[_Part, Plan]:
-    """The last resort when the search found no plan that fits."""
+    """The last resort when the search found no plan that fits; a second a solve, however long the search took."""
+    request = replace(request, budget=replace(request.budget, seconds=0.0))
 
     def least_of(place: tuple[_Part, LogicalMesh]) -> tuple[Plan, LeastMemory]:
         part, axes = place
         draft = _draft(part, axes, request, profile)
         least = least_memory(
             part.graph, part.blocks, draft, profile.shared_by(request.mesh.devices_per_node), _storages(part),
-            (*request.constraints, *part.constraints), request.budget.seconds, request.budget.seed,
+            (*request.constraints, *part.constraints), request.seconds, request.budget.seed,
         )  # fmt: skip
         return _scored(part, draft, least.usage_bytes, request, profile), least
 
