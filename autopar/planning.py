@@ -179,7 +179,7 @@ class Place:
         """The plan of least usage, and what is largest in it. Raises InfeasibleError where there is no strategy."""
         budget = self.request.budget
         least = self.placements.least_memory(budget.seconds, budget.seed)
-        return self.within(least.usage_bytes, budget.seconds), least
+        return self.within(least.usage_bytes, _LEAST_S), least
 
     @cached_property
     def placements(self) -> Placements:
@@ -225,7 +225,7 @@ def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Part, Plan]:
     """The last resort when the search found no plan that fits: the one of least memory, or the error that names it."""
 
     def below(place: Place, limit: int) -> Plan:
-        return place.fit(place.request.budget.seconds, limit)
+        return place.fit(_LEAST_S, limit)
 
     place, plan = fit_or_refuse(places, Place.least, below)
     return place.part, plan
