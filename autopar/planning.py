@@ -186,7 +186,7 @@ class Place:
         """The intra-op problem."""
         return prepare_placements(
             self.part.graph, self.part.blocks, self._draft(), self._shared, self._storages,
-            (*self.request.constraints, *self.part.constraints),
+            (*self.request.constraints, *self.part.constraints), self.part.whole,
         )  # fmt: skip
 
     @property

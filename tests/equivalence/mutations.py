@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
@@ -117,8 +117,7 @@ def sites(graph: Graph, plan: Plan) -> list[Site]:
         for position, value in enumerate(zip(node.operands, plan.nodes[node.name].operands, strict=True)):
             readers.setdefault(value, []).append((node, position))
     return [
-        Site(graph, plan, r, placed[r.tensor], tuple(readers.get((r.tensor, r.target), ())))
-        for r in plan.redistributes
+        Site(graph, plan, r, placed[r.tensor], tuple(readers.get((r.tensor, r.target), ()))) for r in plan.redistributes
     ]
 
 
@@ -209,7 +208,7 @@ def detour(site: Site) -> Iterator[Mutation]:
         for type_ in site.types_but(before, after):
             way = (Step(axis, before, type_), Step(axis, type_, after))
             yield site.with_steps(f"step {i} by way of {type_}", (*steps[:i], *way, *steps[i + 1 :]))
-    for i, (first, second) in enumerate(zip(steps, steps[1:], strict=False)):
+    for i, (first, second) in enumerate(pairwise(steps)):
         if first.axis == second.axis:
             for type_ in site.types_but(first.after):
                 way = (first._replace(after=type_), second._replace(before=type_))
