@@ -31,7 +31,7 @@ from autopar.trace import find_blocks, trace
 
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01),
-    "default": SearchBudget(30.0),
+    "default": SearchBudget(20.0),
     "thorough": SearchBudget(300.0, gap=0.0),
 }
 

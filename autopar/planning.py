@@ -34,7 +34,7 @@ class SearchBudget:
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
     """
 
-    seconds: float = 30.0
+    seconds: float = 20.0
     seed: int = 0
     gap: float = 0.002
 
@@ -179,14 +179,14 @@ class Place:
         """The plan of least usage, and what is largest in it. Raises InfeasibleError where there is no strategy."""
         budget = self.request.budget
         least = self.placements.least_memory(budget.seconds, budget.seed)
-        return self.within(least.usage_bytes, budget.seconds), least
+        return self.within(least.usage_bytes, _LEAST_S), least
 
     @cached_property
     def placements(self) -> Placements:
         """The intra-op problem."""
         return prepare_placements(
             self.part.graph, self.part.blocks, self._draft(), self._shared, self._storages,
-            (*self.request.constraints, *self.part.constraints),
+            (*self.request.constraints, *self.part.constraints), self.part.whole,
         )  # fmt: skip
 
     @property
@@ -225,7 +225,7 @@ def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Part, Plan]:
     """The last resort when the search found no plan that fits: the one of least memory, or the error that names it."""
 
     def below(place: Place, limit: int) -> Plan:
-        return place.fit(place.request.budget.seconds, limit)
+        return place.fit(_LEAST_S, limit)
 
     place, plan = fit_or_refuse(places, Place.least, below)
     return place.part, plan

@@ -88,16 +88,21 @@ def build(
     storage_options: StorageOptions,
     constraints: Sequence[Constraint] = (),
     memory_limit: int | None = None,
+    whole: Graph | None = None,
 ) -> Built:
-    """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of."""
-    return _Builder(graph, blocks, axes, costs, storage_options, constraints).build(memory_limit)
+    """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of.
+
+    `whole`: the graph of the step, when `graph` is that of one of its microbatches.
+    """
+    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole).build(memory_limit)
 
 
 class _Builder:
     def __init__(
         self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
-        storage_options: StorageOptions, constraints: Sequence[Constraint],
+        storage_options: StorageOptions, constraints: Sequence[Constraint], whole: Graph | None,
     ) -> None:  # fmt: skip
+        self.whole = whole
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.constraints = storage_options, constraints
         self.variables: list[Variable] = []
@@ -207,7 +212,7 @@ class _Builder:
         return self.strategies[name]
 
     def _strategies(self, node: Node) -> tuple[list[Strategy], list[int]]:
-        options = enumerate_strategies(self.graph, node, self.axes)
+        options = enumerate_strategies(self.graph, node, self.axes, self.whole)
         first = self.graph.tensors[node.results[0]]
         names = (node.scope.module, node.name, *node.results)
         options, penalties = self._constrain("output", names, first, options, lambda option: list(option.results))

@@ -29,15 +29,16 @@ class LeastMemory:
 
 def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
-    constraints: Sequence[Constraint] = (),
+    constraints: Sequence[Constraint] = (), whole: Graph | None = None,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
+    `whole`: the graph of the step, when `graph` is that of one of its microbatches.
     Raises InfeasibleError when the constraints leave no strategy.
     """
     per_node = draft.mesh.devices_per_node
     costs = ProfiledCosts(graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches)
-    built = build(graph, blocks, draft.axes, costs, storage_options, constraints)
+    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole)
     return Placements(graph, blocks, draft, costs, built)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import Axis, P, Placement, R, Type, num_shards
+from autopar.ir.placement import P, Placement, R, Type, num_shards
 from autopar.ops import axis_rules, shape_error
 from autopar.ops.notation import AxisRule
 
@@ -26,14 +26,12 @@ class Strategy:
         return f"{left} -> {', '.join(' '.join(map(str, placement)) for placement in self.results)}"
 
 
-def enumerate_strategies(
-    graph: Graph, node: Node, axes: LogicalMesh, fixed: dict[int, AxisRule] | None = None
-) -> list[Strategy]:
-    """All strategies of a node; `fixed` gives the rule on an axis that is not searched (the microbatch axis)."""
-    per_axis = [
-        [fixed[position]] if fixed and position in fixed else _useful_rules(graph, node, axis)
-        for position, axis in enumerate(axes)
-    ]
+def enumerate_strategies(graph: Graph, node: Node, axes: LogicalMesh, whole: Graph | None = None) -> list[Strategy]:
+    """All strategies of a node whose local shapes exist. `whole`: the graph of the step, when this is a microbatch's.
+
+    Rules are those of the whole: a microbatch of one sample would let a reshape move slices that others forbid.
+    """
+    per_axis = [_useful_rules(whole or graph, node) for _ in axes]
     found = []
     for combination in itertools.product(*per_axis):
         operands = tuple(
@@ -45,7 +43,7 @@ def enumerate_strategies(
     return found
 
 
-def _useful_rules(graph: Graph, node: Node, axis: Axis) -> Sequence[AxisRule]:
+def _useful_rules(graph: Graph, node: Node) -> Sequence[AxisRule]:
     """The node's rules but those that hold a weight as summands, which nothing can gain from."""
     if not node.operands:
         return [AxisRule((), (R,) * len(node.results))]
