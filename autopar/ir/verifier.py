@@ -18,7 +18,7 @@ from collections.abc import Callable
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import I, P, Placement, R, Type, format_placement
+from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
 from autopar.ir.plan import PlanData, Redistribute, Storage
 from autopar.ir.redistribution import apply, is_legal
 
@@ -70,7 +70,10 @@ def _check_identity(graph: Graph, plan: PlanData) -> None:
 
 
 def _check_axes(plan: PlanData) -> None:
-    """The axes other than the microbatches' are the mesh, row-major."""
+    """The axes other than the microbatches' are the mesh, row-major; the microbatches' is as long as there are."""
+    microbatches = [axis.size for axis in plan.axes if axis.name == MICROBATCH] or [1]
+    if microbatches != [plan.microbatches]:
+        raise PlanError(f"expected an axis of {plan.microbatches} microbatches, found {microbatches}")
     sizes = [axis.size for axis in plan.axes if axis.name != MICROBATCH]
     strides = [axis.stride for axis in plan.axes if axis.name != MICROBATCH]
     row_major = [math.prod(sizes[position + 1 :]) for position in range(len(sizes))]
@@ -129,7 +132,19 @@ def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
         if any(type_.kind not in "RS" for type_ in placement) or not _dims_exist(tensor, placement, plan.axes):
             where = _maker(graph, name)
             raise PlacementError(f"expected input {name}{where} as R or S(d) on each axis, found {_text(placement)}")
+        _check_cut(graph, plan, name)
     return sources
+
+
+def _check_cut(graph: Graph, plan: PlanData, name: str) -> None:
+    """Microbatches divide dim 0 of the listed inputs before the program runs, and no other."""
+    wanted = S(0) if name in plan.microbatch_inputs else R
+    for axis, type_ in zip(plan.axes, plan.inputs[name], strict=True):
+        if axis.name == MICROBATCH and type_ != wanted:
+            raise PlacementError(
+                f"expected input {name}{_maker(graph, name)} as {wanted} over microbatches, found {type_}; "
+                f"the inputs that microbatches divide are {', '.join(plan.microbatch_inputs) or 'none'}"
+            )
 
 
 def _check_storage(graph: Graph, tensor: Tensor, storage: Storage, axes: LogicalMesh) -> None:
