@@ -1,8 +1,11 @@
-"""The `autopar` command: plan, show, explain, diff, emit, run and verify."""
+"""The `autopar` command: plan, show, explain, diff, simulate, emit, run, verify and profile."""
 
 from __future__ import annotations
 
 import argparse
+import inspect
+import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,20 +15,27 @@ from typing import Any
 
 import torch
 
-from autopar.errors import AutoparError
+from autopar.cost import measure_profile
+from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
+from autopar.ir.text import prediction_text
 from autopar.pipeline import parallelize, template_plan, verify
+from autopar.simulate import Timeline, predict
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "sequence_parallel": int,
+             "zero": int, "recompute": str}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; errors of ours are printed as one message, exit status 2."""
+    """Runs one command and returns its exit status: 0, or 2 after one message for what the user can mend."""
     sys.path.insert(0, str(Path.cwd()))
     options = _parser().parse_args(arguments)
     try:
         status: int = options.command(options)
         return status
-    except AutoparError as error:
+    except (AutoparError, OSError) as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2
 
@@ -33,25 +43,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autopar", description="Plans, emits and runs sharded PyTorch programs.")
     commands = parser.add_subparsers(required=True, metavar="command")
+    _planning(commands)
+    _reading(commands)
+    _with_model(commands)
+    profile = _command(commands, "profile", _profile, "measure this host and write its cost profile")
+    profile.add_argument("-o", "--output", type=Path, help="a JSON file; default: where the profile `cpu` is kept")
+    return parser
+
+
+def _planning(commands: Any) -> None:
     plan = _command(commands, "plan", _plan, "search a plan: autopar plan models.gpt:gpt2 --mesh h100:8x8 -o plan.json")
     _model(plan)
     plan.add_argument("--mesh", required=True, help="profile:nodes x devices a node, such as h100:8x8 or cpu:4")
     plan.add_argument("-o", "--output", type=Path, help="where to write the plan's JSON")
     plan.add_argument("--mode", choices=("train", "inference"), default="train")
-    plan.add_argument("--memory-limit", type=int, help="bytes a device")
+    plan.add_argument("--memory-limit", type=_size, help="bytes a device, such as 16GB")
+    plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
+
+
+def _reading(commands: Any) -> None:
     for name, function, text in (
         ("show", _show, "print a plan on one screen"),
-        ("explain", _explain, "why a plan places a module so"),
+        ("explain", _explain, "why a plan places a module so, and what the alternatives cost"),
+        ("diff", _diff, "what differs between two plans"),
     ):
         command = _command(commands, name, function, text)
         command.add_argument("plan", type=Path)
         if name == "explain":
             command.add_argument("pattern", help="module path or parameter name; * matches anything")
-    diff = _command(commands, "diff", _diff, "what differs between two plans")
-    diff.add_argument("plan", type=Path)
-    diff.add_argument("other", type=Path)
+        if name == "diff":
+            command.add_argument("other", type=Path)
+
+
+def _with_model(commands: Any) -> None:
     for name, function, text in (
+        ("simulate", _simulate, "predict a plan's step time, memory and traffic"),
         ("emit", _emit, "write program.py, plan.json and train.py"),
         ("run", _run, "emit, then train a few steps with torchrun on this host"),
         ("verify", _verify, "type-check a plan against a model"),
@@ -59,9 +86,10 @@ def _parser() -> argparse.ArgumentParser:
         command = _command(commands, name, function, text)
         _model(command)
         command.add_argument("plan", type=Path)
-        if name != "verify":
+        if name in ("emit", "run"):
             command.add_argument("-o", "--output", type=Path, default=Path("out"))
-    return parser
+        if name == "simulate":
+            command.add_argument("--trace", type=Path, help="also write the timeline, to open in Perfetto")
 
 
 def _command(commands: Any, name: str, function: Any, text: str) -> argparse.ArgumentParser:
@@ -75,38 +103,73 @@ def _model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--meta", action="store_true", help="build without weights (for models that do not fit here)")
 
 
+def _size(text: str) -> int:
+    """Reads a number of bytes: 16000000000, 16GB or 0.5TB."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
+    if match is None:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 16GB, found {text!r}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
 def load_model(text: str, meta: bool = False) -> tuple[torch.nn.Module, Any]:
     """Builds "package.module:config". Raises AutoparError when the module lacks what is needed."""
     name, _, attribute = text.partition(":")
+    attribute = attribute or "Config"
     try:
         module = import_module(name)
-    except ImportError as error:
-        raise AutoparError(f"expected an importable module in {text!r}: {error}") from error
-    missing = [item for item in ("build", "example_inputs") if not hasattr(module, item)]
-    config = getattr(module, attribute or "Config", None)
-    if missing or config is None:
-        raise AutoparError(f"expected {name} to have {', '.join([*missing, attribute or 'Config'])}; found it has not")
+    except (ImportError, ValueError) as error:
+        raise AutoparError(
+            f"expected a model as importable module and config, such as models.gpt:gpt2, found {text!r}: {error}; "
+            "run from the folder that holds the module, or install it"
+        ) from error
+    missing = [item for item in ("build", "example_inputs", attribute) if not hasattr(module, item)]
+    if missing:
+        raise AutoparError(
+            f"expected {name} to have build(config), example_inputs(config) and {attribute}, found no "
+            f"{' and no '.join(missing)}; configs that it has: {', '.join(_configs(module)) or 'none'}"
+        )
+    config = getattr(module, attribute)
     config = config() if callable(config) else config
     with torch.device("meta" if meta else "cpu"):
         return module.build(config), module.example_inputs(config)
 
 
+def _configs(module: Any) -> list[str]:
+    """Config, and the functions without parameters that the module itself defines."""
+    functions = inspect.getmembers(module, inspect.isfunction)
+    own = [name for name, f in functions if f.__module__ == module.__name__ and not inspect.signature(f).parameters]
+    return ["Config"] * hasattr(module, "Config") + own
+
+
 def _plan(options: argparse.Namespace) -> int:
+    mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
-    mesh = Mesh.parse(options.mesh)
-    if options.template:
-        choices = {key: int(value) for key, _, value in (item.partition("=") for item in options.template.split(","))}
-        keywords: dict[str, Any] = {**choices, "sequence_parallel": bool(choices.get("sequence_parallel", 0))}
-        plan = template_plan(model, mesh, inputs, mode=options.mode, memory_limit=options.memory_limit, **keywords)
+    if template is not None:
+        plan = template_plan(model, mesh, inputs, mode=options.mode, memory_limit=options.memory_limit, **template)
     else:
-        progress = (lambda line: print(line, file=sys.stderr)) if sys.stderr.isatty() else None
         plan = parallelize(
-            model, mesh, inputs, mode=options.mode, memory_limit=options.memory_limit, progress=progress
+            model, mesh, inputs, mode=options.mode, memory_limit=options.memory_limit, search=options.search
         ).plan
     if options.output:
         plan.save(options.output)
     print(plan)
     return 0
+
+
+def _template(text: str | None) -> dict[str, Any] | None:
+    """Reads "dp=2,tp=2,zero=3". Raises PlanError naming the item that is none."""
+    if text is None:
+        return None
+    found: dict[str, Any] = {}
+    for item in text.split(","):
+        key, _, value = item.strip().partition("=")
+        kind = _TEMPLATE.get(key)
+        if kind is None or not value or (kind is int and not value.isdigit()):
+            raise PlanError(
+                f"expected --template as items such as dp=2, with {', '.join(_TEMPLATE)}; found {item.strip()!r}"
+            )
+        found[key] = kind(value)
+    return found | ({"sequence_parallel": bool(found["sequence_parallel"])} if "sequence_parallel" in found else {})
 
 
 def _show(options: argparse.Namespace) -> int:
@@ -124,23 +187,57 @@ def _diff(options: argparse.Namespace) -> int:
     return 0
 
 
+def _simulate(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.plan)
+    model, inputs = load_model(options.model, options.meta)
+    timeline = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).plan.timeline()
+    assert isinstance(timeline, Timeline)
+    print(f"{plan.model} on {plan.mesh}\n{prediction_text(predict(timeline), plan.memory_limit)}")
+    if options.trace:
+        timeline.save(options.trace)
+        print(f"  timeline    {options.trace} (open it in https://ui.perfetto.dev)")
+    return 0
+
+
 def _emit(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     model, inputs = load_model(options.model, options.meta)
     folder = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).save(options.output)
-    print(f"torchrun --nproc-per-node {plan.mesh.devices_per_node} {folder / 'train.py'}")
+    nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
+    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / 'train.py'}")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
+    mesh = Plan.load(options.plan).mesh
+    if mesh.nodes > 1:
+        raise MeshError(
+            f"expected a plan for one node, found one for {mesh}; take `autopar emit` and start torchrun on each node"
+        )
     _emit(options)
-    world = Plan.load(options.plan).mesh.num_devices
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
-    return subprocess.run([*command, str(options.output / "train.py")], check=False).returncode
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(mesh.num_devices)]
+    found_here = str(Path(__file__).parents[1])  # the ranks import this autopar, also from a checkout
+    paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    return subprocess.run([*command, str(options.output / "train.py")], env=environment, check=False).returncode
 
 
 def _verify(options: argparse.Namespace) -> int:
+    plan = Plan.load(options.plan)
     model, inputs = load_model(options.model, options.meta)
-    verify(Plan.load(options.plan), model, inputs)
+    verify(plan, model, inputs)
     print("the plan is well typed for this model")
+    return 0
+
+
+def _profile(options: argparse.Namespace) -> int:
+    profile, path = measure_profile(options.output)
+    facts = profile.facts
+    print(f"{profile.title}\n  {facts.provenance}")
+    print(f"  float32     {facts.peak_flops['float32'] / 1e9:.3g} GFLOP/s a rank")
+    print(f"  memory      {facts.memory_bandwidth / 1e9:.3g} GB/s, {facts.capacity_bytes / 1e9:.3g} GB")
+    for link in profile.links.values():
+        print(f"  {link.level.ljust(11)} {link.bandwidth / 1e9:.3g} GB/s, {link.alpha_ns / 1e3:.3g} µs a message")
+    name = path if options.output else "cpu"
+    print(f"written to {path}; plan with it: --mesh {name}:4")
     return 0

@@ -32,4 +32,11 @@ class ProfileError(AutoparError, ValueError):
 
 
 class InfeasibleError(AutoparError, ValueError):
-    """No plan satisfies the constraints; for memory, names the smallest limit that can be met."""
+    """No plan satisfies the constraints; for memory, names the smallest limit that can be met.
+
+    smallest_bytes: that limit, in bytes a device; None when memory is not the reason.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes

@@ -115,7 +115,7 @@ def load_source(source: str) -> ModuleType:
     """Imports emitted source as a module of its own (through a file, so that tracebacks show its lines)."""
     folder = Path(tempfile.mkdtemp(prefix="autopar-"))
     path = folder / "program.py"
-    path.write_text(source)
+    path.write_text(source, encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"autopar_program_{folder.name.replace('-', '_')}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -11,6 +11,7 @@ from autopar.cost.collectives import redistribution_cost as redistribution_cost
 from autopar.cost.collectives import step_time_ns as step_time_ns
 from autopar.cost.compute import flops as flops
 from autopar.cost.compute import node_time_ns as node_time_ns
+from autopar.cost.host import measure_profile as measure_profile
 from autopar.cost.library import load_profile as load_profile
 from autopar.cost.library import profile_names as profile_names
 from autopar.cost.library import template_profile as template_profile

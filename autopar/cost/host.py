@@ -39,6 +39,19 @@ def host_profile() -> Profile:
         return profile_from_json(json.loads(path.read_text()), str(path))
 
 
+def measure_profile(path: Path | None = None) -> tuple[Profile, Path]:
+    """Measures this host anew and writes its profile to `path`, or to where `cpu` is kept.
+
+    Returns the profile and where it lies. Raises ProfileError when the host cannot be measured.
+    """
+    path = path or cache_path()
+    data = measure_host()
+    profile = profile_from_json(data, str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write_whole(path, data)
+    return profile, path
+
+
 def cache_path() -> Path:
     """Where this host's profile is kept."""
     key = f"{cpu_model()}|{num_cores()}|{version('torch')}|{REVISION}"

@@ -26,6 +26,28 @@ class CallWriter:
 
     def __init__(self, graph: Graph, plan: PlanData) -> None:
         self.graph, self.plan = graph, plan
+        self.counts: dict[str, str] = {}  # loss node -> the variable that will hold its global count of samples
+
+    def counted_axes(self, statement: Operate) -> list[str]:
+        """Mesh axes over which a mean loss must count its samples; none for other operators."""
+        if statement.node.op != "aten.cross_entropy_loss.default":
+            return []
+        is_mean = int(Call(self.graph, statement.node).arguments["reduction"]) == 1
+        return self.sample_axes(statement) if is_mean and not self.microbatched(statement.reads[0][1]) else []
+
+    def sample_axes(self, loss: Operate) -> list[str]:
+        """Mesh axes that split the samples of a cross-entropy."""
+        return self.axes_where(loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
+
+    def is_mean_over_microbatches(self, statement: Operate) -> bool:
+        if statement.node.op != "aten.cross_entropy_loss.default" or not self.microbatched(statement.reads[0][1]):
+            return False
+        return int(Call(self.graph, statement.node).arguments["reduction"]) == 1
+
+    def write_count(self, statement: Operate, target: str) -> str:
+        """The call that starts to count the samples of a loss."""
+        ignored = Call(self.graph, statement.node).arguments["ignore_index"]
+        return f"rt.start_valid_count({target}, {_axes(self.counted_axes(statement))}, ignore_index={ignored})"
 
     def write(self, statement: Operate, names: list[str]) -> str:
         """The call with `names` for its operands, in operand order."""
@@ -44,7 +66,8 @@ class CallWriter:
         remaining = iter(names)
         parts = [_text(value, remaining) for value in args]
         parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
-        return f"{node.op}({', '.join(parts)})"
+        op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
+        return f"{op}({', '.join(parts)})"
 
     def axes_where(self, placement: Placement, test: Callable[[Any], bool]) -> list[str]:
         """Names of the real mesh axes on which the placement's type passes the test."""
@@ -90,6 +113,8 @@ def _cross_entropy(writer: CallWriter, statement: Operate, call: Call, names: li
         return None
     reduction = ("none", "mean", "sum")[int(call.arguments["reduction"])]
     count = ", count=self.count" if split and reduction == "mean" else ""
+    if statement.node.name in writer.counts:
+        count = f", count={writer.counts[statement.node.name]}"
     return (
         f"rt.cross_entropy({names[0]}, {names[1]}, reduction_axes={_axes(samples)}, class_axes={_axes(classes)}, "
         f"num_classes={call.shape(0)[1]}, ignore_index={call.arguments['ignore_index']}, reduction={reduction!r}, "

@@ -52,6 +52,7 @@ class ClassWriter:
         self.lists: set[str] = set()  # containers that are emitted as an nn.ModuleList
         self.container_sizes: dict[str, int] = {}
         self.escaping: set[Value] = set()  # values that the whole program leaves
+        self.late: set[Value] = set()  # outputs that nothing in the program reads: nobody waits for them
 
     # placements and declarations
 
@@ -245,7 +246,10 @@ class ClassWriter:
                     else current
                 )
             else:
-                text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}")'
+                is_last = step is item.redistribute.steps[-1]
+                late = is_last and made in self.late and (step.before.kind, step.after.kind) == ("P", "I")
+                wait = ", wait=False" if late else ""
+                text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}"{wait})'
             note = self._note(step.transfers, forward, backward, tensor.differentiable)
             lines.append(f"{INDENT * 2}{name} = {text}{note}")
             current = name

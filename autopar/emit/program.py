@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from autopar.emit.classes import INDENT, ClassWriter, Module
+from autopar.emit.counting import counting_lines
+from autopar.emit.early import count_lines, find_early
 from autopar.emit.names import Names
 from autopar.emit.statements import Flat, Value, flatten
 from autopar.emit.tree import Region, build_tree
@@ -36,6 +38,7 @@ def emit(graph: Graph, plan: PlanData) -> str:
     writer.container_sizes = _containers(tree)
     writer.lists = _lists(tree)
     writer.escaping = set(root.outputs)
+    writer.late = set(flat.outputs) - {v for s in flat.statements for v in s.reads} - set(flat.mutations.values())
     classes: list[str] = []
     inner = _inner_modules(tree)
     for module in inner:
@@ -83,7 +86,12 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
         lines += ["", *constants[0]]
         targets = [body_names.make(value, value[0]) for value in constants[1]]
         body.append(f"{INDENT * 2}{', '.join(targets)}{',' if len(targets) == 1 else ''} = self.constants()")
-    body += writer.body(root.items, "", body_names)
+    lines += counting_lines(flat, writer, inputs)
+    known = {*inputs, *(value for statement in flat.constants for value in statement.makes)}
+    early = find_early(root.items, known, writer.calls)
+    body += writer.body(early.moved, "", body_names)
+    body += count_lines(early.losses, writer.calls, body_names, INDENT * 2)
+    body += writer.body(early.rest, "", body_names)
     body += _updates(flat, writer, body_names)
     signature = ", ".join(["self", *(body_names[value] for value in inputs)])
     lines += ["", f"{INDENT}def forward({signature}):"]

@@ -144,8 +144,7 @@ class _Builder:
         kept, penalties = self._constrain("stored", (stored.name,), tensor, options, lambda option: [option.placement])
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
-                pairs = [(o, p) for o, p in zip(kept, penalties, strict=True) if _zero_agrees(o, rule.zero)]
-                kept, penalties = [o for o, _ in pairs] or kept, [p for _, p in pairs] or penalties
+                kept, penalties = _of_zero_stage(kept, penalties, rule.zero)
         return kept, penalties
 
     def _inputs(self) -> None:
@@ -270,6 +269,17 @@ def _operand_placement(position: int) -> Callable[[Any], list[Placement]]:
     return lambda option: [option.operands[position]]
 
 
+def _of_zero_stage(options: list[Storage], penalties: list[int], stage: int) -> tuple[list[Storage], list[int]]:
+    """Those that behave as the stage says; where gradients are reduced once a step anyway, 2 is as 1."""
+    for wanted in (stage, 1) if stage == 2 else (stage,):
+        pairs = [(o, p) for o, p in zip(options, penalties, strict=True) if _zero_agrees(o, wanted)]
+        if any(type_.kind == "S" for option, _ in pairs for type_ in option.placement):
+            return [o for o, _ in pairs], [p for _, p in pairs]
+    return options, penalties
+
+
 def _zero_agrees(option: Storage, stage: int) -> bool:
-    sharded = any(type_.kind == "S" for type_ in option.placement)
-    return not sharded or option.regather == (stage == 3)
+    """Whether sharded storage behaves as the stage says; with one microbatch, stages 1 and 2 are the same."""
+    if all(type_.kind != "S" for type_ in option.placement):
+        return True
+    return option.regather == (stage == 3) and option.reduce_each_microbatch == (stage >= 2)

@@ -38,8 +38,10 @@ class ProfiledCosts:
         profile: Profile,
         mode: str,
         optimizer: str | None,
+        microbatches: int = 1,
     ) -> None:
         self.graph, self.axes, self.profile = graph, axes, profile
+        self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
@@ -52,7 +54,7 @@ class ProfiledCosts:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
-        return forward + (backward if self.train else 0)
+        return (forward + (backward if self.train else 0)) * self.microbatches
 
     def saved_bytes(self, node: Node, strategy: Strategy) -> int:
         """Results that the backward pass may need; views keep nothing of their own."""
@@ -65,7 +67,7 @@ class ProfiledCosts:
 
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:
         forward, backward = self._routes(tensor).times(sources, targets)
-        total = forward + backward
+        total = (forward + backward) * self.microbatches
         unequal = np.array([[source != target for target in targets] for source in sources])
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
 
@@ -73,8 +75,16 @@ class ProfiledCosts:
         """Gathers before use (again before backward when regathered) and gradient synchronisation after."""
         sources = [storage.placement for storage in storages]
         forward, backward = self._routes(tensor).times(sources, targets)
-        gathers = np.array([2 if storage.regather and self.train else 1 for storage in storages])
-        return np.where(forward >= UNREACHABLE, NO_PATH_NS, forward * gathers[:, None] + backward)
+        gathers = np.array([self._num_gathers(storage) for storage in storages])[:, None]
+        reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
+        return np.where(forward >= UNREACHABLE, NO_PATH_NS, forward * gathers + backward * reductions)
+
+    def _num_gathers(self, storage: Storage) -> int:
+        """A step; a regathered parameter is gathered for the forward and the backward pass of each microbatch."""
+        return (2 if self.train else 1) * self.microbatches if storage.regather else 1
+
+    def _num_reductions(self, storage: Storage) -> int:
+        return self.microbatches if storage.regather or storage.reduce_each_microbatch else 1
 
     def steps(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
         """The redistribution whose time the costs count; None when there is none."""

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
+from autopar.intraop.elimination import Core, eliminate
 from autopar.intraop.problem import INFINITE, Int64Array
 
 
@@ -55,6 +57,11 @@ class Network:
     def num_entries(self) -> int:
         """The number of unary and pair entries: what a solver has to read."""
         return sum(c.size for c in self.unary) + sum(m.size for m in self.pairs.values())
+
+    @cached_property
+    def core(self) -> Core:
+        """What bucket elimination leaves when the uses are not looked at."""
+        return eliminate(self.unary, self.pairs)
 
     def cost(self, values: Sequence[int]) -> int:
         """Returns Σ unary + Σ pairs of one value a variable, at most INFINITE; summed in unbounded integers."""

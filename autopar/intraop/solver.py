@@ -1,6 +1,6 @@
 """Solves strategy-selection problems: the best choice found, a lower bound, and why the search stopped.
 
-    solve = reduce_problem → search_exactly → (what that leaves open) search_hard → evaluate
+    solve = reduce_problem → without rows → search_exactly → (what these leave open) search_hard → evaluate
 
 Small networks are searched exactly in this process; what is left open, or large, is searched from both sides
 (`search_hard`).
@@ -19,9 +19,14 @@ from autopar.intraop.peak import minimise_peak
 from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.reduction import reduce_problem
 from autopar.intraop.solution import Solution
+from autopar.intraop.timeline import Timeline
+from autopar.intraop.toulbar import SearchApart, minimise_here
 
 __all__ = ["Solution", "minimise_peak", "solve"]
 
+_CORE_ENTRIES = 4_000_000
+"""Elimination must leave no more than this for the search without memory rows: some seconds."""
+_CORE_BACKTRACKS = 2_000
 _PEAK_TIME_LIMIT_S = 5.0
 """At most this, besides the time limit, goes into saying what limit could be met."""
 
@@ -53,12 +58,27 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
 
 def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[Outcome, str]:
     """Returns what was found, and by which search."""
-    outcome = Outcome(None, INFINITE, 0)
+    outcome = _without_rows(network, deadline, seed)
+    if outcome.complete:
+        return outcome, "bucket elimination and toulbar2"
     if network.num_entries <= SMALL_ENTRIES:
         outcome = search_exactly(network, deadline, seed)
         if outcome.complete or time.monotonic() >= deadline:
             return outcome, "toulbar2, rows as needed"
     return search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods"
+
+
+def _without_rows(network: Network, deadline: float, seed: int) -> Outcome:
+    """The optimum without memory rows, where elimination leaves little to search: often it fits, and is the optimum."""
+    if network.core.num_entries > _CORE_ENTRIES:
+        return Outcome(None, INFINITE, 0)
+    if network.core.num_entries <= SMALL_ENTRIES:
+        result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
+    else:
+        result = SearchApart(network, (), INFINITE, seed).result(deadline)
+    if result["choice"] is None or Timeline(network).violated_times(result["choice"], 1):
+        return Outcome(None, INFINITE, result["lower_bound"])
+    return Outcome(result["choice"], network.cost(result["choice"]), result["lower_bound"])
 
 
 def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:

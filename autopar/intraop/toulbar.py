@@ -1,4 +1,7 @@
-"""Minimises a network by toulbar2: in this process under a backtrack limit, or in one of its own."""
+"""Minimises a network by toulbar2: in this process under a backtrack limit, or in one of its own.
+
+Without memory rows, what bucket elimination leaves is all that toulbar2 gets to see (`elimination`).
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.intraop import toulbar_worker
+from autopar.intraop.elimination import Core
 from autopar.intraop.network import Network
 from autopar.intraop.problem import INFINITE
 from autopar.intraop.timeline import Row
@@ -26,10 +30,13 @@ _LIBRARY_LOCK = threading.Lock()
 
 def minimise_here(network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> Result:
     """Searches in this process for the cheapest choice below `upper_bound`; deterministic."""
-    request = _request(network, rows, upper_bound, seed)
+    request, core = _request(network, rows, upper_bound, seed)
     request["backtrack_limit"] = backtracks
+    settled = _settled(core, upper_bound)
+    if settled is not None:
+        return settled
     with _LIBRARY_LOCK:
-        return toulbar_worker.run(request)
+        return _restored(toulbar_worker.run(request), core)
 
 
 class SearchHere:
@@ -60,9 +67,12 @@ class SearchApart:
 
     def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, seed: int, *,
                  backtracks: int = NO_BACKTRACK_LIMIT, message_passing: bool = False) -> None:  # fmt: skip
-        request = _request(network, rows, upper_bound, seed)
+        request, self._core = _request(network, rows, upper_bound, seed)
         request["backtrack_limit"], request["interruptible"] = backtracks, True
         request["message_passing"] = message_passing
+        self._settled = _settled(self._core, upper_bound)
+        if self._settled is not None:
+            return
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # outlives this call; result or cancel closes it
         with tempfile.TemporaryFile() as file:
             pickle.dump(request, file)
@@ -75,10 +85,12 @@ class SearchApart:
     @property
     def done(self) -> bool:
         """Whether the search has ended."""
-        return self._process.poll() is not None
+        return self._settled is not None or self._process.poll() is not None
 
     def result(self, deadline: float) -> Result:
         """Waits until the search ends or the deadline (of time.monotonic), then returns what it has."""
+        if self._settled is not None:
+            return self._settled
         if not self._ended_within(max(0.0, deadline - time.monotonic())):
             self.interrupt()
             self._ended_within(_GRACE_S)
@@ -88,7 +100,7 @@ class SearchApart:
         with self._output as file:
             file.seek(0)
             result: Result = pickle.load(file)
-        return result
+        return _restored(result, self._core)
 
     def interrupt(self) -> None:
         """Asks the search to end with what it has."""
@@ -96,6 +108,8 @@ class SearchApart:
 
     def cancel(self) -> None:
         """Ends the search, whatever it is doing."""
+        if self._settled is not None:
+            return
         if not self.done:
             self._process.kill()
             self._process.wait()
@@ -109,10 +123,14 @@ class SearchApart:
         return True
 
 
-def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int) -> Request:
-    return Request(
-        unary=list(network.unary),
-        pairs=[(i, j, matrix) for (i, j), matrix in network.pairs.items()],
+def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int) -> tuple[Request, Core | None]:
+    core = None if rows else network.core
+    pairs = network.pairs if core is None else core.pairs
+    if core is not None and upper_bound < INFINITE:
+        upper_bound = max(0, upper_bound - core.constant)
+    request = Request(
+        unary=list(network.unary if core is None else core.unary),
+        pairs=[(i, j, matrix) for (i, j), matrix in pairs.items()],
         rows=[(row.slack, row.usages) for row in rows],
         infinite=INFINITE,
         upper_bound=upper_bound,
@@ -121,3 +139,22 @@ def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int)
         message_passing=False,
         seed=seed,
     )
+    return request, core
+
+
+def _settled(core: Core | None, upper_bound: int) -> Result | None:
+    """What elimination alone has found, when it has left nothing to search."""
+    if core is None or (core.unary and core.constant < upper_bound):
+        return None
+    if core.constant >= upper_bound:
+        return Result(choice=None, lower_bound=upper_bound, complete=True)
+    return Result(choice=core.expand([]), lower_bound=core.constant, complete=True)
+
+
+def _restored(result: Result, core: Core | None) -> Result:
+    """The result for the whole network, from that for its core."""
+    if core is None:
+        return result
+    choice = None if result["choice"] is None else core.expand(result["choice"])
+    bound = min(INFINITE, result["lower_bound"] + core.constant)
+    return Result(choice=choice, lower_bound=bound, complete=result["complete"])

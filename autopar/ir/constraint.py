@@ -20,16 +20,17 @@ class Constraint:
     tensor's name, for "output" (results of the operators in that module), and against input names for "input".
     allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
-    min_dims: only tensors of at least that many dims.
+    min_dims: only tensors of at least that many dims. microbatches: pins their number, whatever the pattern.
     """
 
-    pattern: str
+    pattern: str = "*"
     allow: tuple[str, ...] = ()
     what: What = "output"
     axis: str | None = None
     soft: bool = False
     zero: int | None = None
     min_dims: int = 0
+    microbatches: int | None = None
 
     def __post_init__(self) -> None:
         for text in self.allow:
@@ -39,6 +40,8 @@ class Constraint:
             raise PlanError(f'expected what="stored", "used", "output" or "input", found {self.what!r}')
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
+        if self.microbatches is not None and self.microbatches < 1:
+            raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
 
     def matches(self, *names: str) -> bool:
         return any(fnmatchcase(name, self.pattern) for name in names)

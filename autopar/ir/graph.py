@@ -56,6 +56,9 @@ class Tensor:
     def num_bytes(self) -> int:
         return self.num_elements * self.itemsize
 
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}"
+
 
 @dataclass(frozen=True)
 class Stored:

@@ -6,10 +6,10 @@ and result placements, each redistribution with its steps, each parameter's stor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import LogicalMesh, Mesh
@@ -83,14 +83,42 @@ class SearchReport:
     tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
 
 
+class Timeline(Protocol):
+    """What `Plan.timeline` returns, as far as a plan knows of it: one simulated step (`autopar.simulate.Timeline`)."""
+
+    @property
+    def step_time_ns(self) -> int: ...
+
+    @property
+    def peak_bytes(self) -> int: ...
+
+    def save(self, path: str | Path) -> None:
+        """Writes the timeline as a trace that Perfetto and chrome://tracing open."""
+
+
+class Alternative(NamedTuple):
+    """An option that was not chosen: how much more it costs with every other choice as it is (ns a step, bytes)."""
+
+    option: str
+    extra_ns: int
+    extra_bytes: int
+
+
 @dataclass(frozen=True)
 class Choice:
-    """One operator's chosen strategy among its alternatives, for `plan.explain`."""
+    """One decision of the search, for `plan.explain`; equal blocks decide together.
 
-    node: str
+    name: a node, or an input's or stored tensor's name, of the first of `count` equal blocks. `cost_ns`: the option's
+    own time and that of the redistributions at it, in all of them. `alternatives`: the cheapest, best first.
+    """
+
+    name: str
+    kind: str  # "node", "stored" or "input"
+    count: int
     chosen: str
     cost_ns: int
-    alternatives: tuple[tuple[str, int], ...]  # strategy, cost of the best plan that uses it less the chosen plan's
+    num_options: int
+    alternatives: tuple[Alternative, ...]
 
 
 @dataclass(frozen=True)
@@ -116,8 +144,11 @@ class Plan:
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
     parameters: Mapping[str, str] = field(default_factory=dict)  # tensor's name in the graph -> name in the model
+    types: Mapping[str, str] = field(default_factory=dict)  # input or stored tensor -> "float32[256, 64]"
     scopes: Mapping[str, str] = field(default_factory=dict)  # node -> "module path|operator|source line"
+    choices: tuple[Choice, ...] = ()
     blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
+    simulator: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
     def __str__(self) -> str:
         from autopar.ir.text import plan_text
@@ -147,14 +178,28 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan from a file; see `from_json`."""
         try:
-            text = Path(path).read_text()
-        except OSError as error:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
             raise PlanError(f"expected a plan file at {path}, found none that can be read: {error}") from error
-        return cls.from_json(text)
+        try:
+            return cls.from_json(text)
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+    def timeline(self) -> Timeline:
+        """The simulated step, event by event. Raises PlanError for a plan that was only read from a file: simulating
+        needs the model's graph, which `autopar.parallelize(model, mesh, inputs, plan=plan).plan` has."""
+        if self.simulator is None:
+            raise PlanError(
+                "expected a plan that parallelize or template_plan returned, found one read from a file, which lacks "
+                "the model's graph; take autopar.parallelize(model, mesh, inputs, plan=plan).plan.timeline(), or run "
+                "`autopar simulate`"
+            )
+        return self.simulator(self)
 
     def explain(self, pattern: str) -> str:
-        """Why: the chosen placements of the operators and parameters that match, and what they communicate."""
-        from autopar.ir.text import explain_text
+        """Why: the operators and parameters of a module path (or pattern), chosen against alternatives, with costs."""
+        from autopar.ir.explain import explain_text
 
         return explain_text(self, pattern)
 

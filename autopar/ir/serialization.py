@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import lru_cache
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +16,17 @@ import jsonschema
 from autopar.errors import AutoparError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
-from autopar.ir.plan import Breakdown, NodePlan, Plan, Prediction, Redistribute, SearchReport, Storage
+from autopar.ir.plan import (
+    Alternative,
+    Breakdown,
+    Choice,
+    NodePlan,
+    Plan,
+    Prediction,
+    Redistribute,
+    SearchReport,
+    Storage,
+)
 from autopar.ir.redistribution import Step
 
 VERSION = 1
@@ -26,7 +36,7 @@ _PLAIN = ("fingerprint", "model", "microbatches", "mode", "optimizer", "precisio
 @lru_cache(maxsize=1)
 def schema() -> Any:
     """The JSON Schema of plan files (`autopar/ir/plan.schema.json`)."""
-    return json.loads(files("autopar.ir").joinpath("plan.schema.json").read_text())
+    return json.loads(files("autopar.ir").joinpath("plan.schema.json").read_text(encoding="utf-8"))
 
 
 def to_json(plan: Plan) -> str:
@@ -53,7 +63,12 @@ def to_json(plan: Plan) -> str:
     data["search"] = asdict(plan.search)
     data["coverage"] = dict(plan.coverage)
     data["parameters"] = dict(plan.parameters)
+    data["types"] = dict(plan.types)
     data["scopes"] = dict(plan.scopes)
+    data["choices"] = [
+        [c.name, c.kind, c.count, c.chosen, c.cost_ns, c.num_options, [list(a) for a in c.alternatives]]
+        for c in plan.choices
+    ]
     data["blocks"] = [list(paths) for paths in plan.blocks]
     return json.dumps(data, indent=1) + "\n"
 
@@ -62,18 +77,22 @@ def from_json(text: str) -> Plan:
     """Reads a plan. Raises PlanError for another version or anything the schema or types refuse."""
     try:
         data = json.loads(text)
-    except ValueError as error:
-        raise PlanError(f"expected a plan as JSON, found text that is none: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"expected a plan as JSON, found text that is none: {error}; write the plan again") from error
     version = data.get("autopar_plan") if isinstance(data, dict) else None
     if version != VERSION:
         raise PlanError(f"expected a plan of version {VERSION}, found {version!r}; plan again with this autopar")
     problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema()).iter_errors(data))
     if problem is not None:
-        raise PlanError(f"expected a plan as its schema says; at {problem.json_path}: {problem.message}")
+        raise PlanError(f"expected a plan as its schema says; at {problem.json_path}: {_short(problem.message)}")
     try:
         return _plan(data)
     except AutoparError as error:
         raise PlanError(f"expected placements such as 'S(0) R' in the plan: {error}") from error
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:120]} … {text[-70:]}"
 
 
 def _plan(data: dict[str, Any]) -> Plan:
@@ -94,10 +113,12 @@ def _plan(data: dict[str, Any]) -> Plan:
             for tensor, target, steps in data["redistributes"]
         ),
         predicted=_prediction(data["predicted"]),
-        search=SearchReport(**_known(SearchReport, {**data["search"], "tried": tuple(data["search"]["tried"])})),
+        search=SearchReport(**{**data["search"], "tried": tuple(data["search"]["tried"])}),
         coverage=data["coverage"],
         parameters=data["parameters"],
+        types=data["types"],
         scopes=data["scopes"],
+        choices=tuple(map(_choice, data["choices"])),
         blocks=tuple(tuple(paths) for paths in data["blocks"]),
     )
 
@@ -106,14 +127,13 @@ def _step(row: list[Any]) -> Step:
     return Step(row[0], parse_type(row[1]), parse_type(row[2]))
 
 
+def _choice(row: list[Any]) -> Choice:
+    name, kind, count, chosen, cost_ns, num_options, alternatives = row
+    return Choice(name, kind, count, chosen, cost_ns, num_options, tuple(Alternative(*item) for item in alternatives))
+
+
 def _prediction(data: dict[str, Any]) -> Prediction:
-    breakdown = Breakdown(**_known(Breakdown, data["breakdown"]))
-    return Prediction(**_known(Prediction, {**data, "breakdown": breakdown}))
-
-
-def _known(kind: Any, data: dict[str, Any]) -> dict[str, Any]:
-    names = {f.name for f in fields(kind)}
-    return {name: value for name, value in data.items() if name in names}
+    return Prediction(**{**data, "breakdown": Breakdown(**data["breakdown"])})
 
 
 def write_whole(path: Path, text: str) -> None:
@@ -121,7 +141,7 @@ def write_whole(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
     try:
-        with os.fdopen(handle, "w") as file:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
         os.chmod(temporary, 0o644)
         os.replace(temporary, path)

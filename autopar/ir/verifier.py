@@ -11,6 +11,8 @@ Together with the rules' own proofs this makes the emitted program equal to the 
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable
 
 from autopar.errors import PlacementError, PlanError
@@ -56,6 +58,7 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
 def _check_identity(graph: Graph, plan: PlanData) -> None:
     if plan.fingerprint != graph.fingerprint:
         raise PlanError(_difference(graph, plan))
+    _check_axes(plan)
     expected = {node.name for node in graph.nodes}
     if set(plan.nodes) != expected:
         odd = sorted(set(plan.nodes) ^ expected)[:3]
@@ -66,23 +69,48 @@ def _check_identity(graph: Graph, plan: PlanData) -> None:
         raise PlanError(f"expected a storage for each parameter and a placement for each input, found {odd} to differ")
 
 
+def _check_axes(plan: PlanData) -> None:
+    """The axes other than the microbatches' are the mesh, row-major."""
+    sizes = [axis.size for axis in plan.axes if axis.name != MICROBATCH]
+    strides = [axis.stride for axis in plan.axes if axis.name != MICROBATCH]
+    row_major = [math.prod(sizes[position + 1 :]) for position in range(len(sizes))]
+    if math.prod(sizes) != plan.mesh.num_devices or strides != row_major:
+        found = " × ".join(f"{axis.name}={axis.size} (stride {axis.stride})" for axis in plan.axes) or "none"
+        raise PlanError(
+            f"expected axes whose sizes multiply to the {plan.mesh.num_devices} devices of {plan.mesh}, the last one "
+            f"of stride 1, found {found}; plan again for this mesh"
+        )
+
+
 def _difference(graph: Graph, plan: PlanData) -> str:
-    own = {s.tensor: s.name for s in graph.stored}
-    missing = sorted(set(plan.parameters) - set(own))[:3]
-    extra = sorted(set(own) - set(plan.parameters))[:3]
-    nodes = len(set(plan.nodes) ^ {node.name for node in graph.nodes})
-    details = []
-    if missing:
-        details.append(f"the plan has parameters the model lacks: {', '.join(missing)}")
-    if extra:
-        details.append(f"the model has parameters the plan lacks: {', '.join(extra)}")
-    if nodes:
-        details.append(f"{nodes} operators differ")
+    planned_operators = Counter(scope.split("|")[1] for scope in plan.scopes.values() if scope.count("|") >= 2)
+    details = [
+        *_names("parameters", Counter(plan.parameters.keys()), Counter(s.tensor for s in graph.stored)),
+        *_names("inputs", Counter(plan.inputs.keys()), Counter(graph.inputs)),
+        *_other_types(graph, plan),
+        *_names("operators", planned_operators, Counter(node.op for node in graph.nodes)),
+    ]
     return (
         f"expected a plan for this model ({graph.model_name}, fingerprint {graph.fingerprint}), found one for "
-        f"{plan.model} (fingerprint {plan.fingerprint}): {'; '.join(details) or 'shapes, dtypes or arguments differ'}. "
+        f"{plan.model} (fingerprint {plan.fingerprint}): {'; '.join(details) or 'arguments of operators differ'}. "
         "Plan again, or use the model and batch that the plan was made for."
     )
+
+
+def _names(what: str, planned: Counter[str], own: Counter[str]) -> list[str]:
+    """What only one of the two has, three names each."""
+    sides = (("the plan has", "the model lacks", planned - own), ("the model has", "the plan lacks", own - planned))
+    return [
+        f"{has} {what} {lacks}: {', '.join(sorted(odd)[:3])}{' …' if len(odd) > 3 else ''}"
+        for has, lacks, odd in sides
+        if odd
+    ]
+
+
+def _other_types(graph: Graph, plan: PlanData) -> list[str]:
+    pairs = [(name, type_, str(graph.tensors[name])) for name, type_ in plan.types.items() if name in graph.tensors]
+    odd = [f"{name} is {own} here and {planned} in the plan" for name, planned, own in pairs if own != planned]
+    return odd[:3] + ([f"{len(odd) - 3} more tensors differ"] if len(odd) > 3 else [])
 
 
 def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:

@@ -15,11 +15,14 @@ from autopar.ir.graph import Graph, Node, Ref, Tensor, references
 @cache
 def overload(name: str) -> torch._ops.OpOverload:
     """The torch operator of a dotted name such as "aten.linear.default"."""
-    namespace, packet, variant = name.split(".", 2)
+    parts = name.split(".", 2)
     try:
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), variant)
-    except AttributeError as error:
-        raise RuleError(f"expected an operator such as 'aten.linear.default', found {name!r}") from error
+        found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2])
+    except (AttributeError, IndexError) as error:
+        raise RuleError(
+            f"expected an operator such as 'aten.linear.default' (namespace, name, overload), found {name!r}; "
+            "import the module that defines it first"
+        ) from error
     assert isinstance(found, torch._ops.OpOverload)
     return found
 

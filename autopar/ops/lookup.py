@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Literal
 
@@ -12,11 +13,11 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Axis, I, P, Placement, R, Type, format_placement, local_shape, num_shards
 from autopar.ops import registry, views
 from autopar.ops.call import Call, overload
-from autopar.ops.notation import AxisRule, every, parse
-from autopar.ops.table import TABLE, Entry, RuleFunction, find
+from autopar.ops.notation import AxisRule, check_shapes, every, parse
+from autopar.ops.table import TABLE, Entry, find
 
 Source = Literal["user", "table", "registry", "replicated"]
-_USER: dict[str, RuleFunction] = {}
+_USER: dict[str, Entry] = {}
 _CREATION = ("arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye", "tril_indices", "triu_indices",
              "linspace", "new_ones", "new_zeros", "new_full", "new_empty")  # fmt: skip
 
@@ -25,18 +26,46 @@ def register_rule(op: str, rule: str, partial: str = "", additive: tuple[int, ..
     """Adds a rule for an operator: `register_rule("mylib.fused.default", "b s d, d h -> b s h", partial="PR RP")`.
 
     op: the overload's dotted name. rule, partial, additive: see `autopar.ops.notation`. It takes precedence over
-    the built-in table. Raises RuleError when the text is malformed or the operator unknown.
+    the built-in table. The emitted program calls `torch.ops.mylib.fused.default`: import what defines it before the
+    program runs. Raises RuleError when the text is malformed or the operator unknown; a rule that does not
+    fit the shapes of a call is refused when a model that has the call is planned.
     """
-    pattern = parse(rule)
-    tensors = [a for a in overload(op)._schema.arguments if "Tensor" in str(a.type)]
-    if len(pattern.operands) > len(tensors):
-        raise RuleError(
-            f"expected at most {len(tensors)} operands in the rule for {op}, found {len(pattern.operands)} in {rule!r}"
-        )
+    pattern, schema = parse(rule), overload(op)._schema
+    tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
+    lists = any("List" in str(a.type) for a in tensors)
+    for what, found, expected in (
+        ("operands", pattern.operands, tensors),
+        ("results", pattern.results, schema.returns),
+    ):
+        if len(found) > len(expected) and not lists:
+            raise RuleError(
+                f"expected at most {len(expected)} {what} in the rule for {op}, found {len(found)} in {rule!r}"
+            )
     for word in partial.split():
         if set(word) - {"P", "R"} or len(word) != len(pattern.operands):
-            raise RuleError(f"expected a word of {len(pattern.operands)} letters P or R, found {word!r} for {op}")
+            raise RuleError(
+                f"expected partial words of {len(pattern.operands)} letters P or R, one an operand, "
+                f"found {word!r} for {op}"
+            )
+    for position in additive:
+        if not 0 <= position < len(pattern.operands):
+            raise RuleError(
+                f"expected additive operands from 0 to {len(pattern.operands) - 1}, found {position} for {op}"
+            )
     _USER[op] = Entry(rule, partial, additive)
+
+
+def _user_rules(entry: Entry, call: Call) -> list[AxisRule]:
+    """The rules of a user's entry, whose text is checked against this call's shapes."""
+    try:
+        check_shapes(entry.text, call.operand_shapes, call.result_shapes)
+    except RuleError as error:
+        node = call.node
+        raise RuleError(
+            f"the rule registered for {node.op} does not fit node {node.name} at {node.source or 'an unknown line'}: "
+            f"{error}; correct the text given to autopar.register_rule"
+        ) from error
+    return entry(call)
 
 
 class Rules:
@@ -44,7 +73,7 @@ class Rules:
 
     def __init__(self, graph: Graph, node: Node) -> None:
         call = Call(graph, node)
-        function = _USER.get(node.op) or find(node.op)
+        function = find(node.op) if node.op not in _USER else functools.partial(_user_rules, _USER[node.op])
         self.source: Source = "user" if node.op in _USER else "table"
         self.reason = ""
         found: list[AxisRule] = []

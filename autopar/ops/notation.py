@@ -51,6 +51,30 @@ def parse(text: str) -> Pattern:
     return Pattern(*sides)
 
 
+def check_shapes(
+    text: str, operand_shapes: Sequence[tuple[int, ...]], result_shapes: Sequence[tuple[int, ...]]
+) -> None:
+    """Raises RuleError unless a rule text has each operand and result, with their dims, and a letter is one length.
+
+    A dim of length 1 broadcasts, so it agrees with every length.
+    """
+    pattern = parse(text)
+    sides = (("operand", pattern.operands, operand_shapes), ("result", pattern.results, result_shapes))
+    lengths: dict[str, tuple[int, str]] = {}
+    for what, parts, shapes in sides:
+        if len(parts) != len(shapes):
+            raise RuleError(f"expected {len(shapes)} {what}s in the rule {text!r}, found {len(parts)}")
+        for position, (letters, shape) in enumerate(zip(parts, shapes, strict=True)):
+            where = f"{what} {position} of shape {list(shape)}"
+            for letter, length in zip(_expand(letters, shape, where), shape, strict=True):
+                known, other = lengths.setdefault(letter, (length, where))
+                if length != known and 1 not in (length, known):
+                    raise RuleError(
+                        f"expected one length for {letter!r} in the rule {text!r}, found {known} in {other} "
+                        f"and {length} in {where}"
+                    )
+
+
 def _expand(letters: tuple[str, ...], shape: tuple[int, ...], where: str) -> tuple[str, ...]:
     """Letters for each dim of a shape; "..." takes the dims that are left over, aligned to the right."""
     if "..." not in letters:

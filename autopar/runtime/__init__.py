@@ -4,7 +4,8 @@ from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
 from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
 from autopar.runtime.errors import ProgramError, WorldError
-from autopar.runtime.lowering.cross_entropy import cross_entropy, valid_count
+from autopar.runtime.inputs import microbatch
+from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding
 from autopar.runtime.lowering.statistics import batch_norm, mean
@@ -37,11 +38,13 @@ __all__ = [
     "local_size",
     "make_rank_mesh",
     "mean",
+    "microbatch",
     "native_dropout",
     "recompute",
     "redistribute",
     "reference_dropout",
     "seed_dropout",
     "set_exact_dropout",
+    "start_valid_count",
     "valid_count",
 ]

@@ -42,7 +42,7 @@ def all_reduce(tensors: Sequence[Tensor], axis: Axis, *, owned: bool = False) ->
         for t, alone in zip(tensors, lone, strict=True)
     ]
     waits = [comm.start_all_reduce(t, axis) for t, alone in zip(tensors, lone, strict=True) if alone]
-    flat, parts = _pack([t for t, alone in zip(tensors, lone, strict=True) if not alone])
+    flat, parts = pack([t for t, alone in zip(tensors, lone, strict=True) if not alone])
     if flat is not None:
         waits.append(comm.start_all_reduce(flat, axis))
 
@@ -64,7 +64,7 @@ def all_gather(pieces_: Sequence[Piece], outputs: Sequence[Tensor], axis: Axis) 
     ]
     packed = [(p, o) for p, o, alone in zip(pieces_, outputs, lone, strict=True) if not alone]
     shards = [pieces.pad(p.tensor, p.dim, -(-p.size // axis.size)) for p, _ in packed]
-    flat, _ = _pack(shards)
+    flat, _ = pack(shards)
     gathered = flat.new_empty((axis.size, flat.numel())) if flat is not None else None
     if flat is not None and gathered is not None:
         waits.append(comm.start_all_gather(gathered, flat, axis))
@@ -105,7 +105,7 @@ def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], axis: Axis) -
     return results
 
 
-def _pack(tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
+def pack(tensors: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor]]:
     """Copies the tensors into one flat buffer; returns it and the views that correspond to them."""
     if not tensors:
         return None, []

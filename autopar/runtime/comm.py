@@ -33,6 +33,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _counters: list[Counter[tuple[str, str]]] = []
+_late: list[Wait] = []
 
 
 @contextmanager
@@ -69,6 +70,17 @@ def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
     """Starts an in-place sum over the axis; the buffer is whole once the returned function was called."""
     _count("all_reduce", axis, buffer)
     return _waiter(dist.all_reduce(buffer, group=axis.group, async_op=True))
+
+
+def finish_late() -> None:
+    """Waits for the collectives that `add_late` was told of."""
+    while _late:
+        _late.pop(0)()
+
+
+def add_late(wait: Wait) -> None:
+    """Leaves a collective under way until the end of the step: nothing reads its result before."""
+    _late.append(wait)
 
 
 def all_gather(output: Tensor, shard: Tensor, axis: Axis) -> None:

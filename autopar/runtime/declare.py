@@ -108,6 +108,20 @@ class Block(Parameters):
         """The mesh axes as this rank sees them, outermost first."""
         return self.mesh.axes
 
+    @property
+    def microbatch(self) -> int:
+        """Number of the microbatch that runs."""
+        return self.mesh.progress.microbatch
+
+    @property
+    def count(self) -> Tensor | float | None:
+        """What a mean over all microbatches divides by; `Program.prepare` sets it for all blocks."""
+        return self.mesh.progress.count
+
+    @count.setter
+    def count(self, value: Tensor | float) -> None:
+        self.mesh.progress.count = value
+
 
 class Program(Block):
     """The root block of an emitted program; subclasses state the mesh and the inputs they are for."""

@@ -32,6 +32,12 @@ def split_inputs(
     return [tuple(column[index] for column in columns) for index in range(count)]
 
 
+def microbatch(x: Tensor, dim: int, index: int, count: int) -> Tensor:
+    """One of `count` equal parts along `dim`: a microbatch's part of a tensor that is made for the whole step."""
+    size = x.size(dim) // count
+    return x.narrow(dim, index * size, size)
+
+
 def microbatch_shape(spec: Input, count: int) -> tuple[int, ...]:
     """Global shape of one microbatch of the input."""
     if spec.microbatch_dim is None:

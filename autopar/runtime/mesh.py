@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,14 @@ class Axis:
     is_gloo: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class Progress:
+    """Where a step is: the microbatch that runs, and the count by which its mean loss is divided."""
+
+    microbatch: int = 0
+    count: torch.Tensor | float | None = None
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankMesh:
     """All axes, outermost first. `device_mesh` is None for a program of one rank without process groups."""
@@ -35,6 +43,7 @@ class RankMesh:
     axes: tuple[Axis, ...]
     device_mesh: DeviceMesh | None
     device: torch.device
+    progress: Progress = field(default_factory=Progress)
 
     def __getitem__(self, name: str) -> Axis:
         return next(axis for axis in self.axes if axis.name == name)

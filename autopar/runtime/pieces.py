@@ -84,8 +84,11 @@ def keep_on_first(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.index == 0 else torch.zeros_like(x)
 
 
-def sum_over(x: Tensor, axis: Axis) -> Tensor:
-    """The sum of the ranks' tensors, on every rank."""
+def sum_over(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor:
+    """The sum of the ranks' tensors, on every rank; if not `wait`, not to be read before the end of the step."""
     total = x.clone(memory_format=torch.contiguous_format)
-    comm.all_reduce(total, axis)
+    if wait:
+        comm.all_reduce(total, axis)
+    else:
+        comm.add_late(comm.start_all_reduce(total, axis))
     return total

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autopar.runtime import randomness, state
+from autopar.runtime import comm, randomness, state
 from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.errors import ProgramError
@@ -92,18 +92,17 @@ class Rank(nn.Module):
             self._reducer.begin_step()
             self._gatherer.begin_step()
             randomness.begin_step()
-            losses = [
-                self._train_microbatch(microbatch, is_last=index == len(microbatches) - 1)
-                for index, microbatch in enumerate(microbatches)
-            ]
+            losses = [self._train_microbatch(index, inputs) for index, inputs in enumerate(microbatches)]
         self._reducer.end_step()
+        comm.finish_late()
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
 
-    def _train_microbatch(self, inputs: tuple[Tensor, ...], is_last: bool) -> Tensor:
+    def _train_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Tensor:
+        self._mesh.progress.microbatch = index
         self._gatherer.begin_microbatch()
-        self._reducer.begin_microbatch(is_last)
+        self._reducer.begin_microbatch(is_last=index == self._program.MICROBATCHES - 1)
         try:
             loss = self._loss(self._program(*inputs))
             self._gatherer.in_backward = True
@@ -127,9 +126,12 @@ class Rank(nn.Module):
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()
-        return join_outputs([self._run_microbatch(microbatch) for microbatch in microbatches], ())
+        outputs = [self._run_microbatch(*item) for item in enumerate(microbatches)]
+        comm.finish_late()
+        return join_outputs(outputs, ())
 
-    def _run_microbatch(self, inputs: tuple[Tensor, ...]) -> Any:
+    def _run_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Any:
+        self._mesh.progress.microbatch = index
         self._gatherer.begin_microbatch()
         try:
             return self._program(*inputs)

@@ -32,6 +32,7 @@ class Move:
     target: int = -1
     source_size: int | None = None
     target_size: int | None = None
+    wait: bool = True
 
 
 Rule = Callable[[Move, Tensor], Tensor]
@@ -60,7 +61,7 @@ TABLE: dict[tuple[str, str], tuple[Rule, Rule]] = {
         lambda m, g: pieces.all_to_all(g, m.target, m.source, m.axis, m.target_size),
     ),
     ("P", "R"): (lambda m, x: pieces.sum_over(x, m.axis), lambda m, g: pieces.sum_over(g, m.axis)),
-    ("P", "I"): (lambda m, x: pieces.sum_over(x, m.axis), lambda m, g: g),
+    ("P", "I"): (lambda m, x: pieces.sum_over(x, m.axis, wait=m.wait), lambda m, g: g),
     ("P", "S"): (
         lambda m, x: pieces.reduce_scatter(x, m.target, m.axis),
         lambda m, g: pieces.gather(g, m.target, m.axis, m.target_size),
@@ -73,17 +74,19 @@ TABLE: dict[tuple[str, str], tuple[Rule, Rule]] = {
 }
 
 
-def redistribute(x: Tensor, axis: Axis, change: str, size: Size = None) -> Tensor:
+def redistribute(x: Tensor, axis: Axis, change: str, size: Size = None, *, wait: bool = True) -> Tensor:
     """Changes the type of `x` on one axis, as in `redistribute(x, tp, "S(1) -> R")`; differentiable.
 
     `size` is the whole length, over this axis, of the dim that is sharded before; for "S(d) -> S(e)" it may
     be the pair of both lengths. It may be left out where the axis size divides it. Integer and bool
-    tensors, which have no gradient, are welcome. Raises ProgramError for a change that is not in TABLE.
+    tensors, which have no gradient, are welcome. With `wait=False`, "P -> I" is done by the end of the step
+    only: for an output, such as the loss, that the program itself does not read. Raises ProgramError for a
+    change that is not in TABLE.
     """
     source, target = _parse_change(change)
     if axis.size == 1 or source == target:
         return x
-    move = _plan_move(x, axis, source, target, size)
+    move = _plan_move(x, axis, source, target, size, wait)
     if x.requires_grad and torch.is_grad_enabled():
         result: Tensor = _Redistribute.apply(x, source.kind, target.kind, move)  # type: ignore[no-untyped-call]
         return result
@@ -113,12 +116,12 @@ def _parse_change(change: str) -> tuple[Type, Type]:
     return source, target
 
 
-def _plan_move(x: Tensor, axis: Axis, source: Type, target: Type, size: Size) -> Move:
+def _plan_move(x: Tensor, axis: Axis, source: Type, target: Type, size: Size, wait: bool = True) -> Move:
     source_size = size[0] if isinstance(size, tuple) else size
     if source.is_shard and source_size is None:
         source_size = x.size(source.dim) * axis.size
     target_size = x.size(target.dim) if target.is_shard else None
-    return Move(axis, source.dim, target.dim, source_size, target_size)
+    return Move(axis, source.dim, target.dim, source_size, target_size, wait)
 
 
 class _Redistribute(torch.autograd.Function):

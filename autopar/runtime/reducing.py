@@ -3,44 +3,79 @@
 Gradients travel in buckets, started from autograd's hooks as soon as a bucket is complete, while the backward
 pass goes on. A parameter's gradient is sent once a step, in the last microbatch's backward pass, or after
 every microbatch where it is declared so.
+
+A bucket that is summed as it is has one buffer. Each gradient is copied there as it comes, while it is still in
+the cache, and its own memory serves the next one; the sums stay where they are, so nothing is copied back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from autopar.runtime import coalesce
-from autopar.runtime.mesh import RankMesh
+from autopar.runtime import coalesce, comm
+from autopar.runtime.mesh import Axis, RankMesh
 from autopar.runtime.redistribute import backward_step
 from autopar.runtime.stored import SizedStep, Slot
 
 BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
+FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
 MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 
 class Bucket:
-    """Slots whose gradients take the same way home."""
+    """Slots whose gradients take the same way home, and the gradients that have come so far."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.slots = list(slots)
         self.missing = len(self.slots)
         declared = slots[0].parameter.declared
         self.each_microbatch = declared.regather or declared.reduce_each_microbatch
+        self._offsets = dict(zip(slots, accumulate((s.leaf.numel() for s in slots), initial=0), strict=False))
+        self._gradients: dict[Slot, Tensor] = {}
+        self._buffer: Tensor | None = None
+
+    @torch.no_grad()
+    def collect(self, slot: Slot) -> None:
+        """Takes the leaf's gradient: into the bucket's buffer, if it has one."""
+        gradient = _take_gradient(slot)
+        if is_summed_first(slot):
+            start, length = self._offsets[slot], gradient.numel()
+            gradient = self._make_buffer(gradient)[start : start + length].view(slot.shape).copy_(gradient)
+        self._gradients[slot] = gradient
+
+    def hand_over(self) -> tuple[list[Slot], list[Tensor], Tensor | None]:
+        """Hands out the slots that have a gradient, the gradients, and the buffer that these fill."""
+        found = [slot for slot in self.slots if slot in self._gradients]
+        tensors, buffer = [self._gradients[slot] for slot in found], self._buffer
+        self._gradients, self._buffer = {}, None
+        if buffer is not None and len(found) < len(self.slots):  # a parameter had no part in the loss
+            buffer, tensors = coalesce.pack(tensors)
+        return found, tensors, buffer
+
+    @property
+    def has_gradients(self) -> bool:
+        return bool(self._gradients)
+
+    def _make_buffer(self, like: Tensor) -> Tensor:
+        if self._buffer is None:
+            self._buffer = like.new_empty(sum(slot.leaf.numel() for slot in self.slots))
+        return self._buffer
 
 
 class Journey:
     """A bucket's gradients on their way home: transposed steps, each started, then awaited."""
 
-    def __init__(self, slots: Sequence[Slot], mesh: RankMesh) -> None:
-        self.slots, self.mesh = list(slots), mesh
-        self.tensors = [_take_gradient(slot) for slot in slots]
+    def __init__(self, bucket: Bucket, mesh: RankMesh) -> None:
+        self.slots, self.tensors, self.buffer = bucket.hand_over()
+        self.mesh = mesh
         self.owned = False  # whether the tensors are ours to overwrite
-        self.shrinks = any(s.step.source.is_shard for s in slots[0].steps)
-        self.steps_left = len(slots[0].steps)
+        self.shrinks = any(s.step.source.is_shard for s in bucket.slots[0].steps)
+        self.steps_left = len(bucket.slots[0].steps)
         self._wait: Callable[[], list[Tensor]] | None = None
         self.advance()
 
@@ -65,7 +100,8 @@ class Journey:
         axis = self.mesh.axes[step.axis]
         kinds = (step.source.kind, step.target.kind)
         if kinds == ("I", "R"):
-            return coalesce.all_reduce(self.tensors, axis, owned=self.owned)
+            return self._start_sum(axis)
+        self.buffer = None
         if kinds == ("S", "R"):
             return coalesce.reduce_scatter(self.tensors, [s.step.source.dim for s in steps], axis)
         self.tensors = [
@@ -74,10 +110,21 @@ class Journey:
         ]
         return None
 
+    def _start_sum(self, axis: Axis) -> Callable[[], list[Tensor]]:
+        if self.buffer is None:
+            return coalesce.all_reduce(self.tensors, axis, owned=self.owned)
+        wait, tensors = comm.start_all_reduce(self.buffer, axis), self.tensors
+
+        def results() -> list[Tensor]:
+            wait()
+            return tensors
+
+        return results
+
     def _deliver(self) -> None:
         for slot, tensor in zip(self.slots, self.tensors, strict=True):
             slot.parameter.add_gradient(tensor)
-        self.slots, self.tensors = [], []
+        self.slots, self.tensors, self.buffer = [], [], None
 
 
 class Reducer:
@@ -92,7 +139,7 @@ class Reducer:
         self._in_flight: list[Journey] = []
         for bucket in self.buckets:
             for slot in bucket.slots:
-                on_gradient(slot.leaf, partial(self._gradient_done, bucket))
+                on_gradient(slot.leaf, partial(self._gradient_done, bucket, slot))
 
     def begin_microbatch(self, is_last: bool) -> None:
         self.is_last_microbatch = is_last
@@ -103,11 +150,16 @@ class Reducer:
         """Sends the buckets that stayed incomplete because a parameter had no part in the loss."""
         for bucket in self.buckets:
             if bucket.missing and self._is_due(bucket):
+                for slot in bucket.slots:
+                    if slot.leaf.grad is not None:
+                        bucket.collect(slot)
                 self._send(bucket)
 
     def begin_step(self) -> None:
         """Forgets what a step that failed midway may have left."""
         self._in_flight.clear()
+        for bucket in self.buckets:
+            bucket.hand_over()
         for slot in self._converted:
             slot.leaf.grad = slot.parameter.gradient = None
 
@@ -120,17 +172,18 @@ class Reducer:
             if slot.leaf.grad is not None:
                 slot.parameter.add_gradient(_take_gradient(slot))
 
-    def _gradient_done(self, bucket: Bucket) -> None:
+    def _gradient_done(self, bucket: Bucket, slot: Slot) -> None:
         bucket.missing -= 1
-        if bucket.missing == 0 and self._is_due(bucket):
-            self._send(bucket)
+        if self._is_due(bucket):
+            bucket.collect(slot)
+            if bucket.missing == 0:
+                self._send(bucket)
 
     def _is_due(self, bucket: Bucket) -> bool:
         return self.is_last_microbatch or bucket.each_microbatch
 
     def _send(self, bucket: Bucket) -> None:
-        slots = [slot for slot in bucket.slots if slot.leaf.grad is not None]
-        if not slots:
+        if not bucket.has_gradients:
             return
         for journey in self._in_flight:
             if journey.steps_left:
@@ -139,22 +192,25 @@ class Reducer:
         for journey in shrinking[: max(0, len(shrinking) - MAX_IN_FLIGHT + 1)]:
             journey.finish()
             self._in_flight.remove(journey)
-        self._in_flight.append(Journey(slots, self.mesh))
+        self._in_flight.append(Journey(bucket, self.mesh))
 
 
 def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> list[Bucket]:
     """Groups slots by their way home, in reverse order of declaration: about the order of their gradients."""
     buckets: list[Bucket] = []
     open_buckets: dict[object, list[Slot]] = {}
+    limits: dict[object, int] = {}
     for slot in reversed(slots):
-        if slot.num_bytes >= coalesce.LONE_BYTES:
+        if slot.num_bytes >= coalesce.LONE_BYTES and not is_summed_first(slot):
             buckets.append(Bucket([slot]))
             continue
-        group = open_buckets.setdefault(_way_home(slot, unit_of), [])
-        if group and sum(s.num_bytes for s in group) + slot.num_bytes > BUCKET_BYTES:
-            buckets.append(Bucket(group[:]))
-            group.clear()
+        way = _way_home(slot, unit_of)
+        group = open_buckets.setdefault(way, [])
         group.append(slot)
+        if sum(s.num_bytes for s in group) >= limits.get(way, FIRST_BUCKET_BYTES):
+            buckets.append(Bucket(group[:]))
+            limits[way] = BUCKET_BYTES
+            group.clear()
     return buckets + [Bucket(group) for group in open_buckets.values() if group]
 
 
@@ -163,6 +219,12 @@ def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> object:
     steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
     unit = id(unit_of(slot)) if declared.regather else None
     return steps, slot.leaf.dtype, declared.regather or declared.reduce_each_microbatch, unit
+
+
+def is_summed_first(slot: Slot) -> bool:
+    """Whether the gradient's first step home is a sum over an axis that leaves its shape."""
+    step = slot.steps[-1].step
+    return (step.source.kind, step.target.kind) == ("I", "R")
 
 
 def on_gradient(leaf: Tensor, function: Callable[[], None]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -153,11 +154,25 @@ def wrap(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: RankM
     """The DTensor of a local part; the tensor itself where there is no device mesh."""
     if mesh.device_mesh is None:
         return local
-    placements: list[Placement] = [Shard(kind.dim) if kind.is_shard else Replicate() for kind in types]
-    stride = torch.empty(tuple(shape), device="meta").stride()
+    size = torch.Size(shape)
     return DTensor.from_local(
-        local, mesh.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        local,
+        mesh.device_mesh,
+        _torch_placements(tuple(types)),
+        run_check=False,
+        shape=size,
+        stride=_contiguous_stride(size),
     )
+
+
+@cache
+def _torch_placements(types: tuple[Type, ...]) -> tuple[Placement, ...]:
+    return tuple(Shard(kind.dim) if kind.is_shard else Replicate() for kind in types)
+
+
+@cache
+def _contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def local_part(tensor: Tensor) -> Tensor:

@@ -27,9 +27,16 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
         tensor = graph.tensors[redistribute.tensor]
         forward, backward = _step_counts(graph, plan, redistribute.tensor, units)
         _add(counts, plan, tensor, placements[redistribute.tensor], redistribute.steps, forward, backward)
+    counted = _counting_path(graph, plan)
+    for redistribute in plan.redistributes:
+        if (redistribute.tensor, redistribute.target) in counted:
+            tensor, source = graph.tensors[redistribute.tensor], placements[redistribute.tensor]
+            _add(counts, plan, tensor, source, redistribute.steps, plan.microbatches, 0)
     for node in graph.nodes:
         for collective, _, size in inner_collectives(graph, node, plan):
             counts[collective] += size * plan.microbatches
+        if plan.microbatches > 1:
+            counts["all_reduce"] += sum(size for _, size in _counts(graph, node, plan))  # once for all of them
     return {kind: size for kind, size in sorted(counts.items()) if size}
 
 
@@ -65,11 +72,29 @@ def _add(
         placement = apply(step, placement)
 
 
-def inner_collectives(graph: Graph, node: Node, plan: Plan) -> list[tuple[str, int, int]]:
-    """What an operator sends inside its forward pass: (collective, position of the mesh axis, bytes) each.
+def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
+    """The redistributions that lead to the targets of a mean loss: several microbatches count these first."""
+    pending = [] if plan.microbatches == 1 else [node for node in graph.nodes if _counts_targets(graph, node)]
+    found: set[tuple[str, Placement]] = set()
+    needed = {(node.operands[1], plan.nodes[node.name].operands[1]) for node in pending}
+    while needed:
+        tensor, placement = needed.pop()
+        found.add((tensor, placement))
+        producer = graph.producers.get(tensor)
+        if producer is not None:
+            needed |= set(zip(producer.operands, plan.nodes[producer.name].operands, strict=True)) - found
+    return found
 
-    Cross-entropy: the valid count (a float32) over axes that split samples; maximum and two sums a sample over
-    axes that split classes.
+
+def _counts_targets(graph: Graph, node: Node) -> bool:
+    return node.op == "aten.cross_entropy_loss.default" and Call(graph, node).arguments["reduction"] == 1
+
+
+def inner_collectives(graph: Graph, node: Node, plan: Plan) -> list[tuple[str, int, int]]:
+    """What an operator sends in the forward pass of a microbatch: (collective, position of the mesh axis, bytes) each.
+
+    Cross-entropy: maximum and two sums a sample over axes that split classes; over axes that split samples the count
+    of valid targets, which several microbatches share.
     """
     if node.op != "aten.cross_entropy_loss.default":
         return []
@@ -77,11 +102,15 @@ def inner_collectives(graph: Graph, node: Node, plan: Plan) -> list[tuple[str, i
     tensor = graph.tensors[node.operands[0]]
     local = local_shape(tensor.shape, logits, plan.axes)
     size = math.prod(local) // local[1] * tensor.itemsize
-    mean = Call(graph, node).arguments["reduction"] == 1
-    sent: list[tuple[str, int, int]] = []
-    for axis, type_ in enumerate(logits):
-        if type_ == S(1):
-            sent += [("all_reduce", axis, size)] * 3
-        elif type_.kind == "S" and mean:
-            sent.append(("all_reduce", axis, 4))
-    return sent
+    classes = [axis for axis, type_ in enumerate(logits) if type_ == S(1)]
+    sent = [("all_reduce", axis, size) for axis in classes for _ in range(3)]
+    counts = _counts(graph, node, plan) if plan.microbatches == 1 else []
+    return sent + [("all_reduce", axis, size) for axis, size in counts]
+
+
+def _counts(graph: Graph, node: Node, plan: Plan) -> list[tuple[int, int]]:
+    """Mesh axes over which a mean loss counts its valid targets, and the bytes of a float32."""
+    if not _counts_targets(graph, node):
+        return []
+    logits = plan.nodes[node.name].operands[0]
+    return [(axis, 4) for axis, type_ in enumerate(logits) if type_.kind == "S" and type_ != S(1)]

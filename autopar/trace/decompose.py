@@ -16,6 +16,7 @@ from torch.export import ExportedProgram
 
 from autopar.ops import has_rules
 
+
 def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return source.to(target.dtype).expand(target.shape)
 
@@ -29,7 +30,8 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
     One pass does both: each pass runs the whole model on fake tensors, which is most of the time that tracing takes.
     """
-    return program.run_decompositions(_decompositions())
+    functional: ExportedProgram = program.run_decompositions(_decompositions())
+    return functional
 
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:

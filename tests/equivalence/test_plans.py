@@ -21,6 +21,10 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp_sequence": {"tp": 2, "sequence_parallel": True},
     "dp_tp": {"dp": 2, "tp": 2},
     "zero3_tp": {"dp": 2, "tp": 2, "zero": 3},
+    "dp_microbatches": {"dp": 2, "microbatches": 2},
+    "zero2_microbatches": {"dp": 2, "zero": 2, "microbatches": 2},
+    "zero3_microbatches": {"dp": 2, "zero": 3, "microbatches": 2},
+    "tp_microbatches": {"tp": 2, "microbatches": 4},
     "searched": {},
 }
 OPTIMIZERS = ("sgd", "adamw")

@@ -307,6 +307,7 @@ def test_what_is_only_feasible_is_not_called_optimal(monkeypatch: pytest.MonkeyP
     honest = solver.search_exactly
     monkeypatch.setattr(solver, "search_exactly", lambda *a: replace(honest(*a), lower_bound=0))
     monkeypatch.setattr(solver, "search_hard", lambda network, known, *a: known)
+    monkeypatch.setattr(solver, "_without_rows", lambda *a: UNKNOWN)
     solution = solve(problem)
     assert (solution.stop_reason, solution.lower_bound) == ("time limit", 0)
     assert solution.gap == 1.0

@@ -78,8 +78,10 @@ def train(
         torch.testing.assert_close(part.full_state_dict(), record["weights"], rtol=1e-6, atol=1e-9)
 
 
-@pytest.mark.parametrize("sizes", [Sizes(), UNEVEN], ids=["even", "uneven"])
-@pytest.mark.parametrize("name", PLANS)
+CASES = [(name, UNEVEN) for name in PLANS] + [(name, Sizes()) for name in ("zero3", "zero1 on 4", "dp2 tp2")]
+
+
+@pytest.mark.parametrize(("name", "sizes"), CASES, ids=lambda value: getattr(value, "vocab", value))
 def test_program_equals_one_device(rank_pool: Callable[[int], RankPool], name: str, sizes: Sizes) -> None:
     plan = PLANS[name]
     world = torch.tensor(list(plan.axes.values())).prod().item()

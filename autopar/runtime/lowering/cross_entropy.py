@@ -10,7 +10,7 @@ count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -34,13 +34,14 @@ def cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
     weight: Tensor | None = None,
-    count: Tensor | float | None = None,
+    count: Tensor | float | Callable[[], Tensor] | None = None,
 ) -> Tensor:
     """Cross-entropy of logits (N, C), (N, C, d1, …) or (C,) against class numbers, as `F.cross_entropy`.
 
     `reduction_axes` split the samples: the result is P on them, a local sum over the global valid count.
     `class_axes` split the classes, evenly or not: the result is I on them. `count` replaces the valid
-    count, as when a microbatch is a part of the mean. `weight` (C,) is whole on every rank.
+    count, as when a microbatch is a part of the mean, or when `start_valid_count` was called earlier.
+    `weight` (C,) is whole on every rank.
     """
     if class_axes:
         losses = _split_class_losses(logits, target, class_axes, num_classes, ignore_index, label_smoothing, weight)
@@ -54,7 +55,9 @@ def cross_entropy(
     total = losses.sum()
     if reduction == "sum":
         return total
-    return total / (valid_count(target, reduction_axes, ignore_index, weight) if count is None else count)
+    if count is None:
+        count = start_valid_count(target, reduction_axes, ignore_index, weight)
+    return total / (count() if callable(count) else count)
 
 
 def valid_count(
@@ -64,14 +67,32 @@ def valid_count(
     weight: Tensor | None = None,
 ) -> Tensor:
     """The global number (or weight) of the targets that are not ignored, as a float tensor."""
+    return start_valid_count(target, reduction_axes, ignore_index, weight)()
+
+
+def start_valid_count(
+    target: Tensor,
+    reduction_axes: Sequence[Axis] = (),
+    ignore_index: int = -100,
+    weight: Tensor | None = None,
+) -> Callable[[], Tensor]:
+    """Starts `valid_count`; the returned function waits for it. Ranks that are apart in time don't stop each other."""
     valid = target != ignore_index
     if weight is None:
         count = valid.sum().to(torch.get_default_dtype())
     else:
         count = (weight[target.masked_fill(~valid, 0)] * valid).sum()
-    for axis in reduction_axes:
-        comm.all_reduce(count, axis)
-    return count
+    split = [axis for axis in reduction_axes if axis.size > 1]
+    wait = comm.start_all_reduce(count, split[0]) if split else None
+
+    def result() -> Tensor:
+        if wait is not None:
+            wait()
+        for axis in split[1:]:
+            comm.all_reduce(count, axis)
+        return count
+
+    return result
 
 
 def _split_class_losses(

@@ -1,0 +1,132 @@
+"""Why a plan is as it is: for a module, each decision with the cheapest alternatives and what they would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from autopar.ir.placement import format_placement
+from autopar.ir.plan import Alternative, Choice, Plan
+from autopar.ir.text import bytes_text, storage_text, time_text, used_placements
+
+SCREEN_LINES = 48
+MAX_SHOWN = 4
+PENALTY_NS = 10**11  # more than any step: the price of a constraint's preference
+
+
+Decision = tuple[str, Choice | None]
+
+
+def explain_text(plan: Plan, pattern: str) -> str:
+    """Every matching parameter and operator: its placements, source line, alternatives, and redistributions.
+
+    pattern: a module path, a parameter's or node's name, or an fnmatch pattern of these. As many alternatives are
+    shown as fit on a screen, the cheapest first. "×4": the figures are of four equal blocks together.
+    """
+    found = [*_inputs(plan, pattern), *_parameters(plan, pattern), *_operators(plan, pattern)]
+    conversions = list(_redistributions(plan, pattern))
+    if not found and not conversions:
+        return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
+    shown = (SCREEN_LINES - len(conversions)) // max(1, len(found)) - 1
+    lines = ["Each decision with the cheapest others: what they add to a step with every other decision as it is"]
+    for line, choice in found:
+        lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
+    return "\n".join([*lines, *conversions])
+
+
+def _with_alternatives(line: str, choice: Choice | None, shown: int) -> Iterator[str]:
+    """The decision and lines for its alternatives, or, where a screen has no room for them, the best one beside it."""
+    if choice is None or not choice.alternatives:
+        yield line
+        return
+    together = f"  ×{choice.count}" if choice.count > 1 else ""
+    prices = [_price(item) for item in choice.alternatives]
+    if shown < 1:
+        yield f"{line}{together} | {prices[0]}"
+        return
+    yield f"{line}{together}"
+    yield from (f"    {price}" for price in prices[:shown])
+    hidden = choice.num_options - 1 - min(shown, len(prices))
+    if hidden:
+        yield f"    and {hidden} more"
+
+
+def _price(item: Alternative) -> str:
+    """ "+18.3 µs, −360 kB: [S(0)]": time a step and memory a device, of all the equal blocks together."""
+    time = _signed(item.extra_ns, time_text(abs(item.extra_ns)))
+    price = "against a constraint" if item.extra_ns > PENALTY_NS else time
+    memory = f", {_signed(item.extra_bytes, bytes_text(abs(item.extra_bytes)))}" if item.extra_bytes else ""
+    return f"{price}{memory}: {item.option}"
+
+
+def _inputs(plan: Plan, pattern: str) -> Iterator[Decision]:
+    choices = _choices(plan, "input")
+    for name, placement in plan.inputs.items():
+        if _matches(name, pattern):
+            yield f"input {name}: [{format_placement(placement)}]", choices.get(name)
+
+
+def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
+    uses, choices = used_placements(plan), _choices(plan, "stored")
+    for tensor, name in plan.parameters.items():
+        if _matches(name, pattern):
+            stored, used = storage_text(plan.storage[tensor]), " | ".join(sorted(uses[tensor]))
+            yield f"parameter {name}: stored {stored}, used {used}", choices.get(_first_twin(plan, tensor))
+
+
+def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
+    choices, twins = _choices(plan, "node"), _node_twins(plan)
+    for name, node in plan.nodes.items():
+        module, op, source = plan.scopes.get(name, "||").split("|")
+        if _matches(module, pattern) or _matches(name, pattern):
+            operands = ", ".join(f"[{format_placement(p)}]" for p in node.operands)
+            results = ", ".join(f"[{format_placement(p)}]" for p in node.results)
+            yield f"{module}: {op} {name}: {operands} -> {results}  # {source}", choices.get(twins.get(name, name))
+
+
+def _signed(value: int, text: str) -> str:
+    return f"{'−' if value < 0 else '+'}{text}"
+
+
+def _redistributions(plan: Plan, pattern: str) -> Iterator[str]:
+    modules = {name: scope.split("|")[0] for name, scope in plan.scopes.items()}
+    for item in plan.redistributes:
+        names = (item.tensor, plan.parameters.get(item.tensor, item.tensor), modules.get(item.tensor, ""))
+        if any(_matches(name, pattern) for name in names if name):
+            steps = ", ".join(f"{plan.axes[s.axis].name}: {s.before} → {s.after}" for s in item.steps)
+            yield f"redistribute {item.tensor} to [{format_placement(item.target)}] by {steps}"
+
+
+def _choices(plan: Plan, kind: str) -> dict[str, Choice]:
+    return {choice.name: choice for choice in plan.choices if choice.kind == kind}
+
+
+def _node_twins(plan: Plan) -> dict[str, str]:
+    """Node of an equal block -> the node in its place in the first one, where the choice is kept."""
+    twins: dict[str, str] = {}
+    modules = [(name, scope.split("|")[0]) for name, scope in plan.scopes.items()]
+    for paths in plan.blocks:
+        members = [[name for name, module in modules if f"{module}.".startswith(f"{path}.")] for path in paths]
+        for own in members[1:]:
+            twins.update(zip(own, members[0], strict=False))
+    return twins
+
+
+def _first_twin(plan: Plan, tensor: str) -> str:
+    """The tensor in its place in the first of the equal blocks."""
+    name = plan.parameters[tensor]
+    for paths in plan.blocks:
+        for path in paths:
+            if name.startswith(f"{path}."):
+                wanted = paths[0] + name.removeprefix(path)
+                return next((own for own, other in plan.parameters.items() if other == wanted), tensor)
+    return tensor
+
+
+def _example(plan: Plan) -> str:
+    modules = [scope.split("|")[0] for scope in plan.scopes.values()]
+    return max(modules, key=len, default="")
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)

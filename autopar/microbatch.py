@@ -1,0 +1,253 @@
+"""Microbatches as one more, outermost mesh axis whose "ranks" run one after another: gradient accumulation, typed.
+
+    inputs S(0) · parameters stored I, used R (their gradients P: summed over the microbatches) · the loss ends P
+
+On this axis nothing is searched: what an operator does follows from its operands (`microbatch_types`). The other
+axes are planned on the graph of one microbatch (`one_microbatch`), and the plan is then stated on all axes
+(`over_microbatches`), where the verifier checks it like any other. A tensor that is made for the whole step may be
+sliced for a microbatch, never the other way: microbatches cannot see each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autopar.errors import PlanError
+from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
+from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
+from autopar.ir.redistribution import Step, cheapest_path
+from autopar.ir.verifier import MICROBATCH
+from autopar.ops import axis_rules
+
+Types = Mapping[str, NodePlan]
+"""Placements of each node on the microbatch axis alone."""
+
+
+def microbatch_axis(count: int, num_devices: int) -> Axis:
+    """The outermost axis."""
+    return Axis(MICROBATCH, count, num_devices)
+
+
+def divisible(graph: Graph, count: int) -> bool:
+    """Whether `count` microbatches are possible: the batch divides, and each part can be followed to the loss."""
+    try:
+        microbatch_types(graph, count)
+    except PlanError:
+        return False
+    return True
+
+
+def batch_inputs(graph: Graph) -> tuple[str, ...]:
+    """The inputs whose dim 0 is the batch: those as long as the first input along dim 0."""
+    shapes = {name: graph.tensors[name].shape for name in graph.inputs}
+    batch = next((shape[0] for shape in shapes.values() if shape), 0)
+    return tuple(name for name, shape in shapes.items() if shape and shape[0] == batch)
+
+
+def microbatch_types(graph: Graph, count: int) -> Types:
+    """How each node runs on the microbatch axis.
+
+    Raises PlanError where the batch does not divide into `count`, where an operator mixes samples (batch
+    statistics, a sum that is no part of the loss), or where forward changes a buffer, naming node and source line.
+    """
+    inputs = batch_inputs(graph)
+    batch = graph.tensors[inputs[0]].shape[0] if inputs else 0
+    if not batch or batch % count:
+        raise PlanError(f"expected a number of microbatches that divides the batch of {batch}, found {count}")
+    if graph.mutations:
+        names = ", ".join(sorted(graph.mutations)[:3])
+        raise PlanError(
+            f"expected a model whose forward changes no buffer, found {names}: its value would depend on the number "
+            f"of microbatches. Use microbatches=1, or keep the buffer fixed."
+        )
+    current: dict[str, Type] = {name: S(0) if name in inputs else R for name in graph.inputs}
+    types = {}
+    for node in graph.nodes:
+        types[node.name] = found = _followed(graph, node, current, count)
+        current.update((name, placement[0]) for name, placement in zip(node.results, found.results, strict=True))
+    if graph.loss is not None and current[graph.loss] != P:
+        raise PlanError(
+            f"expected a loss that is a sum or mean over the batch, found one that is {current[graph.loss]} over "
+            "microbatches: return a mean over samples from forward, or use microbatches=1"
+        )
+    return types
+
+
+def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int) -> NodePlan:
+    """The node's rule for what its operands are, with the fewest slices of what is whole; stored tensors are whole."""
+    have = [current.get(name, R) for name in node.operands]
+    best: tuple[int, NodePlan] | None = None
+    for rule in axis_rules(graph, node):
+        slices = _slices(graph, node, have, rule.operands, count)
+        if slices is None or not _divides(graph, node.results, rule.results, count):
+            continue
+        if best is None or slices < best[0]:
+            best = slices, NodePlan(tuple((t,) for t in rule.operands), tuple((t,) for t in rule.results))
+    if best is None or _mixes_samples(node, best[1]):
+        found = ", ".join(f"{name}: {type_}" for name, type_ in zip(node.operands, have, strict=True))
+        raise PlanError(
+            f"node {node.name} ({node.op}) at {node.source or 'an unknown line'}: expected an operator that works on "
+            f"each microbatch by itself, found one that mixes samples (operands over microbatches: {found}). Use "
+            "microbatches=1."
+        )
+    return best[1]
+
+
+def _slices(graph: Graph, node: Node, have: list[Type], wanted: tuple[Type, ...], count: int) -> int | None:
+    """How many operands must be sliced for a rule; None when the operands cannot be what it wants."""
+    slices = 0
+    for name, own, want in zip(node.operands, have, wanted, strict=True):
+        if own == want:
+            continue
+        sliceable = own == R and want.kind == "S" and name not in graph.stored_by_tensor
+        if not sliceable or graph.tensors[name].shape[want.dim] % count:
+            return None
+        slices += 1
+    return slices
+
+
+def _divides(graph: Graph, names: tuple[str, ...], types: tuple[Type, ...], count: int) -> bool:
+    pairs = zip(names, types, strict=True)
+    return all(type_.kind != "S" or graph.tensors[name].shape[type_.dim] % count == 0 for name, type_ in pairs)
+
+
+def _mixes_samples(node: Node, plan: NodePlan) -> bool:
+    """Batch statistics are reduced inside the operator, over ranks only."""
+    return "batch_norm" in node.op and plan.operands[0] == (S(0),)
+
+
+# Between the step and one microbatch ----------------------------------------
+
+
+def one_microbatch(graph: Graph, types: Types, count: int) -> Graph:
+    """The graph of one microbatch: the same nodes, on tensors cut as they are needed."""
+    axes = (microbatch_axis(count, 1),)
+    cut: dict[str, Placement] = {name: (S(0),) for name in batch_inputs(graph)}
+    for node in graph.nodes:
+        cut.update(zip(node.results, types[node.name].results, strict=True))
+    for node in graph.nodes:  # what is made for the whole step is cut where it is read
+        for name, placement in zip(node.operands, types[node.name].operands, strict=True):
+            if placement[0].kind == "S":
+                cut[name] = placement
+
+    def small(tensor: Tensor) -> Tensor:
+        placement = cut.get(tensor.name, (R,))
+        return replace(tensor, shape=local_shape(tensor.shape, placement, axes))
+
+    return replace(graph, tensors={name: small(tensor) for name, tensor in graph.tensors.items()})
+
+
+def cut_constraints(graph: Graph, types: Types) -> tuple[Constraint, ...]:
+    """What is cut for a microbatch must not already be cut along that dim by ranks: microbatches are the outer cut."""
+    made = {name: placement[0] for node in graph.nodes
+            for name, placement in zip(node.results, types[node.name].results, strict=True)}  # fmt: skip
+    found = {}
+    for node in graph.nodes:
+        for name, placement in zip(node.operands, types[node.name].operands, strict=True):
+            if placement[0].kind == "S" and made.get(name) == R:
+                others = (str(S(dim)) for dim in range(len(graph.tensors[name].shape)) if S(dim) != placement[0])
+                found[name] = Constraint(name, ("R", "I", "P", *others))
+    return tuple(found.values())
+
+
+def over_microbatches(graph: Graph, plan: Plan, types: Types, count: int) -> Plan:
+    """A plan for one microbatch, stated on the microbatch axis as well."""
+    axes = (microbatch_axis(count, plan.mesh.num_devices), *plan.axes)
+    batch = batch_inputs(graph)
+    nodes = {name: _joined(types[name], node) for name, node in plan.nodes.items()}
+    whole = {
+        name: replace(kept, placement=(I if graph.tensors[name].differentiable else R, *kept.placement))
+        for name, kept in plan.storage.items()
+    }
+    full = replace(
+        plan,
+        axes=axes,
+        inputs={name: (S(0) if name in batch else R, *placement) for name, placement in plan.inputs.items()},
+        storage=whole,
+        nodes=nodes,
+        microbatches=count,
+        microbatch_inputs=batch,
+    )
+    known = {(item.tensor, item.target): item.steps for item in plan.redistributes}
+    return replace(full, redistributes=_redistributes(graph, full, known))
+
+
+def _joined(types: NodePlan, plan: NodePlan) -> NodePlan:
+    operands = zip(types.operands, plan.operands, strict=True)
+    results = zip(types.results, plan.results, strict=True)
+    return NodePlan(tuple((*a, *b) for a, b in operands), tuple((*a, *b) for a, b in results))
+
+
+def _redistributes(
+    graph: Graph, plan: Plan, known: Mapping[tuple[str, Placement], tuple[Step, ...]]
+) -> tuple[Redistribute, ...]:
+    placements = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+    found: dict[tuple[str, Placement], Redistribute] = {}
+
+    def need(name: str, wanted: Placement) -> None:
+        have = placements[name]
+        if have != wanted and (name, wanted) not in found:
+            found[name, wanted] = Redistribute(name, wanted, _steps(name, have, wanted, known))
+
+    for node in graph.nodes:
+        for name, wanted in zip(node.operands, plan.nodes[node.name].operands, strict=True):
+            need(name, wanted)
+        placements.update(zip(node.results, plan.nodes[node.name].results, strict=True))
+    for name in graph.outputs:
+        first = P if name == graph.loss else placements[name][0]
+        rest = I if graph.tensors[name].differentiable else R
+        need(name, (first, *(rest for _ in plan.axes[1:])))
+    return tuple(found.values())
+
+
+def _steps(
+    name: str, have: Placement, wanted: Placement, known: Mapping[tuple[str, Placement], tuple[Step, ...]]
+) -> tuple[Step, ...]:
+    """The microbatch axis first, then one microbatch's own steps; a search where inner slices stand in the way."""
+    inner = known.get((name, wanted[1:]), ()) if have[1:] != wanted[1:] else ()
+    moved = tuple(step._replace(axis=step.axis + 1) for step in inner)
+    if have[0] == wanted[0]:
+        return moved
+    if not (wanted[0].kind == "S" and wanted[0] in have[1:]):
+        return (Step(0, have[0], wanted[0]), *moved)
+    found = cheapest_path(have, wanted, lambda _, step: 0 if step.axis == 0 else 1)
+    assert found is not None, f"no way from {have} to {wanted} for {name}"
+    return found
+
+
+def one_microbatch_plan(plan: Plan) -> Plan:
+    """The plan as one microbatch sees it, without the microbatch axis: what is simulated `plan.microbatches` times."""
+    if plan.microbatches == 1:
+        return plan
+    kept = (replace(item, target=item.target[1:], steps=_inner_steps(item.steps)) for item in plan.redistributes)
+    return replace(
+        plan,
+        axes=plan.axes[1:],
+        inputs={name: placement[1:] for name, placement in plan.inputs.items()},
+        storage={name: _inner_storage(storage) for name, storage in plan.storage.items()},
+        nodes={name: _inner_node(node) for name, node in plan.nodes.items()},
+        redistributes=tuple(item for item in kept if item.steps),
+    )
+
+
+def _inner_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
+    return tuple(step._replace(axis=step.axis - 1) for step in steps if step.axis)
+
+
+def _inner_storage(storage: Storage) -> Storage:
+    return replace(storage, placement=storage.placement[1:])
+
+
+def _inner_node(node: NodePlan) -> NodePlan:
+    return NodePlan(tuple(p[1:] for p in node.operands), tuple(p[1:] for p in node.results))
+
+
+def types_of(plan: Plan) -> Types:
+    """What a plan says of each node on the microbatch axis."""
+    return {
+        name: NodePlan(tuple(p[:1] for p in node.operands), tuple(p[:1] for p in node.results))
+        for name, node in plan.nodes.items()
+    }

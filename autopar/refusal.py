@@ -1,0 +1,79 @@
+"""When no plan fits: the plan of least memory, used when it fits after all, or the error that names what it needs.
+
+In each place (a logical mesh with a number of microbatches) the plan of the least intra-op usage is simulated; from
+the smallest of these peaks, plans are asked for below the best peak so far until none is found. Nothing of this
+depends on the user's limit. So a limit of what the error names can be met, and the search has failed at one byte less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+from autopar.errors import InfeasibleError
+from autopar.intraop import LeastMemory
+from autopar.ir.plan import Plan
+
+Place = TypeVar("Place")
+
+MAX_ROUNDS = 8  # of asking every place for less
+
+
+def fit_or_refuse(
+    places: Sequence[Place],
+    least_of: Callable[[Place], tuple[Plan, LeastMemory]],
+    plan_below: Callable[[Place, int], Plan],
+) -> tuple[Place, Plan]:
+    """The plan with the least peak memory that is found, if it is within its own `memory_limit`, and its place.
+
+    least_of(place): the plan of least usage and what is largest in it. plan_below(place, limit): a plan within that
+    limit in bytes. Both raise InfeasibleError. Raises InfeasibleError naming the smallest limit that can be met, or,
+    when the constraints leave no strategy at all, what says so.
+    """
+    found, refusals = [], []
+    for place in places:
+        try:
+            found.append((place, *least_of(place)))
+        except InfeasibleError as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    where, best, least = min(found, key=lambda item: item[1].predicted.peak_bytes)
+    limit = best.memory_limit
+    for _ in range(MAX_ROUNDS):
+        peak = best.predicted.peak_bytes
+        for place, _, own_least in found:
+            if best.predicted.peak_bytes <= limit:
+                return where, best
+            try:
+                lower = plan_below(place, best.predicted.peak_bytes - 1)
+            except InfeasibleError:
+                continue
+            where, best, least = place, replace(lower, memory_limit=limit), own_least
+        if best.predicted.peak_bytes == peak:
+            break
+    raise _does_not_fit(best, least)
+
+
+def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
+    needed = plan.predicted.peak_bytes
+    kinds = sorted(plan.predicted.memory.items(), key=lambda item: -item[1])[:3]
+    axes = "x".join(str(axis.size) for axis in plan.axes) or "1"
+    return InfeasibleError(
+        f"expected a plan within memory_limit = {plan.memory_limit:,} bytes a device of {plan.mesh}, found none: the "
+        f"smallest limit that can be met is {needed:,} bytes (on logical mesh {axes}"
+        f"{_in_microbatches(plan.microbatches)}), most of it "
+        f"{', '.join(f'{kind} ({size:,} bytes)' for kind, size in kinds)}; the largest tensors are "
+        f"{', '.join(f'{name} ({size:,} bytes{_with_state(kind)})' for name, kind, size in least.largest)}. "
+        "Raise memory_limit to that, use more devices, or a smaller batch.",
+        needed,
+    )
+
+
+def _in_microbatches(count: int) -> str:
+    return f", in {count} microbatches" if count > 1 else ""
+
+
+def _with_state(kind: str) -> str:
+    return " with gradient and optimizer state" if kind == "stored" else ""

@@ -1,0 +1,115 @@
+"""`plan.explain` shows each decision with alternatives; their costs are those of the plan with that one change."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.cost import load_profile
+from autopar.intraop.alternatives import explain_choices
+from autopar.intraop.builder import Built, build
+from autopar.intraop.costs import ProfiledCosts
+from autopar.intraop.evaluator import evaluate
+from autopar.intraop.solver import solve
+from autopar.ir.explain import SCREEN_LINES
+from autopar.ir.mesh import make_axes
+from autopar.trace import find_blocks, trace
+from autopar.zero import storage_options
+from models import gpt, mlp
+
+
+def gpt_plan(num_layers: int = 3) -> autopar.Plan:
+    config = gpt.Config(num_layers=num_layers)
+    mesh = autopar.Mesh("h100", devices_per_node=4)
+    return autopar.parallelize(gpt.build(config), mesh, gpt.example_inputs(config), search="fast").plan
+
+
+@cache
+def shared_plan() -> autopar.Plan:
+    return gpt_plan()
+
+
+def solved() -> tuple[Built, tuple[int, ...]]:
+    config = mlp.Config()
+    graph = trace(mlp.build(config), mlp.example_inputs(config))
+    axes = make_axes(("d0", "d1"), (2, 2))
+    costs = ProfiledCosts(graph, axes, 4, load_profile("h100"), "train", "adamw")
+    built = build(graph, find_blocks(graph), axes, costs, storage_options)
+    return built, solve(built.problem).choice
+
+
+def test_stated_costs_are_those_of_the_whole_plan_with_one_change() -> None:
+    built, choice = solved()
+    base = evaluate(built.problem, choice)
+    found = {(item.kind, item.name): item for item in explain_choices(built, choice)}
+    for number, variable in enumerate(built.variables):
+        if len(variable.options) == 1:
+            continue
+        item = found.pop((variable.kind, variable.name))
+        others = [option for option in range(len(variable.options)) if option != choice[number]]
+        plans = [(*choice[:number], option, *choice[number + 1 :]) for option in others]
+        changed = [evaluate(built.problem, plan) for plan in plans]
+        extra = sorted(other.cost - base.cost for other in changed)[: len(item.alternatives)]
+        assert [alternative.extra_ns for alternative in item.alternatives] == extra
+        assert item.num_options == len(variable.options)
+        memory = {(other.cost - base.cost, other.peak_usage - base.peak_usage) for other in changed}
+        assert {(a.extra_ns, a.extra_bytes) for a in item.alternatives} <= memory
+        assert all(value >= 0 for value in extra), "no single change makes an optimal choice cheaper"
+    assert not found
+
+
+@pytest.mark.parametrize("pattern", ["layers.0.mlp", "layers.2.mlp"])
+def test_module_shows_parameters_and_operators_with_alternatives(pattern: str) -> None:
+    lines = shared_plan().explain(pattern).splitlines()
+    assert lines[0].startswith("Each decision with the cheapest others: what they add to a step")
+    assert any(line.startswith(f"parameter {pattern}.up.weight: stored [") for line in lines)
+    up = next(number for number, line in enumerate(lines) if line.startswith(f"{pattern}.up: aten.linear.default "))
+    assert "# models/gpt.py:" in lines[up]
+    assert lines[up].endswith("  ×3"), "three equal blocks decide together"
+    assert lines[up + 1].startswith("    +")
+    assert " -> [" in lines[up + 1]
+
+
+def test_equal_blocks_have_equal_reasons() -> None:
+    plan = shared_plan()
+    prices = [
+        [line for line in plan.explain(f"layers.{layer}.mlp").splitlines() if line.startswith("    ")]
+        for layer in (0, 2)
+    ]
+    assert prices[0] == prices[1] != []
+
+
+@pytest.mark.parametrize("pattern", ["layers.0.mlp", "layers.0.attention.query.weight", "layers.0", "head*"])
+def test_it_fits_on_a_screen(pattern: str) -> None:
+    assert 2 < len(shared_plan().explain(pattern).splitlines()) <= SCREEN_LINES + 2
+
+
+def test_survives_the_file_and_does_not_grow_with_depth() -> None:
+    plan = shared_plan()
+    again = autopar.Plan.from_json(plan.to_json())
+    assert again.choices == plan.choices
+    assert again.explain("layers.0.mlp") == plan.explain("layers.0.mlp")
+    assert max(len(item.alternatives) for item in plan.choices) == 5
+    assert len(gpt_plan(6).choices) == len(plan.choices)
+
+
+def test_constraints_show_as_such() -> None:
+    config: Any = mlp.Config()
+    mesh = autopar.Mesh("h100", devices_per_node=2)
+    plan = autopar.template_plan(mlp.build(config), mesh, mlp.example_inputs(config), dp=2, zero=3)
+    assert "against a constraint" in plan.explain("layers.1.weight")
+
+
+def test_inputs_are_decisions_too() -> None:
+    lines = shared_plan().explain("tokens").splitlines()
+    assert lines[1].startswith("input tokens: [")
+    assert lines[2].startswith("    +")
+
+
+def test_nothing_matches() -> None:
+    assert shared_plan().explain("decoder") == (
+        "nothing in the plan matches 'decoder'; its modules are named as 'layers.0.attention.output' is"
+    )

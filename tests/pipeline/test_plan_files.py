@@ -1,0 +1,118 @@
+"""Plan files: byte-stable, refused with the reason when they are broken, written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+
+import autopar
+from autopar.errors import MeshError, PlanError
+from models import gpt, mlp
+
+
+@cache
+def text_of(name: str) -> str:
+    module: Any = {"mlp": mlp, "gpt": gpt}[name]
+    mesh = autopar.Mesh("h100", devices_per_node=4)
+    batch = module.example_inputs(module.Config())
+    if name == "mlp":
+        return autopar.template_plan(module.build(module.Config()), mesh, batch, dp=2, tp=2).to_json()
+    return autopar.parallelize(module.build(module.Config()), mesh, batch).plan.to_json()
+
+
+@pytest.mark.parametrize("name", ["mlp", "gpt"])
+def test_round_trip_keeps_every_byte(name: str) -> None:
+    text = text_of(name)
+    plan = autopar.Plan.from_json(text)
+    assert plan.to_json() == text
+    assert autopar.Plan.from_json(plan.to_json()) == plan
+
+
+def changed(change: Callable[[Any], Any]) -> str:
+    data = json.loads(text_of("mlp"))
+    change(data)
+    return json.dumps(data)
+
+
+BROKEN = {
+    "empty": ("", "expected a plan as JSON, found text that is none"),
+    "truncated": (lambda text: text[: len(text) // 2], "expected a plan as JSON, found text that is none"),
+    "nested without end": ("[" * 100_000, "expected a plan as JSON, found text that is none"),
+    "not an object": ("[1, 2]", "expected a plan of version 1, found None; plan again"),
+    "another version": (lambda data: data.update(autopar_plan=9), "expected a plan of version 1, found 9; plan again"),
+    "unknown field": (lambda data: data.update(extra=1), r"at \$: .*'extra' was unexpected"),
+    "missing field": (lambda data: data.pop("nodes"), r"at \$: 'nodes' is a required property"),
+    "wrong kind": (lambda data: data.update(microbatches="2"), r"at \$\.microbatches: '2' is not of type 'integer'"),
+    "unknown prediction": (lambda data: data["predicted"].update(speed=1), r"at \$\.predicted: .*'speed' was unexp"),
+    "missing prediction": (lambda data: data["predicted"].pop("breakdown"), r"\$\.predicted: 'breakdown' is a req"),
+    "negative bytes": (lambda data: data["predicted"].update(peak_bytes=-1), r"at \$\.predicted\.peak_bytes: -1 is"),
+    "no such type": (lambda data: data["inputs"].update(features="S(x) R"), r"S\(d\), R, I or P; found 'S\(x\)'"),
+    "code for a name": (
+        lambda data: data["axes"][0].__setitem__(0, "__import__('os')"), r"at \$\.axes\[0\]\[0\]: .* does not match"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_text_is_refused_with_the_place(case: str) -> None:
+    change, message = BROKEN[case]
+    text = change if isinstance(change, str) else change(text_of("mlp")) if case == "truncated" else changed(change)
+    with pytest.raises(PlanError, match=message):
+        autopar.Plan.from_json(text)
+
+
+def test_file_that_is_broken_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    with pytest.raises(PlanError, match=r"expected a plan file at .*plan\.json, found none that can be read"):
+        autopar.Plan.load(path)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(PlanError, match=r"plan\.json, found none that can be read: 'utf-8' codec"):
+        autopar.Plan.load(path)
+    path.write_text("{")
+    with pytest.raises(PlanError, match=r"plan\.json: expected a plan as JSON"):
+        autopar.Plan.load(path)
+
+
+def model_and_batch() -> tuple[nn.Module, dict[str, Any]]:
+    return mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
+
+
+@pytest.mark.parametrize(
+    "axes", [[["dp", 2, 1]], [["dp", 2, 2], ["tp", 4, 1]], [["dp", 2, 1], ["tp", 2, 1]], [["dp", 2, 1], ["tp", 2, 2]]]
+)
+def test_axes_that_are_not_the_mesh_are_refused(axes: list[Any]) -> None:
+    model, batch = model_and_batch()
+    plan = autopar.Plan.from_json(changed(lambda data: data.update(axes=axes)))
+    with pytest.raises(PlanError, match="expected axes whose sizes multiply to the 4 devices of h100:1x4"):
+        autopar.verify(plan, model, batch)
+
+
+def test_plan_for_another_mesh_is_refused() -> None:
+    model, batch = model_and_batch()
+    plan = autopar.Plan.from_json(text_of("mlp"))
+    with pytest.raises(PlanError, match="expected a plan for h100:2x4, found one for h100:1x4; plan again"):
+        autopar.parallelize(model, autopar.Mesh("h100", 2, 4), batch, plan=plan)
+    with pytest.raises(MeshError, match="expected at least one node"):
+        autopar.Mesh("h100", 0, 4)
+
+
+def test_writing_is_whole_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan, path = autopar.Plan.from_json(text_of("mlp")), tmp_path / "deep" / "plan.json"
+    plan.save(path)
+    assert path.read_text() == text_of("mlp")
+
+    def disk_full(*arguments: Any) -> None:
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(os, "replace", disk_full)
+    with pytest.raises(OSError, match="No space left"):
+        autopar.Plan.from_json(text_of("gpt")).save(path)
+    assert path.read_text() == text_of("mlp")
+    assert [item.name for item in path.parent.iterdir()] == ["plan.json"]

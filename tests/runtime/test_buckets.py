@@ -1,0 +1,64 @@
+"""Gradients that share a bucket's buffer, and sums that nobody waits for in the midst of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar import runtime as rt
+from autopar.runtime import redistribute
+from tests.rank_pool import RankPool
+
+
+class Selective(rt.Program):
+    """A mean loss of two microbatches: `early` is used in the first alone, `idle` in none, `weight` in both."""
+
+    AXES = {"dp": 2}  # noqa: RUF012
+    MICROBATCHES = 2
+    INPUTS = (
+        rt.Input("x", (8, 3), torch.float32, "S(0)", microbatch_dim=0),
+        rt.Input("target", (8,), torch.int64, "S(0)", microbatch_dim=0),
+    )
+
+    def __init__(self, mesh: rt.RankMesh) -> None:
+        super().__init__(mesh)
+        self.weight = rt.Parameter((5, 3), stored="I", uses=("R",))
+        self.idle = rt.Parameter((7,), stored="I", uses=("R",))
+        self.early = rt.Parameter((5,), stored="I", uses=("R",))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        dp = self.mesh["dp"]
+        count = rt.start_valid_count(target, (dp,), ignore_index=-100)
+        logits = F.linear(x, self.weight, self.early if self.microbatch == 0 else None)
+        loss = rt.cross_entropy(logits, target, reduction_axes=(dp,), num_classes=5, count=count)
+        return redistribute(loss, dp, "P -> I", wait=False)
+
+
+def selective(rank: int, world: int) -> None:
+    torch.manual_seed(0)
+    x, target = torch.randn(8, 3), torch.tensor([0, 1, -100, 3, 4, -100, -100, 2])
+    weight, early = torch.randn(5, 3, requires_grad=True), torch.randn(5, requires_grad=True)
+    losses = [F.cross_entropy(F.linear(x[:4], weight, early), target[:4])]
+    losses.append(F.cross_entropy(F.linear(x[4:], weight), target[4:]))
+    sum(losses).backward()
+    part = rt.build(Selective)
+    part.load_full_state_dict({"weight": weight, "early": early, "idle": torch.zeros(7)})
+    torch.testing.assert_close(part(x, target), sum(losses).detach())
+    kept = []
+    for scale in (1, 2):  # gradients add up over two steps
+        torch.testing.assert_close(part.train_step(x, target), sum(losses).detach())
+        assert set(part.full_gradients()) == {"weight", "early"}
+        torch.testing.assert_close(part.full_gradients(), {"weight": weight.grad * scale, "early": early.grad * scale})
+        kept.append(part.weight.grad)
+    part.zero_grad()
+    with rt.count_bytes() as counted:
+        part.train_step(-x, target)
+    assert counted["all_reduce", "dp"] == (5 * 3 + 5) * 4 + 2 * (4 + 4)  # gradients; a count and a loss a microbatch
+    torch.testing.assert_close(kept[1].to_local(), weight.grad * 2)  # a gradient that is kept is not overwritten
+
+
+def test_parameters_without_a_gradient_leave_their_bucket(rank_pool: Callable[[int], RankPool]) -> None:
+    rank_pool(2).run(selective)

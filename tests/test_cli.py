@@ -1,0 +1,191 @@
+"""The command line: each command's output and exit status, and one message instead of a traceback for bad input."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar import cli
+from autopar.cost import host
+from tests.test_house import ROOT
+
+MODEL, MESH = "models.mlp", "h100:2"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "path", list(sys.path))  # the command adds the folder that it runs in
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from models import mlp
+
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    mesh = autopar.Mesh.parse(MESH)
+    autopar.template_plan(mlp.build(mlp.Config()), mesh, mlp.example_inputs(mlp.Config()), dp=2).save(path)
+    return path
+
+
+def test_plan_writes_the_plan_and_prints_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert cli.main(["plan", MODEL, "--mesh", MESH, "--search", "fast", "-o", str(path)]) == 0
+    plan = autopar.Plan.load(path)
+    printed = capsys.readouterr()
+    assert printed.out == f"{plan}\n"
+    assert printed.err == "", "no progress where stderr is no terminal"
+    assert str(plan.mesh) == "h100:1x2"
+    assert plan.memory_limit > 70e9, "the profile's capacity less its reserve"
+
+
+def test_plan_by_template_under_a_limit(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["plan", f"{MODEL}:Config", "--mesh", MESH, "--template", "dp=2,zero=3", "--memory-limit", "1.5MB"]
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "MLP on h100:1x2 as (dp=2), train" in printed
+    assert "of 1.5 MB a device" in printed
+    assert "gathered per use" in printed
+
+
+def test_show_explain_and_diff(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["show", str(plan_file)]) == 0
+    assert capsys.readouterr().out == f"{autopar.Plan.load(plan_file)}\n"
+    assert cli.main(["explain", str(plan_file), "layers.0"]) == 0
+    assert "parameter layers.0.weight: stored [I], used [R]" in capsys.readouterr().out
+    other = tmp_path / "other.json"
+    assert cli.main(["plan", MODEL, "--mesh", MESH, "--template", "dp=2,zero=3", "-o", str(other)]) == 0
+    capsys.readouterr()
+    assert cli.main(["diff", str(plan_file), str(other)]) == 0
+    assert "layers.*.weight: [I] | [S(0)] gathered per use" in capsys.readouterr().out
+    assert cli.main(["diff", str(plan_file), str(plan_file)]) == 0
+    assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["step time", "peak"]
+
+
+def test_simulate_prints_the_prediction_and_writes_a_trace(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "trace.json"
+    assert cli.main(["simulate", MODEL, str(plan_file), "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    shown = str(autopar.Plan.load(plan_file)).splitlines()
+    assert printed[1:4] == shown[1:4], "what the plan says, simulated again"
+    events = json.loads(trace.read_text())["traceEvents"]
+    spans = [event for event in events if event["ph"] == "X"]
+    last = max(event["ts"] + event["dur"] for event in spans)
+    assert round(last * 1000) == autopar.Plan.load(plan_file).predicted.step_time_ns
+    assert {"forward", "backward", "gradient all_reduce", "optimizer"} <= {event["cat"] for event in spans}
+
+
+def test_timeline_of_a_plan_from_a_file_says_how_to_get_one(plan_file: Path) -> None:
+    with pytest.raises(autopar.AutoparError, match=r"found one read from a file.*plan=plan\)\.plan\.timeline\(\)"):
+        autopar.Plan.load(plan_file).timeline()
+
+
+def test_emit_writes_the_program_and_says_how_to_start_it(
+    plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["emit", MODEL, str(plan_file), "-o", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"torchrun --nproc-per-node 2 {tmp_path / 'train.py'}\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"program.py", "plan.json", "train.py", "weights.pt"}
+    assert (tmp_path / "plan.json").read_text() == plan_file.read_text()
+
+
+@pytest.mark.ranks
+def test_run_trains_with_torchrun(plan_file: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run", MODEL, str(plan_file), "-o", str(tmp_path)]) == 0
+    printed = capfd.readouterr().out
+    assert len(re.findall(r"^step \d loss \d+\.\d+$", printed, re.MULTILINE)) == 10
+
+
+def test_run_refuses_a_plan_of_several_nodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "plan.json"
+    assert cli.main(["plan", MODEL, "--mesh", "h100:2x1", "--template", "dp=2", "-o", str(path)]) == 0
+    capsys.readouterr()
+    assert cli.main(["emit", MODEL, str(path), "-o", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.startswith("torchrun --nnodes 2 --nproc-per-node 1 ")
+    assert cli.main(["run", MODEL, str(path), "-o", str(tmp_path)]) == 2
+    assert (
+        "autopar: expected a plan for one node, found one for h100:2x1; take `autopar emit`" in capsys.readouterr().err
+    )
+
+
+def test_verify_accepts_the_plan_and_refuses_it_for_another_model(
+    plan_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["verify", MODEL, str(plan_file)]) == 0
+    assert capsys.readouterr().out == "the plan is well typed for this model\n"
+    assert cli.main(["verify", "models.gpt", str(plan_file)]) == 2
+    assert capsys.readouterr().err.startswith("autopar: expected a plan for this model (GPT, fingerprint ")
+
+
+def test_models_on_meta_are_planned_without_weights(tmp_path: Path, plan_file: Path) -> None:
+    assert cli.main(["emit", MODEL, str(plan_file), "--meta", "-o", str(tmp_path)]) == 0
+    assert not (tmp_path / "weights.pt").exists()
+
+
+def test_profile_measures_and_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The measuring itself is tests/cost's; here it is replaced by figures that are known."""
+    figures = json.loads((ROOT / "cost_profiles" / "cpu.json").read_text())
+    monkeypatch.setattr(host, "measure_host", lambda: figures)
+    path = tmp_path / "mine.json"
+    assert cli.main(["profile", "-o", str(path)]) == 0
+    printed = capsys.readouterr().out
+    assert "float32     100 GFLOP/s a rank" in printed
+    assert f"written to {path}; plan with it: --mesh {path}:4" in printed
+    assert cli.main(["plan", MODEL, "--mesh", f"{path}:2", "--template", "dp=2"]) == 0
+
+
+PLAN = ["plan", MODEL, "--mesh", MESH]
+BAD = {
+    "no such module": (
+        ["plan", "models.nope", "--mesh", MESH],
+        "found 'models.nope': No module named 'models.nope'; run",
+    ),
+    "no such config": (["plan", "models.gpt:tiny", "--mesh", MESH], "found no tiny; configs that it has: Config, gpt2"),
+    "no builder": (["plan", "json:dumps", "--mesh", MESH], "found no build and no example_inputs; configs"),
+    "malformed mesh": (["plan", MODEL, "--mesh", "h100:2x2x2"], 'expected a mesh such as "h100:8x8" or "cpu:4"'),
+    "unknown profile": (["plan", MODEL, "--mesh", "tpu:2"], "expected a known cost profile (a100"),
+    "limit too low": ([*PLAN, "--memory-limit", "10kB"], "the smallest limit that can be met is "),
+    "unknown template": ([*PLAN, "--template", "dp=2,ab=3"], "expected --template as items such as dp=2, with dp, tp"),
+    "malformed template": ([*PLAN, "--template", "dp=two"], "found 'dp=two'"),
+    "template unlike mesh": ([*PLAN, "--template", "dp=4"], "expected dp × tp × pp = 2 devices"),
+    "no plan": (["show", "no/such.json"], "expected a plan file at no/such.json, found none that can be read"),
+    "not a plan": (["show", "pyproject.toml"], "pyproject.toml: expected a plan as JSON, found text that is none"),
+    "unwritable": ([*PLAN, "--template", "dp=2", "-o", "README.md/plan.json"], "README.md"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gives_one_message_and_status_2(case: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments, message = BAD[case]
+    assert cli.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("autopar: ")
+    assert message in printed.err
+    assert "Traceback" not in printed.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "required: command"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([*PLAN, "--memory-limit", "much"], "such as 16GB"),
+    ],
+)
+def test_bad_usage_is_explained_by_the_parser(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
