@@ -104,7 +104,8 @@ class SearchApart:
 
     def interrupt(self) -> None:
         """Asks the search to end with what it has."""
-        self._process.send_signal(signal.SIGVTALRM)
+        if self._settled is None:
+            self._process.send_signal(signal.SIGVTALRM)
 
     def cancel(self) -> None:
         """Ends the search, whatever it is doing."""
