@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from autopar.ir.mesh import Mesh as Mesh
     from autopar.ir.plan import Plan as Plan
     from autopar.ops import register_rule as register_rule
-    from autopar.pipeline import SearchBudget as SearchBudget
     from autopar.pipeline import parallelize as parallelize
     from autopar.pipeline import template_plan as template_plan
     from autopar.pipeline import verify as verify
+    from autopar.planning import SearchBudget as SearchBudget
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _HOMES = {
     "Constraint": "autopar.ir.constraint",
     "Mesh": "autopar.ir.mesh",
     "Plan": "autopar.ir.plan",
-    "SearchBudget": "autopar.pipeline",
+    "SearchBudget": "autopar.planning",
     "parallelize": "autopar.pipeline",
     "register_rule": "autopar.ops",
     "template_plan": "autopar.pipeline",

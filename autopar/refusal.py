@@ -1,8 +1,8 @@
 """When no plan fits: the plan of least memory, used when it fits after all, or the error that names what it needs.
 
 In each place (a logical mesh with a number of microbatches) the plan of the least intra-op usage is simulated; from
-the smallest of these peaks, plans are asked for below the best peak so far until none is found. Nothing of this
-depends on the user's limit. So a limit of what the error names can be met, and the search has failed at one byte less.
+the smallest of these peaks on, plans are asked for below the best peak so far, until `MAX_FAILURES` places have none.
+Nothing of this depends on the user's limit, so a limit of what the error names can be met.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.ir.plan import Plan
 
 Place = TypeVar("Place")
 
-MAX_ROUNDS = 8  # of asking every place for less
+MAX_FAILURES = 6  # of asking a place for less, before the best so far is named
 
 
 def fit_or_refuse(
@@ -39,20 +39,19 @@ def fit_or_refuse(
             refusals.append(error)
     if not found:
         raise refusals[0]
-    where, best, least = min(found, key=lambda item: item[1].predicted.peak_bytes)
-    limit = best.memory_limit
-    for _ in range(MAX_ROUNDS):
-        peak = best.predicted.peak_bytes
-        for place, _, own_least in found:
-            if best.predicted.peak_bytes <= limit:
-                return where, best
+    found.sort(key=lambda item: item[1].predicted.peak_bytes)
+    where, best, least = found[0]
+    limit, failures = best.memory_limit, 0
+    for place, _, own_least in found * 2:  # twice: an early place may do better once a late one has lowered the peak
+        while failures < MAX_FAILURES and own_least.usage_bytes < best.predicted.peak_bytes > limit:
             try:
                 lower = plan_below(place, best.predicted.peak_bytes - 1)
             except InfeasibleError:
-                continue
+                failures += 1
+                break
             where, best, least = place, replace(lower, memory_limit=limit), own_least
-        if best.predicted.peak_bytes == peak:
-            break
+    if best.predicted.peak_bytes <= limit:
+        return where, best
     raise _does_not_fit(best, least)
 
 

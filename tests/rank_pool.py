@@ -30,6 +30,11 @@ class RankPool:
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
 
+    @property
+    def is_running(self) -> bool:
+        """Whether the processes have been started: the next job need not wait for that."""
+        return bool(self._processes)
+
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs `fn(rank, world, *args)` on every rank and returns the results by rank."""
         if not self._processes:

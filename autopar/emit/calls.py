@@ -7,16 +7,17 @@ rows, a loss or mean over the global count, statistics over shards, dropout mask
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
-from autopar.emit.statements import Operate
+from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
-from autopar.ir.placement import Placement, S, format_placement, local_shape
+from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
 from autopar.ir.plan import PlanData
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
-from autopar.ops.lowering import local_arguments
+from autopar.ops.lowering import RankLength, local_arguments
 
 Name = Callable[[str, int], str]  # (tensor, operand position) -> the variable that holds it
 
@@ -58,10 +59,7 @@ class CallWriter:
 
     def _plain(self, statement: Operate, names: list[str]) -> str:
         node = statement.node
-        shapes = tuple(
-            local_shape(self.graph.tensors[name].shape, placement, self.plan.axes)
-            for name, placement in statement.makes
-        )
+        shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
         args, kwargs = local_arguments(self.graph, node, shapes)
         remaining = iter(names)
         parts = [_text(value, remaining) for value in args]
@@ -80,6 +78,25 @@ class CallWriter:
     def microbatched(self, placement: Placement) -> bool:
         pairs = zip(self.plan.axes, placement, strict=True)
         return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in pairs)
+
+
+def local_lengths(graph: Graph, plan: PlanData, value: Value) -> tuple[int, ...]:
+    """The shape that a rank holds of a value; `RankLength` where ranks differ."""
+    shape, placement = graph.tensors[value[0]].shape, value[1]
+    local = local_shape(shape, placement, plan.axes)
+    return tuple(
+        RankLength(length, rank_length(whole, [a for a, t in zip(plan.axes, placement, strict=True) if t == S(dim)]))
+        if whole % num_shards(placement, dim, plan.axes)
+        else length
+        for dim, (whole, length) in enumerate(zip(shape, local, strict=True))
+    )
+
+
+def rank_length(length: int, axes: list[Axis]) -> str:
+    """The text of the length that a rank holds of a dim that the axes split, from the outer one to the inner."""
+    names = [axis.name for axis in axes if axis.name != MICROBATCH]
+    length //= math.prod(axis.size for axis in axes if axis.name == MICROBATCH)
+    return f"rt.local_size({length}, {', '.join(names)})" if names else str(length)
 
 
 def _text(value: Any, names: Any) -> str:

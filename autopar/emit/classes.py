@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from autopar.emit.calls import CallWriter
+from autopar.emit.calls import CallWriter, rank_length
 from autopar.emit.names import Names
 from autopar.emit.statements import Convert, Flat, Operate, Statement, Value
 from autopar.emit.tree import Region
-from autopar.ir.graph import Graph, Stored
-from autopar.ir.placement import Placement, format_placement
+from autopar.ir.graph import Graph, Stored, Tensor
+from autopar.ir.placement import Placement, format_placement, num_shards
 from autopar.ir.plan import PlanData
-from autopar.ir.redistribution import transfer_bytes
+from autopar.ir.redistribution import Step, transfer_bytes
 from autopar.ir.verifier import MICROBATCH
 
 INDENT = "    "
@@ -166,7 +167,7 @@ class ClassWriter:
 
     def axis_lines(self, body: list[str], axes: list[str]) -> list[str]:
         text = "\n".join(body)
-        found = [axis for axis in axes if f", {axis}, " in text or f"({axis}," in text or f" {axis}," in text]
+        found = [axis for axis in axes if re.search(rf"[ (]{axis}[,)]", text)]
         return [f"{INDENT * 2}{axis} = self.mesh[{axis!r}]" for axis in found]
 
     def body(self, items: Iterable[Statement | Region], path: str, names: Names) -> list[str]:
@@ -185,7 +186,7 @@ class ClassWriter:
                     continue
                 lines.append(self._call_block(item, path, names))
             elif isinstance(item, Convert):
-                lines += self._convert(item, names)
+                lines += self._convert(item, path, names)
             else:
                 lines.append(self._operate(item, path, names))
             position += 1
@@ -228,14 +229,13 @@ class ClassWriter:
         source = f"  # {item.node.source}" if item.node.source else ""
         return f"{INDENT * 2}{left} = {call}{source}"
 
-    def _convert(self, item: Convert, names: Names) -> list[str]:
+    def _convert(self, item: Convert, path: str, names: Names) -> list[str]:
         lines = []
         source, made = item.reads[0], item.makes[0]
         tensor = self.graph.tensors[source[0]]
-        current = names[source]
+        current = self.read(source, path, names)
         placement = source[1]
-        hint = current
-        name = names.make(made, hint)
+        name = names.make(made, current.rpartition(".")[2].strip('"[]'))
         for step in item.redistribute.steps:
             axis = self.plan.axes[step.axis]
             forward, backward = transfer_bytes(tensor.shape, tensor.itemsize, placement, self.plan.axes, step)
@@ -248,8 +248,8 @@ class ClassWriter:
             else:
                 is_last = step is item.redistribute.steps[-1]
                 late = is_last and made in self.late and (step.before.kind, step.after.kind) == ("P", "I")
-                wait = ", wait=False" if late else ""
-                text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}"{wait})'
+                size = self._uneven_length(tensor, placement, step) + (", wait=False" if late else "")
+                text = f'redistribute({current}, {axis.name}, "{step.before} -> {step.after}"{size})'
             note = self._note(step.transfers, forward, backward, tensor.differentiable)
             lines.append(f"{INDENT * 2}{name} = {text}{note}")
             current = name
@@ -257,6 +257,16 @@ class ClassWriter:
         if not item.redistribute.steps:
             lines.append(f"{INDENT * 2}{name} = {current}")
         return lines
+
+    def _uneven_length(self, tensor: Tensor, placement: Placement, step: Step) -> str:
+        """The length over the step's axis of the dim that it joins, as an argument where the axes do not divide it."""
+        if step.before.kind != "S":
+            return ""
+        length = tensor.shape[step.before.dim]
+        if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:
+            return ""
+        pairs = zip(self.plan.axes[: step.axis], placement[: step.axis], strict=True)
+        return ", " + rank_length(length, [axis for axis, type_ in pairs if type_ == step.before])
 
     def _note(self, transfers: object, forward: int, backward: int, differentiable: bool) -> str:
         first, second = (t.collective for t in transfers)  # type: ignore[attr-defined]

@@ -29,7 +29,7 @@ class Operate:
 
 @dataclass(frozen=True)
 class Convert:
-    """A redistribution of an activation, input or constant."""
+    """A redistribution of an activation, input, buffer or constant."""
 
     redistribute: Redistribute
     reads: tuple[Value, ...]
@@ -42,7 +42,7 @@ Statement = Operate | Convert
 
 @dataclass(frozen=True)
 class Flat:
-    """Constants are computed once; the statements run each microbatch. `uses`: placements of each stored tensor."""
+    """Constants are computed once; the statements run each microbatch. `uses`: placements of each parameter."""
 
     constants: tuple[Statement, ...]
     statements: tuple[Statement, ...]
@@ -63,6 +63,7 @@ class _Flattener:
         self.value: dict[str, Value] = {}  # what an operator left of each tensor
         self.done: set[Value] = set()
         self.uses: dict[str, list[Placement]] = {s.tensor: [] for s in graph.stored}
+        self.parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
         self.constant = constant_tensors(graph) - self._per_microbatch()
         self.constants: list[Statement] = []
         self.statements: list[Statement] = []
@@ -96,8 +97,9 @@ class _Flattener:
         target.append(Operate(node, reads, makes, node.scope))
 
     def _bring(self, name: str, wanted: Placement) -> Value:
-        """The value of the tensor in the wanted placement, converting it on first need."""
-        if name in self.graph.stored_by_tensor:
+        """The value of the tensor in the wanted placement, converting it on first need; the runtime converts
+        parameters, ahead of their use."""
+        if name in self.parameters:
             self.uses[name].append(wanted)
             return (name, wanted)
         source = self.value[name]

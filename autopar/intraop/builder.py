@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -43,12 +43,19 @@ class Costs(Protocol):
     def saved_bytes(self, node: Node, strategy: Strategy) -> int: ...
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Matrix: ...
     def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Matrix: ...
-    def state_bytes(self, tensor: Tensor, storage: Storage) -> int: ...
+    def state_bytes(self, tensor: Tensor, storage: Storage, use: Placement) -> int: ...
 
 
 class Representatives(Protocol):
     def representative_node(self, name: str) -> str: ...
     def representative_tensor(self, name: str) -> str: ...
+
+
+class Kept(NamedTuple):
+    """How a parameter is stored, and the placement that its first reader uses it in."""
+
+    storage: Storage
+    use: Placement
 
 
 StorageOptions = Callable[[Tensor, LogicalMesh], list[Storage]]
@@ -94,6 +101,7 @@ class _Builder:
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.constraints = storage_options, constraints
         self.variables: list[Variable] = []
+        self.strategies: dict[str, tuple[list[Strategy], list[int]]] = {}
         self.index: dict[tuple[str, str], int] = {}
         self.unary: list[Matrix] = []
         self.usage: list[Matrix] = []
@@ -107,7 +115,8 @@ class _Builder:
         self._outputs()
         matrices: dict[tuple[int, int], Matrix] = {}
         for (source, result, target, operand, tensor), count in self.edges.items():
-            self._add_edge(matrices, source, target, self._matrix(source, result, target, operand, tensor) * count)
+            matrix = self._matrix(source, result, target, operand, tensor)
+            self._add_edge(matrices, source, target, np.where(matrix >= INFINITE, INFINITE, matrix * count))
         problem = Problem(
             name=f"{self.graph.model_name} on {'x'.join(str(axis.size) for axis in self.axes) or '1'}",
             intervals=[(0, 1)] * len(self.variables),
@@ -133,9 +142,35 @@ class _Builder:
             if self.blocks.representative_tensor(stored.tensor) != stored.tensor:
                 continue
             tensor, count = self.graph.tensors[stored.tensor], counts[stored.tensor]
-            options, penalties = self._storages(stored, tensor)
-            usage = [self.costs.state_bytes(tensor, option) * count for option in options]
-            self._add("stored", stored.tensor, options, count, penalties, usage)
+            options, costs, usages = self._kept(tensor, *self._storages(stored, tensor))
+            self._add("stored", stored.tensor, options, count, [c * count for c in costs], [u * count for u in usages])
+
+    def _kept(
+        self, tensor: Tensor, storages: list[Storage], penalties: list[int]
+    ) -> tuple[list[Kept], list[int], list[int]]:
+        """Storages with each use of the first reader: what is dearer and larger than another of the same use goes."""
+        options, costs, usages = [], [], []
+        uses = self._uses(tensor.name) or list(dict.fromkeys(storage.placement for storage in storages))
+        prices = self.costs.storage_ns(tensor, storages, uses)
+        for column, use in enumerate(uses):
+            rows = [
+                (int(prices[row, column]) + penalties[row], self.costs.state_bytes(tensor, storage, use), row)
+                for row, storage in enumerate(storages)
+            ]
+            for cost, usage, row in _undominated(rows):
+                options.append(Kept(storages[row], use))
+                costs.append(cost)
+                usages.append(usage)
+        return options, costs, usages
+
+    def _uses(self, name: str) -> list[Placement]:
+        """The placements in which the first reader of a stored tensor may want it."""
+        readers = self.graph.consumers[name]
+        if not readers:
+            return []
+        node, position = readers[0]
+        strategies, _ = self._strategies_of(self.blocks.representative_node(node.name))
+        return list(dict.fromkeys(strategy.operands[position] for strategy in strategies))
 
     def _storages(self, stored: Stored, tensor: Tensor) -> tuple[list[Storage], list[int]]:
         if stored.kind != "parameter":
@@ -160,11 +195,16 @@ class _Builder:
         for node in self.graph.nodes:
             if self.blocks.representative_node(node.name) != node.name:
                 continue
-            options, penalties = self._strategies(node)
+            options, penalties = self._strategies_of(node.name)
             count = counts[node.name]
             cost = [self.costs.compute_ns(node, o) * count + p for o, p in zip(options, penalties, strict=True)]
             usage = [self.costs.saved_bytes(node, option) * count for option in options]
             self._add("node", node.name, options, count, cost, usage)
+
+    def _strategies_of(self, name: str) -> tuple[list[Strategy], list[int]]:
+        if name not in self.strategies:
+            self.strategies[name] = self._strategies(self.graph.node_by_name[name])
+        return self.strategies[name]
 
     def _strategies(self, node: Node) -> tuple[list[Strategy], list[int]]:
         options = enumerate_strategies(self.graph, node, self.axes)
@@ -237,12 +277,18 @@ class _Builder:
     def _matrix(self, source: int, result: int, target: int, operand: int, tensor_name: str) -> Matrix:
         tensor = self.graph.tensors[tensor_name]
         left, right = self.variables[source], self.variables[target]
-        sources = [o.results[result] if left.kind == "node" else o for o in left.options]
         targets = [o.operands[operand] if right.kind == "node" else o for o in right.options]
-        rows, row_of = _distinct(sources)
+        if left.kind == "stored" and self._is_first_reader(tensor_name, right, operand):
+            # What the storage costs for this use, the option itself has paid.
+            return np.array([[0 if kept.use == use else INFINITE for use in targets] for kept in left.options])
+        rows, row_of = _distinct([_left(option, result) for option in left.options])
         columns, column_of = _distinct(targets)
         price = self.costs.storage_ns if left.kind == "stored" else self.costs.convert_ns
         return price(tensor, rows, columns)[np.ix_(row_of, column_of)]
+
+    def _is_first_reader(self, tensor: str, variable: Variable, operand: int) -> bool:
+        node, position = self.graph.consumers[tensor][0]
+        return (self.blocks.representative_node(node.name), position) == (variable.name, operand)
 
     def _add_edge(self, matrices: dict[tuple[int, int], Matrix], source: int, target: int, matrix: Matrix) -> None:
         matrix = np.minimum(matrix, INFINITE)
@@ -251,6 +297,22 @@ class _Builder:
             return
         key, value = ((source, target), matrix) if source < target else ((target, source), matrix.T)
         matrices[key] = np.minimum(matrices[key] + value, INFINITE) if key in matrices else value
+
+
+def _left(option: Any, result: int) -> Any:
+    """What an option leaves for readers: a placement, or a parameter's storage."""
+    if isinstance(option, Strategy):
+        return option.results[result]
+    return option.storage if isinstance(option, Kept) else option
+
+
+def _undominated(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Of (cost, usage, option): those than which no other is both cheaper and smaller."""
+    kept: list[tuple[int, int, int]] = []
+    for row in sorted(rows):
+        if not kept or row[1] < kept[-1][1]:
+            kept.append(row)
+    return kept
 
 
 def _distinct(values: list[Any]) -> tuple[list[Any], list[int]]:

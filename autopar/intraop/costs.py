@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost import Profile, node_time_ns
+from autopar.cost.memory import Extra, Saved, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.problem import NO_PATH_NS
 from autopar.intraop.strategies import Strategy
@@ -22,9 +23,6 @@ Times = npt.NDArray[np.int64]
 
 #: optimizer -> bytes of state an element of a parameter holds beside itself and its gradient
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "none": 0}
-#: operators whose results are views of, or equal to, their operands: nothing more is saved for them
-_VIEWS = ("view", "_unsafe_view", "reshape", "transpose", "permute", "t", "unsqueeze", "squeeze", "expand", "alias",
-          "slice", "select", "split", "split_with_sizes", "unbind", "detach")  # fmt: skip
 
 
 class ProfiledCosts:
@@ -57,13 +55,32 @@ class ProfiledCosts:
         return (forward + (backward if self.train else 0)) * self.microbatches
 
     def saved_bytes(self, node: Node, strategy: Strategy) -> int:
-        """Results that the backward pass may need; views keep nothing of their own."""
-        if not self.train or node.op.split(".")[1] in _VIEWS:
+        """What autograd keeps of operands and results; each storage counts at the first node that saves it."""
+        if not self.train:
             return 0
-        tensors = self.graph.tensors
-        shapes = self._shapes(node.results, strategy.results)
-        pairs = zip(node.results, shapes, strict=True)
-        return sum(math.prod(s) * tensors[n].itemsize for n, s in pairs if tensors[n].differentiable)
+        placements = dict(zip((*node.results, *node.operands), (*strategy.results, *strategy.operands), strict=True))
+        tensors, total = self.graph.tensors, 0
+        for saved in self._saved.get(node.name, ()):
+            name = saved.like if isinstance(saved, Extra) else saved
+            shape = self._local(tensors[name].shape, placements[name])
+            total += saved.num_bytes(shape) if isinstance(saved, Extra) else math.prod(shape) * tensors[name].itemsize
+        return total
+
+    @cached_property
+    def _saved(self) -> dict[str, tuple[Saved, ...]]:
+        """By node: the values that it is the first to save, but for inputs and parameters."""
+        known = {*self.graph.inputs, *(item.tensor for item in self.graph.stored)}
+        found = {}
+        for node in self.graph.nodes:
+            own = []
+            for saved in saved_values(node, self.graph):
+                root = None if isinstance(saved, Extra) else storage_root(saved, self.graph)
+                if root not in known:
+                    own.append(saved)
+                if root is not None:
+                    known.add(root)
+            found[node.name] = tuple(own)
+        return found
 
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:
         forward, backward = self._routes(tensor).times(sources, targets)
@@ -95,11 +112,19 @@ class ProfiledCosts:
         differentiable = tensor.differentiable and self.train
         return routes(tensor.shape, tensor.itemsize, self.axes, self.devices_per_node, self.profile, differentiable)
 
-    def state_bytes(self, tensor: Tensor, storage: Storage) -> int:
-        """Parameter, gradient and optimizer state as stored; a gathered copy that is kept counts too."""
+    def state_bytes(self, tensor: Tensor, storage: Storage, use: Placement) -> int:
+        """Parameter, gradient and optimizer state as stored; with the copy in `use`, where that is another one.
+
+        A gathered copy that is kept counts, and its gradient where that waits for further microbatches. Regathered
+        ones come and go; the simulator counts them.
+        """
         kept = math.prod(self._local(tensor.shape, storage.placement))
+        used = math.prod(self._local(tensor.shape, use))
+        is_copy = not storage.regather and any(
+            t.kind == "S" and t != u for t, u in zip(storage.placement, use, strict=True)
+        )
         if not (tensor.differentiable and self.train):
-            return kept * tensor.itemsize
-        stored = kept * (2 * tensor.itemsize + self.optimizer_bytes)
-        sharded = any(type_.kind == "S" for type_ in storage.placement)
-        return stored if storage.regather or not sharded else stored + kept * tensor.itemsize
+            return (kept + (used if is_copy else 0)) * tensor.itemsize
+        waits = self.microbatches > 1 and not storage.reduce_each_microbatch
+        copies = (2 if waits else 1) if is_copy else 0
+        return kept * (2 * tensor.itemsize + self.optimizer_bytes) + copies * used * tensor.itemsize

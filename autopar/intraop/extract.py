@@ -26,7 +26,7 @@ def extract(
 
     inputs: dict[str, Placement] = {name: chosen("input", name) for name in graph.inputs}
     storage: dict[str, Storage] = {
-        s.tensor: chosen("stored", blocks.representative_tensor(s.tensor)) for s in graph.stored
+        s.tensor: chosen("stored", blocks.representative_tensor(s.tensor)).storage for s in graph.stored
     }
     nodes: dict[str, NodePlan] = {}
     for node in graph.nodes:

@@ -27,64 +27,60 @@ class LeastMemory:
     largest: tuple[tuple[str, str, int], ...]
 
 
-def plan_placements(
-    graph: Graph,
-    blocks: Representatives,
-    draft: Plan,
-    profile: Profile,
-    storage_options: StorageOptions,
-    constraints: Sequence[Constraint] = (),
-    time_limit_s: float = 10.0,
-    seed: int = 0,
-) -> Plan:
-    """The draft (mesh, axes, mode, optimizer, memory limit) with every placement chosen, and the search's report.
-
-    Raises InfeasibleError when the constraints leave no strategy, or no choice meets the memory limit.
-    """
-    costs = _costs(graph, draft, profile)
-    built = _build(graph, blocks, draft, costs, storage_options, constraints)
-    solution = solve(built.problem, time_limit_s, seed)
-
-    inputs, storage, nodes, redistributes = extract(graph, blocks, built, solution.choice, costs.steps)
-    report = SearchReport(
-        method=f"intra-op ILP by {solution.method}",
-        cost_ns=int(solution.cost),
-        lower_bound_ns=int(solution.lower_bound),
-        stop_reason=solution.stop_reason,
-        seconds=round(solution.seconds, 3),
-        seed=seed,
-    )
-    choices = explain_choices(built, solution.choice)
-    return replace(
-        draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report, choices=choices
-    )
-
-
-def least_memory(
+def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
-    constraints: Sequence[Constraint] = (), time_limit_s: float = 10.0, seed: int = 0,
-) -> LeastMemory:  # fmt: skip
-    """The least memory that any choice of placements needs, whatever its time, and what takes most of it there.
+    constraints: Sequence[Constraint] = (),
+) -> Placements:  # fmt: skip
+    """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
     Raises InfeasibleError when the constraints leave no strategy.
     """
-    built = _build(graph, blocks, draft, _costs(graph, draft, profile), storage_options, constraints)
-    choice = solve(_usage_alone(built.problem), time_limit_s, seed).choice
-    used = [int(usage[option]) for usage, option in zip(built.problem.usages, choice, strict=True)]
-    largest = sorted(zip(used, built.variables, strict=True), key=lambda pair: -pair[0])[:3]
-    return LeastMemory(sum(used), tuple((v.name, v.kind, size) for size, v in largest if size))
-
-
-def _costs(graph: Graph, draft: Plan, profile: Profile) -> ProfiledCosts:
     per_node = draft.mesh.devices_per_node
-    return ProfiledCosts(graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches)
+    costs = ProfiledCosts(graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches)
+    built = build(graph, blocks, draft.axes, costs, storage_options, constraints)
+    return Placements(graph, blocks, draft, costs, built)
 
 
-def _build(
-    graph: Graph, blocks: Representatives, draft: Plan, costs: ProfiledCosts, storage_options: StorageOptions,
-    constraints: Sequence[Constraint],
-) -> Built:  # fmt: skip
-    return build(graph, blocks, draft.axes, costs, storage_options, constraints, draft.memory_limit or None)
+@dataclass(frozen=True, eq=False)
+class Placements:
+    """A built problem, to be solved under one memory limit or several."""
+
+    graph: Graph
+    blocks: Representatives
+    draft: Plan
+    costs: ProfiledCosts
+    built: Built
+
+    def plan(self, usage_limit: int, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Plan:
+        """The draft with every placement chosen so that usage is at most so many bytes, and the search's report.
+
+        Raises InfeasibleError when no choice meets the limit, or none was found in time.
+        """
+        problem = replace(self.built.problem, usage_limit=usage_limit)
+        solution = solve(problem, time_limit_s, seed, gap_limit)
+        inputs, storage, nodes, redistributes = extract(
+            self.graph, self.blocks, self.built, solution.choice, self.costs.steps
+        )
+        report = SearchReport(
+            method=f"intra-op ILP by {solution.method}",
+            cost_ns=int(solution.cost),
+            lower_bound_ns=int(solution.lower_bound),
+            stop_reason=solution.stop_reason,
+            seconds=round(solution.seconds, 3),
+            seed=seed,
+        )
+        return replace(
+            self.draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report,
+            choices=explain_choices(self.built, solution.choice),
+        )  # fmt: skip
+
+    def least_memory(self, time_limit_s: float = 10.0, seed: int = 0) -> LeastMemory:
+        """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""
+        problem = self.built.problem
+        choice = solve(_usage_alone(problem), time_limit_s, seed).choice
+        used = [int(usage[option]) for usage, option in zip(problem.usages, choice, strict=True)]
+        largest = sorted(zip(used, self.built.variables, strict=True), key=lambda pair: -pair[0])[:3]
+        return LeastMemory(sum(used), tuple((v.name, v.kind, size) for size, v in largest if size))
 
 
 def _usage_alone(problem: Problem) -> Problem:
@@ -98,4 +94,4 @@ def _usage_alone(problem: Problem) -> Problem:
     )
 
 
-__all__ = ["LeastMemory", "least_memory", "plan_placements"]
+__all__ = ["LeastMemory", "Placements", "prepare_placements"]

@@ -40,10 +40,10 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
     try:
         network = reduce_problem(problem)
     except InfeasibleError as error:
-        raise _infeasible(problem, seed, proven=True) from error
+        raise _infeasible(problem, time_limit_s, seed, proven=True) from error
     outcome, method = _search(network, started + time_limit_s, seed, gap_limit)
     if outcome.values is None:
-        raise _infeasible(problem, seed, proven=outcome.complete)
+        raise _infeasible(problem, time_limit_s, seed, proven=outcome.complete)
     choice = network.expand(outcome.values)
     evaluation = evaluate(problem, choice)
     assert evaluation.feasible, f"{problem.name}: the search returned a choice that is not feasible"
@@ -85,8 +85,8 @@ def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:
     return "gap limit" if cost - lower_bound <= gap_limit * cost else "time limit"
 
 
-def _infeasible(problem: Problem, seed: int, *, proven: bool) -> InfeasibleError:
-    least = minimise_peak(problem, _PEAK_TIME_LIMIT_S, seed)
+def _infeasible(problem: Problem, time_limit_s: float, seed: int, *, proven: bool) -> InfeasibleError:
+    least = minimise_peak(problem, min(time_limit_s, _PEAK_TIME_LIMIT_S), seed)
     how = "can be met" if least.stop_reason == "optimal" else f"was found (none is below {least.lower_bound})"
     what = "no choice of strategies fits" if proven else "no choice of strategies that fits was found"
     return InfeasibleError(

@@ -11,6 +11,8 @@ from autopar.ir.text import bytes_text, storage_text, time_text, used_placements
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4
+_HEADER = """Each decision with the cheapest others, and what these add to a step. An operator and the parameters that
+it is the first to read go together; every other decision stays as it is."""
 PENALTY_NS = 10**11  # more than any step: the price of a constraint's preference
 
 
@@ -27,8 +29,10 @@ def explain_text(plan: Plan, pattern: str) -> str:
     conversions = list(_redistributions(plan, pattern))
     if not found and not conversions:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
-    shown = (SCREEN_LINES - len(conversions)) // max(1, len(found)) - 1
-    lines = ["Each decision with the cheapest others: what they add to a step with every other decision as it is"]
+    shown = (SCREEN_LINES - 2 - len(conversions)) // max(1, len(found)) - 1
+    lines = [_HEADER]
+    if plan.microbatches > 1:
+        lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
     for line, choice in found:
         lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
     return "\n".join([*lines, *conversions])

@@ -117,28 +117,34 @@ def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
     sources = dict(plan.inputs)
     for stored in graph.stored:
         storage = plan.storage[stored.tensor]
-        _check_storage(graph.tensors[stored.tensor], storage, plan.axes)
+        _check_storage(graph, graph.tensors[stored.tensor], storage, plan.axes)
+        if stored.name in graph.mutations and any(type_.kind == "S" for type_ in storage.placement):
+            where = _maker(graph, stored.tensor)
+            raise PlacementError(
+                f"expected {stored.name}{where}, which forward updates, stored as R, found {_text(storage.placement)}"
+            )
         sources[stored.tensor] = storage.placement
     for name, placement in plan.inputs.items():
         tensor = graph.tensors[name]
         if any(type_.kind not in "RS" for type_ in placement) or not _dims_exist(tensor, placement, plan.axes):
-            raise PlacementError(f"expected input {name} as R or S(d) on each axis, found {_text(placement)}")
+            where = _maker(graph, name)
+            raise PlacementError(f"expected input {name}{where} as R or S(d) on each axis, found {_text(placement)}")
     return sources
 
 
-def _check_storage(tensor: Tensor, storage: Storage, axes: LogicalMesh) -> None:
+def _check_storage(graph: Graph, tensor: Tensor, storage: Storage, axes: LogicalMesh) -> None:
     whole = I if tensor.differentiable else R
     fine = all(type_ == whole or type_.kind == "S" for type_ in storage.placement)
     if not fine or not _dims_exist(tensor, storage.placement, axes):
         raise PlacementError(
-            f"expected {tensor.name} stored as {whole} or S(d) on each of {len(axes)} axes, "
-            f"found {_text(storage.placement)}"
+            f"expected {tensor.name}{_maker(graph, tensor.name)} stored as {whole} or S(d) on each of {len(axes)} "
+            f"axes, found {_text(storage.placement)}"
         )
 
 
 def _dims_exist(tensor: Tensor, placement: Placement, axes: LogicalMesh) -> bool:
     return len(placement) == len(axes) and all(
-        type_.kind != "S" or type_.dim < len(tensor.shape) for type_ in placement
+        type_.kind != "S" or 0 <= type_.dim < len(tensor.shape) for type_ in placement
     )
 
 
@@ -159,21 +165,35 @@ def _check_steps(graph: Graph, plan: PlanData, placements: dict[str, Placement],
     placement = placements.get(name)
     if placement is None:
         raise PlacementError(f"expected a redistribution of a tensor of the model, found {name!r}")
+    where = f"redistribution of {name} to {_text(redistribute.target)}{_reader(graph, plan, redistribute)}"
     for step in redistribute.steps:
         legal = 0 <= step.axis < len(plan.axes) and is_legal(step, placement)
         if not legal or not _step_allowed(graph, plan, name, step.axis, step.before, step.after):
             raise PlacementError(
-                f"redistribution of {name} to {_text(redistribute.target)}: expected a step of the table from "
-                f"{_text(placement)}, found {step.before} -> {step.after} on axis {step.axis}"
+                f"{where}: expected a step of the table from {_text(placement)}, "
+                f"found {step.before} -> {step.after} on axis {step.axis}"
             )
         placement = apply(step, placement)
+        if not _dims_exist(graph.tensors[name], placement, plan.axes):
+            dims = len(graph.tensors[name].shape)
+            raise PlacementError(f"{where}: expected dims of a tensor that has {dims}, found {_text(placement)}")
     if placement != redistribute.target:
-        raise PlacementError(
-            f"redistribution of {name}: expected its steps to end at {_text(redistribute.target)}, "
-            f"found {_text(placement)}"
-        )
-    if not _dims_exist(graph.tensors[name], placement, plan.axes):
-        raise PlacementError(f"redistribution of {name}: {_text(placement)} names dims it does not have")
+        raise PlacementError(f"{where}: expected its steps to end there, found {_text(placement)}")
+
+
+def _reader(graph: Graph, plan: PlanData, redistribute: Redistribute) -> str:
+    """The first operator that a redistribution is for, else the one that makes the tensor, as part of a message."""
+    for node, position in graph.consumers[redistribute.tensor]:
+        if plan.nodes[node.name].operands[position] == redistribute.target:
+            return f" for {_node(node)}"
+    return _maker(graph, redistribute.tensor)
+
+
+def _maker(graph: Graph, tensor: str) -> str:
+    """The operator that makes or first reads a tensor, as part of a message."""
+    if tensor in graph.producers:
+        return f" from {_node(graph.producers[tensor])}"
+    return f" for {_node(graph.consumers[tensor][0][0])}" if graph.consumers[tensor] else ""
 
 
 def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Type, after: Type) -> bool:
@@ -190,8 +210,8 @@ def _check_outputs(
         target = output_placement(graph, plan, name)
         if placements[name] != target and (name, target) not in arrived:
             raise PlacementError(
-                f"expected output {name} to end as {_text(target)}, found {_text(placements[name])} "
-                "and nothing redistributes it"
+                f"expected output {name}{_maker(graph, name)} to end as {_text(target)}, "
+                f"found {_text(placements[name])} and nothing redistributes it"
             )
 
 
@@ -202,8 +222,11 @@ def output_placement(graph: Graph, plan: PlanData, name: str) -> Placement:
 
 
 def _error(node: Node, expected: str, found: str) -> PlacementError:
-    where = f" at {node.source}" if node.source else ""
-    return PlacementError(f"node {node.name} ({node.op}){where}: expected {expected}, found {found}")
+    return PlacementError(f"{_node(node)}: expected {expected}, found {found}")
+
+
+def _node(node: Node) -> str:
+    return f"node {node.name} ({node.op})" + (f" at {node.source}" if node.source else "")
 
 
 def _text(placement: Placement) -> str:

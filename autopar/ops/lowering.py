@@ -24,11 +24,26 @@ _SHAPE_ARGUMENT = {
 }  # fmt: skip
 
 
+class RankLength(int):
+    """A local length that ranks do not share: rank 0's, with the text that computes each rank's own."""
+
+    text: str
+
+    def __new__(cls, length: int, text: str) -> RankLength:
+        """Makes the length of rank 0 with the expression for any rank."""
+        made = super().__new__(cls, length)
+        made.text = text
+        return made
+
+    def __repr__(self) -> str:
+        return self.text
+
+
 def local_arguments(graph: Graph, node: Node, result_local_shapes: tuple[tuple[int, ...], ...]) -> tuple[Args, Kwargs]:
     """The node's args and kwargs with the shape of the result, where the operator is told it, made local.
 
     result_local_shapes: the shape that this rank holds of each named result (`node.results`). A size of -1 stays
-    -1, unless the local result is empty, where it would be ambiguous. References stay as they are.
+    -1, unless the local result is empty on a rank, where it would be ambiguous. References stay as they are.
     """
     wanted = _SHAPE_ARGUMENT.get(node.op.split(".")[1])
     if wanted is None or not result_local_shapes:
@@ -44,6 +59,6 @@ def local_arguments(graph: Graph, node: Node, result_local_shapes: tuple[tuple[i
 
 def _local_size(size: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, ...]:
     assert len(size) == len(local), f"expected the local shape of the result, found {local} for size {size}"
-    if math.prod(local) == 0:
+    if math.prod(local) == 0 or any(isinstance(length, RankLength) for length in local):
         return local
     return tuple(-1 if told == -1 else length for told, length in zip(size, local, strict=True))

@@ -103,7 +103,7 @@ def conversion_steps(stored: Sequence[Type], used: Sequence[Type]) -> list[Step]
     Cheap steps come first, so that the dear ones move fewer bytes, forward and backward (backward runs the
     list from its end): slices, then steps that move nothing, then all-to-alls, then gathers; inner axes
     first. The outer of two axes that shard one dim can only change while the inner one does not shard it:
-    where needed, the inner one is gathered first, and cut again afterwards.
+    where needed, the inner one is gathered first, and cut again afterwards. Slices become summands by way of R.
     """
     now, steps = list(stored), []
     while now != list(used):
@@ -117,7 +117,9 @@ def _next_step(now: list[Type], used: Sequence[Type]) -> Step:
     wanted = [Step(axis, now[axis], used[axis]) for axis in range(len(now)) if now[axis] != used[axis]]
     possible = [step for step in wanted if _blocker(step, now) is None and not _comes_too_early(step, wanted)]
     if possible:
-        return min(possible, key=lambda step: (_cost_class(step), -step.axis))
+        step = min(possible, key=lambda step: (_cost_class(step), -step.axis))
+        by_way_of_r = step.source.is_shard and step.target.kind == "P"
+        return Step(step.axis, step.source, Type("R")) if by_way_of_r else step
     blocker = max(axis for step in wanted if (axis := _blocker(step, now)) is not None)
     return Step(blocker, now[blocker], Type("R"))
 

@@ -25,7 +25,7 @@ def test_each_logical_mesh_is_reported_to_the_function() -> None:
     with pytest.raises(autopar.AutoparError):
         mesh = autopar.Mesh("h100", devices_per_node=2)
         autopar.parallelize(model, mesh, batch, search="fast", memory_limit=1000, progress=lines.append)
-    assert lines[-1].startswith("mesh 2 in ") and "microbatches: nothing fits (" in lines[-1]
+    assert lines[-1].startswith("mesh 2 in ") and "microbatches: no plan found that fits (" in lines[-1]
 
 
 def test_a_terminal_gets_a_bar_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

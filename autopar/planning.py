@@ -1,0 +1,231 @@
+"""The search over logical meshes and numbers of microbatches: each place gets its best plan, the simulator picks.
+
+place = (graph of one microbatch, logical mesh)      intra-op placements with ZeRO storage → simulate → fits?
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from autopar.cost import Profile
+from autopar.errors import InfeasibleError, PlanError
+from autopar.intraop import LeastMemory, Placements, prepare_placements
+from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph, Tensor
+from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
+from autopar.ir.plan import Plan, Storage
+from autopar.microbatch import Types, cut_constraints, divisible, microbatch_types, one_microbatch, over_microbatches
+from autopar.ops import coverage
+from autopar.progress import Report, reporting
+from autopar.refusal import fit_or_refuse
+from autopar.simulate import predict, simulate, traffic
+from autopar.trace import Blocks
+from autopar.zero import storage_options
+
+
+@dataclass(frozen=True)
+class SearchBudget:
+    """How long the search may take in seconds over all logical meshes, how near is near enough, and the seed.
+
+    gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
+    """
+
+    seconds: float = 20.0
+    seed: int = 0
+    gap: float = 0.002
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for."""
+
+    mesh: Mesh
+    mode: str
+    optimizer: str | None
+    memory_limit: int | None
+    constraints: tuple[Constraint, ...]
+    budget: SearchBudget
+
+
+@dataclass(frozen=True)
+class Part:
+    """The graph of a step, and that of one of its microbatches, which is what is searched and simulated."""
+
+    whole: Graph
+    graph: Graph
+    blocks: Blocks
+    microbatches: int
+    types: Types
+    constraints: tuple[Constraint, ...] = ()
+
+    def on_all_axes(self, plan: Plan) -> Plan:
+        """A plan for one microbatch as one for the step."""
+        return over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan
+
+
+def divided(graph: Graph, blocks: Blocks, microbatches: int) -> Part:
+    """The step in so many microbatches. Raises PlanError when it cannot be divided so."""
+    if microbatches == 1:
+        return Part(graph, graph, blocks, 1, {})
+    types = microbatch_types(graph, microbatches)
+    part = one_microbatch(graph, types, microbatches)
+    return Part(graph, part, blocks, microbatches, types, cut_constraints(graph, types))
+
+
+def best_plan(graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None) -> Plan:
+    """The fastest plan that fits, in as few microbatches as do, over all logical meshes.
+
+    Raises InfeasibleError naming the smallest memory limit that can be met.
+    """
+    deadline = time.monotonic() + request.budget.seconds
+    meshes = logical_meshes(request.mesh)
+    tried: list[dict[str, Any]] = []
+    places: list[Place] = []
+    for count in _microbatch_counts(graph, request):
+        part = divided(graph, blocks, count)
+        here = [Place(part, axes, request, profile) for axes in meshes]
+        places += here
+        with reporting(progress, len(here)) as report:
+            found = [_candidate(place, _share(deadline, len(here) - n), tried, report) for n, place in enumerate(here)]
+        plans = [plan for plan in found if plan is not None]
+        if plans:
+            best = min(plans, key=lambda plan: plan.predicted.step_time_ns)
+            break
+    else:
+        part, best = fit_or_refuse_over(places)
+    return part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(tried))))
+
+
+def _share(deadline: float, places_left: int) -> float:
+    """Seconds for the next place: an equal share of what is left, but enough to find something."""
+    return max(_LEAST_S, (deadline - time.monotonic()) / places_left)
+
+
+_LEAST_S = 2.0
+
+
+def _microbatch_counts(graph: Graph, request: Request) -> list[int]:
+    """The pinned number, or 1, 2, 4, … as long as the model's batch can be divided so."""
+    pinned = {c.microbatches for c in request.constraints if c.microbatches is not None}
+    if len(pinned) > 1:
+        raise PlanError(f"expected constraints to agree on the number of microbatches, found {sorted(pinned)}")
+    if pinned:
+        return [*pinned]
+    counts = [1]
+    while request.mode == "train" and divisible(graph, 2 * counts[-1]):
+        counts.append(2 * counts[-1])
+    return counts
+
+
+def _candidate(place: Place, seconds: float, tried: list[dict[str, Any]], report: Report) -> Plan | None:
+    """The plan in one place, noted in `tried`; None when none was found that fits."""
+    count = place.part.microbatches
+    row: dict[str, Any] = {"mesh": "x".join(str(axis.size) for axis in place.axes) or "1", "microbatches": count}
+    tried.append(row)
+    started = time.monotonic()
+    try:
+        plan = place.fit(seconds)
+    except InfeasibleError as error:
+        row["infeasible"] = str(error)
+        plan = None
+    row["seconds"] = round(time.monotonic() - started, 3)
+    if plan is not None:
+        row |= {"step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
+                "solve_seconds": plan.search.seconds}  # fmt: skip
+    what = f"{plan.predicted.step_time_ns / 1e6:.3f} ms" if plan is not None else "no plan found that fits"
+    report(f"mesh {row['mesh']}{f' in {count} microbatches' if count > 1 else ''}: {what} ({row['seconds']} s)")
+    return plan
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A logical mesh for the graph of one microbatch. The problem is built once, whatever limits are asked for."""
+
+    part: Part
+    axes: LogicalMesh
+    request: Request
+    profile: Profile
+
+    def fit(self, seconds: float, limit: int | None = None) -> Plan:
+        """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
+
+        Raises InfeasibleError.
+        """
+        draft = self.placements.draft
+        limit = asked = draft.memory_limit if limit is None else limit
+        deadline = time.monotonic() + seconds
+        for _ in range(4):
+            plan = self.within(asked, max(_LEAST_S, deadline - time.monotonic()))
+            peak = plan.predicted.peak_bytes
+            if peak <= limit:
+                return plan
+            asked = min(int(asked * 0.7), asked - (peak - limit))
+            if asked <= 0:
+                break
+        raise InfeasibleError(f"found no plan within {limit:,} bytes a device")
+
+    def within(self, usage_limit: int, seconds: float) -> Plan:
+        """The intra-op plan of at most that usage in bytes, with the simulator's prediction."""
+        budget, graph = self.request.budget, self.part.graph
+        plan = self.placements.plan(usage_limit, seconds, budget.seed, budget.gap)
+        plan = replace(plan, predicted=predict(simulate(graph, plan, self._shared)))
+        return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
+
+    def least(self) -> tuple[Plan, LeastMemory]:
+        """The plan of least usage, and what is largest in it. Raises InfeasibleError where there is no strategy."""
+        budget = self.request.budget
+        least = self.placements.least_memory(budget.seconds, budget.seed)
+        return self.within(least.usage_bytes, _LEAST_S), least
+
+    @cached_property
+    def placements(self) -> Placements:
+        """The intra-op problem."""
+        return prepare_placements(
+            self.part.graph, self.part.blocks, self._draft(), self._shared, self._storages,
+            (*self.request.constraints, *self.part.constraints),
+        )  # fmt: skip
+
+    @property
+    def _shared(self) -> Profile:
+        return self.profile.shared_by(self.request.mesh.devices_per_node)
+
+    @property
+    def _storages(self) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
+        return partial(storage_options, microbatches=self.part.microbatches)
+
+    def _draft(self) -> Plan:
+        """Everything of the plan that is known before the search."""
+        graph, request = self.part.whole, self.request
+        return Plan(
+            fingerprint=graph.fingerprint,
+            model=graph.model_name,
+            mesh=request.mesh,
+            axes=self.axes,
+            inputs={},
+            storage={},
+            nodes={},
+            redistributes=(),
+            microbatches=self.part.microbatches,
+            mode=request.mode,
+            optimizer=request.optimizer or "none",
+            memory_limit=request.memory_limit or self._shared.usable_bytes,
+            coverage=coverage(graph),
+            parameters={s.tensor: s.name for s in graph.stored},
+            types={name: str(graph.tensors[name]) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
+            scopes={node.name: f"{node.scope.module}|{node.op}|{node.source}" for node in graph.nodes},
+            blocks=self.part.blocks.paths,
+        )
+
+
+def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Part, Plan]:
+    """The last resort when the search found no plan that fits: the one of least memory, or the error that names it."""
+
+    def below(place: Place, limit: int) -> Plan:
+        return place.fit(_LEAST_S, limit)
+
+    place, plan = fit_or_refuse(places, Place.least, below)
+    return place.part, plan

@@ -1,0 +1,187 @@
+"""Runs mutants that verify, many in one program where they touch different tensors, and names those that are wrong.
+
+Mutations of different tensors are local edits that do not meet, so one program may hold many of them: it runs each
+edit's own code, and an error of any shows in the loss or in a gradient. When such a program is wrong, crashes or
+does not end, its mutants are run one by one, to name the culprit.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar import runtime
+from autopar.emit import emit
+from autopar.errors import PlacementError, PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.program import load_source
+from tests.equivalence.harness import Tensors, differences
+from tests.equivalence.mutations import Mutation
+from tests.rank_pool import RankPool
+
+MAX_WRONG = 5  # then the rest is not run
+Verify = Callable[[Graph, Plan], None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a mutant must still compute: the model's loss and gradients on this batch from this state."""
+
+    graph: Graph
+    plan: Plan
+    state: Tensors
+    batch: Tensors
+    single: Any  # harness.run_single without optimizers
+
+
+@dataclass
+class Tally:
+    """What became of the mutants of a plan."""
+
+    refused: list[tuple[Mutation, PlanError | PlacementError]] = field(default_factory=list)
+    equal: int = 0
+    programs: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        total = len(self.refused) + self.equal + len(self.wrong)
+        return (
+            f"{total} mutants: {len(self.refused)} refused, {self.equal} ran and were equal "
+            f"(in {self.programs} programs), {len(self.wrong)} wrong"
+        )
+
+
+@dataclass
+class Group:
+    """Mutations that touch different tensors, as one."""
+
+    touched: set[str]
+    members: list[Mutation]
+
+    @property
+    def mutation(self) -> Mutation:
+        merged = Mutation(" + ".join(member.what for member in self.members))
+        for name in ("conversions", "nodes", "storage", "inputs"):
+            entries = {key: value for member in self.members for key, value in getattr(member, name).items()}
+            merged = replace(merged, **{name: entries})
+        return merged
+
+
+def prove(case: Case, mutations: Iterable[Mutation], ranks: RankPool, verify: Verify) -> Tally:
+    """Verifies each mutant and runs those that pass. Other exceptions of `verify` than refusals are raised."""
+    tally, verified = Tally(), []
+    for mutation in mutations:
+        try:
+            verify(case.graph, mutation.apply(case.plan))
+            verified.append(mutation)
+        except (PlanError, PlacementError) as error:
+            tally.refused.append((mutation, error))
+    for group in groups(case.graph, verified):
+        if len(tally.wrong) < MAX_WRONG:
+            _prove_group(case, group, ranks, verify, tally)
+    return tally
+
+
+def groups(graph: Graph, mutations: Sequence[Mutation]) -> list[list[Mutation]]:
+    """Each mutation in the first group whose tensors it leaves alone."""
+    found: list[Group] = []
+    for mutation in mutations:
+        touched = mutation.touches(graph)
+        group = next((group for group in found if not group.touched & touched), None)
+        if group is None:
+            group = Group(set(), [])
+            found.append(group)
+        group.touched |= touched
+        group.members.append(mutation)
+    return [group.members for group in found]
+
+
+def _prove_group(case: Case, members: list[Mutation], ranks: RankPool, verify: Verify, tally: Tally) -> None:
+    together = Group(set(), members).mutation
+    try:
+        verify(case.graph, together.apply(case.plan))
+        problem = run(case, together, ranks)
+        tally.programs += 1
+    except (PlanError, PlacementError) as error:
+        problem = f"refused together: {error}"
+    if not problem:
+        tally.equal += len(members)
+    elif len(members) == 1:
+        tally.wrong.append(f"{together.what}\n{problem}")
+    else:
+        before = len(tally.wrong)
+        middle = len(members) // 2
+        for half in (members[:middle], members[middle:]):
+            _prove_group(case, half, ranks, verify, tally)
+        if len(tally.wrong) == before and not problem.startswith("refused"):
+            tally.wrong.append(f"only together: {together.what}\n{problem}")
+
+
+def run(case: Case, mutation: Mutation, ranks: RankPool) -> str:
+    """What is wrong with the mutant's program; empty when it computes what the model computes."""
+    try:
+        source = emit(case.graph, mutation.apply(case.plan))
+        warm_up(ranks)
+        results = ranks.run(first_step, source, case.state, case.batch)
+    except (PlanError, PlacementError):
+        raise
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    failed = [result for result in results if isinstance(result, str)]
+    if failed:
+        ranks.stop()  # their collectives may be out of step
+        return failed[0]
+    found = differences(case.single, results[0])
+    losses = {loss.item() for loss, *_ in results}
+    if len(losses) > 1:
+        found.append(f"ranks have different losses: {sorted(losses)}")
+    return "\n".join(found)
+
+
+def warm_up(ranks: RankPool) -> None:
+    """Starts the ranks where they do not run, with time of their own: starting is slow on a busy machine."""
+    if not ranks.is_running:
+        ranks.run(ready)
+
+
+def ready(rank: int, world: int) -> None:
+    """A job that does nothing."""
+
+
+def first_step(rank: int, world: int, source: str, state: Tensors, batch: Tensors) -> Any:
+    """On one rank: loss, gradients and clipped norm of one step, as `harness.differences` takes them; or the error.
+
+    An error is likely to be the same on all ranks, which may then go on to the next program.
+    """
+    module = load_source(source)
+    try:
+        result = _first_step(module.Program, state, batch)
+        return result if rank == 0 else (result[0], {}, result[2], {}, {})
+    except Exception:
+        return traceback.format_exc()
+    finally:
+        del sys.modules[module.__name__]
+        shutil.rmtree(Path(str(module.__file__)).parent)
+
+
+def _first_step(program: type[runtime.Program], state: Tensors, batch: Tensors) -> Any:
+    built = runtime.build(program, _device_mesh(tuple(program.AXES.items())))
+    built.init_from(state, broadcast=False)
+    loss = built.train_step(**batch)
+    gradients = built.full_gradients()
+    return loss, gradients, built.clip_grad_norm_(0.5), {}, {}
+
+
+@cache
+def _device_mesh(axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
+    """One for all programs: each would open sockets of its own."""
+    return init_device_mesh("cpu", tuple(size for _, size in axes), mesh_dim_names=tuple(name for name, _ in axes))
