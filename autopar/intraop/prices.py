@@ -106,7 +106,7 @@ class PriceSearch:
 
         Its costs are scaled up where they are small, so that prices may be fractions of them.
         """
-        self._trial = self.prices if self._is_fresh else self._next_prices()
+        self._trial = self._next_prices() if self._seen and not self._is_fresh else self.prices
         total = self.priced_usages(self._trial)
         # Rounded down by more than float error can have lifted the sum, so that a bound stays a bound.
         total *= self._scale * (1.0 - (len(self._trial) + 3) * 2.0**-52)
