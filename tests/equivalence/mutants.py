@@ -1,7 +1,7 @@
-"""Runs mutants that verify, many in one program where they touch different tensors, and names those that are wrong.
+"""Runs mutants that verify, many in one program where they do not meet, and names those that are wrong.
 
-Mutations of different tensors are local edits that do not meet, so one program may hold many of them: it runs each
-edit's own code, and an error of any shows in the loss or in a gradient. When such a program is wrong, crashes or
+Mutations that change different tensors are local edits, so one program may hold many of them: it runs each edit's
+own code, and an error of any shows in the loss or in a gradient. When such a program is wrong, crashes or
 does not end, its mutants are run one by one, to name the culprit.
 """
 
@@ -25,7 +25,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.program import load_source
 from tests.equivalence.harness import Tensors, differences
-from tests.equivalence.mutations import Mutation
+from tests.equivalence.mutations import Mutation, Reach
 from tests.rank_pool import RankPool
 
 MAX_WRONG = 3  # then the rest is not run
@@ -49,31 +49,24 @@ class Tally:
 
     refused: list[tuple[Mutation, PlanError | PlacementError]] = field(default_factory=list)
     equal: int = 0
-    programs: int = 0
     wrong: list[str] = field(default_factory=list)
+    proved: set[str] = field(default_factory=set)  # the text of each program that ran and was right
 
     def __str__(self) -> str:
         total = len(self.refused) + self.equal + len(self.wrong)
         return (
             f"{total} mutants: {len(self.refused)} refused, {self.equal} ran and were equal "
-            f"(in {self.programs} programs), {len(self.wrong)} wrong"
+            f"(in {len(self.proved)} programs), {len(self.wrong)} wrong"
         )
 
 
-@dataclass
-class Group:
-    """Mutations that touch different tensors, as one."""
-
-    touched: set[str]
-    members: list[Mutation]
-
-    @property
-    def mutation(self) -> Mutation:
-        merged = Mutation(" + ".join(member.what for member in self.members))
-        for name in ("conversions", "nodes", "storage", "inputs"):
-            entries = {key: value for member in self.members for key, value in getattr(member, name).items()}
-            merged = replace(merged, **{name: entries})
-        return merged
+def together(mutations: Sequence[Mutation]) -> Mutation:
+    """Mutations that do not meet, as one."""
+    merged = Mutation(" + ".join(mutation.what for mutation in mutations))
+    for name in ("conversions", "nodes", "storage", "inputs"):
+        entries = {key: value for mutation in mutations for key, value in getattr(mutation, name).items()}
+        merged = replace(merged, **{name: entries})
+    return merged
 
 
 def prove(case: Case, mutations: Iterable[Mutation], ranks: RankPool, verify: Verify) -> Tally:
@@ -85,51 +78,62 @@ def prove(case: Case, mutations: Iterable[Mutation], ranks: RankPool, verify: Ve
             verified.append(mutation)
         except (PlanError, PlacementError) as error:
             tally.refused.append((mutation, error))
-    for group in groups(case.graph, verified):
+    steps_only, others = _apart(case.graph, verified)
+    for group in (*groups(case, steps_only), *groups(case, others)):
         if len(tally.wrong) < MAX_WRONG:
             _prove_group(case, group, ranks, verify, tally)
     return tally
 
 
-def groups(graph: Graph, mutations: Sequence[Mutation]) -> list[list[Mutation]]:
-    """Each mutation in the first group whose tensors it leaves alone."""
-    found: list[Group] = []
+def _apart(graph: Graph, mutations: Sequence[Mutation]) -> tuple[list[Mutation], list[Mutation]]:
+    """Those that only change how parameters are converted, which the runtime decides by itself: apart from the rest,
+    they make programs of one and the same text, which is run once."""
+    parameters = {stored.tensor for stored in graph.parameters}
+    steps_only, others = [], []
     for mutation in mutations:
-        touched = mutation.touches(graph)
-        group = next((group for group in found if not group.touched & touched), None)
-        if group is None:
-            group = Group(set(), [])
-            found.append(group)
-        group.touched |= touched
-        group.members.append(mutation)
-    return [group.members for group in found]
+        kept = all(tensor in parameters and new is not None for (tensor, _), new in mutation.conversions.items())
+        changed = mutation.nodes or mutation.storage or mutation.inputs
+        (steps_only if kept and not changed else others).append(mutation)
+    return steps_only, others
+
+
+def groups(case: Case, mutations: Sequence[Mutation]) -> list[list[Mutation]]:
+    """Each mutation in the first group that has none that it meets."""
+    found: list[tuple[Reach, list[Mutation]]] = []
+    for mutation in mutations:
+        reach = mutation.reach(case.graph, case.plan)
+        index = next((i for i, (taken, _) in enumerate(found) if not reach.meets(taken)), len(found))
+        taken, members = found.pop(index) if index < len(found) else (Reach(), [])
+        found.insert(index, (reach.joined(taken), [*members, mutation]))
+    return [members for _, members in found]
 
 
 def _prove_group(case: Case, members: list[Mutation], ranks: RankPool, verify: Verify, tally: Tally) -> None:
-    together = Group(set(), members).mutation
+    joined = together(members)
     try:
-        verify(case.graph, together.apply(case.plan))
-        problem = run(case, together, ranks)
-        tally.programs += 1
+        verify(case.graph, joined.apply(case.plan))
+        problem = run(case, joined, ranks, tally.proved)
     except (PlanError, PlacementError) as error:
         problem = f"refused together: {error}"
     if not problem:
         tally.equal += len(members)
     elif len(members) == 1:
-        tally.wrong.append(f"{together.what}\n{problem}")
+        tally.wrong.append(f"{joined.what}\n{problem}")
     else:
         before = len(tally.wrong)
         middle = len(members) // 2
         for half in (members[:middle], members[middle:]):
             _prove_group(case, half, ranks, verify, tally)
         if len(tally.wrong) == before and not problem.startswith("refused"):
-            tally.wrong.append(f"only together: {together.what}\n{problem}")
+            tally.wrong.append(f"only together: {joined.what}\n{problem}")
 
 
-def run(case: Case, mutation: Mutation, ranks: RankPool) -> str:
+def run(case: Case, mutation: Mutation, ranks: RankPool, proved: set[str]) -> str:
     """What is wrong with the mutant's program; empty when it computes what the model computes."""
     try:
         source = emit(case.graph, mutation.apply(case.plan))
+        if source in proved:
+            return ""
         warm_up(ranks)
         results = ranks.run(first_step, source, case.state, case.batch)
     except (PlanError, PlacementError):
@@ -144,6 +148,8 @@ def run(case: Case, mutation: Mutation, ranks: RankPool) -> str:
     losses = {loss.item() for loss, *_ in results}
     if len(losses) > 1:
         found.append(f"ranks have different losses: {sorted(losses)}")
+    if not found:
+        proved.add(source)
     return "\n".join(found)
 
 

@@ -24,6 +24,26 @@ Value = tuple[str, Placement]  # a tensor in one of its placements
 
 
 @dataclass(frozen=True)
+class Reach:
+    """Nodes, tensors and values (a tensor in a placement) that a mutation changes, and those that it reads.
+
+    Who changes a tensor meets all who deal with it. Several operators that read one value may change together: what
+    is then converted and read by each is the same as when they change one by one.
+    """
+
+    changed: frozenset[object] = frozenset()
+    read: frozenset[object] = frozenset()
+
+    def meets(self, other: Reach) -> bool:
+        """Whether one changes what the other changes or reads."""
+        mine, others = self.changed | self.read, other.changed | other.read
+        return bool(self.changed & others or other.changed & mine)
+
+    def joined(self, other: Reach) -> Reach:
+        return Reach(self.changed | other.changed, self.read | other.read)
+
+
+@dataclass(frozen=True)
 class Mutation:
     """What replaces entries of a plan; None removes a conversion."""
 
@@ -44,11 +64,19 @@ class Mutation:
             redistributes=tuple(r for r in conversions.values() if r is not None),
         )
 
-    def touches(self, graph: Graph) -> set[str]:
-        """The tensors whose placements or conversions it may change: disjoint mutations do not meet."""
+    def around(self, graph: Graph) -> set[str]:
+        """The tensors whose placements or conversions may have to follow."""
         nodes = [graph.node_by_name[name] for name in self.nodes]
-        around = {tensor for node in nodes for tensor in (*node.operands, *node.results)}
-        return around | {tensor for tensor, _ in self.conversions} | set(self.storage) | set(self.inputs)
+        read_or_made = {tensor for node in nodes for tensor in (*node.operands, *node.results)}
+        return read_or_made | {tensor for tensor, _ in self.conversions} | set(self.storage) | set(self.inputs)
+
+    def reach(self, graph: Graph, plan: Plan) -> Reach:
+        """What it changes and what it reads, by which it is seen whether two mutations meet."""
+        nodes = [graph.node_by_name[name] for name in self.nodes]
+        made = {tensor for node in nodes for tensor in node.results}
+        read = {pair for node in nodes for pair in zip(node.operands, plan.nodes[node.name].operands, strict=True)}
+        changed = {*self.nodes, *made, *self.storage, *self.inputs, *self.conversions}
+        return Reach(frozenset(changed), frozenset({*read, *self.around(graph)}))
 
     @property
     def key(self) -> tuple[frozenset[object], ...]:
@@ -319,7 +347,7 @@ def rerouted(graph: Graph, plan: Plan, mutation: Mutation) -> Iterator[Mutation]
     old, new = sources(graph, plan), sources(graph, changed)
     conversions: dict[Value, Redistribute | None] = {}
     existing = [(r.tensor, r.target) for r in plan.redistributes]
-    for tensor in sorted(mutation.touches(graph)):
+    for tensor in sorted(mutation.around(graph)):
         wanted = _wanted(graph, changed, tensor)
         stale = [value for value in existing if value[0] == tensor and value not in wanted]
         conversions.update(dict.fromkeys(stale))

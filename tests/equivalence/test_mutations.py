@@ -1,7 +1,7 @@
 """Nothing that verifies is ever wrong: every mutant of every plan is refused, or still computes what the model does.
 
 All redistributions of all plans are mutated, one by one (`mutations.py`), those of repeated blocks included. Mutants
-that verify and touch different tensors run together in one program; each alone only when that program is wrong. So
+that verify and do not meet run together in one program; each alone only when that program is wrong. So
 equal blocks cost no further runs, and no argument from symmetry is needed.
 """
 
@@ -99,8 +99,9 @@ def test_a_wrong_mutant_is_found_among_others() -> None:
     proved = case("mlp", "dp")
     first = next(site for site in sites(proved.graph, proved.plan) if "weight" in str(site))
     planted = next(drop_for_readers(first))
-    around = planted.touches(proved.graph)
-    good = [m for m in mutations(proved.graph, proved.plan) if not m.touches(proved.graph) & around]
+    reach = planted.reach(proved.graph, proved.plan)
+    others = mutations(proved.graph, proved.plan)
+    good = [mutation for mutation in others if not mutation.reach(proved.graph, proved.plan).meets(reach)]
     verify = Verifier()
 
     def lenient(graph: Graph, plan: Plan) -> None:
@@ -119,7 +120,7 @@ def test_the_public_ways_refuse_and_accept_alike() -> None:
     plan = planned.plan("mlp", "tp")
     graph = planned.graph("mlp")
     verify, kinds = Verifier(), set()
-    for mutation in mutations(graph, plan)[::7]:
+    for mutation in mutations(graph, plan)[::40]:
         mutant = mutation.apply(plan)
         try:
             verify(graph, mutant)
