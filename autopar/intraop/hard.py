@@ -27,7 +27,7 @@ _REPAIR_SHARE = 0.1
 """At most this share of the time that is left goes into making one choice fit."""
 _CLOSING_SHARE, _CLOSING_S = 0.05, 1.5
 """At most so much of the time is kept for ending what runs and for checking the choice."""
-_MENDABLE = 0.05
+_MENDABLE = 0.15
 """Excess, as a share of the largest room, up to which a choice is worth repairing once there is another."""
 _JOB_SHARE = 0.25
 """At most this share of the time goes into one minimisation under prices."""

@@ -75,10 +75,12 @@ def _whole(bound: float) -> int:
 
 
 def _new(top: int, request: Request) -> Any:
-    from pytoulbar2 import CFN  # no stubs; lazy: only solvers pay for it
+    from pytoulbar2 import CFN, tb2  # no stubs; lazy: only solvers pay for it
 
+    # Options, and more that no option shows, are globals of the library that outlive a network: a search that met its
+    # limit leaves best-first search off, and one without a choice leaves weaker propagation.
+    tb2.init()
     cfn = CFN(ubinit=top, seed=request["seed"], verbose=-1)
-    # Options are globals of the library that outlive a network: each is set anew.
     cfn.Option.trwsAccuracy = 0.001 if request["message_passing"] else -1.0
     cfn.Option.backtrackLimit = request["backtrack_limit"]
     cfn.Option.limited = False

@@ -77,6 +77,17 @@ def test_an_upper_bound_that_nothing_beats_is_returned_as_the_bound() -> None:
     assert (result["choice"], result["lower_bound"]) == (None, least)
 
 
+@pytest.mark.parametrize("backtracks", [1, 20, 300])
+def test_no_search_leaves_a_trace_on_the_next(backtracks: int) -> None:
+    """The library went on without best-first search after a limit, and with weaker bounds after a contradiction."""
+    network = hard_network(9)
+    first = minimise_here(network, (), INFINITE, backtracks, 0)
+    assert not first["complete"]
+    minimise_here(hard_network(30), (), 5, NO_BACKTRACK_LIMIT, 0)
+    minimise_here(hard_network(30), (), INFINITE, 1, 0)
+    assert minimise_here(network, (), INFINITE, backtracks, 0) == first
+
+
 @pytest.mark.parametrize("message_passing", [False, True])
 def test_search_apart_agrees_with_search_here(message_passing: bool) -> None:
     _, network, _ = case(2, tightness=1.0)
