@@ -10,6 +10,7 @@ tie all its variables together.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +77,8 @@ class _Eliminator:
         self.left = set(range(len(self.unary)))
         self.removed: list[_Removed] = []
         self.constant = 0
+        self.queue = [self._key(variable) for variable in sorted(self.left)]
+        heapq.heapify(self.queue)
 
     def run(self) -> Core:
         while (variable := self._next()) is not None:
@@ -89,8 +92,18 @@ class _Eliminator:
         )  # fmt: skip
 
     def _next(self) -> int | None:
-        possible = [v for v in self.left if len(self.around[v]) <= 2 and self._work(v) <= _MOST_WORK]
-        return min(possible, key=lambda v: (len(self.around[v]), len(self.unary[v]), v), default=None)
+        """Returns the variable of fewest neighbours and values; keys that have changed since are skipped."""
+        while self.queue:
+            key = heapq.heappop(self.queue)
+            degree, _, variable = key
+            if degree > 2:
+                return None
+            if variable in self.left and key == self._key(variable) and self._work(variable) <= _MOST_WORK:
+                return variable
+        return None
+
+    def _key(self, variable: int) -> tuple[int, int, int]:
+        return len(self.around[variable]), len(self.unary[variable]), variable
 
     def _work(self, variable: int) -> int:
         work = len(self.unary[variable])
@@ -105,6 +118,7 @@ class _Eliminator:
         self.left.discard(variable)
         for neighbour, _ in tables:
             del self.around[neighbour][variable]
+            heapq.heappush(self.queue, self._key(neighbour))
         if not tables:
             self.constant += int(unary.min())
         elif len(tables) == 1:
@@ -119,6 +133,8 @@ class _Eliminator:
         if j in self.around[i]:
             table = np.minimum(table + self.around[i][j], INFINITE)
         self.around[i][j], self.around[j][i] = table, table.T
+        for end in (i, j):
+            heapq.heappush(self.queue, self._key(end))
 
 
 def _joined(unary: Int64Array, to_i: Int64Array, to_j: Int64Array) -> Int64Array:

@@ -7,6 +7,7 @@ and the best is improved part by part; when that has not helped for long, a seco
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from autopar.intraop.problem import INFINITE
 from autopar.intraop.repair import repair
 from autopar.intraop.start import frugal_choice
 from autopar.intraop.toulbar import SearchApart, SearchHere
-from autopar.intraop.toulbar_worker import Result
+from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
 
 _REPAIR_SHARE = 0.1
 """At most this share of the time that is left goes into making one choice fit."""
@@ -119,7 +120,8 @@ class _BoundSearch:
         return [choice for choice in choices if choice is not None]
 
     def _start(self, upper_bound: int) -> bool:
-        if self._prices.settled and self._branching is None:
+        """Starts the next minimisation; False when there is none to start."""
+        if self._prices.settled and self._prices.times and self._branching is None:
             self._branching = PriceBranching(self._prices)
         if self._branching is not None:
             node = self._branching.next_node(upper_bound)
@@ -127,19 +129,20 @@ class _BoundSearch:
                 self._minimise(node.search.next_network(), node)
             self._note_bound(upper_bound)
             return node is not None
-        if not self._running:
-            self._minimise(self._prices.next_network(), None)
-            return True
-        return False
+        if self._running:
+            return False
+        # Settled without any row that binds: what is left is to minimise without prices, however long that takes.
+        self._minimise(self._prices.next_network(), None, thoroughly=self._prices.settled)
+        return True
 
-    def _minimise(self, network: Network, node: Node | None) -> None:
-        backtracks = max(1, _EFFORT // max(1, network.num_entries))
+    def _minimise(self, network: Network, node: Node | None, *, thoroughly: bool = False) -> None:
+        backtracks = NO_BACKTRACK_LIMIT if thoroughly else max(1, _EFFORT // max(1, network.num_entries))
         search: SearchApart | SearchHere
         if network.num_entries <= _TINY_ENTRIES:
             search = SearchHere(network, (), INFINITE, backtracks, self._seed)
         else:
             search = SearchApart(network, (), INFINITE, self._seed, backtracks=backtracks, message_passing=True)
-        self._running.append(_Job(search, node, time.monotonic() + self._most_s))
+        self._running.append(_Job(search, node, math.inf if thoroughly else time.monotonic() + self._most_s))
 
     def _learn(self, job: _Job, result: Result, upper_bound: int) -> list[int] | None:
         if job.node is None or self._branching is None:

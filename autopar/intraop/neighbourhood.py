@@ -15,8 +15,8 @@ _LOCAL_SHARE = 0.5
 """How often a part is grown from one variable, rather than from several that are live at one time."""
 _CROWD = 7
 """So many variables of a crowded time seed a part."""
-_MEMORY = 0.9
-"""How much of the past a mean keeps at each step."""
+_MEMORY, _MEMORY_S = 0.9, 0.5
+"""How much of the past a mean keeps at each step, or for each so many seconds of a longer one."""
 _LEAST_SHARE = 0.1
 """The time given to a size, relative to the best one."""
 _MOST_TIMES = 24
@@ -90,8 +90,9 @@ class NeighbourhoodSearch:
 
     def _remember(self, size: int, seconds: float, gain: int) -> None:
         known = self._sizes[size] or _Size(seconds, gain)
-        known.seconds = _MEMORY * known.seconds + (1 - _MEMORY) * seconds
-        known.gain = _MEMORY * known.gain + (1 - _MEMORY) * gain
+        kept = _MEMORY ** max(1.0, seconds / _MEMORY_S)
+        known.seconds = kept * known.seconds + (1 - kept) * seconds
+        known.gain = kept * known.gain + (1 - kept) * gain
         self._sizes[size] = known
 
     def _seeds(self) -> list[int]:

@@ -35,6 +35,8 @@ Prices = dict[int, float]
 
 _ROWS_A_ROUND = 4
 _WIDEST_BOX, _CHILD_BOX, _NARROWEST_BOX = 4.0, 2.0, 1.02
+_BOX_GROWTH = 1.5
+"""The box widens by this power after a better bound; after any other it narrows to its square root."""
 _PATIENCE = 3
 """Prices have settled after so many rounds in the narrowest box without a better bound."""
 _LARGEST_SUM = 2**45
@@ -106,7 +108,7 @@ class PriceSearch:
 
         Its costs are scaled up where they are small, so that prices may be fractions of them.
         """
-        self._trial = self.prices if self._is_fresh else self._next_prices()
+        self._trial = self._next_prices() if self._seen and not self._is_fresh else self.prices
         total = self.priced_usages(self._trial)
         # Rounded down by more than float error can have lifted the sum, so that a bound stays a bound.
         total *= self._scale * (1.0 - (len(self._trial) + 3) * 2.0**-52)
@@ -133,8 +135,11 @@ class PriceSearch:
         """Takes in the minimum of `next_network`, or a bound on it and a choice near it; returns the choice."""
         infeasible = result["lower_bound"] >= INFINITE
         bound = Fraction(INFINITE) if infeasible else Fraction(result["lower_bound"], self._scale) - self._credit()
-        if bound > self._bound or self._is_fresh:
+        if self._is_fresh:
+            self.prices, self._bound = self._trial, bound
+        elif bound > self._bound:
             self.prices, self._bound, self._fruitless = self._trial, bound, 0
+            self._box = min(_WIDEST_BOX, self._box**_BOX_GROWTH)
         else:
             self._fruitless += self._box <= _NARROWEST_BOX
             self._box = max(_NARROWEST_BOX, math.sqrt(self._box))

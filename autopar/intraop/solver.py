@@ -20,12 +20,10 @@ from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.reduction import reduce_problem
 from autopar.intraop.solution import Solution
 from autopar.intraop.timeline import Timeline
-from autopar.intraop.toulbar import SearchApart, minimise_here
+from autopar.intraop.toulbar import minimise_here
 
 __all__ = ["Solution", "minimise_peak", "solve"]
 
-_CORE_ENTRIES = 4_000_000
-"""Elimination must leave no more than this for the search without memory rows: some seconds."""
 _CORE_BACKTRACKS = 2_000
 _PEAK_TIME_LIMIT_S = 5.0
 """At most this, besides the time limit, goes into saying what limit could be met."""
@@ -58,7 +56,7 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
 
 def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[Outcome, str]:
     """Returns what was found, and by which search."""
-    outcome = _without_rows(network, deadline, seed)
+    outcome = _without_rows(network, seed)
     if outcome.complete:
         return outcome, "bucket elimination and toulbar2"
     if network.num_entries <= SMALL_ENTRIES:
@@ -68,14 +66,14 @@ def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> t
     return search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods"
 
 
-def _without_rows(network: Network, deadline: float, seed: int) -> Outcome:
-    """The optimum without memory rows, where elimination leaves little to search: often it fits, and is the optimum."""
-    if network.core.num_entries > _CORE_ENTRIES:
+def _without_rows(network: Network, seed: int) -> Outcome:
+    """The optimum without memory rows, where elimination leaves little to search: often it fits, and is the optimum.
+
+    Where more is left, `search_hard` begins with it.
+    """
+    if network.core.num_entries > SMALL_ENTRIES:
         return Outcome(None, INFINITE, 0)
-    if network.core.num_entries <= SMALL_ENTRIES:
-        result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
-    else:
-        result = SearchApart(network, (), INFINITE, seed).result(deadline)
+    result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
     if result["choice"] is None or Timeline(network).violated_times(result["choice"], 1):
         return Outcome(None, INFINITE, result["lower_bound"])
     return Outcome(result["choice"], network.cost(result["choice"]), result["lower_bound"])

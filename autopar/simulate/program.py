@@ -28,6 +28,7 @@ from autopar.simulate.traffic import inner_collectives
 
 LONE_BYTES = 1 << 20  # the runtime sends tensors from this size on alone, and packs smaller ones
 BUCKET_BYTES = 25 << 20
+FIRST_BUCKET_BYTES = 1 << 20
 OPTIMIZER_KERNELS = {
     "cpu": 8,
     "cuda": 1,
@@ -406,39 +407,44 @@ class _Lowering:
     # Buckets ----------------------------------------
 
     def _buckets(self, forward: bool) -> list[Bucket]:
-        """Slots with equal steps travel together: in a unit's gathers, in gradient buckets of at most 25 MB.
+        """Slots with equal steps travel together, as in the runtime: a unit's gathers; gradients until 25 MB are full.
 
-        Large ones travel alone. The order is that of units forward, and of gradients backward.
+        The first bucket of gradients closes at 1 MB. Large tensors travel alone, but for gradients that are summed
+        before anything else. The order is that of units forward, and of gradients backward.
         """
         groups: dict[object, list[int]] = {}
+        limits: dict[object, int] = {}
         buckets: list[list[int]] = []
         numbers = range(len(self.program.slots))
         for number in numbers if forward else reversed(numbers):
             slot = self.program.slots[number]
             if not slot.steps or (not forward and not slot.requires_grad):
                 continue
-            if slot.used_bytes >= LONE_BYTES:
+            if slot.used_bytes >= LONE_BYTES and (forward or not _is_summed_first(slot)):
                 buckets.append([number])
                 continue
-            self._join(groups, buckets, number, forward)
+            alone = slot.unit if forward or slot.storage.regather else None
+            key = (slot.steps, slot.reduces_each, slot.storage.regather, alone)
+            group = groups.setdefault(key, [])
+            group.append(number)
+            size = sum(self.program.slots[other].used_bytes for other in group)
+            if not forward and size >= limits.get(key, FIRST_BUCKET_BYTES):
+                buckets.append(group[:])
+                limits[key] = BUCKET_BYTES
+                group.clear()
         return [self._bucket(slots, forward) for slots in (*buckets, *groups.values()) if slots]
-
-    def _join(self, groups: dict[object, list[int]], buckets: list[list[int]], number: int, forward: bool) -> None:
-        slot = self.program.slots[number]
-        alone = forward or slot.storage.regather
-        key = (slot.steps, slot.reduces_each, slot.storage.regather, slot.unit if alone else None)
-        group = groups.setdefault(key, [])
-        size = sum(self.program.slots[other].used_bytes for other in group)
-        if not forward and group and size + slot.used_bytes > BUCKET_BYTES:
-            buckets.append(group[:])
-            group.clear()
-        group.append(number)
 
     def _bucket(self, slots: list[int], forward: bool) -> Bucket:
         first = self.program.slots[slots[0]]
         rows = [self.program.slots[number].sizes for number in slots]
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
         return Bucket(slots, self._transmissions(first.steps, sizes, 0 if forward else 1))
+
+
+def _is_summed_first(slot: Slot) -> bool:
+    """Whether the gradient's first step home is a sum over an axis that leaves its shape."""
+    step = slot.steps[-1]
+    return (step.before.kind, step.after.kind) == ("I", "R")
 
 
 def _mark_gradients(program: Program, loss: int) -> None:

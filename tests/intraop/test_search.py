@@ -267,6 +267,22 @@ def test_the_hard_search_keeps_its_deadline_and_a_valid_bound() -> None:
     assert outcome.lower_bound < outcome.cost, "this network is not solved in seconds"
 
 
+def test_the_hard_search_proves_what_no_row_binds_with_more_than_a_first_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hard, "_EFFORT", 1)
+    network = hard_network(7)
+    outcome = hard.search_hard(network, UNKNOWN, later(), 0, 0.0)
+    best = minimise_here(network, (), INFINITE, NO_BACKTRACK_LIMIT, 0)["lower_bound"]
+    assert outcome.complete and outcome.cost == best
+
+
+def test_a_search_that_elimination_settles_needs_no_process() -> None:
+    _, network, _ = case(2, num_nodes=3, tightness=1.0)
+    search = SearchApart(network, (), INFINITE, 0)
+    search.interrupt()
+    assert search.done and search.result(later())["complete"]
+    search.cancel()
+
+
 # --- solve and minimise_peak ----------------------------------------------------------------------------------
 
 
