@@ -196,7 +196,10 @@ class Reducer:
 
 
 def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> list[Bucket]:
-    """Groups slots by their way home, in reverse order of declaration: about the order of their gradients."""
+    """Groups slots by their way home, in reverse order of declaration: about the order of their gradients.
+
+    A bucket is closed before it would grow too large, not after: the last one, which nothing hides, stays small.
+    """
     buckets: list[Bucket] = []
     open_buckets: dict[object, list[Slot]] = {}
     limits: dict[object, int] = {}
@@ -206,12 +209,16 @@ def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> li
             continue
         way = _way_home(slot, unit_of)
         group = open_buckets.setdefault(way, [])
-        group.append(slot)
-        if sum(s.num_bytes for s in group) >= limits.get(way, FIRST_BUCKET_BYTES):
+        if group and _num_bytes(group) + slot.num_bytes > limits.get(way, FIRST_BUCKET_BYTES):
             buckets.append(Bucket(group[:]))
             limits[way] = BUCKET_BYTES
             group.clear()
+        group.append(slot)
     return buckets + [Bucket(group) for group in open_buckets.values() if group]
+
+
+def _num_bytes(slots: Sequence[Slot]) -> int:
+    return sum(slot.num_bytes for slot in slots)
 
 
 def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> object:
