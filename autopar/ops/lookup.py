@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal
 
 import torch
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Axis, I, P, Placement, R, Type, format_placement, local_shape, num_shards
-from autopar.ops import registry, views
+from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, format_placement, num_shards, slice_lengths
+from autopar.ops import proofs, registry, views
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.table import TABLE, Entry, find
@@ -159,7 +158,7 @@ def shape_error(
                 limit = views.reshape_limit(before, after, type_.dim)
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
-    if any(word in node.op for word in _NEED_ELEMENTS):
+    if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
         return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
         heads = [shape[-3] for shape in call.operand_shapes[:3]]
@@ -175,19 +174,22 @@ _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", 
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
-    """The last ranks of an uneven split may hold no element."""
-    last = tuple(axis.size - 1 for axis in axes)
+    """Some ranks of an uneven split may hold nothing along a dim."""
     for shape, placement in zip(call.operand_shapes, operands, strict=True):
-        if math.prod(shape) and not math.prod(local_shape(shape, placement, axes, last)):
+        if any(length and 0 in _slice_lengths(length, dim, placement, axes) for dim, length in enumerate(shape)):
             return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
 
 
+def _slice_lengths(length: int, dim: int, placement: Placement, axes: tuple[Axis, ...]) -> set[int]:
+    return slice_lengths(length, [axis.size for axis, t in zip(axes, placement, strict=True) if t == S(dim)])
+
+
 def _squeeze_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
     for dim in views.squeezed_dims(call):
-        length, shards = call.shape(0)[dim], num_shards(operand, dim, axes)
-        if length > 1 and length <= shards:
-            return f"dim {dim} of {list(call.shape(0))} in {shards} slices would be squeezed away"
+        length = call.shape(0)[dim]
+        if length > 1 and 1 in _slice_lengths(length, dim, operand, axes):
+            return f"dim {dim} of {list(call.shape(0))} has slices of length 1, which would be squeezed away"
     return None
 
 
