@@ -22,11 +22,11 @@ import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.problem import INFINITE, Problem
-from autopar.intraop.strategies import Strategy, enumerate_strategies, permitted, splits
+from autopar.intraop.strategies import Strategy, enumerate_strategies, permitted
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import I, Placement, R, Type
+from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty
 from autopar.ir.plan import Storage
 
 Matrix = npt.NDArray[np.int64]
@@ -180,7 +180,8 @@ class _Builder:
     def _storages(self, stored: Stored, tensor: Tensor) -> tuple[list[Storage], list[int]]:
         if stored.kind != "parameter":
             return [Storage((R,) * len(self.axes))], [0]
-        options = [o for o in self.storage_options(tensor, self.axes) if splits(tensor.shape, o.placement, self.axes)]
+        every = self.storage_options(tensor, self.axes)
+        options = [option for option in every if leaves_none_empty(tensor.shape, option.placement, self.axes)]
         kept, penalties = self._constrain("stored", (stored.name,), tensor, options, lambda option: [option.placement])
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
@@ -191,7 +192,7 @@ class _Builder:
         for name in self.graph.inputs:
             tensor = self.graph.tensors[name]
             types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
-            options = [p for p in _products(types, len(self.axes)) if splits(tensor.shape, p, self.axes)]
+            options = [p for p in _products(types, len(self.axes)) if leaves_none_empty(tensor.shape, p, self.axes)]
             kept, penalties = self._constrain("input", (name,), tensor, options, lambda option: [option])
             self._add("input", name, kept, 1, penalties, [0] * len(kept))
 
@@ -249,8 +250,8 @@ class _Builder:
             patterns = ", ".join(repr(rule.pattern) for rule in rules) or "none"
             raise InfeasibleError(
                 f"expected at least one placement of {tensor.name} {list(tensor.shape)} on the mesh ({sizes}), found "
-                f"no divisible strategy that the constraints allow (constraints that match: {patterns}). "
-                "Relax the constraint, or choose a mesh axis whose size divides the dim."
+                f"no strategy that the constraints allow (constraints that match: {patterns}). Relax the constraint, or "
+                "choose lengths and axes such that every rank gets at least one row of a dim that is cut."
             )
         return kept, penalties
 

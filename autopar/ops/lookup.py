@@ -9,7 +9,17 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, format_placement, num_shards, slice_lengths
+from autopar.ir.placement import (
+    Axis,
+    I,
+    P,
+    Placement,
+    R,
+    Type,
+    format_placement,
+    lengths_along,
+    num_shards,
+)
 from autopar.ops import proofs, registry, views
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
@@ -174,22 +184,18 @@ _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", 
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
-    """Some ranks of an uneven split may hold nothing along a dim."""
+    """Some ranks of an uneven split may hold nothing along a dim that has something."""
     for shape, placement in zip(call.operand_shapes, operands, strict=True):
-        if any(length and 0 in _slice_lengths(length, dim, placement, axes) for dim, length in enumerate(shape)):
+        if any(length and 0 in lengths_along(shape, placement, dim, axes) for dim, length in enumerate(shape)):
             return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
-
-
-def _slice_lengths(length: int, dim: int, placement: Placement, axes: tuple[Axis, ...]) -> set[int]:
-    return slice_lengths(length, [axis.size for axis, t in zip(axes, placement, strict=True) if t == S(dim)])
 
 
 def _squeeze_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
     for dim in views.squeezed_dims(call):
         length = call.shape(0)[dim]
-        if length > 1 and 1 in _slice_lengths(length, dim, operand, axes):
-            return f"dim {dim} of {list(call.shape(0))} has slices of length 1, which would be squeezed away"
+        if length > 1 and 1 in lengths_along(call.shape(0), operand, dim, axes):
+            return f"dim {dim} of {list(call.shape(0))} as {format_placement(operand)} would be squeezed away on a rank"
     return None
 
 

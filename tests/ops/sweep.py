@@ -16,7 +16,7 @@ import random
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -170,13 +170,11 @@ def _try(sample: Sample, case: Case, proof: Proof, max_pairs: int) -> str:
 def leaves_nothing(case: Case, layout: Layout) -> bool:
     """Whether some rank holds nothing along a dim of an operand or result that has something."""
     placed = zip((*case.node.operands, *case.node.results), (*layout.operands, *layout.results), strict=True)
-    lengths = ((n, lengths_along(n, dim, types, layout.axes)) for n, dim, types in _dims(case, placed))
-    return any(length and 0 in held for length, held in lengths)
+    return any(_has_empty(case.graph.tensors[name].shape, types, layout) for name, types in placed)
 
 
-def _dims(case: Case, placed: Iterable[tuple[str, Placement]]) -> Iterator[tuple[int, int, Placement]]:
-    for name, types in placed:
-        yield from ((length, dim, types) for dim, length in enumerate(case.graph.tensors[name].shape))
+def _has_empty(shape: tuple[int, ...], types: Placement, layout: Layout) -> bool:
+    return any(size and 0 in lengths_along(shape, types, dim, layout.axes) for dim, size in enumerate(shape))
 
 
 def _error(case: Case, layout: Layout) -> str | None:

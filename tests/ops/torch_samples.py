@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.export import default_decompositions
-from torch.utils._pytree import tree_flatten, tree_map
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map
 
 from autopar.ops import overload
 from tests.ops.samples import Sample
