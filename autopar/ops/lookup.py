@@ -20,7 +20,7 @@ from autopar.ir.placement import (
     lengths_along,
     num_shards,
 )
-from autopar.ops import proofs, registry, views
+from autopar.ops import proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.table import TABLE, Entry, find
@@ -168,6 +168,10 @@ def shape_error(
                 limit = views.reshape_limit(before, after, type_.dim)
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
+    if error := _channel_error(call, operands[0], axes) if operands else None:
+        return error
+    if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
+        return error
     if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
         return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
@@ -175,6 +179,16 @@ def shape_error(
         shards = num_shards(operands[0], len(call.shape(0)) - 3, axes)
         if any(count % shards for count in heads) and len(set(heads)) > 1:
             return f"heads {heads} do not split in {shards}"
+    return None
+
+
+def _channel_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    """Channels of grouped convolutions and of group norm split by whole groups."""
+    if ".conv" in call.node.op:
+        channel = len(call.shape(0)) - len(call.shape(1)) + 1
+        return windows.groups_error(call, operand, axes, call.arguments["groups"], channel)
+    if call.node.op == "aten.group_norm.default":
+        return windows.groups_error(call, operand, axes, call.arguments["num_groups"], 1)
     return None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.placement import I, P, R, S
-from autopar.ops import proofs, views
+from autopar.ops import proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.patterns import (
@@ -156,27 +156,25 @@ def dropout(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(len(call.shape(0)))]
 
 
-def convolution(call: Call) -> list[AxisRule]:
-    """Samples, output channels and input channels split when there are no groups; a split sum adds its bias once."""
-    spatial = len(call.shape(1)) - 2
-    n = "n " * (len(call.shape(0)) - spatial - 1)
-    inside = " ".join(f"X{i}" for i in range(spatial))
-    kernel = " ".join(f"K{i}" for i in range(spatial))
-    after = " ".join(f"Y{i}" for i in range(spatial))
-    channels = ("o", "c") if call.arguments["groups"] == 1 else ("O", "C")
-    o, c = channels
-    inner = c if c == "c" else "G"
-    return Entry(f"{n}{c} {inside}, {o} {inner} {kernel}, {o} -> {n}{o} {after}", "PRP RPP", additive=(2,))(call)
-
-
 def batch_norm(call: Call) -> list[AxisRule]:
-    """Channels split with their statistics; split samples reduce the statistics inside when training."""
+    """Channels split with their statistics; split samples and spatial dims reduce the statistics inside."""
     names = ["weight", "bias", "running_mean", "running_var"]
     others = [position for name in names for position in call.positions.get(name, ())]
-    outputs = call.result_positions()
-    channel = AxisRule((S(1),) + (S(0),) * len(others), tuple(S(1) if p == 0 else S(0) for p in outputs))
-    sample = AxisRule((S(0),) + (R,) * len(others), tuple(S(0) if p == 0 else R for p in outputs))
-    return [sample, channel]
+    outputs, shape = call.result_positions(), call.shape(0)
+    rules = []
+    for dim in [dim for dim, size in enumerate(shape) if size > 1]:
+        channel = S(0) if dim == 1 else R
+        rules.append(AxisRule((S(dim),) + (channel,) * len(others), tuple(channel if p else S(dim) for p in outputs)))
+    return rules
+
+
+def group_norm(call: Call) -> list[AxisRule]:
+    """Samples; channels by whole groups, with their weights; spatial dims reduce the statistics inside."""
+    others, shape = len(call.node.operands) - 1, call.shape(0)
+    rules = []
+    for dim in [dim for dim, size in enumerate(shape) if size > 1]:
+        rules.append(AxisRule((S(dim),) + (S(0) if dim == 1 else R,) * others, (S(dim),)))
+    return rules
 
 
 def recurrent(call: Call) -> list[AxisRule]:
@@ -189,19 +187,20 @@ def recurrent(call: Call) -> list[AxisRule]:
     return [AxisRule((sample,) + (S(1),) * states + (R,) * weights, results)]
 
 
-def transposed_convolution(call: Call) -> list[AxisRule]:
-    """As convolution, with the kernel's first two dims exchanged."""
-    spatial = len(call.shape(1)) - 2
-    n = "n " * (len(call.shape(0)) - spatial - 1)
-    inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(spatial)) for letter in "XKY")
-    c, o = ("c", "o") if call.arguments["groups"] == 1 else ("C", "O")
-    inner = o if o == "o" else "G"
-    return Entry(f"{n}{c} {inside}, {c} {inner} {kernel}, {o} -> {n}{o} {after}", "PRP RPP", additive=(2,))(call)
+def max_pool(call: Call) -> list[AxisRule]:
+    return [*passes_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
 
 
-def group_norm(call: Call) -> list[AxisRule]:
-    """Samples only: a slice of the channels would hold another number of groups."""
-    return [AxisRule((S(0),) + (R,) * (len(call.node.operands) - 1), (S(0),))]
+def avg_pool(call: Call) -> list[AxisRule]:
+    return [*linear_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
+
+
+def adaptive_avg_pool(call: Call) -> list[AxisRule]:
+    """A mean over all of the image is a local sum, as any mean; smaller windows need their dims whole."""
+    size = call.arguments["output_size"]
+    leading = len(call.shape(0)) - len(size)
+    whole = [dim for dim in range(leading, len(call.shape(0))) if set(size) == {1} and call.shape(0)[dim] > 1]
+    return [*linear_leading_dims(len(size))(call), *(AxisRule((S(dim),), (P,)) for dim in whole)]
 
 
 def identity(call: Call) -> list[AxisRule]:
@@ -227,7 +226,6 @@ def gather(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim), S(dim)), (S(dim),)) for dim in same] + [AxisRule((P, R), (P,))]
 
 
-_MAX_POOLS, _MEAN_POOLS = ("max", "adaptive_max"), ("avg", "adaptive_avg")
 _VIEW = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"), views.reshape)
 
 TABLE: dict[str, RuleFunction] = {
@@ -244,18 +242,21 @@ TABLE: dict[str, RuleFunction] = {
     "aten.einsum.default": einsum,
     "aten.dot.default": Entry("k, k -> ", "PR RP"),
     "aten.mv.default": Entry("m k, k -> m", "PR RP"),
-    "aten.conv1d.default": convolution,
-    "aten.conv2d.default": convolution,
-    "aten.conv3d.default": convolution,
-    "aten.conv_transpose1d.default": transposed_convolution,
-    "aten.conv_transpose2d.input": transposed_convolution,
-    "aten.conv_transpose3d.input": transposed_convolution,
+    "aten.conv1d.default": windows.convolution,
+    "aten.conv2d.default": windows.convolution,
+    "aten.conv3d.default": windows.convolution,
+    "aten.convolution.default": windows.convolution,
+    "aten.conv_transpose1d.default": windows.transposed_convolution,
+    "aten.conv_transpose2d.input": windows.transposed_convolution,
+    "aten.conv_transpose3d.input": windows.transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
     "aten.group_norm.default": group_norm,
     "aten._native_batch_norm_legit_functional.default": batch_norm,
+    "aten._native_batch_norm_legit.no_stats": batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": batch_norm,
     **dict.fromkeys((f"aten.{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
     "aten.cross_entropy_loss.default": cross_entropy,
     "aten.embedding.default": embedding,
@@ -314,8 +315,10 @@ TABLE: dict[str, RuleFunction] = {
     "aten.tril.default": linear_leading_dims(2),
     "aten.triu.default": linear_leading_dims(2),
     # pooling and interpolation
-    **{f"aten.{kind}_pool{n}d.default": passes_leading_dims(n) for kind in _MAX_POOLS for n in (1, 2, 3)},
-    **{f"aten.{kind}_pool{n}d.default": linear_leading_dims(n) for kind in _MEAN_POOLS for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d.default": max_pool for n in (1, 2, 3)},
+    **{f"aten.avg_pool{n}d.default": avg_pool for n in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": passes_leading_dims(n) for n in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{n}d.default": adaptive_avg_pool for n in (1, 2, 3)},
     **{f"aten.upsample_nearest{n}d.vec": linear_leading_dims(n) for n in (1, 2, 3)},
     "aten.upsample_linear1d.vec": linear_leading_dims(1),
     "aten.upsample_bilinear2d.vec": linear_leading_dims(2),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.emit.calls import LOWERED
 from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
 from autopar.ir.graph import Tensor as Value
 from autopar.ir.placement import Axis, Placement, gradient_type, local_shape
@@ -143,20 +144,26 @@ def backward(results: list[Tensor], seeds: list[Tensor | None], operands: list[T
 
 def check(case: Case, rules: tuple[AxisRule, ...], sizes: tuple[int, ...]) -> str | None:
     """Why the rules, one an axis, are wrong for the case; None when values and gradients agree."""
-    from tests.ops.communicating import COMMUNICATING
+    from tests.ops.emitted import bytes_difference, run_emitted
 
     layout = Layout(rules, sizes)
     operands = [deal(value, types, sizes) for value, types in zip(case.operands, layout.operands, strict=True)]
     for shards, gradient in zip(operands, case.operand_gradients, strict=True):
         for shard in shards.values():
             shard.requires_grad_(gradient is not None)
-    results = COMMUNICATING.get(case.node.op, run_locally)(case, layout, operands)
+    gradients: list[Shards] | None = None
+    if case.node.op in LOWERED:
+        results, gradients, sent = run_emitted(case, layout, operands)
+        if error := bytes_difference(case, layout, sent):
+            return error
+    else:
+        results = run_locally(case, layout, operands)
     if len(results) != len(case.results):
         return f"expected {len(case.results)} results, found {len(results)}"
     for i, (whole, shards) in enumerate(zip(case.results, results, strict=True)):
         if error := difference(case, whole, shards, layout.results[i], layout):
             return f"result {i}: {error}"
-    gradients = run_backward(case, layout, operands, results)
+    gradients = gradients or run_backward(case, layout, operands, results)
     for i, (whole_gradient, shards) in enumerate(zip(case.operand_gradients, gradients, strict=True)):
         if whole_gradient is not None:
             dual = tuple(map(gradient_type, layout.operands[i]))
@@ -194,13 +201,18 @@ def run_backward(case: Case, layout: Layout, operands: list[Shards], results: li
     return [{coordinate: next(found) for coordinate in shards} for shards in operands]  # type: ignore[misc]
 
 
+def _largest(value: Tensor) -> float:
+    sizes = (value if value.is_complex() else value.double()).abs()
+    return float(sizes.nan_to_num(0, 0, 0).amax()) if value.numel() else 0.0
+
+
 def difference(case: Case, whole: Tensor, shards: Shards, placement: Placement, layout: Layout) -> str | None:
     for coordinate, shard in shards.items():
         planned = local_shape(tuple(whole.shape), placement, layout.axes, coordinate)
         if tuple(shard.shape) != planned:
             return f"expected local shape {planned} at {coordinate}, found {tuple(shard.shape)}"
     parts = {c: shard.detach() for c, shard in shards.items()}
-    scale = max(float(part.abs().nan_to_num(0, 0, 0).amax()) if part.numel() else 0.0 for part in parts.values())
+    scale = max(_largest(part) for part in parts.values())
     joined = combine(parts, placement, lambda left, right: case.equal(left, right, scale))
     if joined is None:
         return "expected equal copies on the ranks, found different ones"
