@@ -23,7 +23,8 @@ from autopar.ir.placement import (
 from autopar.ops import proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
-from autopar.ops.table import TABLE, Entry, find
+from autopar.ops.patterns import Entry
+from autopar.ops.table import TABLE, find
 
 Source = Literal["user", "table", "registry", "replicated"]
 _USER: dict[str, Entry] = {}
