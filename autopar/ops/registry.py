@@ -54,6 +54,14 @@ def knows(op: torch._ops.OpOverload) -> bool:
         return False
 
 
+def overloads() -> list[torch._ops.OpOverload]:
+    """Every operator that the registry has a strategy for."""
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    return [*dict.fromkeys((*propagator.op_single_dim_strategy_funcs, *propagator.op_strategy_funcs))]
+
+
 def _key(call: Call) -> Any:
     tensors = [call.tensor(position) for position in range(len(call.node.operands))]
     outputs = tuple(name is None for name in call.node.outputs)
@@ -204,4 +212,4 @@ def _type(placement: Any) -> Type | None:
     return None
 
 
-__all__ = ["knows", "rules"]
+__all__ = ["knows", "overloads", "rules"]
