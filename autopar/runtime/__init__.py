@@ -1,9 +1,10 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
+from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
 from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
-from autopar.runtime.errors import ProgramError, WorldError
+from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
@@ -19,6 +20,7 @@ __all__ = [
     "Axis",
     "Block",
     "Buffer",
+    "CollectiveError",
     "Input",
     "Parameter",
     "Parameters",
@@ -34,6 +36,8 @@ __all__ = [
     "cross_entropy",
     "dropout",
     "embedding",
+    "last_checkpoint",
+    "load_checkpoint",
     "local_offset",
     "local_size",
     "make_rank_mesh",
@@ -43,6 +47,7 @@ __all__ = [
     "recompute",
     "redistribute",
     "reference_dropout",
+    "save_checkpoint",
     "seed_dropout",
     "set_exact_dropout",
     "start_valid_count",
