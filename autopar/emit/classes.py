@@ -71,11 +71,12 @@ class ClassWriter:
         return stored.name + (f"_{position}" if position else "")
 
     def declaration(self, stored: Stored) -> str:
-        tensor, storage = self.graph.tensors[stored.tensor], self.plan.storage[stored.tensor]
+        tensor, storage = self.graph.kept(stored.tensor), self.plan.storage[stored.tensor]
         kept = f"{tensor.shape}, torch.{tensor.dtype}"
+        compute = self.compute(stored.tensor)
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
-            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent})"
+            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{compute})"
         parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={tuple(self.uses(stored))!r}"]
         if storage.regather:
             parts.append("regather=True")
@@ -83,7 +84,11 @@ class ClassWriter:
             parts.append("reduce_each_microbatch=True")
         if not stored.requires_grad:
             parts.append("requires_grad=False")
-        return f"rt.Parameter({', '.join(parts)})"
+        return f"rt.Parameter({', '.join(parts)}{compute})"
+
+    def compute(self, name: str) -> str:
+        """The dtype that the program computes with, as an argument where it is not the one that is kept."""
+        return f", compute=torch.{self.graph.tensors[name].dtype}" if name in self.graph.kept_dtypes else ""
 
     # modules
 

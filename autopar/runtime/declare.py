@@ -26,6 +26,8 @@ class Parameter:
     microbatches in the used tensor, then go back. `reduce_each_microbatch` sends them back after each
     microbatch instead (less memory). `regather` frees the used tensor between the forward and the backward
     pass of the enclosing block as well, and converts again for each; it implies `reduce_each_microbatch`.
+    `compute`: the dtype of the used tensor, where it is not the stored one's. It is cast before it is
+    converted; its gradients are cast back before they are added up, over microbatches and over ranks.
     """
 
     shape: tuple[int, ...]
@@ -35,27 +37,36 @@ class Parameter:
     regather: bool = False
     reduce_each_microbatch: bool = False
     requires_grad: bool = True
+    compute: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use."""
+    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
+
+    `compute`: the dtype in which the program reads and updates it, where it is stored in another.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     placement: str = ""
     persistent: bool = True
+    compute: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do."""
+    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do.
+
+    `compute`: the dtype to which this rank's part is cast.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     placement: str = ""
     microbatch_dim: int | None = None
+    compute: torch.dtype | None = None
 
 
 class Parameters(nn.Module):

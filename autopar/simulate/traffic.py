@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement, S, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, apply, transfer_bytes
@@ -24,14 +24,14 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
     placements = _placements(graph, plan)
     units = block_paths(graph)
     for redistribute in plan.redistributes:
-        tensor = graph.tensors[redistribute.tensor]
-        forward, backward = _step_counts(graph, plan, redistribute.tensor, units)
-        _add(counts, plan, tensor, placements[redistribute.tensor], redistribute.steps, forward, backward)
+        name = redistribute.tensor
+        times = _step_counts(graph, plan, name, units)
+        _add(counts, graph, plan, name, placements[name], redistribute.steps, *times)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         if (redistribute.tensor, redistribute.target) in counted:
-            tensor, source = graph.tensors[redistribute.tensor], placements[redistribute.tensor]
-            _add(counts, plan, tensor, source, redistribute.steps, plan.microbatches, 0)
+            name = redistribute.tensor
+            _add(counts, graph, plan, name, placements[name], redistribute.steps, plan.microbatches, 0)
     for node in graph.nodes:
         for collective, _, size in inner_collectives(graph, node, plan):
             counts[collective] += size * plan.microbatches
@@ -61,11 +61,12 @@ def _step_counts(graph: Graph, plan: Plan, name: str, units: set[str]) -> tuple[
 
 
 def _add(
-    counts: Counter[str], plan: Plan, tensor: Tensor, placement: Placement, steps: tuple[Step, ...], forward: int,
-    backward: int,
+    counts: Counter[str], graph: Graph, plan: Plan, name: str, placement: Placement, steps: tuple[Step, ...],
+    forward: int, backward: int,
 ) -> None:  # fmt: skip
+    shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
     for step in steps:
-        sizes = transfer_bytes(tensor.shape, tensor.itemsize, placement, plan.axes, step)
+        sizes = transfer_bytes(shape, itemsizes, placement, plan.axes, step)
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:
                 counts[transfer.collective] += size * times
@@ -101,7 +102,7 @@ def inner_collectives(graph: Graph, node: Node, plan: Plan) -> list[tuple[str, i
     logits = plan.nodes[node.name].operands[0]
     tensor = graph.tensors[node.operands[0]]
     local = local_shape(tensor.shape, logits, plan.axes)
-    size = math.prod(local) // local[1] * tensor.itemsize
+    size = math.prod(local) // local[1] * max(tensor.itemsize, 4)  # halves are summed as float32
     classes = [axis for axis, type_ in enumerate(logits) if type_ == S(1)]
     sent = [("all_reduce", axis, size) for axis in classes for _ in range(3)]
     counts = _counts(graph, node, plan) if plan.microbatches == 1 else []

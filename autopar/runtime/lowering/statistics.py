@@ -14,6 +14,11 @@ from autopar.runtime.redistribute import redistribute
 BatchNorm = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
+def wide(x: Tensor) -> Tensor:
+    """The tensor in the dtype in which sums over it are taken: float32 for halves."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int) -> Tensor:
     """A local sum over `dims` over the global `count` of elements: P on the axes that split the dims."""
     return x.sum(tuple(dims), keepdim) / count
@@ -34,8 +39,13 @@ def batch_norm(
 
     `weight` and `bias` are R on the axes. Returns (result, mean, 1 / deviation, new running mean, new running
     variance), as ATen's functional batch norm does; the running statistics come back as they were in
-    evaluation.
+    evaluation. Halves are normalised in float32, as ATen's kernels do.
     """
+    if x.dtype in (torch.float16, torch.bfloat16):
+        given = [None if t is None else wide(t) for t in (weight, bias, running_mean, running_var)]
+        found = batch_norm(wide(x), given[0], given[1], given[2], given[3], training, momentum, eps, axes)
+        running = [None if t is None else t.to(x.dtype) for t in found[3:]]
+        return found[0].to(x.dtype), found[1], found[2], running[0], running[1]
     if not training:
         assert running_mean is not None and running_var is not None, "evaluation needs running statistics"
         scale = (running_var + eps).rsqrt()
