@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +26,7 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None  # None where size is 1
     is_gloo: bool = False
+    late: list[Callable[[], None]] = field(default_factory=list, repr=False)  # to be waited for when the step ends
 
 
 @dataclass(slots=True, eq=False)
