@@ -8,7 +8,8 @@ from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding
-from autopar.runtime.lowering.statistics import batch_norm, mean
+from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
+from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
 from autopar.runtime.randomness import recompute, reference_dropout, seed_dropout, set_exact_dropout
@@ -27,16 +28,20 @@ __all__ = [
     "Rank",
     "RankMesh",
     "WorldError",
+    "avg_pool",
     "batch_norm",
     "build",
     "computed_once",
+    "convolution",
     "count_bytes",
     "cross_entropy",
     "dropout",
     "embedding",
+    "group_norm",
     "local_offset",
     "local_size",
     "make_rank_mesh",
+    "max_pool",
     "mean",
     "microbatch",
     "native_dropout",

@@ -122,6 +122,12 @@ def all_to_all(output: Tensor, buffer: Tensor, axis: Axis) -> None:
     dist.all_to_all_single(_flat(output), _flat(buffer), group=axis.group)
 
 
+def exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int], axis: Axis) -> None:
+    """Sends `sent[k]` elements of `buffer` to rank k of the axis, in order; `received[k]` come from it (both flat)."""
+    _count("all_to_all", axis, buffer)
+    dist.all_to_all_single(output, buffer, received, sent, group=axis.group)
+
+
 def _sum_parts(output: Tensor, parts: Tensor) -> None:
     """Adds in rank order, so that every split of the same data is summed alike."""
     flat = output.view(-1)
