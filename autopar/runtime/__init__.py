@@ -11,7 +11,7 @@ from autopar.runtime.lowering.embedding import embedding
 from autopar.runtime.lowering.statistics import batch_norm, mean
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
-from autopar.runtime.randomness import recompute, reference_dropout, seed_dropout, set_exact_dropout
+from autopar.runtime.randomness import draw, recompute, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank, build
 from autopar.runtime.redistribute import redistribute
 
@@ -32,6 +32,7 @@ __all__ = [
     "computed_once",
     "count_bytes",
     "cross_entropy",
+    "draw",
     "dropout",
     "embedding",
     "local_offset",
