@@ -1,7 +1,8 @@
 """Writes out the dropout that is hidden inside other operators, so that its mask can be split as any other tensor.
 
 Before → after: attention with dropout → the products, softmax and dropout that torch's own CPU path computes, in its
-order, so that results agree with it bit for bit; `dropout_(x)` → `copy_(x, dropout(x))`.
+order, so that results agree with it bit for bit; `dropout_(x)` → `copy_(x, dropout(x))`; and a mask of a transposed
+tensor, which torch draws in the order of its memory: `dropout(x.mT)` → `permute(dropout(permute(x.mT)))`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ def write_out_dropout(module: fx.GraphModule) -> None:
     for node in list(module.graph.nodes):
         if node.target == aten.dropout_.default:
             _replace(module, node, _dropout_in_place)
+        elif node.target == aten.dropout.default and _memory_order(_arguments(node)["input"]):
+            _replace(module, node, _dropout)
         elif node.target == aten.scaled_dot_product_attention.default and _arguments(node)["dropout_p"] > 0.0:
             _replace(module, node, _attention)
     module.recompile()
@@ -54,8 +57,23 @@ def _replace(module: fx.GraphModule, node: fx.Node, write: Any) -> None:
     module.graph.erase_node(node)
 
 
+def _memory_order(x: fx.Node) -> list[int]:
+    """The dims from the outer one to the inner in the memory of a mask like x; empty where that is their order."""
+    mask = torch.empty_like(x.meta["val"])
+    order = sorted(range(mask.dim()), key=lambda dim: -mask.stride(dim))
+    return [] if mask.is_contiguous() else order
+
+
+def _dropout(call: _Writer, given: dict[str, Any]) -> fx.Node:
+    source, order = given["input"], _memory_order(given["input"])
+    if not order:
+        return call(aten.dropout.default, source, given["p"], given["train"])
+    dropped = call(aten.dropout.default, call(aten.permute.default, source, order), given["p"], given["train"])
+    return call(aten.permute.default, dropped, [order.index(dim) for dim in range(len(order))])
+
+
 def _dropout_in_place(call: _Writer, given: dict[str, Any]) -> fx.Node:
-    dropped = call(aten.dropout.default, given["self"], given["p"], given["train"])
+    dropped = _dropout(call, {**given, "input": given["self"]})
     return call(aten.copy_.default, given["self"], dropped)
 
 
