@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.placement import I, P, R, S
+from autopar.ir.structure import RANDOM
 from autopar.ops import proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, einsum_rules
@@ -263,6 +264,7 @@ TABLE: dict[str, RuleFunction] = {
     "aten.native_dropout.default": dropout,
     "aten.softmax.int": along_dim,
     "aten._softmax.default": along_dim,
+    "aten._safe_softmax.default": along_dim,
     "aten.log_softmax.int": along_dim,
     "aten._log_softmax.default": along_dim,
     "aten.cumsum.default": cumsum,
@@ -339,6 +341,6 @@ def find(op: str) -> RuleFunction | None:
     if op in TABLE:
         return TABLE[op]
     name = op.split(".")[1]
-    tagged = torch.Tag.pointwise in overload(op).tags and "dropout" not in name and "rand" not in name
+    tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
     tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))
     return pointwise if tagged or op in _POINTWISE or name in _LIKE else None

@@ -12,7 +12,7 @@ from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
-from autopar.runtime.randomness import recompute, reference_dropout, seed_dropout, set_exact_dropout
+from autopar.runtime.randomness import draw, recompute, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank, build
 from autopar.runtime.redistribute import redistribute
 
@@ -35,6 +35,7 @@ __all__ = [
     "convolution",
     "count_bytes",
     "cross_entropy",
+    "draw",
     "dropout",
     "embedding",
     "group_norm",
