@@ -1,9 +1,10 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
+from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
 from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
-from autopar.runtime.errors import ProgramError, WorldError
+from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
@@ -20,6 +21,7 @@ __all__ = [
     "Axis",
     "Block",
     "Buffer",
+    "CollectiveError",
     "Input",
     "Parameter",
     "Parameters",
@@ -39,6 +41,8 @@ __all__ = [
     "dropout",
     "embedding",
     "group_norm",
+    "last_checkpoint",
+    "load_checkpoint",
     "local_offset",
     "local_size",
     "make_rank_mesh",
@@ -49,6 +53,7 @@ __all__ = [
     "recompute",
     "redistribute",
     "reference_dropout",
+    "save_checkpoint",
     "seed_dropout",
     "set_exact_dropout",
     "start_valid_count",

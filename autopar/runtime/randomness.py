@@ -57,6 +57,16 @@ def seed_dropout(seed: int) -> None:
     _stream.generators.clear()
 
 
+def stream_position() -> tuple[int, int]:
+    """The seed and the step that the stream of masks is at, for a checkpoint."""
+    return _stream.seed, _stream.step
+
+
+def restore_stream(seed: int, step: int) -> None:
+    """Sets the stream to where `stream_position` found it."""
+    _stream.seed, _stream.step, _stream.draw = seed, step, 0
+
+
 def set_exact_dropout(exact: bool) -> None:
     """Makes every rank draw whole masks and keep its part (slow; to compare with one device), or stops it.
 

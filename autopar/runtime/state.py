@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime import comm
 from autopar.runtime.declare import Buffer, Parameters
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import RankMesh
@@ -121,7 +122,8 @@ class State:
             whole.copy_(tensor)
         for axis in self.mesh.axes:
             if axis.group is not None:
-                dist.broadcast(_broadcastable(whole), dist.get_global_rank(axis.group, 0), group=axis.group)
+                with comm.explained("broadcast", axis, whole.numel() * whole.element_size()):
+                    dist.broadcast(_broadcastable(whole), dist.get_global_rank(axis.group, 0), group=axis.group)
         return whole
 
 
@@ -167,7 +169,8 @@ def _total_norm(groups: Mapping[tuple[int, ...], list[Tensor]], mesh: RankMesh, 
         powers = _power(torch.stack(norms).double(), norm_type) if norms else parts[0].view(1)
         part = combine(powers).clone()
         for axis in axes:
-            dist.all_reduce(part, op=operation, group=mesh.axes[axis].group)
+            with comm.explained("all_reduce", mesh.axes[axis], part.element_size()):
+                dist.all_reduce(part, op=operation, group=mesh.axes[axis].group)
         parts.append(part)
     total = combine(torch.stack(parts))
     return _power(total, 1 / norm_type).float()
