@@ -17,6 +17,8 @@ from tests.random_programs.programs import (
     Length,
     Program,
     Statement,
+    make_inputs,
+    make_model,
     meta_leaf,
     run_on_meta,
 )
@@ -189,8 +191,25 @@ class Pool:
 
 
 def random_program(seed: int, size: int = 12) -> Program:
-    """The program of a seed, with about `size` statements."""
-    rng = random.Random(seed)
+    """The program of a seed, with about `size` statements; its loss depends on a parameter, and is finite."""
+    for attempt in range(100):
+        program = _draw(random.Random(f"{seed}/{attempt}"), seed, size)
+        if is_usable(program):
+            return program
+    raise AssertionError(f"no program for seed {seed}")
+
+
+def is_usable(program: Program) -> bool:
+    """Whether the model runs, and its loss is a finite number that depends on a parameter."""
+    try:
+        found = make_model(program)(**make_inputs(program))
+    except (RuntimeError, ValueError, IndexError, AssertionError, KeyError, AttributeError):
+        return False
+    loss = found[0] if isinstance(found, tuple) else found
+    return bool(loss.requires_grad and loss.dim() == 0 and loss.isfinite() and loss.abs() < 1e15)
+
+
+def _draw(rng: random.Random, seed: int, size: int) -> Program:
     exact = rng.random() < 0.5
     batch = rng.choice([4, 6, 8, 12]) if rng.random() < 0.35 else None
     pool = Pool(rng, exact, batch)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from autopar.cost import load_profile
-from autopar.cost.routes import routes
 from autopar.errors import PlacementError, PlanError
 from autopar.intraop.extract import _redistributes
 from autopar.intraop.strategies import permitted
@@ -18,7 +17,7 @@ from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import Axis, I, Placement, R, S, Type
 from autopar.ir.plan import NodePlan, Plan, Storage
-from autopar.ir.redistribution import Step, cheapest_path
+from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
 from autopar.planning import Part, Place, Request, SearchBudget, divided
@@ -144,7 +143,7 @@ def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan
         for name in (*graph.outputs, *graph.mutations.values())
     }
     inputs, storage, nodes = dict(choices.inputs), dict(choices.storage), dict(choices.nodes)
-    path = partial(_path, part.graph, axes, _costs(choices.ways))
+    path = partial(_path, axes, choices.ways)
     redistributes = _redistributes(part.graph, inputs, storage, nodes, outputs, path)
     plan = replace(place._draft(), inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
     whole = part.on_all_axes(plan)
@@ -152,24 +151,18 @@ def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan
     return whole, traffic(part.graph, plan)
 
 
-def _costs(seed: int | None) -> Callable[[Placement, Step], int] | None:
-    if seed is None:
-        return None
-    rng = random.Random(seed)
-    return lambda placement, step: rng.randint(1, 9)
-
-
 def _path(
-    graph: Graph, axes: LogicalMesh, cost: Callable[[Placement, Step], int] | None, tensor: Tensor, have: Placement,
-    wanted: Placement,
-) -> tuple[Step, ...] | None:  # fmt: skip
-    """The planner's own way; for activations a random one where asked for. The runtime converts parameters its way."""
-    if cost is not None and tensor.name not in graph.stored_by_tensor:
-        return cheapest_path(have, wanted, cost)
-    differentiable = tensor.differentiable
-    found = routes(tensor.shape, tensor.itemsize, axes, math.prod(a.size for a in axes), _profile(), differentiable)
-    route = found.route(have, wanted)
-    return None if route is None else route.steps
+    axes: LogicalMesh, ways: int | None, tensor: Tensor, have: Placement, wanted: Placement
+) -> tuple[Step, ...] | None:
+    """The way of the fewest bytes, or a random one."""
+    if ways is None:
+        return cheapest_path(have, wanted, lambda p, step: sum(_bytes(tensor, p, axes, step)))
+    rng = random.Random(ways)
+    return cheapest_path(have, wanted, lambda p, step: rng.randint(1, 9))
+
+
+def _bytes(tensor: Tensor, placement: Placement, axes: LogicalMesh, step: Step) -> tuple[int, int]:
+    return transfer_bytes(tensor.shape, tensor.itemsize, placement, axes, step)
 
 
 def random_plan(graph: Graph, sizes: tuple[int, ...], rng: random.Random, mode: str = "train") -> Choices | None:
