@@ -13,7 +13,7 @@ from autopar.emit.tree import Region
 from autopar.ir.graph import Graph, Stored, Tensor
 from autopar.ir.placement import Placement, format_placement, num_shards
 from autopar.ir.plan import PlanData
-from autopar.ir.redistribution import Step, transfer_bytes
+from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.verifier import MICROBATCH
 
 INDENT = "    "
@@ -66,6 +66,16 @@ class ClassWriter:
         own = self.plan.storage[stored.tensor].placement
         return list(dict.fromkeys(self.text(p) for p in self.flat.uses[stored.tensor])) or [self.text(own)]
 
+    def way(self, stored: Stored, use: str) -> str:
+        """The use, after the placements that the plan's steps pass through on the way to it, if it names any."""
+        now, passed = self.plan.storage[stored.tensor].placement, []
+        planned = (r for r in self.plan.redistributes if r.tensor == stored.tensor and self.text(r.target) == use)
+        for step in next((r.steps for r in planned), ()):
+            now = apply(step, now)
+            if step.axis in self.real:
+                passed.append(self.text(now))
+        return " -> ".join(passed) or use
+
     def attribute(self, stored: Stored, placement: Placement) -> str:
         position = self.uses(stored).index(self.text(placement))
         return stored.name + (f"_{position}" if position else "")
@@ -76,7 +86,8 @@ class ClassWriter:
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
             return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent})"
-        parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={tuple(self.uses(stored))!r}"]
+        ways = tuple(self.way(stored, use) for use in self.uses(stored))
+        parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={ways!r}"]
         if storage.regather:
             parts.append("regather=True")
         elif storage.reduce_each_microbatch:

@@ -10,7 +10,18 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Axis, I, P, Placement, R, Type, format_placement, local_shape, num_shards
+from autopar.ir.placement import (
+    Axis,
+    I,
+    P,
+    Placement,
+    R,
+    Type,
+    format_placement,
+    leaves_none_empty,
+    lengths_along,
+    num_shards,
+)
 from autopar.ops import registry, views
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
@@ -175,19 +186,17 @@ _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", 
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
-    """The last ranks of an uneven split may hold no element."""
-    last = tuple(axis.size - 1 for axis in axes)
     for shape, placement in zip(call.operand_shapes, operands, strict=True):
-        if math.prod(shape) and not math.prod(local_shape(shape, placement, axes, last)):
+        if math.prod(shape) and not leaves_none_empty(shape, placement, axes):
             return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
 
 
 def _squeeze_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
     for dim in views.squeezed_dims(call):
-        length, shards = call.shape(0)[dim], num_shards(operand, dim, axes)
-        if length > 1 and length <= shards:
-            return f"dim {dim} of {list(call.shape(0))} in {shards} slices would be squeezed away"
+        length = call.shape(0)[dim]
+        if length > 1 and 1 in lengths_along(call.shape(0), operand, dim, axes):
+            return f"dim {dim} of {list(call.shape(0))} as {format_placement(operand)} would be squeezed away on a rank"
     return None
 
 
