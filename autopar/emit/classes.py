@@ -206,8 +206,12 @@ class ClassWriter:
         return lines
 
     def _owned(self, value: Value, path: str) -> bool:
+        """Whether the module at the path has the value as an attribute: buffers only as they are stored, since what
+        they are converted to is a variable like any other."""
         stored = self.graph.stored_by_tensor.get(value[0])
-        return stored is not None and (not path or stored.name.startswith(path + "."))
+        if stored is None or (stored.kind != "parameter" and value[1] != self.plan.storage[value[0]].placement):
+            return False
+        return not path or stored.name.startswith(path + ".")
 
     def _hint(self, value: Value) -> str:
         tensor = self.graph.tensors[value[0]]

@@ -31,8 +31,8 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None  # None where size is 1
     is_gloo: bool = False
-    late: list[Callable[[], None]] = field(default_factory=list, repr=False)  # to be waited for when the step ends
     timeout_s: float | None = None  # for how long a collective waits; None: as whoever made the group says
+    late: list[Callable[[], None]] = field(default_factory=list, repr=False)  # to be waited for when the step ends
 
 
 @dataclass(slots=True, eq=False)

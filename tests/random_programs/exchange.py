@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -47,7 +47,8 @@ class Exchange:
         self.world = world
         self.error: str | None = None
         self.sent: list[Counter[str]] = [Counter() for _ in range(world)]
-        self._lock = threading.Condition()
+        self._lock = threading.Lock()
+        self._bells = [threading.Semaphore(0) for _ in range(world)]
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._numbers: Counter[tuple[int, tuple[int, ...]]] = Counter()
         self._waiting: dict[int, Meeting] = {}
@@ -69,7 +70,7 @@ class Exchange:
                 outputs = combine([meeting.parts[member] for member in group])
                 meeting.results = dict(zip(group, outputs, strict=True))
                 del self._meetings[group, number]
-                self._lock.notify_all()
+                self._wake(other for other, awaited in self._waiting.items() if awaited is meeting)
             return meeting
 
     def take(self, rank: int, meeting: Meeting) -> Tensor:
@@ -77,12 +78,14 @@ class Exchange:
         with self._lock:
             self._open[rank] -= 1
             self._waiting[rank] = meeting
-            while not meeting.results:
-                self._check_hope()
+            self._check_hope()
+        while True:
+            with self._lock:
+                if meeting.results:
+                    del self._waiting[rank]
+                    return meeting.results[rank]
                 self._raise_if_failed()
-                self._lock.wait()
-            del self._waiting[rank]
-            return meeting.results[rank]
+            self._bells[rank].acquire()
 
     def leave(self, rank: int, error: str | None = None) -> None:
         """A rank has finished its job, or failed: then nobody waits for it any more."""
@@ -95,7 +98,8 @@ class Exchange:
                 self.error = f"rank {rank} ended without having waited for {self._open[rank]} of its collectives"
             if self._waiting and self.error is None:
                 self._check_hope()
-            self._lock.notify_all()
+            if self.error is not None:
+                self._wake(self._waiting)
 
     def _check_hope(self) -> None:
         """Fails when every rank is done or waits for a meeting that is not complete."""
@@ -103,12 +107,16 @@ class Exchange:
         if self.error is None and len(stuck) + len(self._done) == self.world:
             places = "; ".join(f"rank {rank} waits for {meeting}" for rank, meeting in sorted(stuck.items()))
             self.error = f"ranks wait for each other: {places}; done: {sorted(self._done)}"
-            self._lock.notify_all()
+            self._wake(self._waiting)
 
     def _fail(self, text: str) -> MeetingError:
         self.error = self.error or text
-        self._lock.notify_all()
+        self._wake(self._waiting)
         return MeetingError(self.error)
+
+    def _wake(self, ranks: Iterable[int]) -> None:
+        for rank in ranks:
+            self._bells[rank].release()
 
     def _raise_if_failed(self) -> None:
         if self.error is not None:

@@ -245,3 +245,8 @@ def device_mesh(axes: tuple[tuple[str, int], ...]) -> DeviceMesh | None:
         known[axes] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
     found: DeviceMesh = known[axes]
     return found
+
+
+def sent_so_far() -> dict[str, int]:
+    """The bytes that this thread's rank has handed to each collective in this job."""
+    return dict(_here.exchange.sent[_here.rank]) if _here.exchange is not None else {}
