@@ -56,9 +56,10 @@ def parallelize(
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
     example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. plan: a saved plan, used
-    after validation instead of a search. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    after validation instead of a search; its mode is taken too. Raises AutoparError subclasses; InfeasibleError when
+    nothing fits.
     """
-    graph = _trace(model, example_inputs, loss_fn, mode, _precision(precision, plan))
+    graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
         plan = best_plan(graph, find_blocks(graph), request, load_profile(mesh.profile), progress)

@@ -16,7 +16,7 @@ is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -34,7 +34,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _counters: list[Counter[tuple[str, str]]] = []
-_late: list[Wait] = []
 
 
 @contextmanager
@@ -121,15 +120,16 @@ def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
     return _start("all_reduce", axis, buffer, lambda: dist.all_reduce(buffer, group=axis.group, async_op=True))
 
 
-def finish_late() -> None:
+def finish_late(axes: Iterable[Axis]) -> None:
     """Waits for the collectives that `add_late` was told of."""
-    while _late:
-        _late.pop(0)()
+    for axis in axes:
+        while axis.late:
+            axis.late.pop(0)()
 
 
-def add_late(wait: Wait) -> None:
+def add_late(wait: Wait, axis: Axis) -> None:
     """Leaves a collective under way until the end of the step: nothing reads its result before."""
-    _late.append(wait)
+    axis.late.append(wait)
 
 
 def all_gather(output: Tensor, shard: Tensor, axis: Axis) -> None:
@@ -174,6 +174,13 @@ def all_to_all(output: Tensor, buffer: Tensor, axis: Axis) -> None:
     _count("all_to_all", axis, buffer)
     with explained("all_to_all", axis, _num_bytes(buffer)):
         dist.all_to_all_single(_flat(output), _flat(buffer), group=axis.group)
+
+
+def exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int], axis: Axis) -> None:
+    """Sends `sent[k]` elements of `buffer` to rank k of the axis, in order; `received[k]` come from it (both flat)."""
+    _count("all_to_all", axis, buffer)
+    with explained("all_to_all", axis, _num_bytes(buffer)):
+        dist.all_to_all_single(output, buffer, received, sent, group=axis.group)
 
 
 def _sum_parts(output: Tensor, parts: Tensor) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -32,6 +32,7 @@ class Axis:
     group: dist.ProcessGroup | None  # None where size is 1
     is_gloo: bool = False
     timeout_s: float | None = None  # for how long a collective waits; None: as whoever made the group says
+    late: list[Callable[[], None]] = field(default_factory=list, repr=False)  # to be waited for when the step ends
 
 
 @dataclass(slots=True, eq=False)

@@ -99,7 +99,7 @@ class Rank(nn.Module):
             randomness.begin_step()
             losses = [self._train_microbatch(index, inputs) for index, inputs in enumerate(microbatches)]
         self._reducer.end_step()
-        comm.finish_late()
+        comm.finish_late(self._mesh)
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
@@ -133,7 +133,7 @@ class Rank(nn.Module):
         self._gatherer.begin_step()
         randomness.begin_step()
         outputs = [self._run_microbatch(*item) for item in enumerate(microbatches)]
-        comm.finish_late()
+        comm.finish_late(self._mesh)
         return join_outputs(outputs, ())
 
     def _run_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Any:

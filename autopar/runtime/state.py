@@ -50,9 +50,12 @@ class StoredBuffer:
 
 
 def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh) -> StoredBuffer:
-    """Makes this rank's part of a buffer, not yet loaded, and puts it in its holder."""
+    """Makes this rank's part of a buffer, not yet loaded but for a constant, and puts it in its holder."""
     types = parse_placement(declared.placement, len(mesh.axes))
     local = unset_tensor(local_shape(declared.shape, types, mesh.axes), declared.dtype, mesh.device)
+    if declared.value is not None:
+        whole = torch.tensor(declared.value, dtype=declared.dtype).reshape(declared.shape)
+        local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
     sharded = any(kind.is_shard for kind in types)
     used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
     holder.__dict__[attribute] = used

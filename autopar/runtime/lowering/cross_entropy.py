@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime import comm
-from autopar.runtime.lowering.statistics import wide
+from autopar.runtime.lowering.statistics import widen
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset
 
@@ -82,7 +82,7 @@ def start_valid_count(
     if weight is None:
         count = valid.sum().to(torch.get_default_dtype())
     else:
-        count = (wide(weight)[target.masked_fill(~valid, 0)] * valid).sum()
+        count = (widen(weight)[target.masked_fill(~valid, 0)] * valid).sum()
     split = [axis for axis in reduction_axes if axis.size > 1]
     wait = comm.start_all_reduce(count, split[0]) if split else None
 
@@ -142,7 +142,7 @@ class _SplitClasses(torch.autograd.Function):
         smoothing: float,
         weight: Tensor | None,
     ) -> Tensor:
-        scores = wide(logits)
+        scores = widen(logits)
         largest = scores.amax(1) if scores.size(1) else scores.new_full((scores.size(0),), float("-inf"))
         for axis in axes:
             comm.all_reduce(largest, axis, dist.ReduceOp.MAX)
