@@ -138,10 +138,12 @@ class ClassWriter:
         return self.texts[key]
 
     def _init_lines(self, module: Module) -> list[str]:
-        lines = [f"self.{name} = {self.declaration(stored)}" for name, stored in module.stored.items()]
-        for name, child in module.children.items():
-            lines.append(f"self.{name} = {self._construct(child)}")
-        return lines
+        parts = {name: self.declaration(stored) for name, stored in module.stored.items()}
+        parts |= {name: self._construct(child) for name, child in module.children.items()}
+        return [
+            f"setattr(self, {name!r}, {text})" if name.isdigit() else f"self.{name} = {text}"
+            for name, text in parts.items()
+        ]
 
     def _construct(self, module: Module) -> str:
         if module.regions:
