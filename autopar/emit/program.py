@@ -62,6 +62,8 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
     ]
     lines.append(f"{INDENT}AXES = { ({axis.name: axis.size for axis in real})!r}")
     lines.append(f"{INDENT}MICROBATCHES = {plan.microbatches}")
+    if not graph.training:
+        lines.append(f"{INDENT}TRAINING = False")
     lines.append(f"{INDENT}INPUTS = (")
     for name in graph.inputs:
         tensor = graph.tensors[name]

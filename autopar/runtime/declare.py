@@ -128,6 +128,7 @@ class Program(Block):
 
     AXES: ClassVar[Mapping[str, int]] = {}
     MICROBATCHES: ClassVar[int] = 1
+    TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
     INPUTS: ClassVar[tuple[Input, ...]] = ()
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several

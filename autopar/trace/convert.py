@@ -54,6 +54,7 @@ class _Converter:
             values={name: value for name, value in self.program.constants.items() if torch.is_tensor(value)},
             input_names=tuple(self.names),
             model_name=type(self.model).__name__,
+            training=self.model.training,
         )
 
     def _placeholders(self, tied: dict[str, str]) -> tuple[list[Stored], list[str]]:
