@@ -54,7 +54,8 @@ def parallelize(
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
     example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. plan: a saved plan, used
-    after validation instead of a search; its mode is taken too. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    after validation instead of a search; its mode is taken too. Raises AutoparError subclasses; InfeasibleError when
+    nothing fits.
     """
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode)
     _check_precision(precision)

@@ -39,12 +39,16 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use."""
+    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
+
+    `value`: the elements of a constant, which belongs to the program and not to the model's state.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     placement: str = ""
     persistent: bool = True
+    value: tuple[Any, ...] | list[Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,10 @@ class Parameters(nn.Module):
             self.declared_buffers[name] = value
         else:
             super().__setattr__(name, value)
+
+    def __getitem__(self, name: int | str) -> Any:
+        """What is named by a number, as in an nn.Sequential."""
+        return getattr(self, str(name))
 
     def __getattr__(self, name: str) -> Any:
         # Reached only when the tensor is not in place: not gathered (yet), or the program was never built.

@@ -140,7 +140,7 @@ def draw(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _global_state() -> State:
     """The states of torch's own generators: the CPU's, and the current GPU's where there is one in use."""
     found = {torch.device("cpu"): torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         device = torch.device("cuda", torch.cuda.current_device())
         found[device] = torch.cuda.get_rng_state(device)
     return found

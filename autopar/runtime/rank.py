@@ -96,6 +96,7 @@ class Rank(nn.Module):
         """
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
         self._check_frozen()
+        self._state.check_set()
         with torch.enable_grad():
             self._program.prepare(microbatches)
             self._reducer.begin_step()
@@ -141,6 +142,7 @@ class Rank(nn.Module):
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
+        self._state.check_set()
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()

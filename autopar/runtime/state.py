@@ -28,6 +28,7 @@ class StoredBuffer:
     attribute: str
     local: Tensor
     tensor: Tensor
+    is_set: bool = True  # False for a buffer that no state_dict holds, until the program's state is loaded
 
     def commit_update(self) -> None:
         """Takes over the value that the forward pass has set, if it did."""
@@ -40,10 +41,14 @@ def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str,
     """Makes this rank's part of a buffer, not yet loaded, and puts it in its holder."""
     types = parse_placement(declared.placement, len(mesh.axes))
     local = unset_tensor(local_shape(declared.shape, types, mesh.axes), declared.dtype, mesh.device)
+    if declared.value is not None:
+        whole = torch.tensor(declared.value, dtype=declared.dtype).view(declared.shape)
+        local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
     sharded = any(kind.is_shard for kind in types)
     holder.__dict__[attribute] = local
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
-    return StoredBuffer(name, declared, types, holder, attribute, local, tensor)
+    is_set = declared.persistent or declared.value is not None
+    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, is_set)
 
 
 class State:
@@ -89,6 +94,17 @@ class State:
                 whole = self._broadcast(found[name], stored) if broadcast else found[name]
                 slices = local_slices(stored.declared.shape, stored.types, self.mesh.axes)
                 stored.local.copy_(whole[slices])
+                if isinstance(stored, StoredBuffer):
+                    stored.is_set = True
+
+    def check_set(self) -> None:
+        """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
+        unset = sorted(name for name, stored in self.buffers.items() if not stored.is_set)
+        if unset:
+            raise ProgramError(
+                f"expected values of the non-persistent buffers {', '.join(unset)}, found none: a state_dict does not "
+                "hold them. Start from the model with init_from(model), or from PlannedProgram.build"
+            )
 
     def _targets(self) -> dict[str, StoredParameter | StoredBuffer]:
         return {**self.parameters, **self.buffers}
