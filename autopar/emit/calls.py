@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from autopar.emit.spatial import SPATIAL
 from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
@@ -67,6 +69,12 @@ class CallWriter:
         parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
         op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
         return f"rt.draw({', '.join([op, *parts])})" if is_random(node) else f"{op}({', '.join(parts)})"
+
+    def local_call(self, statement: Operate) -> Call:
+        """The call with the arguments that it has on local tensors."""
+        shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
+        args, kwargs = local_arguments(self.graph, statement.node, shapes)
+        return Call(self.graph, replace(statement.node, args=args, kwargs=kwargs))
 
     def axes_where(self, placement: Placement, test: Callable[[Any], bool]) -> list[str]:
         """Names of the real mesh axes on which the placement's type passes the test."""
@@ -173,22 +181,14 @@ def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Pl
     return tuple(type_ for type_, _ in kept), tuple(axis for _, axis in kept)
 
 
-def _batch_norm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
-    axes = writer.axes_where(statement.reads[0][1], lambda type_: type_ == S(0))
-    if not axes:
-        return None
-    remaining = iter(names)
-    keys = ["input", "weight", "bias", "running_mean", "running_var"]
-    values = [_text(call.arguments[key], remaining) for key in keys]
-    tail = f"{call.arguments['training']}, {call.arguments['momentum']!r}, {call.arguments['eps']!r}"
-    return f"rt.batch_norm({', '.join(values)}, {tail}, {_axes(axes)})"
-
-
 _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {
     "aten.embedding.default": _embedding,
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,
     "aten.native_dropout.default": _dropout,
-    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    **SPATIAL,
 }
+
+#: operators that call a function of the runtime where their placements ask for it
+LOWERED = frozenset(_SPECIAL)

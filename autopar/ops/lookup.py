@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal
 
 import torch
@@ -19,15 +18,15 @@ from autopar.ir.placement import (
     S,
     Type,
     format_placement,
-    leaves_none_empty,
     lengths_along,
     num_shards,
 )
 from autopar.ir.structure import is_random
-from autopar.ops import registry, views
+from autopar.ops import proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
-from autopar.ops.table import TABLE, Entry, find
+from autopar.ops.patterns import Entry
+from autopar.ops.table import TABLE, find
 
 Source = Literal["user", "table", "registry", "replicated"]
 _USER: dict[str, Entry] = {}
@@ -184,7 +183,11 @@ def shape_error(
                 limit = views.reshape_limit(before, after, type_.dim)
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
-    if any(word in node.op for word in _NEED_ELEMENTS):
+    if error := _channel_error(call, operands[0], axes) if operands else None:
+        return error
+    if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
+        return error
+    if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
         return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
         heads = [shape[-3] for shape in call.operand_shapes[:3]]
@@ -194,14 +197,25 @@ def shape_error(
     return None
 
 
+def _channel_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    """Channels of grouped convolutions and of group norm split by whole groups."""
+    if ".conv" in call.node.op:
+        channel = len(call.shape(0)) - len(call.shape(1)) + 1
+        return windows.groups_error(call, operand, axes, call.arguments["groups"], channel)
+    if call.node.op == "aten.group_norm.default":
+        return windows.groups_error(call, operand, axes, call.arguments["num_groups"], 1)
+    return None
+
+
 #: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
 _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
                   "cross_entropy", "native_dropout")  # fmt: skip
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Some ranks of an uneven split may hold nothing along a dim that has something."""
     for shape, placement in zip(call.operand_shapes, operands, strict=True):
-        if math.prod(shape) and not leaves_none_empty(shape, placement, axes):
+        if any(length and 0 in lengths_along(shape, placement, dim, axes) for dim, length in enumerate(shape)):
             return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
 

@@ -57,6 +57,16 @@ def seed_dropout(seed: int) -> None:
     _stream.generators.clear()
 
 
+def stream_position() -> tuple[int, int]:
+    """The seed and the step that the stream of masks is at, for a checkpoint."""
+    return _stream.seed, _stream.step
+
+
+def restore_stream(seed: int, step: int) -> None:
+    """Sets the stream to where `stream_position` found it."""
+    _stream.seed, _stream.step, _stream.draw = seed, step, 0
+
+
 def set_exact_dropout(exact: bool) -> None:
     """Makes every rank draw whole masks and keep its part (slow; to compare with one device), or stops it.
 
@@ -140,7 +150,7 @@ def draw(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 def _global_state() -> State:
     """The states of torch's own generators: the CPU's, and the current GPU's where there is one in use."""
     found = {torch.device("cpu"): torch.get_rng_state()}
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
         device = torch.device("cuda", torch.cuda.current_device())
         found[device] = torch.cuda.get_rng_state(device)
     return found

@@ -60,8 +60,7 @@ def _replace(module: fx.GraphModule, node: fx.Node, write: Any) -> None:
 def _memory_order(x: fx.Node) -> list[int]:
     """The dims from the outer one to the inner in the memory of a mask like x; empty where that is their order."""
     mask = torch.empty_like(x.meta["val"])
-    strides = mask.stride()
-    order = sorted(range(mask.dim()), key=lambda dim: -strides[dim])
+    order = sorted(range(mask.dim()), key=mask.stride, reverse=True)
     return [] if mask.is_contiguous() else order
 
 
