@@ -33,6 +33,7 @@ class StoredBuffer:
     local: Tensor
     tensor: Tensor
     used: Tensor
+    is_set: bool = True  # False for a buffer that no state_dict holds, until the program's state is loaded
     version: int = -1  # of `local`, when `used` was last made from it
 
     def refresh(self) -> None:
@@ -60,7 +61,8 @@ def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str,
     used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
     holder.__dict__[attribute] = used
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
-    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used)
+    is_set = declared.persistent or declared.value is not None
+    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used, is_set)
 
 
 class State:
@@ -112,6 +114,17 @@ class State:
                 whole = self._broadcast(found[name], stored) if broadcast else found[name]
                 slices = local_slices(stored.declared.shape, stored.types, self.mesh.axes)
                 stored.local.copy_(whole[slices])
+                if isinstance(stored, StoredBuffer):
+                    stored.is_set = True
+
+    def check_set(self) -> None:
+        """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
+        unset = sorted(name for name, stored in self.buffers.items() if not stored.is_set)
+        if unset:
+            raise ProgramError(
+                f"expected values of the non-persistent buffers {', '.join(unset)}, found none: a state_dict does not "
+                "hold them. Start from the model with init_from(model), or from PlannedProgram.build"
+            )
 
     def _targets(self) -> dict[str, StoredParameter | StoredBuffer]:
         return {**self.parameters, **self.buffers}
