@@ -8,10 +8,9 @@ from typing import Any
 from autopar.intraop.builder import Built, Representatives
 from autopar.intraop.strategies import Strategy
 from autopar.ir.graph import Graph, Tensor
-from autopar.ir.placement import Placement, parse_type
+from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Redistribute, Storage
 from autopar.ir.redistribution import Step
-from autopar.runtime import placement as runtime
 
 Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
 
@@ -45,13 +44,11 @@ def _redistributes(
     outputs: dict[str, Placement], path: Path,
 ) -> tuple[Redistribute, ...]:  # fmt: skip
     placements = dict(inputs) | {name: kept.placement for name, kept in storage.items()}
-    parameters = {stored.tensor for stored in graph.parameters}
     found: dict[tuple[str, Placement], Redistribute] = {}
 
     def need(name: str, wanted: Placement) -> None:
-        have = placements[name]
-        if have != wanted and (name, wanted) not in found:
-            steps = _runtime_steps(have, wanted) if name in parameters else path(graph.tensors[name], have, wanted)
+        if placements[name] != wanted and (name, wanted) not in found:
+            steps = path(graph.tensors[name], placements[name], wanted)
             assert steps is not None, f"no redistribution of {name} from {placements[name]} to {wanted}"
             found[name, wanted] = Redistribute(name, wanted, steps)
 
@@ -62,10 +59,3 @@ def _redistributes(
     for name, wanted in outputs.items():
         need(name, wanted)
     return tuple(found.values())
-
-
-def _runtime_steps(stored: Placement, used: Placement) -> tuple[Step, ...]:
-    """The steps by which the runtime converts parameters: it is told the two placements, not the way between them."""
-    ends = [tuple(runtime.parse_type(str(type_)) for type_ in placement) for placement in (stored, used)]
-    steps = runtime.conversion_steps(*ends)
-    return tuple(Step(step.axis, parse_type(str(step.source)), parse_type(str(step.target))) for step in steps)

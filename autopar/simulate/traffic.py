@@ -71,7 +71,9 @@ def _step_counts(
         return plan.microbatches, plan.microbatches if trains else 0
     storage = plan.storage[name]
     unit = max((unit for unit in units if stored.name.startswith(unit + ".")), key=len, default=None)
-    again = unit is not None and any(_runs_in(node, unit) and not reached.isdisjoint(node.results) for node in graph.nodes)
+    again = unit is not None and any(
+        _runs_in(node, unit) and not reached.isdisjoint(node.results) for node in graph.nodes
+    )
     gathers = plan.microbatches * (2 if again else 1) if storage.regather else 1
     reductions = plan.microbatches if storage.regather or storage.reduce_each_microbatch else 1
     return gathers, reductions if trains else 0

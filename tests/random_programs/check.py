@@ -142,8 +142,9 @@ def problems(subject: Subject, choices: Choices, run: Run = run_in_threads) -> l
         parts = _Parts(subject.graph, choices, _coordinate(rank, choices.sizes))
         wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
-        if rank == 0 and not _sums_statistics(plan, subject.graph) and {kind: size for kind, size in sent.items() if size} != predicted:
-            wrong.append(f"rank 0 sent {dict(sorted(sent.items()))} bytes, the plan says {predicted}")
+        sent = {kind: size for kind, size in sorted(sent.items()) if size}
+        if rank == 0 and sent != predicted and not _sums_statistics(plan, subject.graph):
+            wrong.append(f"rank 0 sent {sent} bytes, the plan says {predicted}")
     return wrong
 
 

@@ -116,7 +116,9 @@ class Pool:
             return self.pick(same).name
         if same and self.chance(0.2):
             first = self.pick(same)
-            return self._add(Leaf(self._name("p"), "parameter", shape, frozen=first.frozen, tied=first.tied or first.name))
+            return self._add(
+                Leaf(self._name("p"), "parameter", shape, frozen=first.frozen, tied=first.tied or first.name)
+            )
         if self.chance(0.1) and not self.no_inputs:
             return self.input("float", shape)
         if self.chance(0.06):

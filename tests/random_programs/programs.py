@@ -107,7 +107,7 @@ TERMS = {
     "mean of squares": "{}.square().mean()",
 }
 
-PRELUDE = '''import torch
+PRELUDE = """import torch
 import torch.nn.functional as F
 from torch import nn
 
@@ -122,7 +122,7 @@ def set_in_place(x, dim, start, end, value):
     x = x.clone()
     x.narrow(dim, start, end - start).mul_(value)
     return x
-'''
+"""
 
 _PRELUDE_SPACE: dict[str, Any] = {}
 exec(PRELUDE, _PRELUDE_SPACE)  # the same text that models start with
