@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -13,7 +14,7 @@ from tests.random_programs.cases import Case, outcome
 from tests.random_programs.check import Subject
 from tests.random_programs.generate import is_usable, prune
 from tests.random_programs.plans import MESHES, Choices, random_plan
-from tests.random_programs.programs import Body, Leaf, Length, Program, Statement, meta_leaf
+from tests.random_programs.programs import Body, Leaf, Length, Program, Statement
 
 PLANS_A_PROGRAM = 16  # tried before a smaller program is taken for one that does not fail
 
@@ -105,7 +106,7 @@ def _smaller_bodies(program: Program, body: Body, inputs: bool) -> Iterator[Body
             yield _without(body, index, operand)
         shape = _shape_of(program, body, statement.result)
         if shape is not None and statement.op not in ("greater", "both"):
-            leaf = Leaf(f"n{len(body.leaves)}_{index}", "float" if inputs else "parameter", shape)
+            leaf = Leaf(_new_name(body), "float" if inputs else "parameter", shape)
             yield _without(replace(body, leaves=(*body.leaves, leaf)), index, leaf.name)
     for index, leaf in enumerate(body.leaves):
         if leaf.tied or leaf.frozen:
@@ -121,6 +122,11 @@ def _shape_of(program: Program, body: Body, name: str) -> tuple[int, ...] | None
         return None
     _, _, values = _Writer(program, {}).body(body, {})
     return tuple(values[name].shape)
+
+
+def _new_name(body: Body) -> str:
+    known = {leaf.name for leaf in body.leaves}
+    return next(name for name in (f"n{number}" for number in itertools.count()) if name not in known)
 
 
 def _without(body: Body, index: int, instead: str) -> Body:
@@ -198,6 +204,3 @@ def plainer_choices(case: Case) -> Iterator[Choices]:
         whole = NodePlan(tuple((R,) * count for _ in node.operands), tuple((R,) * count for _ in node.results))
         if node != whole:
             yield replace(choices, nodes={**choices.nodes, name: whole})
-
-
-__all__ = ["meta_leaf", "shrink", "smaller_programs"]
