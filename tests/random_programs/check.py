@@ -128,6 +128,13 @@ def run_in_threads(world: int, job: Callable[..., Any], args: tuple[Any, ...]) -
 def problems(subject: Subject, choices: Choices, run: Run = run_in_threads) -> list[str]:
     """What is wrong with a plan's program, one line each; empty when it computes what the model computes."""
     plan, predicted = make_plan(subject.graph, choices, subject.mode)
+    return plan_problems(subject, plan, predicted, choices, run)
+
+
+def plan_problems(
+    subject: Subject, plan: Plan, predicted: Mapping[str, int], choices: Choices, run: Run = run_in_threads
+) -> list[str]:
+    """As `problems`, of a plan that was made from choices (of which sizes and storage count) and foretells bytes."""
     source = emit(subject.graph, plan)
     axes = tuple((axis.name, axis.size) for axis in make_axes(choices.sizes))
     common = (source, axes, subject.state, subject.batch)
