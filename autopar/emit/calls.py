@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+from autopar.emit.spatial import SPATIAL
 from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
 from autopar.ir.plan import PlanData
+from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.lowering import RankLength, local_arguments
@@ -65,7 +68,13 @@ class CallWriter:
         parts = [_text(value, remaining) for value in args]
         parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
         op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
-        return f"{op}({', '.join(parts)})"
+        return f"rt.draw({', '.join([op, *parts])})" if is_random(node) else f"{op}({', '.join(parts)})"
+
+    def local_call(self, statement: Operate) -> Call:
+        """The call with the arguments that it has on local tensors."""
+        shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
+        args, kwargs = local_arguments(self.graph, statement.node, shapes)
+        return Call(self.graph, replace(statement.node, args=args, kwargs=kwargs))
 
     def axes_where(self, placement: Placement, test: Callable[[Any], bool]) -> list[str]:
         """Names of the real mesh axes on which the placement's type passes the test."""
@@ -158,22 +167,18 @@ def _dropout(writer: CallWriter, statement: Operate, call: Call, names: list[str
     if call.arguments["train"] is False:
         return None
     real = tuple(t for t, axis in zip(placement, writer.plan.axes, strict=True) if axis.name != MICROBATCH)
+    shape = local_shape(call.shape(0), *_over_microbatches(placement, writer.plan.axes))  # of one microbatch
     call_text = (
-        f"rt.native_dropout({names[0]}, {call.arguments['p']!r}, {_axes(axes)}, shape={call.shape(0)}, "
+        f"rt.native_dropout({names[0]}, {call.arguments['p']!r}, {_axes(axes)}, shape={shape}, "
         f"placement={format_placement(real)!r})"
     )
     return call_text
 
 
-def _batch_norm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
-    axes = writer.axes_where(statement.reads[0][1], lambda type_: type_ == S(0))
-    if not axes:
-        return None
-    remaining = iter(names)
-    keys = ["input", "weight", "bias", "running_mean", "running_var"]
-    values = [_text(call.arguments[key], remaining) for key in keys]
-    tail = f"{call.arguments['training']}, {call.arguments['momentum']!r}, {call.arguments['eps']!r}"
-    return f"rt.batch_norm({', '.join(values)}, {tail}, {_axes(axes)})"
+def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Placement, tuple[Axis, ...]]:
+    """The placement on the microbatch axis alone, and that axis."""
+    kept = [(type_, axis) for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
+    return tuple(type_ for type_, _ in kept), tuple(axis for _, axis in kept)
 
 
 _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {
@@ -182,5 +187,8 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,
     "aten.native_dropout.default": _dropout,
-    "aten._native_batch_norm_legit_functional.default": _batch_norm,
+    **SPATIAL,
 }
+
+#: operators that call a function of the runtime where their placements ask for it
+LOWERED = frozenset(_SPECIAL)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autopar.emit.calls import CallWriter, rank_length
+from autopar.emit.literals import constant_text
 from autopar.emit.names import Names
 from autopar.emit.statements import Convert, Flat, Operate, Statement, Value
 from autopar.emit.tree import Region
@@ -85,7 +86,8 @@ class ClassWriter:
         kept = f"{tensor.shape}, torch.{tensor.dtype}"
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
-            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent})"
+            value = f", value={constant_text(self.graph, stored)}" if stored.kind == "constant" else ""
+            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value})"
         ways = tuple(self.way(stored, use) for use in self.uses(stored))
         parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={ways!r}"]
         if storage.regather:

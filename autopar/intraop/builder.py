@@ -242,7 +242,10 @@ class _Builder:
         kept, penalties = [], []
         rules = self._matching(what, names, tensor)
         for option in options:
-            broken = [r for r in rules if not all(permitted(r, p, self.axes) for p in placements(option))]
+            broken = [
+                rule for rule in rules
+                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option))
+            ]  # fmt: skip
             if all(rule.soft for rule in broken):
                 kept.append(option)
                 penalties.append(SOFT_PENALTY_NS * len(broken))

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.cost import Profile, node_time_ns
+from autopar.cost import Profile, collective_time_ns, node_time_ns
 from autopar.cost.memory import Extra, Saved, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.problem import NO_PATH_NS
@@ -18,6 +18,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
+from autopar.ops.communication import inner_communication
 
 Times = npt.NDArray[np.int64]
 
@@ -52,7 +53,18 @@ class ProfiledCosts:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
-        return (forward + (backward if self.train else 0)) * self.microbatches
+        return (forward + (backward if self.train else 0) + self._inner_ns(node, strategy)) * self.microbatches
+
+    def _inner_ns(self, node: Node, strategy: Strategy) -> int:
+        """What the operator communicates inside, both ways."""
+        sent = inner_communication(self.graph, node, strategy.operands, self.axes, self.train)
+        return sum(
+            collective_time_ns(
+                inner.collective, inner.num_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
+            )
+            for direction in sent
+            for inner in direction
+        )
 
     def saved_bytes(self, node: Node, strategy: Strategy) -> int:
         """What autograd keeps of operands and results; each storage counts at the first node that saves it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal
 
 import torch
@@ -16,16 +15,18 @@ from autopar.ir.placement import (
     P,
     Placement,
     R,
+    S,
     Type,
     format_placement,
-    leaves_none_empty,
     lengths_along,
     num_shards,
 )
-from autopar.ops import registry, views
+from autopar.ir.structure import is_random
+from autopar.ops import proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
-from autopar.ops.table import TABLE, Entry, find
+from autopar.ops.patterns import Entry
+from autopar.ops.table import TABLE, find
 
 Source = Literal["user", "table", "registry", "replicated"]
 _USER: dict[str, Entry] = {}
@@ -90,7 +91,11 @@ class Rules:
         found: list[AxisRule] = []
         if function is not None:
             found = function(call)
-        elif node.operands and not _creates(node):
+        elif is_random(node):
+            self.source, self.reason = "replicated", "it draws random numbers"
+        elif _creates(node):
+            found = _new_tensors(call)
+        elif node.operands:
             found, self.reason = registry.rules(call)
             self.source = "registry" if found else "replicated"
         every_rule = every(len(node.operands), len(node.results))
@@ -100,6 +105,14 @@ class Rules:
 
 def _creates(node: Node) -> bool:
     return node.op.split(".")[1] in _CREATION
+
+
+def _new_tensors(call: Call) -> list[AxisRule]:
+    """What an operator such as `new_zeros` is called on says only dtype and device: however it is split will do."""
+    if len(call.node.operands) != 1:
+        return []
+    types = [P, *(S(dim) for dim, size in enumerate(call.shape(0)) if size > 1)]
+    return [AxisRule((type_,), (R,) * len(call.node.results)) for type_ in types]
 
 
 def _without_gradient(call: Call, rule: AxisRule) -> AxisRule:
@@ -170,7 +183,11 @@ def shape_error(
                 limit = views.reshape_limit(before, after, type_.dim)
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
-    if any(word in node.op for word in _NEED_ELEMENTS):
+    if error := _channel_error(call, operands[0], axes) if operands else None:
+        return error
+    if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
+        return error
+    if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
         return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
         heads = [shape[-3] for shape in call.operand_shapes[:3]]
@@ -180,14 +197,25 @@ def shape_error(
     return None
 
 
+def _channel_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    """Channels of grouped convolutions and of group norm split by whole groups."""
+    if ".conv" in call.node.op:
+        channel = len(call.shape(0)) - len(call.shape(1)) + 1
+        return windows.groups_error(call, operand, axes, call.arguments["groups"], channel)
+    if call.node.op == "aten.group_norm.default":
+        return windows.groups_error(call, operand, axes, call.arguments["num_groups"], 1)
+    return None
+
+
 #: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
 _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
                   "cross_entropy", "native_dropout")  # fmt: skip
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Some ranks of an uneven split may hold nothing along a dim that has something."""
     for shape, placement in zip(call.operand_shapes, operands, strict=True):
-        if math.prod(shape) and not leaves_none_empty(shape, placement, axes):
+        if any(length and 0 in lengths_along(shape, placement, dim, axes) for dim, length in enumerate(shape)):
             return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
 

@@ -1,12 +1,13 @@
 """How a node's arguments read on one rank: sizes that the operator was told are those of the local result.
 
-Only operators that are told the shape of their result need this. All others take their sizes from their operands,
-so they run on local tensors with the arguments of the graph.
+Only operators that are told the shape of their result, or the number of its channels' groups, need this. All others
+take their sizes from their operands, so they run on local tensors with the arguments of the graph.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 from autopar.ir.graph import Graph, Node
@@ -22,6 +23,10 @@ _SHAPE_ARGUMENT = {
     "zeros": "size", "ones": "size", "full": "size", "empty": "size", "rand": "size", "randn": "size",
     "new_zeros": "size", "new_ones": "size", "new_full": "size", "new_empty": "size",
 }  # fmt: skip
+
+#: operator -> the argument that holds in how many groups its channels fall
+_GROUPS_ARGUMENT = {"group_norm": "num_groups", "convolution": "groups", **dict.fromkeys(
+    (f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)), "groups")}  # fmt: skip
 
 
 class RankLength(int):
@@ -40,21 +45,31 @@ class RankLength(int):
 
 
 def local_arguments(graph: Graph, node: Node, result_local_shapes: tuple[tuple[int, ...], ...]) -> tuple[Args, Kwargs]:
-    """The node's args and kwargs with the shape of the result, where the operator is told it, made local.
+    """The node's args and kwargs with the shape or groups of the result, where the operator is told, made local.
 
     result_local_shapes: the shape that this rank holds of each named result (`node.results`). A size of -1 stays
     -1, unless the local result is empty on a rank, where it would be ambiguous. References stay as they are.
     """
-    wanted = _SHAPE_ARGUMENT.get(node.op.split(".")[1])
-    if wanted is None or not result_local_shapes:
+    name = node.op.split(".")[1]
+    if not result_local_shapes or (name not in _SHAPE_ARGUMENT and name not in _GROUPS_ARGUMENT):
         return node.args, node.kwargs
-    local = result_local_shapes[0]
+    local, whole = result_local_shapes[0], graph.tensors[node.results[0]].shape
+    if name in _SHAPE_ARGUMENT:
+        return _replaced(node, _SHAPE_ARGUMENT[name], lambda size: _local_size(size, local))
+    channel = len(whole) - len(graph.tensors[node.operands[1]].shape) + 1 if "conv" in name else 1
+    return _replaced(node, _GROUPS_ARGUMENT[name], lambda count: _local_groups(count, whole[channel], local[channel]))
+
+
+def _replaced(node: Node, wanted: str, change: Callable[[Any], Any]) -> tuple[Args, Kwargs]:
+    """The node's arguments with the wanted one changed, where it is given."""
     names = [argument.name for argument in overload(node.op)._schema.arguments]
-    args = tuple(
-        _local_size(value, local) if name == wanted else value for name, value in zip(names, node.args, strict=False)
-    )
-    kwargs = tuple((key, _local_size(value, local) if key == wanted else value) for key, value in node.kwargs)
-    return args, kwargs
+    args = tuple(change(value) if name == wanted else value for name, value in zip(names, node.args, strict=False))
+    return args, tuple((key, change(value) if key == wanted else value) for key, value in node.kwargs)
+
+
+def _local_groups(groups: int, channels: int, held: int) -> int:
+    """Of a grouped operator whose channels split by whole groups; one group reads all channels and makes any."""
+    return groups if groups == 1 else groups * held // channels
 
 
 def _local_size(size: tuple[int, ...], local: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,30 +7,23 @@ by the property test that shards, runs locally, combines and compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from autopar.ir.placement import I, P, R, S
-from autopar.ops import views
+from autopar.ir.structure import RANDOM
+from autopar.ops import proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, einsum_rules
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A rule text ("b m k, b k n -> b m n") with the words under which it is linear; see notation.py."""
-
-    text: str
-    partial: str = ""
-    additive: tuple[int, ...] = ()
-
-    def __call__(self, call: Call) -> list[AxisRule]:
-        return einsum_rules(self.text, call.operand_shapes, call.result_shapes, self.partial, self.additive)
-
-
-RuleFunction = Callable[[Call], list[AxisRule]]
+from autopar.ops.patterns import (
+    Entry,
+    RuleFunction,
+    along_dim,
+    cumsum,
+    linear_leading_dims,
+    linear_reduction,
+    passes_leading_dims,
+    reduction,
+)
 
 
 def pointwise(call: Call) -> list[AxisRule]:
@@ -66,40 +59,6 @@ def _all_floating(call: Call) -> bool:
     return all("float" in call.graph.tensors[name].dtype for name in names)
 
 
-def _reduced(call: Call) -> set[int]:
-    rank = len(call.shape(0))
-    dims = call.arguments.get("dim")
-    if dims is None or dims == ():
-        return set(range(rank))
-    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank}
-
-
-def reduction(call: Call) -> list[AxisRule]:
-    """Dims that stay may be split, dims that are reduced may not."""
-    gone, rank = _reduced(call), len(call.shape(0))
-    keep = len(call.result_shapes[0]) == rank
-    stay = [dim for dim in range(rank) if dim not in gone]
-    count = len(call.node.results)
-    return [AxisRule((S(dim),), (S(dim if keep else stay.index(dim)),) * count) for dim in stay]
-
-
-def linear_reduction(call: Call) -> list[AxisRule]:
-    """sum and mean: a split dim that is reduced leaves summands (mean divides by the global length)."""
-    rules = [AxisRule((S(dim),), (P,)) for dim in sorted(_reduced(call)) if call.shape(0)[dim] > 1]
-    return [*reduction(call), *rules, AxisRule((P,), (P,))]
-
-
-def along_dim(call: Call) -> list[AxisRule]:
-    """softmax, cumsum and the like: every dim but the one they run along."""
-    rank, count = len(call.shape(0)), len(call.node.results)
-    own = call.dim("dim", rank) if rank else 0
-    return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(rank) if dim != own]
-
-
-def cumsum(call: Call) -> list[AxisRule]:
-    return [*along_dim(call), AxisRule((P,), (P,))]
-
-
 def matmul(call: Call) -> list[AxisRule]:
     """torch.matmul with broadcasting: "... m k, ... k n -> ... m n", vectors losing their dim."""
     left, right = (len(call.shape(position)) for position in (0, 1))
@@ -111,10 +70,15 @@ def matmul(call: Call) -> list[AxisRule]:
     return Entry(f"{first}, {second} -> {result}", "PR RP")(call)
 
 
-def addmm(call: Call) -> list[AxisRule]:
-    """bias + left @ right; the bias is added once, so it is a summand where k is split."""
-    bias = ("", "n", "m n")[len(call.shape(0))]
-    return Entry(f"{bias}, m k, k n -> m n", "PPR PRP", additive=(0,))(call)
+def plus_product(product: str) -> RuleFunction:
+    """bias + product ("m k, k n -> m n"); the bias broadcasts, and is added once: a summand where k is split."""
+    result = product.partition("-> ")[2].split()
+
+    def rules(call: Call) -> list[AxisRule]:
+        bias = " ".join(result[len(result) - len(call.shape(0)) :])
+        return Entry(f"{bias}, {product}", "PPR PRP", additive=(0,))(call)
+
+    return rules
 
 
 def einsum(call: Call) -> list[AxisRule]:
@@ -193,26 +157,25 @@ def dropout(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(len(call.shape(0)))]
 
 
-def convolution(call: Call) -> list[AxisRule]:
-    """Samples, output channels and input channels split when there are no groups; a split sum adds its bias once."""
-    spatial = len(call.shape(0)) - 2
-    inside = " ".join(f"X{i}" for i in range(spatial))
-    kernel = " ".join(f"K{i}" for i in range(spatial))
-    after = " ".join(f"Y{i}" for i in range(spatial))
-    channels = ("o", "c") if call.arguments["groups"] == 1 else ("O", "C")
-    o, c = channels
-    inner = c if c == "c" else "G"
-    return Entry(f"n {c} {inside}, {o} {inner} {kernel}, {o} -> n {o} {after}", "PRP RPP", additive=(2,))(call)
-
-
 def batch_norm(call: Call) -> list[AxisRule]:
-    """Channels split with their statistics; split samples reduce the statistics inside when training."""
+    """Channels split with their statistics; split samples and spatial dims reduce the statistics inside."""
     names = ["weight", "bias", "running_mean", "running_var"]
     others = [position for name in names for position in call.positions.get(name, ())]
-    outputs = call.result_positions()
-    channel = AxisRule((S(1),) + (S(0),) * len(others), tuple(S(1) if p == 0 else S(0) for p in outputs))
-    sample = AxisRule((S(0),) + (R,) * len(others), tuple(S(0) if p == 0 else R for p in outputs))
-    return [sample, channel]
+    outputs, shape = call.result_positions(), call.shape(0)
+    rules = []
+    for dim in [dim for dim, size in enumerate(shape) if size > 1]:
+        channel = S(0) if dim == 1 else R
+        rules.append(AxisRule((S(dim),) + (channel,) * len(others), tuple(channel if p else S(dim) for p in outputs)))
+    return rules
+
+
+def group_norm(call: Call) -> list[AxisRule]:
+    """Samples; channels by whole groups, with their weights; spatial dims reduce the statistics inside."""
+    others, shape = len(call.node.operands) - 1, call.shape(0)
+    rules = []
+    for dim in [dim for dim, size in enumerate(shape) if size > 1]:
+        rules.append(AxisRule((S(dim),) + (S(0) if dim == 1 else R,) * others, (S(dim),)))
+    return rules
 
 
 def recurrent(call: Call) -> list[AxisRule]:
@@ -225,32 +188,20 @@ def recurrent(call: Call) -> list[AxisRule]:
     return [AxisRule((sample,) + (S(1),) * states + (R,) * weights, results)]
 
 
-def passes_leading_dims(trailing: int) -> RuleFunction:
-    """Operators that treat all dims but the last `trailing` ones independently: pooling, interpolation, tril."""
-
-    def rules(call: Call) -> list[AxisRule]:
-        results = len(call.node.results)
-        return [AxisRule((S(dim),), (S(dim),) * results) for dim in range(len(call.shape(0)) - trailing)]
-
-    return rules
+def max_pool(call: Call) -> list[AxisRule]:
+    return [*passes_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
 
 
-def linear_leading_dims(trailing: int) -> RuleFunction:
-    return lambda call: [*passes_leading_dims(trailing)(call), AxisRule((P,), (P,))]
+def avg_pool(call: Call) -> list[AxisRule]:
+    return [*linear_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
 
 
-def transposed_convolution(call: Call) -> list[AxisRule]:
-    """As convolution, with the kernel's first two dims exchanged."""
-    spatial = len(call.shape(0)) - 2
-    inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(spatial)) for letter in "XKY")
-    c, o = ("c", "o") if call.arguments["groups"] == 1 else ("C", "O")
-    inner = o if o == "o" else "G"
-    return Entry(f"n {c} {inside}, {c} {inner} {kernel}, {o} -> n {o} {after}", "PRP RPP", additive=(2,))(call)
-
-
-def group_norm(call: Call) -> list[AxisRule]:
-    """Samples only: a slice of the channels would hold another number of groups."""
-    return [AxisRule((S(0),) + (R,) * (len(call.node.operands) - 1), (S(0),))]
+def adaptive_avg_pool(call: Call) -> list[AxisRule]:
+    """A mean over all of the image is a local sum, as any mean; smaller windows need their dims whole."""
+    size = call.arguments["output_size"]
+    leading = len(call.shape(0)) - len(size)
+    whole = [dim for dim in range(leading, len(call.shape(0))) if set(size) == {1} and call.shape(0)[dim] > 1]
+    return [*linear_leading_dims(len(size))(call), *(AxisRule((S(dim),), (P,)) for dim in whole)]
 
 
 def identity(call: Call) -> list[AxisRule]:
@@ -259,6 +210,8 @@ def identity(call: Call) -> list[AxisRule]:
 
 
 def one_hot(call: Call) -> list[AxisRule]:
+    if call.arguments["num_classes"] == -1:
+        return []  # counts the classes that it sees
     return [AxisRule((S(dim),), (S(dim),)) for dim in range(len(call.shape(0)))]
 
 
@@ -274,7 +227,6 @@ def gather(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim), S(dim)), (S(dim),)) for dim in same] + [AxisRule((P, R), (P,))]
 
 
-_MAX_POOLS, _MEAN_POOLS = ("max", "adaptive_max"), ("avg", "adaptive_avg")
 _VIEW = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"), views.reshape)
 
 TABLE: dict[str, RuleFunction] = {
@@ -282,30 +234,37 @@ TABLE: dict[str, RuleFunction] = {
     "aten.linear.default": Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,)),
     "aten.mm.default": Entry("m k, k n -> m n", "PR RP"),
     "aten.bmm.default": Entry("b m k, b k n -> b m n", "PR RP"),
-    "aten.baddbmm.default": Entry("b m n, b m k, b k n -> b m n", "PPR PRP", additive=(0,)),
+    "aten.baddbmm.default": plus_product("b m k, b k n -> b m n"),
     "aten.matmul.default": matmul,
-    "aten.addmm.default": addmm,
+    "aten.addmm.default": plus_product("m k, k n -> m n"),
+    "aten.addmv.default": plus_product("m k, k -> m"),
+    "aten.addbmm.default": plus_product("b m k, b k n -> m n"),
+    "aten.addr.default": plus_product("m, n -> m n"),
     "aten.einsum.default": einsum,
     "aten.dot.default": Entry("k, k -> ", "PR RP"),
     "aten.mv.default": Entry("m k, k -> m", "PR RP"),
-    "aten.conv1d.default": convolution,
-    "aten.conv2d.default": convolution,
-    "aten.conv3d.default": convolution,
-    "aten.conv_transpose1d.default": transposed_convolution,
-    "aten.conv_transpose2d.input": transposed_convolution,
-    "aten.conv_transpose3d.input": transposed_convolution,
+    "aten.conv1d.default": windows.convolution,
+    "aten.conv2d.default": windows.convolution,
+    "aten.conv3d.default": windows.convolution,
+    "aten.convolution.default": windows.convolution,
+    "aten.conv_transpose1d.default": windows.transposed_convolution,
+    "aten.conv_transpose2d.input": windows.transposed_convolution,
+    "aten.conv_transpose3d.input": windows.transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
     "aten.group_norm.default": group_norm,
     "aten._native_batch_norm_legit_functional.default": batch_norm,
+    "aten._native_batch_norm_legit.no_stats": batch_norm,
+    "aten._native_batch_norm_legit_no_training.default": batch_norm,
     **dict.fromkeys((f"aten.{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
     "aten.cross_entropy_loss.default": cross_entropy,
     "aten.embedding.default": embedding,
     "aten.native_dropout.default": dropout,
     "aten.softmax.int": along_dim,
     "aten._softmax.default": along_dim,
+    "aten._safe_softmax.default": along_dim,
     "aten.log_softmax.int": along_dim,
     "aten._log_softmax.default": along_dim,
     "aten.cumsum.default": cumsum,
@@ -358,8 +317,10 @@ TABLE: dict[str, RuleFunction] = {
     "aten.tril.default": linear_leading_dims(2),
     "aten.triu.default": linear_leading_dims(2),
     # pooling and interpolation
-    **{f"aten.{kind}_pool{n}d.default": passes_leading_dims(n) for kind in _MAX_POOLS for n in (1, 2, 3)},
-    **{f"aten.{kind}_pool{n}d.default": linear_leading_dims(n) for kind in _MEAN_POOLS for n in (1, 2, 3)},
+    **{f"aten.max_pool{n}d.default": max_pool for n in (1, 2, 3)},
+    **{f"aten.avg_pool{n}d.default": avg_pool for n in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": passes_leading_dims(n) for n in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{n}d.default": adaptive_avg_pool for n in (1, 2, 3)},
     **{f"aten.upsample_nearest{n}d.vec": linear_leading_dims(n) for n in (1, 2, 3)},
     "aten.upsample_linear1d.vec": linear_leading_dims(1),
     "aten.upsample_bilinear2d.vec": linear_leading_dims(2),
@@ -380,5 +341,6 @@ def find(op: str) -> RuleFunction | None:
     if op in TABLE:
         return TABLE[op]
     name = op.split(".")[1]
-    tagged = torch.Tag.pointwise in overload(op).tags and "dropout" not in name and "rand" not in name
+    tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
+    tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))
     return pointwise if tagged or op in _POINTWISE or name in _LIKE else None

@@ -1,17 +1,19 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
+from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
 from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
-from autopar.runtime.errors import ProgramError, WorldError
+from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding
-from autopar.runtime.lowering.statistics import batch_norm, mean
+from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
+from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
-from autopar.runtime.randomness import recompute, reference_dropout, seed_dropout, set_exact_dropout
+from autopar.runtime.randomness import draw, recompute, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank, build
 from autopar.runtime.redistribute import redistribute
 
@@ -19,6 +21,7 @@ __all__ = [
     "Axis",
     "Block",
     "Buffer",
+    "CollectiveError",
     "Input",
     "Parameter",
     "Parameters",
@@ -27,22 +30,30 @@ __all__ = [
     "Rank",
     "RankMesh",
     "WorldError",
+    "avg_pool",
     "batch_norm",
     "build",
     "computed_once",
+    "convolution",
     "count_bytes",
     "cross_entropy",
+    "draw",
     "dropout",
     "embedding",
+    "group_norm",
+    "last_checkpoint",
+    "load_checkpoint",
     "local_offset",
     "local_size",
     "make_rank_mesh",
+    "max_pool",
     "mean",
     "microbatch",
     "native_dropout",
     "recompute",
     "redistribute",
     "reference_dropout",
+    "save_checkpoint",
     "seed_dropout",
     "set_exact_dropout",
     "start_valid_count",

@@ -41,12 +41,16 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use."""
+    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
+
+    `value`: nested lists that hold all of a constant, which no state brings.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     placement: str = ""
     persistent: bool = True
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)

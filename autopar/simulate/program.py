@@ -22,6 +22,7 @@ from autopar.ir.mesh import ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ops.communication import Inner
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.traffic import inner_collectives
@@ -79,6 +80,7 @@ class Item:
     forward: tuple[Transmission, ...] = ()
     backward: tuple[Transmission, ...] = ()
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
+    inner_backward: tuple[Transmission, ...] = ()
     passes_gradient: bool = False
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
@@ -320,6 +322,7 @@ class _Lowering:
             self.plan.precision,
         )
         saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
+        inner, inner_backward = self._inner(node)
         program.items.append(
             Item(
                 name=node.name,
@@ -328,7 +331,8 @@ class _Lowering:
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
                 passes_gradient=facts.passes_gradient,
-                inner=self._inner(node),
+                inner=inner,
+                inner_backward=inner_backward,
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
@@ -342,9 +346,13 @@ class _Lowering:
         storage = self.program.values[base].storage if base >= 0 else self._memory(size, item)
         return self._value(name, placement, storage, item=item)
 
-    def _inner(self, node: Node) -> tuple[Transmission, ...]:
-        sent = inner_collectives(self.graph, node, self.plan)
-        return tuple(self._transmission(*entry) for entry in sent if self.plan.axes[entry[1]].size > 1)
+    def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
+        """What the operator sends inside its forward and its backward pass."""
+        forward, backward = inner_collectives(self.graph, node, self.plan)
+        return self._inner_transmissions(forward), self._inner_transmissions(backward)
+
+    def _inner_transmissions(self, sent: Sequence[Inner]) -> tuple[Transmission, ...]:
+        return tuple(self._transmission(*inner) for inner in sent if self.plan.axes[inner.axis].size > 1)
 
     def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""

@@ -141,6 +141,8 @@ class Player:
         else:
             after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
             first = last = self._submit(item.name, "backward", item.backward_ns + added, after)
+        if item.inner_backward:
+            _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
         for value in item.inputs:
             if self.program.values[value].wants_gradient:
                 self._gradients[value].append(last)

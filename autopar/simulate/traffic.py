@@ -7,15 +7,15 @@ Operators that communicate inside add what they declare. Byte conventions: `ir.r
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.placement import Placement, S, local_shape
+from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.structure import block_paths, constant_tensors
 from autopar.ops.call import Call
+from autopar.ops.communication import Sent, count_of_targets, inner_communication
 
 
 def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
@@ -34,10 +34,12 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
             tensor, source = graph.tensors[redistribute.tensor], placements[redistribute.tensor]
             _add(counts, plan, tensor, source, redistribute.steps, plan.microbatches, 0)
     for node in graph.nodes:
-        for collective, _, size in inner_collectives(graph, node, plan):
-            counts[collective] += size * plan.microbatches
-        if plan.microbatches > 1:
-            counts["all_reduce"] += sum(size for _, size in _counts(graph, node, plan))  # once for all of them
+        for sent in inner_collectives(graph, node, plan):
+            for inner in sent:
+                counts[inner.collective] += inner.num_bytes * plan.microbatches
+        if plan.microbatches > 1:  # once for all of them
+            for inner in count_of_targets(Call(graph, node), plan.nodes[node.name].operands):
+                counts[inner.collective] += inner.num_bytes
     return {kind: size for kind, size in sorted(counts.items()) if size}
 
 
@@ -122,27 +124,12 @@ def _counts_targets(graph: Graph, node: Node) -> bool:
     return node.op == "aten.cross_entropy_loss.default" and Call(graph, node).arguments["reduction"] == 1
 
 
-def inner_collectives(graph: Graph, node: Node, plan: Plan) -> list[tuple[str, int, int]]:
-    """What an operator sends in the forward pass of a microbatch: (collective, position of the mesh axis, bytes) each.
+def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:
+    """What an operator sends inside, in the forward and the backward pass of a microbatch.
 
-    Cross-entropy: maximum and two sums a sample over axes that split classes; over axes that split samples the count
-    of valid targets, which several microbatches share.
+    A mean loss counts its targets in the forward pass, unless several microbatches share the count.
     """
-    if node.op != "aten.cross_entropy_loss.default":
-        return []
-    logits = plan.nodes[node.name].operands[0]
-    tensor = graph.tensors[node.operands[0]]
-    local = local_shape(tensor.shape, logits, plan.axes)
-    size = math.prod(local) // local[1] * tensor.itemsize
-    classes = [axis for axis, type_ in enumerate(logits) if type_ == S(1)]
-    sent = [("all_reduce", axis, size) for axis in classes for _ in range(3)]
-    counts = _counts(graph, node, plan) if plan.microbatches == 1 else []
-    return sent + [("all_reduce", axis, size) for axis, size in counts]
-
-
-def _counts(graph: Graph, node: Node, plan: Plan) -> list[tuple[int, int]]:
-    """Mesh axes over which a mean loss counts its valid targets, and the bytes of a float32."""
-    if not _counts_targets(graph, node):
-        return []
-    logits = plan.nodes[node.name].operands[0]
-    return [(axis, 4) for axis, type_ in enumerate(logits) if type_.kind == "S" and type_ != S(1)]
+    operands = plan.nodes[node.name].operands
+    forward, backward = inner_communication(graph, node, operands, plan.axes, plan.mode == "train")
+    counts = count_of_targets(Call(graph, node), operands) if plan.microbatches == 1 else []
+    return [*forward, *counts], backward

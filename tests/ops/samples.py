@@ -426,10 +426,57 @@ def pointwise() -> list[Sample]:
     ]
 
 
+def communicating() -> list[Sample]:
+    """Operators that communicate inside when their images, groups, rows or experts are split."""
+    statistics = (buffer(6), positive(6).detach())
+    batch_norm = "_native_batch_norm_legit"
+    return [
+        exact("convolution.default", f(4, 6, 5), f(4, 6, 3), f(4), [1], [1], [1], False, [0], 1),
+        exact("convolution.default", f(2, 6, 5, 5), f(6, 3, 3, 3), None, [1], [1], [1], False, [0], 2),
+        exact("convolution.default", f(2, 6, 3, 4), f(6, 2, 2, 2), f(4), [2, 2], [0, 0], [1, 1], True, [0, 0], 2),
+        exact("conv1d.default", f(2, 3, 12), f(4, 3, 5), f(4), [1], [2]),
+        exact("conv1d.default", f(2, 3, 12), f(4, 3, 1), f(4), [1], [0]),
+        exact("conv1d.default", f(2, 3, 12), f(4, 3, 1), None, [1], [2]),
+        exact("conv1d.default", f(2, 3, 12), f(4, 3, 2), None, [2]),
+        exact("conv1d.default", f(2, 3, 13), f(4, 3, 3), None, [2], [4], [3]),
+        exact("conv1d.default", f(2, 3, 6), f(4, 3, 7), None, [1], [3]),  # a halo longer than a shard
+        exact("conv1d.default", f(4, 12), f(6, 4, 3), f(6), [1], [1]),  # without a batch
+        exact("conv1d.default", f(6, 12), f(6, 1, 3), None, [1], [1], [1], 6),
+        exact("conv2d.default", f(2, 3, 8, 6), f(4, 3, 3, 3), f(4), [1, 1], [1, 1]),
+        exact("conv2d.default", f(2, 3, 9, 8), f(4, 3, 3, 2), None, [2, 1], [1, 0], [2, 3]),
+        exact("conv2d.default", f(2, 4, 8, 6), f(8, 1, 3, 3), f(8), [1, 1], [1, 1], [1, 1], 4),
+        exact("conv2d.default", f(2, 3, 4, 4), f(6, 3, 4, 4), f(6), [4, 4]),
+        exact("conv3d.default", f(1, 2, 4, 6, 4), f(3, 2, 3, 3, 3), f(3), [1, 1, 1], [1, 1, 1]),
+        exact("max_pool1d.default", distinct(2, 3, 12), [3], [2], [1]),
+        exact("max_pool2d.default", distinct(2, 3, 8, 6), [3, 3], [2, 2], [1, 1]),
+        exact("max_pool2d.default", distinct(2, 3, 8, 6), [2], [2], [0], [2]),
+        exact("max_pool2d.default", distinct(2, 3, 7, 6), [2, 2], [2, 2], [0, 0], [1, 1], True),
+        exact("max_pool3d.default", distinct(1, 2, 4, 4, 6), [3, 3, 3], [1, 1, 1], [1, 1, 1]),
+        close("avg_pool1d.default", f(2, 3, 12), [3], [2], [1]),
+        close("avg_pool1d.default", f(2, 3, 12), [3], [2], [1], False, False),
+        close("avg_pool2d.default", f(2, 3, 8, 6), [3, 2], [2, 1], [1, 1], False, False),
+        close("avg_pool2d.default", f(2, 3, 8, 6), [2, 2], [2, 2], [0, 0], True, True, 3),
+        close("avg_pool3d.default", f(1, 2, 4, 4, 6), [3, 3, 3], [1, 1, 1], [1, 1, 1]),
+        close("adaptive_avg_pool1d.default", f(4, 6, 6), [1]),
+        close("adaptive_avg_pool2d.default", f(4, 6, 4, 6), [1, 1]),
+        close("adaptive_avg_pool3d.default", f(2, 3, 4, 2, 6), [1, 1, 1]),
+        close("group_norm.default", f(2, 12, 4, 6), 6, f(12), f(12)),
+        close("group_norm.default", f(2, 12, 4, 6), 4, None, None, 1e-3),
+        close("group_norm.default", f(4, 6, 8), 1, f(6), f(6)),
+        close("group_norm.default", f(4, 6), 3, f(6), f(6)),
+        close("_native_batch_norm_legit_functional.default", f(4, 6, 8), None, None, *statistics, True, 0.3, 1e-5),
+        close(f"{batch_norm}.no_stats", f(4, 6, 3), f(6), f(6), True, 0.1, 1e-5),
+        close(f"{batch_norm}.no_stats", f(1, 12, 3), None, None, True, 0.1, 1e-5),
+        close(f"{batch_norm}.no_stats", f(4, 6, 4, 2), f(6), f(6), True, 0.1, 1e-5),
+        close(f"{batch_norm}_no_training.default", f(4, 6, 4), f(6), f(6), *statistics, 0.1, 1e-5),
+        close(f"{batch_norm}_no_training.default", f(4, 6, 4), None, None, *statistics, 0.1, 1e-5),
+    ]
+
+
 def table_samples() -> list[Sample]:
     """Samples of every operator that the table or torch's pointwise tag covers."""
     torch.manual_seed(0)
-    groups = (contractions, attentions, normalisations, reductions, rearrangements, pooling, pointwise)
+    groups = (contractions, attentions, normalisations, reductions, rearrangements, pooling, pointwise, communicating)
     return [sample for group in groups for sample in group()]
 
 
@@ -488,18 +535,13 @@ def registry_samples() -> list[Sample]:
         exact("sort.stable", distinct(4, 12), stable=True, dim=1),
         exact("bucketize.Tensor", f(4, 12), buffer(6).sort().values),
         exact("histc.default", buffer(4, 12), 4, -4, 4),
-        close("convolution.default", f(4, 6, 5), f(4, 6, 3), f(4), [1], [1], [1], False, [0], 1),
         close("_safe_softmax.default", f(4, 6), 1),
         close("native_layer_norm.default", f(4, 6, 12), [12], f(12), f(12), 1e-5),
         close("native_group_norm.default", f(4, 6, 4), f(6), f(6), 4, 6, 4, 2, 1e-5),
         close("_fused_rms_norm.default", f(4, 6, 12), [12], f(12), 1e-5),
-        close("_native_batch_norm_legit.no_stats", f(4, 6, 3), f(6), f(6), True, 0.1, 1e-5),
-        close("_native_batch_norm_legit.no_stats", f(1, 12, 3), None, None, True, 0.1, 1e-5),
         exact("histc.default", buffer(4, 12), 4),
         exact("repeat.default", f(4, 6), [1, 1]),
         close("nll_loss_forward.default", f(12, 6), ids(6, 12), None, 1, -100),
-        close("_native_batch_norm_legit.no_stats", f(4, 6, 3), f(6), f(6), True, 0.1, 1e-5),
-        close("_native_batch_norm_legit.no_stats", f(1, 12, 3), None, None, True, 0.1, 1e-5),
         exact("histc.default", buffer(4, 12), 4),
         exact("repeat.default", f(4, 6), [1, 1]),
         close("nll_loss_forward.default", f(12, 6), ids(6, 12), None, 0, -100),

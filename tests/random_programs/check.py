@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar import runtime as rt
 from autopar.emit import emit
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement, S, chunk_length
+from autopar.ir.placement import Placement, chunk_length
 from autopar.ir.plan import Plan
 from autopar.program import model_state
 from autopar.trace import trace
@@ -150,15 +150,9 @@ def plan_problems(
         wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
         sent = {kind: size for kind, size in sorted(sent.items()) if size}
-        if rank == 0 and sent != predicted and not _sums_statistics(plan, subject.graph):
+        if rank == 0 and sent != predicted:
             wrong.append(f"rank 0 sent {sent} bytes, the plan says {predicted}")
     return wrong
-
-
-def _sums_statistics(plan: Plan, graph: Graph) -> bool:
-    """Whether batch norms sum their statistics over shards, whose bytes the plan does not foretell."""
-    norms = [node for node in graph.nodes if "batch_norm" in node.op]
-    return any(type_ == S(0) for node in norms for type_ in plan.nodes[node.name].operands[0])
 
 
 # on a rank

@@ -137,39 +137,65 @@ def test_embedding_with_split_rows(rank_pool: Callable[[int], RankPool]) -> None
     rank_pool(4).run(embeddings)
 
 
-def batch_norms(rank: int, world: int) -> None:
-    mesh = rt.make_rank_mesh({"dp": world})
+def batch_norms(rank: int, world: int, shape: tuple[int, ...], placement: str) -> None:
+    mesh = rt.make_rank_mesh({"a": 2, "b": world // 2})
     generator = torch.Generator().manual_seed(0)
 
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
+    def draw(*sizes: int) -> Tensor:
+        return torch.randn(sizes, generator=generator, dtype=torch.float64)
 
-    for training in (True, False):
-        whole, weight, bias = (
-            draw(7, 3, 2).requires_grad_(),
-            draw(3).requires_grad_(),
-            draw(3).requires_grad_(),
-        )
-        running = draw(3), draw(3).abs()
-        expected_running = running[0].clone(), running[1].clone()
-        expected = F.batch_norm(whole, *expected_running, weight, bias, training, 0.3, 1e-5)
-        upstream = draw(7, 3, 2)
-        expected.backward(upstream)
-        local, w, b = part(whole, "S(0)", mesh), part(weight, "R", mesh), part(bias, "R", mesh)
-        found, _, _, mean, var = rt.batch_norm(local, w, b, *running, training, 0.3, 1e-5, mesh.axes)
-        found.backward(part(upstream, "S(0)", mesh).detach())
-        check(found, expected, "S(0)", mesh)
-        check(local.grad, whole.grad, "S(0)", mesh)
-        for leaf, original in ((w, weight), (b, bias)):
-            assert leaf.grad is not None
-            check(redistribute(leaf.grad, mesh["dp"], "P -> R"), original.grad, "R", mesh)
-        check(mean, expected_running[0], "R", mesh)
-        check(var, expected_running[1], "R", mesh)
+    whole, weight, bias = draw(*shape).requires_grad_(), draw(3).requires_grad_(), draw(3).requires_grad_()
+    running = draw(3), draw(3).abs()
+    expected_running = running[0].clone(), running[1].clone()
+    expected = F.batch_norm(whole, *expected_running, weight, bias, True, 0.3, 1e-5)
+    upstream = draw(*shape)
+    expected.backward(upstream)
+    local, w, b = part(whole, placement, mesh), part(weight, "R R", mesh), part(bias, "R R", mesh)
+    count = whole.numel() // 3
+    found, _, _, mean, var = rt.batch_norm(local, w, b, *running, 0.3, 1e-5, mesh.axes, count)
+    found.backward(part(upstream, placement, mesh).detach())
+    check(found, expected, placement, mesh)
+    check(local.grad, whole.grad, placement, mesh)
+    for leaf, original in ((w, weight), (b, bias)):
+        assert leaf.grad is not None
+        check(summed(leaf.grad, mesh), original.grad, "R R", mesh)
+    check(mean, expected_running[0], "R R", mesh)
+    check(var, expected_running[1], "R R", mesh)
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_batch_norm_over_shards(rank_pool: Callable[[int], RankPool], world: int) -> None:
-    rank_pool(world).run(batch_norms)
+def summed(summand: Tensor, mesh: rt.RankMesh) -> Tensor:
+    for axis in mesh.axes:
+        summand = redistribute(summand, axis, "P -> I")
+    return summand
+
+
+@pytest.mark.parametrize(
+    ("world", "shape", "placement"),
+    [
+        (2, (7, 3, 2), "S(0) R"),
+        (4, (7, 3, 2), "S(0) S(0)"),
+        (4, (2, 3, 5, 3), "S(2) S(3)"),
+        (4, (3, 3, 5), "S(0) S(2)"),
+    ],
+)
+def test_batch_norm_over_shards(
+    rank_pool: Callable[[int], RankPool], world: int, shape: tuple[int, ...], placement: str
+) -> None:
+    rank_pool(world).run(batch_norms, shape, placement)
+
+
+def low_precision_statistics(rank: int, world: int) -> None:
+    """Sums of bf16 values are those of float32: a mean of ones over many rows stays one."""
+    mesh = rt.make_rank_mesh({"dp": 2})
+    x = torch.ones(600, 1).bfloat16()
+    x[0] = 3
+    found, mean, *_ = rt.batch_norm(x, None, None, None, None, 0.1, 1e-5, mesh.axes, 1200)
+    assert found.dtype == torch.bfloat16 and mean.dtype == torch.float32
+    torch.testing.assert_close(mean, torch.tensor([(1200 + 4) / 1200]))
+
+
+def test_statistics_in_bf16(rank_pool: Callable[[int], RankPool]) -> None:
+    rank_pool(2).run(low_precision_statistics)
 
 
 def means(rank: int, world: int) -> None:

@@ -1,0 +1,184 @@
+"""Convolutions and poolings: their windows along each spatial dim, their rules, and what a split dim exchanges.
+
+An output row covers the input rows under its window, so that a rank may need rows that its neighbours hold: a halo.
+The runtime sends each of those straight to whoever needs it (`runtime.lowering.halo`), which works for any stride,
+dilation, padding and uneven slices; what is sent is computed here, from the same ranges.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from autopar.ir.placement import Axis, Placement, R, S, chunk_length, num_shards
+from autopar.ops.call import Call
+from autopar.ops.notation import AxisRule, einsum_rules
+
+Range = tuple[int, int]  # begin and end
+
+
+class Window(NamedTuple):
+    """What an output row covers along one dim."""
+
+    kernel: int
+    stride: int
+    padding: int
+    dilation: int
+
+    def covered(self, begin: int, end: int, size: int) -> Range:
+        """The existing input rows under the output rows from `begin` to `end`."""
+        first = begin * self.stride - self.padding
+        last = (end - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1) + 1
+        first = min(max(first, 0), size)
+        return first, max(first, min(last, size))
+
+
+_GENERAL = "aten.convolution.default"  # with any number of spatial dims, transposed or not
+_CONVOLUTIONS = {_GENERAL, *(f"aten.conv{n}d.default" for n in (1, 2, 3))}
+_POOLS = {f"aten.{kind}_pool{n}d.default" for kind in ("max", "avg") for n in (1, 2, 3)}
+
+
+def has_windows(op: str) -> bool:
+    """Whether an operator's spatial dims may be split with halos."""
+    return op in _CONVOLUTIONS or op in _POOLS
+
+
+def windows(call: Call) -> list[Window]:
+    """The window of each spatial dim, in order."""
+    arguments = call.arguments
+    is_pool = call.node.op in _POOLS
+    count = int(call.node.op.split(".")[1][-2]) if is_pool else len(call.shape(1)) - 2
+    kernel = _each(arguments["kernel_size"], count) if is_pool else call.shape(1)[2:]
+    stride = _each(arguments.get("stride") or kernel, count)
+    padding, dilation = _each(arguments["padding"], count), _each(arguments.get("dilation", 1), count)
+    return [Window(*sizes) for sizes in zip(kernel, stride, padding, dilation, strict=True)]
+
+
+def _each(value: int | tuple[int, ...], count: int) -> tuple[int, ...]:
+    sizes = value if isinstance(value, tuple) else (value,)
+    return sizes if len(sizes) == count else sizes * count
+
+
+def spatial_dims(call: Call) -> list[int]:
+    """The dims of the first operand (and of the result) along which windows move."""
+    rank = len(call.shape(0))
+    return list(range(rank - len(windows(call)), rank))
+
+
+def spatial_rules(call: Call) -> list[AxisRule]:
+    """Each spatial dim split in operand and result, everything else replicated; not for what rounds sizes up."""
+    arguments, others = call.arguments, len(call.node.operands) - 1
+    if arguments.get("ceil_mode") or arguments.get("divisor_override") is not None:
+        return []
+    if "float" not in call.tensor(0).dtype:
+        return []
+    before, after = call.shape(0), call.result_shapes[0]
+    dims = [dim for dim in spatial_dims(call) if before[dim] > 1 and after[dim] > 1]
+    return [AxisRule((S(dim),) + (R,) * others, (S(dim),)) for dim in dims]
+
+
+def convolution(call: Call) -> list[AxisRule]:
+    """Samples, output and input channels (groups of both), and spatial dims; a split sum adds its bias once."""
+    if call.arguments.get("transposed"):
+        return transposed_convolution(call)
+    num_spatial, groups = len(call.shape(1)) - 2, call.arguments["groups"]
+    inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(num_spatial)) for letter in "XKY")
+    batch = "n " if len(call.shape(0)) == num_spatial + 2 else ""
+    o, c, inner = ("o", "c", "c") if groups == 1 else ("O", "C", "G")
+    text = f"{batch}{c} {inside}, {o} {inner} {kernel}, {o} -> {batch}{o} {after}"
+    rules = einsum_rules(text, call.operand_shapes, call.result_shapes, "PRP RPP", additive=(2,))
+    return [*rules, *_group_rules(call, len(batch) // 2), *spatial_rules(call)]
+
+
+def transposed_convolution(call: Call) -> list[AxisRule]:
+    """As convolution, with the kernel's first two dims exchanged; spatial dims stay whole."""
+    num_spatial, groups = len(call.shape(1)) - 2, call.arguments["groups"]
+    inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(num_spatial)) for letter in "XKY")
+    batch = "n " if len(call.shape(0)) == num_spatial + 2 else ""
+    c, o, inner = ("c", "o", "o") if groups == 1 else ("C", "O", "G")
+    text = f"{batch}{c} {inside}, {c} {inner} {kernel}, {o} -> {batch}{o} {after}"
+    rules = einsum_rules(text, call.operand_shapes, call.result_shapes, "PRP RPP", additive=(2,))
+    return [*rules, *_group_rules(call, len(batch) // 2)]
+
+
+def _group_rules(call: Call, channel: int) -> list[AxisRule]:
+    """Whole groups: their input channels, output channels and weights, of which dim 0 is ordered by groups."""
+    if call.arguments["groups"] == 1:
+        return []
+    return [AxisRule((S(channel),) + (S(0),) * (len(call.node.operands) - 1), (S(channel),))]
+
+
+def groups_error(call: Call, operand: Placement, axes: tuple[Axis, ...], groups: int, channel: int) -> str | None:
+    """Why channels cannot be split so, or None: each slice must hold whole groups."""
+    shards = num_shards(operand, channel, axes)
+    if shards > 1 and groups % shards and (groups > 1 or call.node.op == "aten.group_norm.default"):
+        return f"{groups} groups of channels do not split in {shards}"
+    return None
+
+
+def window_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    """Why spatial dims cannot be split so, or None: one axis a dim, and every rank makes some of the result."""
+    for dim in spatial_dims(call):
+        shards = [axis.size for axis, type_ in zip(axes, operand, strict=True) if type_ == S(dim) and axis.size > 1]
+        if len(shards) > 1:
+            return f"spatial dim {dim} is split by {len(shards)} axes; halos are exchanged over one"
+        after = call.result_shapes[0][dim]
+        if shards and not chunk_length(after, shards[0], shards[0] - 1):
+            return f"spatial dim {dim} of the result, {after} long, leaves one of {shards[0]} ranks without a row"
+    return None
+
+
+class Halo(NamedTuple):
+    """The exchange along one dim, seen from one rank: the mesh axis, rows that are sent and received."""
+
+    axis: int
+    dim: int
+    sent: int
+    received: int
+    extended: int  # rows that the rank has afterwards
+
+
+def halos(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> list[Halo]:
+    """The exchanges that rank 0 takes part in, in order; none for dims whose windows stay on their rank."""
+    found = []
+    for dim, window in zip(spatial_dims(call), windows(call), strict=True):
+        for position, (axis, type_) in enumerate(zip(axes, operand, strict=True)):
+            if type_ == S(dim) and axis.size > 1:
+                halo = _halo(window, position, dim, call.shape(0)[dim], call.result_shapes[0][dim], axis.size)
+                found += [halo] if halo else []
+    return found
+
+
+def pads_split_dim(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> bool:
+    """Whether a split dim has padding, which only the outer ranks add."""
+    pairs = zip(spatial_dims(call), windows(call), strict=True)
+    return any(window.padding and num_shards(operand, dim, axes) > 1 for dim, window in pairs)
+
+
+def _halo(window: Window, axis: int, dim: int, size: int, after: int, parts: int) -> Halo | None:
+    held = [_chunk(size, parts, index) for index in range(parts)]
+    needed = [window.covered(*_chunk(after, parts, index), size) for index in range(parts)]
+    if held == needed:
+        return None
+    sent = sum(_overlap(held[0], rows) for rows in needed[1:])
+    received = sum(_overlap(rows, needed[0]) for rows in held[1:])
+    return Halo(axis, dim, sent, received, needed[0][1] - needed[0][0])
+
+
+def _chunk(size: int, parts: int, index: int) -> Range:
+    length = -(-size // parts)
+    return min(size, index * length), min(size, (index + 1) * length)
+
+
+def _overlap(left: Range, right: Range) -> int:
+    return max(0, min(left[1], right[1]) - max(left[0], right[0]))
+
+
+def halo_elements(call: Call, local: tuple[int, ...], found: list[Halo]) -> list[tuple[int, int]]:
+    """Elements that rank 0 sends forward and backward in each exchange; a later one carries the earlier ones' rows."""
+    sizes, elements = list(local), []
+    for halo in found:
+        row = math.prod(size for dim, size in enumerate(sizes) if dim != halo.dim)
+        elements.append((halo.sent * row, halo.received * row))
+        sizes[halo.dim] = halo.extended
+    return elements

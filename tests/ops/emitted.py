@@ -1,0 +1,74 @@
+"""Runs an operator on virtual ranks as the emitted program calls it: the emitter's text, the runtime's functions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar import runtime as rt
+from autopar.emit.calls import CallWriter
+from autopar.emit.statements import Operate
+from autopar.ir.placement import gradient_type
+from autopar.ops.call import Call
+from autopar.ops.communication import count_of_targets, inner_communication
+from autopar.runtime.mesh import RankMesh
+from tests.ops import ranks
+from tests.ops.interpreter import Case, Layout, backward
+from tests.ops.shards import Shards, deal
+
+Sent = tuple[Counter[str], Counter[str]]
+"""Bytes by collective, forward and backward."""
+
+
+def call_text(case: Case, layout: Layout) -> str:
+    """The call in an emitted program; operands are x0, x1, …, axes have their names."""
+    plan: Any = SimpleNamespace(axes=layout.axes)
+    reads = tuple(zip(case.node.operands, layout.operands, strict=True))
+    makes = tuple(zip(case.node.results, layout.results, strict=True))
+    statement = Operate(case.node, reads, makes, case.node.scope)
+    return CallWriter(case.graph, plan).write(statement, [f"operands[{i}]" for i in range(len(reads))])
+
+
+def run_emitted(case: Case, layout: Layout, operands: list[Shards]) -> tuple[list[Shards], list[Shards], Sent]:
+    """Results, gradients of the operands, and what the first rank sends."""
+    code = compile(call_text(case, layout), "emitted", "eval")
+    seeds = [
+        {} if whole is None else deal(whole, tuple(map(gradient_type, types)), layout.sizes)
+        for whole, types in zip(case.result_gradients, layout.results, strict=True)
+    ]
+
+    def job(coordinate: ranks.Coordinate, mesh: RankMesh) -> tuple[list[Tensor], list[Tensor | None], Sent]:
+        own = [shards[coordinate] for shards in operands]
+        results = _call(code, own, mesh)
+        forward = ranks.sent()
+        gradients = backward(results, [shards.get(coordinate) for shards in seeds], own)
+        return results, gradients, (forward, ranks.sent() - forward)
+
+    made = ranks.run(layout.axes, job)
+    results = [{c: made[c][0][i] for c in made} for i in range(len(case.results))]
+    gradients = [{c: made[c][1][i] for c in made} for i in range(len(operands))]
+    return results, gradients, made[next(iter(made))][2]
+
+
+def _call(code: Any, operands: list[Tensor], mesh: RankMesh) -> list[Tensor]:
+    names: dict[str, Any] = {"rt": rt, "aten": torch.ops.aten, "torch": torch, "operands": operands}
+    names.update({axis.name: axis for axis in mesh.axes}, self=SimpleNamespace(mesh=mesh))
+    found = eval(code, names)
+    return list(found) if isinstance(found, (tuple, list)) else [found]
+
+
+def bytes_difference(case: Case, layout: Layout, sent: Sent) -> str | None:
+    """Where the operator's declaration differs from what was sent; None where it does not."""
+    declared = inner_communication(case.graph, case.node, layout.operands, layout.axes)
+    counts = count_of_targets(Call(case.graph, case.node), layout.operands)
+    for what, found, told in zip(("forward", "backward"), sent, ([*declared[0], *counts], declared[1]), strict=True):
+        expected: Counter[str] = Counter()
+        for inner in told:
+            expected[inner.collective] += inner.num_bytes
+        if +expected != +found:
+            return f"{what} bytes: declared {dict(expected)}, sent {dict(found)}"
+    return None
