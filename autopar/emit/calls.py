@@ -19,6 +19,7 @@ from autopar.ir.placement import Axis, Placement, S, format_placement, local_sha
 from autopar.ir.plan import PlanData
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.lowering import RankLength, local_arguments
 
 Name = Callable[[str, int], str]  # (tensor, operand position) -> the variable that holds it
@@ -173,12 +174,26 @@ def _dropout(writer: CallWriter, statement: Operate, call: Call, names: list[str
     return call_text
 
 
+def _routed_experts(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The runtime's function always: the operator is autopar's own."""
+    axes = writer.axes_where(statement.reads[3][1], lambda type_: type_ == S(0))
+    options = [repr(call.arguments[key]) for key in ("activation", "gated", "num_experts")]
+    return f"rt.routed_experts({', '.join([*names, *options, _axes(axes)])})"
+
+
+def _grouped_mm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The operator is another library's, which the program need not import."""
+    return f"rt.grouped_mm({', '.join(names)})"
+
+
 _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {
     "aten.embedding.default": _embedding,
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,
     "aten.native_dropout.default": _dropout,
+    ROUTED_EXPERTS: _routed_experts,
+    "transformers.grouped_mm_fallback.default": _grouped_mm,
     **SPATIAL,
 }
 

@@ -1,6 +1,7 @@
 """trace: nn.Module + example inputs -> Graph.
 
 export (torch.export, functional) → convert (plain data) → clean (alias, assert and dead nodes removed)
+→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean
 → share (one identity node for each tensor with several consumers)
 """
 
@@ -16,6 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.export import bind_inputs, export
+from autopar.trace.routing import fuse_routing
 from autopar.trace.share import share
 
 
@@ -36,4 +38,4 @@ def trace(
     names, bound = bind_inputs(model, example_inputs, loss_fn)
     program = export(model, names, bound, loss_fn)
     graph = convert(program, model, names, with_loss=loss_fn is not None, mode=mode)
-    return share(clean(graph))
+    return share(clean(fuse_routing(clean(graph))))
