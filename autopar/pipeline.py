@@ -54,9 +54,10 @@ def parallelize(
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
     example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. plan: a saved plan, used
-    after validation instead of a search. Raises AutoparError subclasses; InfeasibleError when nothing fits.
+    after validation instead of a search; its mode is taken too. Raises AutoparError subclasses; InfeasibleError when
+    nothing fits.
     """
-    graph = _trace(model, example_inputs, loss_fn, mode)
+    graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode)
     _check_precision(precision)
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search))

@@ -17,6 +17,7 @@ from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
 from autopar.ir.plan import PlanData
+from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.experts import ROUTED_EXPERTS
@@ -68,7 +69,7 @@ class CallWriter:
         parts = [_text(value, remaining) for value in args]
         parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
         op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
-        return f"{op}({', '.join(parts)})"
+        return f"rt.draw({', '.join([op, *parts])})" if is_random(node) else f"{op}({', '.join(parts)})"
 
     def local_call(self, statement: Operate) -> Call:
         """The call with the arguments that it has on local tensors."""
@@ -167,8 +168,9 @@ def _dropout(writer: CallWriter, statement: Operate, call: Call, names: list[str
     if call.arguments["train"] is False:
         return None
     real = tuple(t for t, axis in zip(placement, writer.plan.axes, strict=True) if axis.name != MICROBATCH)
+    shape = local_shape(call.shape(0), *_over_microbatches(placement, writer.plan.axes))  # of one microbatch
     call_text = (
-        f"rt.native_dropout({names[0]}, {call.arguments['p']!r}, {_axes(axes)}, shape={call.shape(0)}, "
+        f"rt.native_dropout({names[0]}, {call.arguments['p']!r}, {_axes(axes)}, shape={shape}, "
         f"placement={format_placement(real)!r})"
     )
     return call_text
@@ -184,6 +186,12 @@ def _routed_experts(writer: CallWriter, statement: Operate, call: Call, names: l
 def _grouped_mm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
     """The operator is another library's, which the program need not import."""
     return f"rt.grouped_mm({', '.join(names)})"
+
+
+def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Placement, tuple[Axis, ...]]:
+    """The placement on the microbatch axis alone, and that axis."""
+    kept = [(type_, axis) for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
+    return tuple(type_ for type_, _ in kept), tuple(axis for _, axis in kept)
 
 
 _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {

@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autopar.emit.calls import CallWriter, rank_length
+from autopar.emit.literals import constant_text
 from autopar.emit.names import Names
 from autopar.emit.statements import Convert, Flat, Operate, Statement, Value
 from autopar.emit.tree import Region
 from autopar.ir.graph import Graph, Stored, Tensor
 from autopar.ir.placement import Placement, format_placement, num_shards
 from autopar.ir.plan import PlanData
-from autopar.ir.redistribution import Step, transfer_bytes
+from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.verifier import MICROBATCH
 
 INDENT = "    "
@@ -66,6 +67,16 @@ class ClassWriter:
         own = self.plan.storage[stored.tensor].placement
         return list(dict.fromkeys(self.text(p) for p in self.flat.uses[stored.tensor])) or [self.text(own)]
 
+    def way(self, stored: Stored, use: str) -> str:
+        """The use, after the placements that the plan's steps pass through on the way to it, if it names any."""
+        now, passed = self.plan.storage[stored.tensor].placement, []
+        planned = (r for r in self.plan.redistributes if r.tensor == stored.tensor and self.text(r.target) == use)
+        for step in next((r.steps for r in planned), ()):
+            now = apply(step, now)
+            if step.axis in self.real:
+                passed.append(self.text(now))
+        return " -> ".join(passed) or use
+
     def attribute(self, stored: Stored, placement: Placement) -> str:
         position = self.uses(stored).index(self.text(placement))
         return stored.name + (f"_{position}" if position else "")
@@ -75,8 +86,10 @@ class ClassWriter:
         kept = f"{tensor.shape}, torch.{tensor.dtype}"
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
-            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent})"
-        parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={tuple(self.uses(stored))!r}"]
+            value = f", value={constant_text(self.graph, stored)}" if stored.kind == "constant" else ""
+            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value})"
+        ways = tuple(self.way(stored, use) for use in self.uses(stored))
+        parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={ways!r}"]
         if storage.regather:
             parts.append("regather=True")
         elif storage.reduce_each_microbatch:
@@ -193,8 +206,12 @@ class ClassWriter:
         return lines
 
     def _owned(self, value: Value, path: str) -> bool:
+        """Whether the module at the path has the value as an attribute: buffers only as they are stored, since what
+        they are converted to is a variable like any other."""
         stored = self.graph.stored_by_tensor.get(value[0])
-        return stored is not None and (not path or stored.name.startswith(path + "."))
+        if stored is None or (stored.kind != "parameter" and value[1] != self.plan.storage[value[0]].placement):
+            return False
+        return not path or stored.name.startswith(path + ".")
 
     def _hint(self, value: Value) -> str:
         tensor = self.graph.tensors[value[0]]

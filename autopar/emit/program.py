@@ -12,6 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
 from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH
+from autopar.ops import defining_module
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
 
@@ -20,7 +21,7 @@ stored placement differs from its use. Types: S(d) slices, R equal (gradient: su
 """
 
 import torch
-from torch import nn
+{imports}from torch import nn
 
 from autopar import runtime as rt
 from autopar.runtime import redistribute
@@ -30,7 +31,10 @@ aten = torch.ops.aten
 
 
 def emit(graph: Graph, plan: PlanData) -> str:
-    """The program's source; it imports torch and `autopar.runtime` only. The plan must have been verified."""
+    """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
+
+    The plan must have been verified.
+    """
     flat = flatten(graph, plan)
     root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program", block_paths(graph))
     writer = ClassWriter(graph, plan, flat)
@@ -48,9 +52,16 @@ def emit(graph: Graph, plan: PlanData) -> str:
         paths = writer.instances[key]
         where = paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} equal blocks)"
         classes.append(f'class {name}(rt.Block):\n{INDENT}"""{where}"""\n\n{body}\n')
-    header = _HEADER.format(model=graph.model_name, mesh=plan.mesh, axes=_axes_text(plan))
+    header = _HEADER.format(model=graph.model_name, mesh=plan.mesh, axes=_axes_text(plan), imports=_imports(graph))
     program = _program(graph, plan, flat, root, tree, writer)
     return "\n\n".join([header, *classes, program])
+
+
+def _imports(graph: Graph) -> str:
+    """A line for each module that defines operators of the graph, such as a custom kernel's."""
+    modules = {defining_module(op): op for op in sorted({node.op for node in graph.nodes}, reverse=True)}
+    lines = [f"import {module}  # defines {op.rpartition('.')[0]}" for module, op in modules.items() if module]
+    return "".join(f"{line}\n" for line in sorted(lines))
 
 
 def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Module, writer: ClassWriter) -> str:

@@ -12,6 +12,7 @@ problem follows the number of distinct blocks, not of layers. Alpa (OSDI'22), se
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,11 +23,11 @@ import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.problem import INFINITE, Problem
-from autopar.intraop.strategies import Strategy, enumerate_strategies, permitted, splits
+from autopar.intraop.strategies import Strategy, enumerate_strategies, permitted
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import I, Placement, R, Type
+from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty
 from autopar.ir.plan import Storage
 
 Matrix = npt.NDArray[np.int64]
@@ -180,7 +181,8 @@ class _Builder:
     def _storages(self, stored: Stored, tensor: Tensor) -> tuple[list[Storage], list[int]]:
         if stored.kind != "parameter":
             return [Storage((R,) * len(self.axes))], [0]
-        options = [o for o in self.storage_options(tensor, self.axes) if splits(tensor.shape, o.placement, self.axes)]
+        every = self.storage_options(tensor, self.axes)
+        options = [option for option in every if leaves_none_empty(tensor.shape, option.placement, self.axes)]
         kept, penalties = self._constrain("stored", (stored.name,), tensor, options, lambda option: [option.placement])
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
@@ -191,7 +193,7 @@ class _Builder:
         for name in self.graph.inputs:
             tensor = self.graph.tensors[name]
             types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
-            options = [p for p in _products(types, len(self.axes)) if splits(tensor.shape, p, self.axes)]
+            options = [p for p in _products(types, len(self.axes)) if leaves_none_empty(tensor.shape, p, self.axes)]
             kept, penalties = self._constrain("input", (name,), tensor, options, lambda option: [option])
             self._add("input", name, kept, 1, penalties, [0] * len(kept))
 
@@ -240,18 +242,15 @@ class _Builder:
         kept, penalties = [], []
         rules = self._matching(what, names, tensor)
         for option in options:
-            broken = [r for r in rules if not all(permitted(r, p, self.axes) for p in placements(option))]
+            broken = [
+                rule for rule in rules
+                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option))
+            ]  # fmt: skip
             if all(rule.soft for rule in broken):
                 kept.append(option)
                 penalties.append(SOFT_PENALTY_NS * len(broken))
         if not kept:
-            sizes = ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
-            patterns = ", ".join(repr(rule.pattern) for rule in rules) or "none"
-            raise InfeasibleError(
-                f"expected at least one placement of {tensor.name} {list(tensor.shape)} on the mesh ({sizes}), found "
-                f"no divisible strategy that the constraints allow (constraints that match: {patterns}). "
-                "Relax the constraint, or choose a mesh axis whose size divides the dim."
-            )
+            raise InfeasibleError(_nothing_left(what, tensor, rules, self.axes))
         return kept, penalties
 
     # edges
@@ -302,6 +301,26 @@ class _Builder:
             return
         key, value = ((source, target), matrix) if source < target else ((target, source), matrix.T)
         matrices[key] = np.minimum(matrices[key] + value, INFINITE) if key in matrices else value
+
+
+def _nothing_left(what: str, tensor: Tensor, rules: list[Constraint], axes: LogicalMesh) -> str:
+    """Expected, found and remedy, where no placement of a tensor is left."""
+    sizes = ", ".join(f"{axis.name}={axis.size}" for axis in axes)
+    patterns = ", ".join(repr(rule.pattern) for rule in rules) or "none"
+    ranks = math.prod(axis.size for axis in axes if any(r.allow == ("S(0)",) and r.axis == axis.name for r in rules))
+    if what == "input" and tensor.shape and ranks > 1:
+        batch = tensor.shape[0]
+        fits = " or ".join(str(n) for n in (batch // ranks * ranks, -(-batch // ranks) * ranks) if n)
+        return (
+            f"expected at least one sample on each of {ranks} ranks of the mesh ({sizes}), found a batch of {batch} "
+            f"({tensor.name} {list(tensor.shape)}), which leaves a rank without. Use a batch of {fits}, or fewer "
+            "data-parallel ranks."
+        )
+    return (
+        f"expected at least one placement of {tensor.name} {list(tensor.shape)} on the mesh ({sizes}), found no "
+        f"strategy that the constraints allow (constraints that match: {patterns}). Relax the constraint, or choose "
+        "lengths and axes such that every rank gets at least one row of a dim that is cut."
+    )
 
 
 def _left(option: Any, result: int) -> Any:

@@ -1,4 +1,10 @@
-"""The strategies of each node: every product over the mesh axes of its one-axis rules that its shapes allow."""
+"""The strategies of each node: every product over the mesh axes of its one-axis rules that its shapes allow.
+
+Dims need not divide: a dim of 250 on 4 ranks is 63, 63, 63, 61, and costs and memory are those of the largest slice.
+What leaves a rank without a row is no strategy: 6 on 4 would be 2, 2, 2, 0, as slow as 8 and no faster than on 3. So
+the largest slice is at most a third longer than an equal share on one axis, and there are never more strategies than
+for the next length that divides.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +15,7 @@ from dataclasses import dataclass
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import P, Placement, R, Type, num_shards
+from autopar.ir.placement import I, P, Placement, R, Type, leaves_none_empty
 from autopar.ops import axis_rules, shape_error
 from autopar.ops.notation import AxisRule
 
@@ -66,20 +72,13 @@ def _long_enough(
     axes: LogicalMesh,
 ) -> bool:
     pairs = zip((*node.operands, *node.results), (*operands, *results), strict=True)
-    return all(splits(graph.tensors[name].shape, placement, axes) for name, placement in pairs)
+    return all(leaves_none_empty(graph.tensors[name].shape, placement, axes) for name, placement in pairs)
 
 
-def splits(shape: tuple[int, ...], placement: Placement, axes: LogicalMesh) -> bool:
-    """Whether every sharded dim divides evenly among its ranks."""
+def permitted(constraint: Constraint, placement: Placement, axes: LogicalMesh, differentiable: bool = True) -> bool:
+    """Whether the types on the constrained axis (or all axes) are allowed; without gradient R is I as well."""
     return all(
-        shape[type_.dim] % num_shards(placement, type_.dim, axes) == 0 for type_ in placement if type_.kind == "S"
-    )
-
-
-def permitted(constraint: Constraint, placement: Placement, axes: LogicalMesh) -> bool:
-    """Whether the types on the constrained axis (or all axes) are allowed."""
-    return all(
-        constraint.permits(type_)
+        constraint.permits(type_) or (type_ == R and not differentiable and constraint.permits(I))
         for type_, axis in zip(placement, axes, strict=True)
         if constraint.axis in (None, axis.name) and axis.name != "microbatch"
     )

@@ -16,6 +16,7 @@ the left axis is the outer one, and uneven lengths are split as nested `torch.ch
 from __future__ import annotations
 
 import re
+from functools import cache
 from typing import Literal, NamedTuple
 
 from autopar.errors import PlacementError
@@ -107,6 +108,26 @@ def chunk_length(size: int, parts: int, index: int) -> int:
     """The length of part `index` when `torch.chunk` cuts `size` into `parts`; 0 for parts that get nothing."""
     chunk = -(-size // parts)
     return max(0, min(size, (index + 1) * chunk) - index * chunk)
+
+
+@cache
+def slice_lengths(size: int, parts: tuple[int, ...]) -> frozenset[int]:
+    """All lengths that ranks hold of a dim that axes of these sizes cut, the outer one first: (7, (4,)) -> {2, 1}."""
+    found = {size}
+    for count in parts:
+        found = {chunk_length(length, count, index) for length in found for index in range(count)}
+    return frozenset(found)
+
+
+def lengths_along(shape: tuple[int, ...], placement: Placement, dim: int, axes: tuple[Axis, ...]) -> frozenset[int]:
+    """The lengths that ranks hold of one dim."""
+    cutting = (axis.size for type_, axis in zip(placement, axes, strict=True) if type_.kind == "S" and type_.dim == dim)
+    return slice_lengths(shape[dim], tuple(cutting))
+
+
+def leaves_none_empty(shape: tuple[int, ...], placement: Placement, axes: tuple[Axis, ...]) -> bool:
+    """Whether every rank holds at least one row of each dim that is cut, evenly or not."""
+    return all(min(lengths_along(shape, placement, t.dim, axes)) > 0 for t in placement if t.kind == "S")
 
 
 def is_even(shape: tuple[int, ...], placement: Placement, axes: tuple[Axis, ...]) -> bool:

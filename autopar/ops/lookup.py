@@ -3,18 +3,30 @@
 from __future__ import annotations
 
 import functools
-import math
 from typing import Literal
 
 import torch
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Axis, I, P, Placement, R, Type, format_placement, local_shape, num_shards
-from autopar.ops import registry, views, windows
+from autopar.ir.placement import (
+    Axis,
+    I,
+    P,
+    Placement,
+    R,
+    S,
+    Type,
+    format_placement,
+    lengths_along,
+    num_shards,
+)
+from autopar.ir.structure import is_random
+from autopar.ops import proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
-from autopar.ops.table import TABLE, Entry, find
+from autopar.ops.patterns import Entry
+from autopar.ops.table import TABLE, find
 
 Source = Literal["user", "table", "registry", "replicated"]
 _USER: dict[str, Entry] = {}
@@ -79,7 +91,11 @@ class Rules:
         found: list[AxisRule] = []
         if function is not None:
             found = function(call)
-        elif node.operands and not _creates(node):
+        elif is_random(node):
+            self.source, self.reason = "replicated", "it draws random numbers"
+        elif _creates(node):
+            found = _new_tensors(call)
+        elif node.operands:
             found, self.reason = registry.rules(call)
             self.source = "registry" if found else "replicated"
         every_rule = every(len(node.operands), len(node.results))
@@ -89,6 +105,14 @@ class Rules:
 
 def _creates(node: Node) -> bool:
     return node.op.split(".")[1] in _CREATION
+
+
+def _new_tensors(call: Call) -> list[AxisRule]:
+    """What an operator such as `new_zeros` is called on says only dtype and device: however it is split will do."""
+    if len(call.node.operands) != 1:
+        return []
+    types = [P, *(S(dim) for dim, size in enumerate(call.shape(0)) if size > 1)]
+    return [AxisRule((type_,), (R,) * len(call.node.results)) for type_ in types]
 
 
 def _without_gradient(call: Call, rule: AxisRule) -> AxisRule:
@@ -163,7 +187,7 @@ def shape_error(
         return error
     if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
         return error
-    if any(word in node.op for word in _NEED_ELEMENTS):
+    if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
         return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
         heads = [shape[-3] for shape in call.operand_shapes[:3]]
@@ -189,19 +213,18 @@ _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", 
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
-    """The last ranks of an uneven split may hold no element."""
-    last = tuple(axis.size - 1 for axis in axes)
+    """Some ranks of an uneven split may hold nothing along a dim that has something."""
     for shape, placement in zip(call.operand_shapes, operands, strict=True):
-        if math.prod(shape) and not math.prod(local_shape(shape, placement, axes, last)):
+        if any(length and 0 in lengths_along(shape, placement, dim, axes) for dim, length in enumerate(shape)):
             return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
 
 
 def _squeeze_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
     for dim in views.squeezed_dims(call):
-        length, shards = call.shape(0)[dim], num_shards(operand, dim, axes)
-        if length > 1 and length <= shards:
-            return f"dim {dim} of {list(call.shape(0))} in {shards} slices would be squeezed away"
+        length = call.shape(0)[dim]
+        if length > 1 and 1 in lengths_along(call.shape(0), operand, dim, axes):
+            return f"dim {dim} of {list(call.shape(0))} as {format_placement(operand)} would be squeezed away on a rank"
     return None
 
 

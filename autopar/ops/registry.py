@@ -6,7 +6,7 @@ speaks two dialects: *single-dim strategies* list their rules outright; *op stra
 placements, so they are asked about each operand in turn and every answer is collected.
 
 The registry promises forward values only. Ours is a promise about gradients too, so the property test of the table
-also runs over samples of these operators, and those that fail it are in `EXCLUDED` with what failed.
+also runs over torch's samples of these operators; `proofs` says which of them hold, and only those are used.
 """
 
 from __future__ import annotations
@@ -19,20 +19,12 @@ import torch
 
 from autopar.ir.graph import Atom, map_references, references
 from autopar.ir.placement import P, R, S, Type
+from autopar.ops import proofs
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule
 
 Answer = tuple[list[AxisRule], str]
 Found = tuple[tuple[Type | None, ...], tuple[Type | None, ...]]  # operands, results; None: not one of our types
-
-#: operator -> the case that failed the property test
-EXCLUDED: dict[str, str] = {
-    "aten.linalg_solve_triangular.default": "R, S(0) -> S(0), batch 4: the local operands have batches of 4 and 2",
-    "aten.nll_loss_forward.default": "S(0), S(0) -> P, P is missing for the mean, which needs the global count",
-    "aten.nll_loss2d_forward.default": "S(0), S(0) -> P, P is missing for the mean, which needs the global count",
-    "aten._grouped_mm.default": "S(1), S(1), R -> P, 6 columns: kernels need rows of a multiple of 16 bytes",
-    "aten.nansum.default": "P -> P: a NaN in one summand hides only that summand",
-}
 
 _NO_RULE = "no rule in the table, none in DTensor's registry"
 _RANKS = 2
@@ -42,19 +34,19 @@ _CACHE: dict[Any, Answer] = {}
 def rules(call: Call) -> Answer:
     """The registry's rules for a call on one mesh axis, and why there are none; equal calls are answered once."""
     op = overload(call.node.op)
-    if call.node.op in EXCLUDED:
-        return [], f"DTensor's rules fail the property test: {EXCLUDED[call.node.op]}"
     if torch.Tag.nondeterministic_seeded in op.tags:
         return [], "it draws random numbers"
     key = _key(call)
     if key not in _CACHE:
         _CACHE[key] = _ask(call)
-    return _CACHE[key]
+    found = _CACHE[key]
+    objection = proofs.objection(call.node.op)
+    return ([], objection) if objection and found[0] else found
 
 
 def knows(op: torch._ops.OpOverload) -> bool:
     """Whether the registry is worth asking about an operator."""
-    if str(op) in EXCLUDED or torch.Tag.nondeterministic_seeded in op.tags:
+    if proofs.objection(str(op)) or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     try:
         return _strategies(op) is not None
@@ -212,4 +204,4 @@ def _type(placement: Any) -> Type | None:
     return None
 
 
-__all__ = ["EXCLUDED", "rules"]
+__all__ = ["knows", "rules"]

@@ -7,30 +7,23 @@ by the property test that shards, runs locally, combines and compares.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 
 from autopar.ir.placement import I, P, R, S
-from autopar.ops import experts, views, windows
+from autopar.ir.structure import RANDOM
+from autopar.ops import experts, proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, einsum_rules
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A rule text ("b m k, b k n -> b m n") with the words under which it is linear; see notation.py."""
-
-    text: str
-    partial: str = ""
-    additive: tuple[int, ...] = ()
-
-    def __call__(self, call: Call) -> list[AxisRule]:
-        return einsum_rules(self.text, call.operand_shapes, call.result_shapes, self.partial, self.additive)
-
-
-RuleFunction = Callable[[Call], list[AxisRule]]
+from autopar.ops.patterns import (
+    Entry,
+    RuleFunction,
+    along_dim,
+    cumsum,
+    linear_leading_dims,
+    linear_reduction,
+    passes_leading_dims,
+    reduction,
+)
 
 
 def pointwise(call: Call) -> list[AxisRule]:
@@ -66,40 +59,6 @@ def _all_floating(call: Call) -> bool:
     return all("float" in call.graph.tensors[name].dtype for name in names)
 
 
-def _reduced(call: Call) -> set[int]:
-    rank = len(call.shape(0))
-    dims = call.arguments.get("dim")
-    if dims is None or dims == ():
-        return set(range(rank))
-    return {dim % rank for dim in (dims if isinstance(dims, tuple) else (dims,)) if rank}
-
-
-def reduction(call: Call) -> list[AxisRule]:
-    """Dims that stay may be split, dims that are reduced may not."""
-    gone, rank = _reduced(call), len(call.shape(0))
-    keep = len(call.result_shapes[0]) == rank
-    stay = [dim for dim in range(rank) if dim not in gone]
-    count = len(call.node.results)
-    return [AxisRule((S(dim),), (S(dim if keep else stay.index(dim)),) * count) for dim in stay]
-
-
-def linear_reduction(call: Call) -> list[AxisRule]:
-    """sum and mean: a split dim that is reduced leaves summands (mean divides by the global length)."""
-    rules = [AxisRule((S(dim),), (P,)) for dim in sorted(_reduced(call)) if call.shape(0)[dim] > 1]
-    return [*reduction(call), *rules, AxisRule((P,), (P,))]
-
-
-def along_dim(call: Call) -> list[AxisRule]:
-    """softmax, cumsum and the like: every dim but the one they run along."""
-    rank, count = len(call.shape(0)), len(call.node.results)
-    own = call.dim("dim", rank) if rank else 0
-    return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(rank) if dim != own]
-
-
-def cumsum(call: Call) -> list[AxisRule]:
-    return [*along_dim(call), AxisRule((P,), (P,))]
-
-
 def matmul(call: Call) -> list[AxisRule]:
     """torch.matmul with broadcasting: "... m k, ... k n -> ... m n", vectors losing their dim."""
     left, right = (len(call.shape(position)) for position in (0, 1))
@@ -111,10 +70,15 @@ def matmul(call: Call) -> list[AxisRule]:
     return Entry(f"{first}, {second} -> {result}", "PR RP")(call)
 
 
-def addmm(call: Call) -> list[AxisRule]:
-    """bias + left @ right; the bias is added once, so it is a summand where k is split."""
-    bias = ("", "n", "m n")[len(call.shape(0))]
-    return Entry(f"{bias}, m k, k n -> m n", "PPR PRP", additive=(0,))(call)
+def plus_product(product: str) -> RuleFunction:
+    """bias + product ("m k, k n -> m n"); the bias broadcasts, and is added once: a summand where k is split."""
+    result = product.partition("-> ")[2].split()
+
+    def rules(call: Call) -> list[AxisRule]:
+        bias = " ".join(result[len(result) - len(call.shape(0)) :])
+        return Entry(f"{bias}, {product}", "PPR PRP", additive=(0,))(call)
+
+    return rules
 
 
 def einsum(call: Call) -> list[AxisRule]:
@@ -240,20 +204,6 @@ def adaptive_avg_pool(call: Call) -> list[AxisRule]:
     return [*linear_leading_dims(len(size))(call), *(AxisRule((S(dim),), (P,)) for dim in whole)]
 
 
-def passes_leading_dims(trailing: int) -> RuleFunction:
-    """Operators that treat all dims but the last `trailing` ones independently: pooling, interpolation, tril."""
-
-    def rules(call: Call) -> list[AxisRule]:
-        results = len(call.node.results)
-        return [AxisRule((S(dim),), (S(dim),) * results) for dim in range(len(call.shape(0)) - trailing)]
-
-    return rules
-
-
-def linear_leading_dims(trailing: int) -> RuleFunction:
-    return lambda call: [*passes_leading_dims(trailing)(call), AxisRule((P,), (P,))]
-
-
 def histogram(call: Call) -> list[AxisRule]:
     """Counts of slices add up, when the bins do not depend on the values."""
     if not call.arguments["min"] < call.arguments["max"]:
@@ -267,6 +217,8 @@ def identity(call: Call) -> list[AxisRule]:
 
 
 def one_hot(call: Call) -> list[AxisRule]:
+    if call.arguments["num_classes"] == -1:
+        return []  # counts the classes that it sees
     return [AxisRule((S(dim),), (S(dim),)) for dim in range(len(call.shape(0)))]
 
 
@@ -289,9 +241,12 @@ TABLE: dict[str, RuleFunction] = {
     "aten.linear.default": Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,)),
     "aten.mm.default": Entry("m k, k n -> m n", "PR RP"),
     "aten.bmm.default": Entry("b m k, b k n -> b m n", "PR RP"),
-    "aten.baddbmm.default": Entry("b m n, b m k, b k n -> b m n", "PPR PRP", additive=(0,)),
+    "aten.baddbmm.default": plus_product("b m k, b k n -> b m n"),
     "aten.matmul.default": matmul,
-    "aten.addmm.default": addmm,
+    "aten.addmm.default": plus_product("m k, k n -> m n"),
+    "aten.addmv.default": plus_product("m k, k -> m"),
+    "aten.addbmm.default": plus_product("b m k, b k n -> m n"),
+    "aten.addr.default": plus_product("m, n -> m n"),
     "aten.einsum.default": einsum,
     "aten.dot.default": Entry("k, k -> ", "PR RP"),
     "aten.mv.default": Entry("m k, k -> m", "PR RP"),
@@ -318,6 +273,7 @@ TABLE: dict[str, RuleFunction] = {
     "aten.native_dropout.default": dropout,
     "aten.softmax.int": along_dim,
     "aten._softmax.default": along_dim,
+    "aten._safe_softmax.default": along_dim,
     "aten.log_softmax.int": along_dim,
     "aten._log_softmax.default": along_dim,
     "aten.cumsum.default": cumsum,
@@ -395,5 +351,6 @@ def find(op: str) -> RuleFunction | None:
     if op in TABLE:
         return TABLE[op]
     name = op.split(".")[1]
-    tagged = torch.Tag.pointwise in overload(op).tags and "dropout" not in name and "rand" not in name
+    tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
+    tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))
     return pointwise if tagged or op in _POINTWISE or name in _LIKE else None

@@ -42,6 +42,8 @@ def reshape(call: Call) -> list[AxisRule]:
     """S on the leading dim of a group ↔ S on the leading dim it becomes; linear."""
     before, after = call.shape(0), call.result_shapes[0]
     rules = [AxisRule((P,), (P,))]
+    if 0 in before:
+        return rules  # without elements, no dim becomes another
     for left, right in reshape_groups(before, after):
         source, target = _leading(before, left), _leading(after, right)
         if source is not None and target is not None:
@@ -51,6 +53,8 @@ def reshape(call: Call) -> list[AxisRule]:
 
 def reshape_limit(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> int:
     """How many equal slices of `dim` the reshape keeps contiguous: it must divide this length."""
+    if 0 in before:
+        return 1
     for left, right in reshape_groups(before, after):
         if dim in left:
             target = _leading(after, right)

@@ -22,10 +22,12 @@ from autopar.runtime.mesh import Axis, RankMesh
 class Parameter:
     """A parameter by global shape: where it is stored and in which placements it is used.
 
-    The conversion from `stored` to each of `uses` is paid once a step; gradients accumulate over the
-    microbatches in the used tensor, then go back. `reduce_each_microbatch` sends them back after each
-    microbatch instead (less memory). `regather` frees the used tensor between the forward and the backward
-    pass of the enclosing block as well, and converts again for each; it implies `reduce_each_microbatch`.
+    The conversion from `stored` to each of `uses` is paid once a step. It passes through the placements that the
+    use names before its own, one step each ("S(0) R -> R R"), or takes the usual steps where it names none.
+    Gradients accumulate over the microbatches in the used tensor, then go back the same way.
+    `reduce_each_microbatch` sends them back after each microbatch instead (less memory). `regather` frees the
+    used tensor between the forward and the backward pass of the enclosing block as well, and converts again for
+    each; it implies `reduce_each_microbatch`.
     """
 
     shape: tuple[int, ...]
@@ -39,12 +41,16 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use."""
+    """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
+
+    `value`: nested lists that hold all of a constant, which no state brings.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype = torch.float32
     placement: str = ""
     persistent: bool = True
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)

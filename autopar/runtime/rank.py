@@ -16,20 +16,24 @@ from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.gathering import Gatherer, Unit
 from autopar.runtime.inputs import join_outputs, split_inputs
-from autopar.runtime.mesh import RankMesh, make_rank_mesh
+from autopar.runtime.mesh import TIMEOUT_S, RankMesh, make_rank_mesh
 from autopar.runtime.reducing import Reducer, on_gradient
 from autopar.runtime.stored import Slot, StoredParameter, slot_names
 
 
 def build(
-    program: type[Program], device_mesh: DeviceMesh | None = None, device: torch.device | str | None = None
+    program: type[Program],
+    device_mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Rank:
     """Builds this rank's part of an emitted program, with its real shards only, not yet loaded (NaN).
 
     Under torchrun, the process group and the device mesh are made where they are not given. A program of one
-    rank needs neither. Raises WorldError when the processes that run are not the mesh of the program.
+    rank needs neither. A rank that does not answer for `timeout_s` seconds is given up (CollectiveError). Raises
+    WorldError when the processes that run are not the mesh of the program.
     """
-    mesh = make_rank_mesh(program.AXES, device_mesh, torch.device(device) if device is not None else None)
+    mesh = make_rank_mesh(program.AXES, device_mesh, torch.device(device) if device is not None else None, timeout_s)
     return Rank(program(mesh), mesh)
 
 
@@ -94,7 +98,7 @@ class Rank(nn.Module):
             randomness.begin_step()
             losses = [self._train_microbatch(index, inputs) for index, inputs in enumerate(microbatches)]
         self._reducer.end_step()
-        comm.finish_late()
+        comm.finish_late(self._mesh)
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
@@ -127,7 +131,7 @@ class Rank(nn.Module):
         self._gatherer.begin_step()
         randomness.begin_step()
         outputs = [self._run_microbatch(*item) for item in enumerate(microbatches)]
-        comm.finish_late()
+        comm.finish_late(self._mesh)
         return join_outputs(outputs, ())
 
     def _run_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Any:
@@ -143,6 +147,20 @@ class Rank(nn.Module):
         with torch.no_grad():
             for buffer in self._state.buffers.values():
                 buffer.commit_update()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that run the program."""
+        return self._mesh.size
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective waits for a rank; None where the groups were given."""
+        return self._mesh.timeout_s
+
+    def forget_constants(self) -> None:
+        """Computes again, at the next step, what the program keeps of its buffers; they may be new since."""
+        forget_constants(self._program)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their norm over all parameters and ranks is at most `max_norm`.
@@ -161,7 +179,7 @@ class Rank(nn.Module):
         Raises ProgramError that lists the names that are missing or unexpected and the shapes that differ.
         """
         self._state.load(tensors, broadcast=broadcast)
-        forget_constants(self._program)
+        self.forget_constants()
 
     def init_from(self, model: nn.Module | Mapping[str, Tensor], *, broadcast: bool = True) -> None:
         """Starts from a single-device model's weights, or its tensors by name (those it has no use for are left).

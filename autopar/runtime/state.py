@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from autopar.runtime import comm
 from autopar.runtime.declare import Buffer, Parameters
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import RankMesh
@@ -37,9 +38,12 @@ class StoredBuffer:
 
 
 def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh) -> StoredBuffer:
-    """Makes this rank's part of a buffer, not yet loaded, and puts it in its holder."""
+    """Makes this rank's part of a buffer, not yet loaded but for a constant, and puts it in its holder."""
     types = parse_placement(declared.placement, len(mesh.axes))
     local = unset_tensor(local_shape(declared.shape, types, mesh.axes), declared.dtype, mesh.device)
+    if declared.value is not None:
+        whole = torch.tensor(declared.value, dtype=declared.dtype).reshape(declared.shape)
+        local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
     sharded = any(kind.is_shard for kind in types)
     holder.__dict__[attribute] = local
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
@@ -118,7 +122,8 @@ class State:
             whole.copy_(tensor)
         for axis in self.mesh.axes:
             if axis.group is not None:
-                dist.broadcast(_broadcastable(whole), dist.get_global_rank(axis.group, 0), group=axis.group)
+                with comm.explained("broadcast", axis, whole.numel() * whole.element_size()):
+                    dist.broadcast(_broadcastable(whole), dist.get_global_rank(axis.group, 0), group=axis.group)
         return whole
 
 
@@ -164,7 +169,8 @@ def _total_norm(groups: Mapping[tuple[int, ...], list[Tensor]], mesh: RankMesh, 
         powers = _power(torch.stack(norms).double(), norm_type) if norms else parts[0].view(1)
         part = combine(powers).clone()
         for axis in axes:
-            dist.all_reduce(part, op=operation, group=mesh.axes[axis].group)
+            with comm.explained("all_reduce", mesh.axes[axis], part.element_size()):
+                dist.all_reduce(part, op=operation, group=mesh.axes[axis].group)
         parts.append(part)
     total = combine(torch.stack(parts))
     return _power(total, 1 / norm_type).float()

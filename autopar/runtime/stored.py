@@ -20,10 +20,11 @@ from autopar.runtime.mesh import RankMesh
 from autopar.runtime.placement import (
     Step,
     Type,
-    conversion_steps,
+    conversion_way,
     local_shape,
     local_size,
     parse_placement,
+    parse_way,
     shard_axes,
 )
 
@@ -76,8 +77,9 @@ class Slot:
     def __init__(self, parameter: StoredParameter, use: str, holder: Parameters, attribute: str) -> None:
         self.parameter, self.holder, self.attribute = parameter, holder, attribute
         declared, axes = parameter.declared, parameter.mesh.axes
-        self.types = parse_placement(use, len(axes))
-        self.steps = sized_steps(declared.shape, parameter.types, self.types, parameter.mesh)
+        *_, self.types = parse_way(use, len(axes))
+        way = conversion_way(parameter.types, use)
+        self.steps = sized_steps(declared.shape, parameter.types, way, parameter.mesh)
         self.shape = local_shape(declared.shape, self.types, axes)
         self.is_alias = all(sized.is_free for sized in self.steps)
         self.leaf = self._make_leaf()
@@ -124,10 +126,10 @@ def slot_names(name: str, num_uses: int) -> list[str]:
     return [name if use == 0 else f"{name}_{use}" for use in range(num_uses)]
 
 
-def sized_steps(shape: Sequence[int], stored: Sequence[Type], used: Sequence[Type], mesh: RankMesh) -> list[SizedStep]:
-    """The steps between two placements on axes that really split, with the lengths of their dims."""
+def sized_steps(shape: Sequence[int], stored: Sequence[Type], way: Sequence[Step], mesh: RankMesh) -> list[SizedStep]:
+    """The steps that start at a placement, on axes that really split, with the lengths of their dims."""
     now, steps = list(stored), []
-    for step in conversion_steps(stored, used):
+    for step in way:
         before = _length(shape, now, step.axis, step.source, mesh)
         now[step.axis] = step.target
         after = _length(shape, now, step.axis, step.target, mesh)

@@ -7,9 +7,8 @@ import time
 import pytest
 import torch
 
-from autopar.ops import axis_rules, coverage, registry
+from autopar.ops import axis_rules, coverage, proofs, registry
 from autopar.ops.call import Call, overload
-from autopar.ops.registry import EXCLUDED
 from autopar.ops.table import find
 from tests.ops.interpreter import check, make_case
 from tests.ops.samples import Sample, registry_samples
@@ -29,18 +28,26 @@ def test_registry_rules_run_locally_equal_the_whole(sample: Sample) -> None:
 
 
 def test_most_samples_have_rules() -> None:
-    cases = [make_case(*sample) for sample in SAMPLES if sample.op not in EXCLUDED]
+    cases = [make_case(*sample) for sample in SAMPLES if sample.op not in proofs.FAILED]
     found = [case for case in cases if "registry" in coverage(case.graph).values()]
     assert len({case.node.op for case in found}) >= 40
 
 
-def test_excluded_operators_exist_and_are_reported() -> None:
-    for op, failure in EXCLUDED.items():
-        assert overload(op) and failure
+def test_operators_that_failed_are_reported_with_the_case() -> None:
     sample = next(sample for sample in SAMPLES if sample.op == "aten.nansum.default")
     case = make_case(*sample)
-    assert "NaN" in coverage(case.graph)["aten.nansum.default"]
+    assert "P -> P: result 0: expected" in coverage(case.graph)["aten.nansum.default"]
     assert len(axis_rules(case.graph, case.node)) == 2  # R and I
+
+
+def test_operators_that_no_sample_proves_are_replicated_and_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_case("aten.index_select.default", (torch.ones(4, 4), 0, torch.tensor([1])), {})
+    assert len(axis_rules(case.graph, case.node)) > 2
+    monkeypatch.setattr(proofs, "PROVED", frozenset())
+    case = make_case("aten.index_select.default", (torch.ones(4, 4), 0, torch.tensor([1])), {})
+    assert len(axis_rules(case.graph, case.node)) == 1
+    assert coverage(case.graph) == {"aten.index_select.default": "replicated: no sample proves its rules"}
+    assert not registry.knows(overload(case.node.op))
 
 
 def test_no_process_group_is_started() -> None:

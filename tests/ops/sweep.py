@@ -1,0 +1,250 @@
+"""The property over all that torch has samples of: `python -m tests.ops.sweep` writes autopar/ops/proofs.json.
+
+For every overload that the table's pointwise tag or DTensor's registry has rules for, each sample call is sharded,
+run and joined with each rule on one axis and with pairs of rules on two. Calls are also run on integers, where a
+sum has one value and nothing may differ. The file says which overloads held, with how many calls and layouts, and
+of those that did not, the first case that failed. `autopar.ops` trusts what held, and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+import random
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from autopar.ir.placement import Placement, lengths_along
+from autopar.ops import axis_rules, overload, proofs
+from autopar.ops.lookup import has_rules
+from autopar.ops.table import TABLE
+from tests.ops.interpreter import Case, Layout, check, make_case
+from tests.ops.samples import Sample, registry_samples, table_samples
+from tests.ops.test_rules import admitted, text
+from tests.ops.torch_samples import torch_samples
+
+SIZES, PAIR_SIZES = ((2,), (3,), (4,)), ((2, 2), (2, 3))
+MAX_PAIRS = 12
+
+
+class _Everything:
+    def __contains__(self, op: object) -> bool:
+        return True
+
+
+@contextmanager
+def everything_trusted() -> Iterator[None]:
+    """What no sample has proved has its rules too, so that they can be tried."""
+    with mock.patch.multiple(proofs, PROVED=_Everything(), FAILED={}, NEED_ELEMENTS=()):
+        yield
+
+
+@dataclass
+class Proof:
+    """What the sweep found of one overload."""
+
+    calls: int = 0  # that some rule could shard
+    rules: int = 0  # on one axis
+    layouts: int = 0  # one and two axes, even and uneven
+    exact: int = 0  # of the layouts, those on integers: two that differ do so by 1
+    failure: str = ""
+    needs_elements: bool = False  # the only failures are those of ranks without elements
+
+    @property
+    def holds(self) -> bool:
+        return self.calls > 0 and not self.failure
+
+
+def is_candidate(op: str) -> bool:
+    """Whether a rule for the overload could be asked for: it may stand in a functional graph, and has a source."""
+    found = overload(op)
+    if (
+        found._schema.is_mutable
+        or "empty" in op
+        or torch.Tag.nondeterministic_seeded in found.tags
+        or not found._schema.returns
+    ):
+        return False
+    return has_rules(found)
+
+
+def collect() -> dict[str, list[Sample]]:
+    """The samples of every candidate: torch's, then those written by hand."""
+    with everything_trusted():
+        found = torch_samples(is_candidate)
+        for sample in (*registry_samples(), *table_samples()):
+            if is_candidate(sample.op):
+                found.setdefault(sample.op, []).append(sample)
+    return dict(sorted(found.items()))
+
+
+def prove(samples: list[Sample], max_pairs: int = MAX_PAIRS) -> Proof:
+    """Tries every rule on every sample of one overload; stops at the first failure."""
+    proof = Proof()
+    for sample in samples:
+        for case in cases(sample):
+            proof.failure = proof.failure or _try(sample, case, proof, max_pairs)
+    return proof
+
+
+def cases(sample: Sample) -> list[Case]:
+    """The call as it is, and on integers where its results and gradients are integers as well."""
+    found = [_case(sample)]
+    if not sample.exact:
+        whole = _case(sample._replace(args=tree_map(_integers, sample.args), kwargs=tree_map(_integers, sample.kwargs)))
+        if whole is not None and _all_integers(whole):
+            found.append(whole)
+    return [case for case in found if case is not None]
+
+
+def _integers(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return (value.detach() * 2).nan_to_num(1, 4, -4).round().clamp(-8, 8)
+
+
+def _all_integers(case: Case) -> bool:
+    values = [v for v in _made(case) if v is not None and v.is_floating_point()]
+    return bool(values) and all(bool((v == v.round()).all() and (v.abs() < 2**30).all()) for v in values)
+
+
+def _case(sample: Sample) -> Case | None:
+    """With gradients where the operator has them. None for what cannot be run alone."""
+    for differentiable in (True, False):
+        args, kwargs = tree_map(lambda v: _leaf(v, differentiable), (sample.args, sample.kwargs))  # noqa: B023
+        try:
+            case = make_case(sample.op, args, kwargs, exact=sample.exact)
+            return case if all(v is None or v.layout == torch.strided for v in _made(case)) else None
+        except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
+            continue
+    return None
+
+
+def _made(case: Case) -> list[Tensor | None]:
+    return [*case.results, *case.operand_gradients]
+
+
+def _leaf(value: Any, differentiable: bool) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    fits = value.is_floating_point() or value.is_complex()
+    return value.detach().requires_grad_(differentiable and fits)
+
+
+def _try(sample: Sample, case: Case, proof: Proof, max_pairs: int) -> str:
+    try:
+        rules = [rule for rule in axis_rules(case.graph, case.node) if _shards(rule)]
+    except Exception as error:  # a rule text that does not fit the call, say
+        return f"{sample}: {type(error).__name__}: {error}"[:400]
+    tried = 0
+    for layout in layouts(case, rules, max_pairs):
+        if not admitted(case, layout):
+            continue
+        error = _error(case, layout)
+        if error and leaves_nothing(case, layout):
+            proof.needs_elements = True
+            continue
+        if error:
+            placed = " × ".join(map(text, layout.rules))
+            return f"{sample} on {list(layout.sizes)} with {placed}: {error}"[:400]
+        tried += 1
+    proof.calls += tried > 0
+    proof.rules += len(rules)
+    proof.layouts += tried
+    proof.exact += tried * _all_integers(case)
+    return ""
+
+
+def leaves_nothing(case: Case, layout: Layout) -> bool:
+    """Whether some rank holds nothing along a dim of an operand or result that has something."""
+    placed = zip((*case.node.operands, *case.node.results), (*layout.operands, *layout.results), strict=True)
+    return any(_has_empty(case.graph.tensors[name].shape, types, layout) for name, types in placed)
+
+
+def _has_empty(shape: tuple[int, ...], types: Placement, layout: Layout) -> bool:
+    return any(size and 0 in lengths_along(shape, types, dim, layout.axes) for dim, size in enumerate(shape))
+
+
+def _error(case: Case, layout: Layout) -> str | None:
+    try:
+        return check(case, layout.rules, layout.sizes)
+    except Exception as error:  # whatever the local operator raises is a failure of the rule
+        return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+def _shards(rule: Any) -> bool:
+    return any(type_.kind in "SP" for type_ in (*rule.operands, *rule.results))
+
+
+def layouts(case: Case, rules: list[Any], max_pairs: int) -> list[Layout]:
+    """Every rule on one axis of 2, 3 and 4; a fixed random choice of pairs, with R and I, on two axes."""
+    every = axis_rules(case.graph, case.node)
+    single = [Layout((rule,), size) for size in SIZES for rule in rules]
+    pairs = [Layout(pair, size) for size in PAIR_SIZES for pair in itertools.product(every, repeat=2)]
+    return single + random.Random(0).sample(pairs, min(max_pairs, len(pairs)))
+
+
+def _prove_group(group: tuple[str, list[Sample]]) -> tuple[str, Proof]:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    with everything_trusted(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return group[0], prove(group[1])
+
+
+def sweep(processes: int) -> dict[str, Proof]:
+    found = collect()
+    with multiprocessing.get_context("fork").Pool(processes) as pool:
+        return dict(pool.imap(_prove_group, found.items(), chunksize=4))
+
+
+def write(found: dict[str, Proof]) -> None:
+    """autopar/ops/proofs.json: for each overload that held on how many calls, rules and layouts; else the failure."""
+    held = {op: proof for op, proof in found.items() if proof.holds}
+    record = {
+        "proved": {op: f"{p.calls} calls, {p.rules} rules, {p.layouts} layouts" for op, p in held.items()},
+        "need_elements": [op for op, proof in held.items() if proof.needs_elements],
+        "failed": {op: proof.failure for op, proof in found.items() if proof.failure},
+    }
+    proofs.PATH.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+
+
+def summary(found: dict[str, Proof]) -> str:
+    held = [proof for proof in found.values() if proof.holds]
+    counts = Counter({name: sum(getattr(p, name) for p in held) for name in ("calls", "rules", "layouts", "exact")})
+    failed = sum(bool(proof.failure) for proof in found.values())
+    return (
+        f"{len(held)} operators proved, {counts['calls']} calls, {counts['rules']} rules on one axis, "
+        f"{counts['layouts']} layouts ({counts['exact']} of them exact); {failed} operators failed"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", type=int, default=2)
+    found = sweep(parser.parse_args().processes)
+    for op, proof in found.items():
+        if proof.failure:
+            print(f"{op}: {proof.failure}")
+    write(found)
+    print(summary(found))
+    own = [op for op, proof in found.items() if proof.failure and op in TABLE]
+    if own:
+        print(f"the table's own rules fail: {', '.join(own)}")
+    return bool(own)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
