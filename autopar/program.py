@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from autopar.emit import train_script
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.serialization import write_whole
@@ -21,55 +22,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from autopar.runtime import Rank
-
-_TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {world} train.py
-
-Replace `batches()` by your data: each item is one global batch, the same on every rank.
-"""
-
-from pathlib import Path
-
-import torch
-
-import program
-from autopar import runtime as rt
-
-
-def batches(steps: int):
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(steps):
-        yield {{
-            spec.name: torch.randint(0, 2, spec.shape, generator=generator)
-            if not spec.dtype.is_floating_point
-            else torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
-            for spec in program.Program.INPUTS
-        }}
-
-
-def main(steps: int = 10) -> None:
-    torch.manual_seed(0)
-    rank = rt.build(program.Program)
-    weights = Path(__file__).with_name("weights.pt")
-    if weights.exists():
-        rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
-    else:  # planned from a meta model: random matrices, everything else one
-        for parameter in rank.parameters():
-            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
-    optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
-    for step, batch in enumerate(batches(steps)):
-        optimizer.zero_grad()
-        loss = rank.train_step(**batch)
-        rank.clip_grad_norm_(1.0)
-        optimizer.step()
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-            print(f"step {{step}} loss {{loss.item():.4f}}", flush=True)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main()
-'''
 
 
 class PlannedProgram:
@@ -91,7 +43,7 @@ class PlannedProgram:
         folder = Path(folder)
         write_whole(folder / "program.py", self.source)
         write_whole(folder / "plan.json", self.plan.to_json())
-        write_whole(folder / "train.py", _TRAIN.format(world=self.plan.mesh.num_devices))
+        write_whole(folder / "train.py", train_script(self.plan))
         if self._state is not None:
             part = folder / "weights.pt.part"
             torch.save(dict(self._state), part)

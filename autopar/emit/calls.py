@@ -17,8 +17,10 @@ from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
 from autopar.ir.plan import PlanData
+from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.lowering import RankLength, local_arguments
 
 Name = Callable[[str, int], str]  # (tensor, operand position) -> the variable that holds it
@@ -67,7 +69,7 @@ class CallWriter:
         parts = [_text(value, remaining) for value in args]
         parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
         op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
-        return f"{op}({', '.join(parts)})"
+        return f"rt.draw({', '.join([op, *parts])})" if is_random(node) else f"{op}({', '.join(parts)})"
 
     def local_call(self, statement: Operate) -> Call:
         """The call with the arguments that it has on local tensors."""
@@ -166,11 +168,30 @@ def _dropout(writer: CallWriter, statement: Operate, call: Call, names: list[str
     if call.arguments["train"] is False:
         return None
     real = tuple(t for t, axis in zip(placement, writer.plan.axes, strict=True) if axis.name != MICROBATCH)
+    shape = local_shape(call.shape(0), *_over_microbatches(placement, writer.plan.axes))  # of one microbatch
     call_text = (
-        f"rt.native_dropout({names[0]}, {call.arguments['p']!r}, {_axes(axes)}, shape={call.shape(0)}, "
+        f"rt.native_dropout({names[0]}, {call.arguments['p']!r}, {_axes(axes)}, shape={shape}, "
         f"placement={format_placement(real)!r})"
     )
     return call_text
+
+
+def _routed_experts(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The runtime's function always: the operator is autopar's own."""
+    axes = writer.axes_where(statement.reads[3][1], lambda type_: type_ == S(0))
+    options = [repr(call.arguments[key]) for key in ("activation", "gated", "num_experts")]
+    return f"rt.routed_experts({', '.join([*names, *options, _axes(axes)])})"
+
+
+def _grouped_mm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The operator is another library's, which the program need not import."""
+    return f"rt.grouped_mm({', '.join(names)})"
+
+
+def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Placement, tuple[Axis, ...]]:
+    """The placement on the microbatch axis alone, and that axis."""
+    kept = [(type_, axis) for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
+    return tuple(type_ for type_, _ in kept), tuple(axis for _, axis in kept)
 
 
 _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {
@@ -179,6 +200,8 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,
     "aten.native_dropout.default": _dropout,
+    ROUTED_EXPERTS: _routed_experts,
+    "transformers.grouped_mm_fallback.default": _grouped_mm,
     **SPATIAL,
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.emit.classes import INDENT, ClassWriter, Module
+from autopar.emit.classes import INDENT, ClassWriter, Module, access
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.names import Names
@@ -12,6 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
 from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH
+from autopar.ops import defining_module
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
 
@@ -20,7 +21,7 @@ stored placement differs from its use. Types: S(d) slices, R equal (gradient: su
 """
 
 import torch
-from torch import nn
+{imports}from torch import nn
 
 from autopar import runtime as rt
 from autopar.runtime import redistribute
@@ -30,13 +31,15 @@ aten = torch.ops.aten
 
 
 def emit(graph: Graph, plan: PlanData) -> str:
-    """The program's source; it imports torch and `autopar.runtime` only. The plan must have been verified."""
+    """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
+
+    The plan must have been verified.
+    """
     flat = flatten(graph, plan)
     root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program", block_paths(graph))
     writer = ClassWriter(graph, plan, flat)
     tree = writer.module_tree(root)
     writer.container_sizes = _containers(tree)
-    writer.lists = _lists(tree)
     writer.escaping = set(root.outputs)
     writer.late = set(flat.outputs) - {v for s in flat.statements for v in s.reads} - set(flat.mutations.values())
     classes: list[str] = []
@@ -48,9 +51,16 @@ def emit(graph: Graph, plan: PlanData) -> str:
         paths = writer.instances[key]
         where = paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} equal blocks)"
         classes.append(f'class {name}(rt.Block):\n{INDENT}"""{where}"""\n\n{body}\n')
-    header = _HEADER.format(model=graph.model_name, mesh=plan.mesh, axes=_axes_text(plan))
+    header = _HEADER.format(model=graph.model_name, mesh=plan.mesh, axes=_axes_text(plan), imports=_imports(graph))
     program = _program(graph, plan, flat, root, tree, writer)
     return "\n\n".join([header, *classes, program])
+
+
+def _imports(graph: Graph) -> str:
+    """A line for each module that defines operators of the graph, such as a custom kernel's."""
+    modules = {defining_module(op): op for op in sorted({node.op for node in graph.nodes}, reverse=True)}
+    lines = [f"import {module}  # defines {op.rpartition('.')[0]}" for module, op in modules.items() if module]
+    return "".join(f"{line}\n" for line in sorted(lines))
 
 
 def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Module, writer: ClassWriter) -> str:
@@ -62,12 +72,14 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
     ]
     lines.append(f"{INDENT}AXES = { ({axis.name: axis.size for axis in real})!r}")
     lines.append(f"{INDENT}MICROBATCHES = {plan.microbatches}")
+    if not graph.training:
+        lines.append(f"{INDENT}TRAINING = False")
     lines.append(f"{INDENT}INPUTS = (")
     for name in graph.inputs:
-        tensor = graph.tensors[name]
+        tensor = graph.kept(name)
         cut = 0 if name in plan.microbatch_inputs else None
         placement = writer.text(plan.inputs[name])
-        extra = "" if cut is None else f", microbatch_dim={cut}"
+        extra = ("" if cut is None else f", microbatch_dim={cut}") + writer.compute(name)
         lines.append(f"{INDENT * 2}rt.Input({name!r}, {tensor.shape}, torch.{tensor.dtype}, {placement!r}{extra}),")
     lines += [f"{INDENT})", f"{INDENT}TIED = {dict(graph.tied)!r}", ""]
     lines += [
@@ -124,11 +136,7 @@ def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:
     lines = []
     for buffer, value in flat.mutations.items():
         owner, _, last = buffer.rpartition(".")
-        text = "self" + "".join(
-            (f"[{p}]" if ".".join(owner.split(".")[:i]) in writer.lists else f'["{p}"]') if p.isdigit() else f".{p}"
-            for i, p in enumerate(owner.split("."))
-            if p
-        )
+        text = "self" + access(owner)
         lines.append(f"{INDENT * 2}{text}.update({last}={writer.read(value, '', names)})")
     return lines
 
@@ -149,17 +157,6 @@ def _containers(module: Module) -> dict[str, int]:
     for child in module.children.values():
         found.update(_containers(child))
     return found
-
-
-def _lists(module: Module) -> set[str]:
-    """Containers that are emitted as an nn.ModuleList: children 0, 1, 2, … and nothing else."""
-    children = list(module.children)
-    own = (
-        {module.path}
-        if children and children == [str(i) for i in range(len(children))] and not module.stored
-        else set()
-    )
-    return own.union(*(_lists(child) for child in module.children.values()))
 
 
 __all__ = ["emit"]

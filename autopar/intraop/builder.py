@@ -12,6 +12,7 @@ problem follows the number of distinct blocks, not of layers. Alpa (OSDI'22), se
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -241,18 +242,15 @@ class _Builder:
         kept, penalties = [], []
         rules = self._matching(what, names, tensor)
         for option in options:
-            broken = [r for r in rules if not all(permitted(r, p, self.axes) for p in placements(option))]
+            broken = [
+                rule for rule in rules
+                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option))
+            ]  # fmt: skip
             if all(rule.soft for rule in broken):
                 kept.append(option)
                 penalties.append(SOFT_PENALTY_NS * len(broken))
         if not kept:
-            sizes = ", ".join(f"{axis.name}={axis.size}" for axis in self.axes)
-            patterns = ", ".join(repr(rule.pattern) for rule in rules) or "none"
-            raise InfeasibleError(
-                f"expected at least one placement of {tensor.name} {list(tensor.shape)} on the mesh ({sizes}), found "
-                f"no strategy that the constraints allow (constraints that match: {patterns}). Relax the constraint, or "
-                "choose lengths and axes such that every rank gets at least one row of a dim that is cut."
-            )
+            raise InfeasibleError(_nothing_left(what, tensor, rules, self.axes))
         return kept, penalties
 
     # edges
@@ -303,6 +301,26 @@ class _Builder:
             return
         key, value = ((source, target), matrix) if source < target else ((target, source), matrix.T)
         matrices[key] = np.minimum(matrices[key] + value, INFINITE) if key in matrices else value
+
+
+def _nothing_left(what: str, tensor: Tensor, rules: list[Constraint], axes: LogicalMesh) -> str:
+    """Expected, found and remedy, where no placement of a tensor is left."""
+    sizes = ", ".join(f"{axis.name}={axis.size}" for axis in axes)
+    patterns = ", ".join(repr(rule.pattern) for rule in rules) or "none"
+    ranks = math.prod(axis.size for axis in axes if any(r.allow == ("S(0)",) and r.axis == axis.name for r in rules))
+    if what == "input" and tensor.shape and ranks > 1:
+        batch = tensor.shape[0]
+        fits = " or ".join(str(n) for n in (batch // ranks * ranks, -(-batch // ranks) * ranks) if n)
+        return (
+            f"expected at least one sample on each of {ranks} ranks of the mesh ({sizes}), found a batch of {batch} "
+            f"({tensor.name} {list(tensor.shape)}), which leaves a rank without. Use a batch of {fits}, or fewer "
+            "data-parallel ranks."
+        )
+    return (
+        f"expected at least one placement of {tensor.name} {list(tensor.shape)} on the mesh ({sizes}), found no "
+        f"strategy that the constraints allow (constraints that match: {patterns}). Relax the constraint, or choose "
+        "lengths and axes such that every rank gets at least one row of a dim that is cut."
+    )
 
 
 def _left(option: Any, result: int) -> Any:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import P, Placement, R, Type, leaves_none_empty
+from autopar.ir.placement import I, P, Placement, R, Type, leaves_none_empty
 from autopar.ops import axis_rules, shape_error
 from autopar.ops.notation import AxisRule
 
@@ -75,10 +75,10 @@ def _long_enough(
     return all(leaves_none_empty(graph.tensors[name].shape, placement, axes) for name, placement in pairs)
 
 
-def permitted(constraint: Constraint, placement: Placement, axes: LogicalMesh) -> bool:
-    """Whether the types on the constrained axis (or all axes) are allowed."""
+def permitted(constraint: Constraint, placement: Placement, axes: LogicalMesh, differentiable: bool = True) -> bool:
+    """Whether the types on the constrained axis (or all axes) are allowed; without gradient R is I as well."""
     return all(
-        constraint.permits(type_)
+        constraint.permits(type_) or (type_ == R and not differentiable and constraint.permits(I))
         for type_, axis in zip(placement, axes, strict=True)
         if constraint.axis in (None, axis.name) and axis.name != "microbatch"
     )

@@ -2,9 +2,29 @@
 
 from __future__ import annotations
 
-from autopar.ir.graph import IDENTITY, Graph
+from autopar.ir.graph import IDENTITY, Graph, Node
 
-_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal_")
+#: operators, without their overloads, that draw random numbers (those that write in place never get here)
+RANDOM = frozenset({
+    "alpha_dropout", "bernoulli", "binomial", "cauchy", "dropout", "exponential", "feature_alpha_dropout",
+    "feature_dropout", "geometric", "log_normal", "multinomial", "native_dropout", "normal", "normal_functional",
+    "poisson", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm", "rrelu",
+    "rrelu_with_noise", "rrelu_with_noise_functional", "uniform", "_sample_dirichlet", "_standard_gamma",
+    "_fused_dropout",
+})  # fmt: skip
+_RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
+
+
+def is_random(node: Node) -> bool:
+    """Whether the operator draws random numbers: two equal calls of it are not equal, nor are those of two steps."""
+    name = node.op.split(".")[1]
+    if name in _RECURRENT:
+        dropout, train = node.args[-4:-2] if node.op.endswith(".input") else (1.0, True)
+        return bool(train) and dropout > 0.0
+    if name == "scaled_dot_product_attention":
+        given = dict(node.kwargs).get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0)
+        return bool(given > 0.0)
+    return name in RANDOM
 
 
 def constant_tensors(graph: Graph) -> set[str]:
@@ -12,8 +32,7 @@ def constant_tensors(graph: Graph) -> set[str]:
     variable = set(graph.inputs) | {s.tensor for s in graph.stored if s.kind == "parameter"}
     variable |= {s.tensor for s in graph.stored if s.name in graph.mutations}
     for node in graph.nodes:
-        random = any(word in node.op for word in _RANDOM)
-        if random or any(name in variable for name in node.operands):
+        if is_random(node) or any(name in variable for name in node.operands):
             variable.update(node.results)
     return set(graph.tensors) - variable
 

@@ -15,11 +15,13 @@ from autopar.ir.placement import (
     P,
     Placement,
     R,
+    S,
     Type,
     format_placement,
     lengths_along,
     num_shards,
 )
+from autopar.ir.structure import is_random
 from autopar.ops import proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
@@ -89,7 +91,11 @@ class Rules:
         found: list[AxisRule] = []
         if function is not None:
             found = function(call)
-        elif node.operands and not _creates(node):
+        elif is_random(node):
+            self.source, self.reason = "replicated", "it draws random numbers"
+        elif _creates(node):
+            found = _new_tensors(call)
+        elif node.operands:
             found, self.reason = registry.rules(call)
             self.source = "registry" if found else "replicated"
         every_rule = every(len(node.operands), len(node.results))
@@ -99,6 +105,14 @@ class Rules:
 
 def _creates(node: Node) -> bool:
     return node.op.split(".")[1] in _CREATION
+
+
+def _new_tensors(call: Call) -> list[AxisRule]:
+    """What an operator such as `new_zeros` is called on says only dtype and device: however it is split will do."""
+    if len(call.node.operands) != 1:
+        return []
+    types = [P, *(S(dim) for dim, size in enumerate(call.shape(0)) if size > 1)]
+    return [AxisRule((type_,), (R,) * len(call.node.results)) for type_ in types]
 
 
 def _without_gradient(call: Call, rule: AxisRule) -> AxisRule:
@@ -195,7 +209,7 @@ def _channel_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> st
 
 #: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
 _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
-                  "cross_entropy", "native_dropout")  # fmt: skip
+                  "cross_entropy", "native_dropout", "routed_experts")  # fmt: skip
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.placement import I, P, R, S
-from autopar.ops import proofs, views, windows
+from autopar.ir.structure import RANDOM
+from autopar.ops import experts, proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.indexing import INDEXING
 from autopar.ops.long_tail import LONG_TAIL
@@ -234,6 +235,8 @@ TABLE: dict[str, RuleFunction] = {
     "aten.conv_transpose2d.input": windows.transposed_convolution,
     "aten.conv_transpose3d.input": windows.transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
+    experts.ROUTED_EXPERTS: experts.routed_experts,
+    "transformers.grouped_mm_fallback.default": experts.grouped_product,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
@@ -247,6 +250,7 @@ TABLE: dict[str, RuleFunction] = {
     "aten.native_dropout.default": dropout,
     "aten.softmax.int": along_dim,
     "aten._softmax.default": along_dim,
+    "aten._safe_softmax.default": along_dim,
     "aten.log_softmax.int": along_dim,
     "aten._log_softmax.default": along_dim,
     "aten.cumsum.default": cumsum,
@@ -315,6 +319,8 @@ _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.defaul
               "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor",
               "aten.polar.default", "aten.complex.default", "aten.masked_fill.Tensor", "aten.hardswish.default",
               "aten.log_sigmoid.default", "aten.floor_divide.default"}  # fmt: skip
+#: tagged, and right: the proof's samples of these differ by the order of a sum, or are NaN (√ at 0)
+_ROUNDED = {"aten.div.Tensor", "aten.sin.default", "aten.sqrt.default"}
 
 
 def find(op: str) -> RuleFunction | None:
@@ -322,6 +328,6 @@ def find(op: str) -> RuleFunction | None:
     if op in TABLE:
         return TABLE[op]
     name = op.split(".")[1]
-    tagged = torch.Tag.pointwise in overload(op).tags and "dropout" not in name and "rand" not in name
+    tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
     tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))
-    return pointwise if tagged or op in _POINTWISE or name in _LIKE else None
+    return pointwise if tagged or op in _POINTWISE | _ROUNDED or name in _LIKE else None

@@ -1,18 +1,20 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
+from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
 from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
-from autopar.runtime.errors import ProgramError, WorldError
+from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding
+from autopar.runtime.lowering.experts import grouped_mm, routed_experts
 from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
-from autopar.runtime.randomness import recompute, reference_dropout, seed_dropout, set_exact_dropout
+from autopar.runtime.randomness import draw, recompute, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank, build
 from autopar.runtime.redistribute import redistribute
 
@@ -20,6 +22,7 @@ __all__ = [
     "Axis",
     "Block",
     "Buffer",
+    "CollectiveError",
     "Input",
     "Parameter",
     "Parameters",
@@ -35,9 +38,13 @@ __all__ = [
     "convolution",
     "count_bytes",
     "cross_entropy",
+    "draw",
     "dropout",
     "embedding",
     "group_norm",
+    "grouped_mm",
+    "last_checkpoint",
+    "load_checkpoint",
     "local_offset",
     "local_size",
     "make_rank_mesh",
@@ -48,6 +55,8 @@ __all__ = [
     "recompute",
     "redistribute",
     "reference_dropout",
+    "routed_experts",
+    "save_checkpoint",
     "seed_dropout",
     "set_exact_dropout",
     "start_valid_count",

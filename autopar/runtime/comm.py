@@ -16,7 +16,7 @@ is.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from autopar.runtime.errors import CollectiveError
 from autopar.runtime.mesh import Axis
 
 Wait = Callable[[], None]
@@ -33,7 +34,6 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _counters: list[Counter[tuple[str, str]]] = []
-_late: list[Wait] = []
 
 
 @contextmanager
@@ -49,12 +49,59 @@ def count_bytes() -> Iterator[Counter[tuple[str, str]]]:
 
 def _count(kind: str, axis: Axis, buffer: Tensor) -> None:
     for counter in _counters:
-        counter[kind, axis.name] += buffer.numel() * buffer.element_size()
+        counter[kind, axis.name] += _num_bytes(buffer)
 
 
-def _waiter(work: Any) -> Wait:
+@contextmanager
+def explained(kind: str, axis: Axis, num_bytes: int) -> Iterator[None]:
+    """Raises CollectiveError in place of torch's error, which names neither the collective nor who is missing."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(_lost(f"{kind} of {num_bytes:,} bytes over axis {axis.name}", axis, error)) from error
+
+
+def _lost(what: str, axis: Axis, error: RuntimeError) -> str:
+    assert axis.group is not None, "an axis of one rank has no collectives"
+    ranks = dist.get_process_group_ranks(axis.group)
+    others = [rank for rank in ranks if rank != dist.get_rank()]
+    return _advice(what, others, axis.timeout_s, error)
+
+
+def _advice(what: str, others: Sequence[int], timeout_s: float | None, error: RuntimeError) -> str:
+    waited = f"within {timeout_s:g} s " if timeout_s is not None else ""
+    who = f"rank {others[0]}" if len(others) == 1 else f"one of the ranks {', '.join(map(str, others))}"
+    text = " ".join(str(error).split())
+    return (
+        f"rank {dist.get_rank()} of {dist.get_world_size()}: {what} did not come to its end. Most likely {who} ended, "
+        f"or did not answer {waited}(`rt.build(..., timeout_s=...)` sets how long is waited for a slow one). Look for "
+        "the first error in that rank's log, then start all ranks again: train.py goes on from its last checkpoint, "
+        f"and `torchrun --max-restarts` starts it anew by itself. torch says: {text[:300]}"
+    )
+
+
+def barrier(timeout_s: float | None = None) -> None:
+    """Waits for all ranks. Raises CollectiveError when one does not come."""
+    try:
+        dist.barrier()
+    except RuntimeError as error:
+        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
+        raise CollectiveError(_advice("a barrier", others, timeout_s, error)) from error
+
+
+def _num_bytes(buffer: Tensor) -> int:
+    return buffer.numel() * buffer.element_size()
+
+
+def _start(kind: str, axis: Axis, buffer: Tensor, start: Callable[[], Any]) -> Wait:
+    """Starts an asynchronous collective; its bytes are those of `buffer`."""
+    num_bytes = _num_bytes(buffer)
+    with explained(kind, axis, num_bytes):
+        work = start()
+
     def wait() -> None:
-        work.wait()
+        with explained(kind, axis, num_bytes):
+            work.wait()
 
     return wait
 
@@ -63,36 +110,40 @@ def all_reduce(buffer: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> None:
     """Sums (or reduces by `op`) the buffer over the axis, in place."""
     if axis.size > 1:
         _count("all_reduce", axis, buffer)
-        dist.all_reduce(buffer, op=op, group=axis.group)
+        with explained("all_reduce", axis, _num_bytes(buffer)):
+            dist.all_reduce(buffer, op=op, group=axis.group)
 
 
 def start_all_reduce(buffer: Tensor, axis: Axis) -> Wait:
     """Starts an in-place sum over the axis; the buffer is whole once the returned function was called."""
     _count("all_reduce", axis, buffer)
-    return _waiter(dist.all_reduce(buffer, group=axis.group, async_op=True))
+    return _start("all_reduce", axis, buffer, lambda: dist.all_reduce(buffer, group=axis.group, async_op=True))
 
 
-def finish_late() -> None:
+def finish_late(axes: Iterable[Axis]) -> None:
     """Waits for the collectives that `add_late` was told of."""
-    while _late:
-        _late.pop(0)()
+    for axis in axes:
+        while axis.late:
+            axis.late.pop(0)()
 
 
-def add_late(wait: Wait) -> None:
+def add_late(wait: Wait, axis: Axis) -> None:
     """Leaves a collective under way until the end of the step: nothing reads its result before."""
-    _late.append(wait)
+    axis.late.append(wait)
 
 
 def all_gather(output: Tensor, shard: Tensor, axis: Axis) -> None:
     """Writes the shards of all ranks of the axis one after the other into `output` (both contiguous)."""
     _count("all_gather", axis, output)
-    _all_gather(_flat(output), _flat(shard), group=axis.group)
+    with explained("all_gather", axis, _num_bytes(output)):
+        _all_gather(_flat(output), _flat(shard), group=axis.group)
 
 
 def start_all_gather(output: Tensor, shard: Tensor, axis: Axis) -> Wait:
     """Starts `all_gather`; `output` may be read once the returned function was called."""
     _count("all_gather", axis, output)
-    return _waiter(_all_gather(_flat(output), _flat(shard), group=axis.group, async_op=True))
+    into, own = _flat(output), _flat(shard)
+    return _start("all_gather", axis, output, lambda: _all_gather(into, own, group=axis.group, async_op=True))
 
 
 def reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> None:
@@ -103,14 +154,16 @@ def reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> None:
 def start_reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
     """Starts `reduce_scatter`; `output` may be read once the returned function was called."""
     _count("reduce_scatter", axis, buffer)
+    group, into, whole = axis.group, _flat(output), _flat(buffer)
     if not axis.is_gloo:
-        return _waiter(_reduce_scatter(_flat(output), _flat(buffer), group=axis.group, async_op=True))
-    parts = torch.empty_like(buffer)
-    work = dist.all_to_all_single(parts.view(-1), buffer.view(-1), group=axis.group, async_op=True)
-    assert work is not None
+        return _start("reduce_scatter", axis, buffer, lambda: _reduce_scatter(into, whole, group=group, async_op=True))
+    parts = torch.empty_like(whole)
+    finish = _start(
+        "reduce_scatter", axis, buffer, lambda: dist.all_to_all_single(parts, whole, group=group, async_op=True)
+    )
 
     def wait() -> None:
-        work.wait()
+        finish()
         _sum_parts(output, parts.view(axis.size, -1))
 
     return wait
@@ -119,13 +172,15 @@ def start_reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
 def all_to_all(output: Tensor, buffer: Tensor, axis: Axis) -> None:
     """Sends the k-th of n equal parts of `buffer` to rank k of the axis (both contiguous)."""
     _count("all_to_all", axis, buffer)
-    dist.all_to_all_single(_flat(output), _flat(buffer), group=axis.group)
+    with explained("all_to_all", axis, _num_bytes(buffer)):
+        dist.all_to_all_single(_flat(output), _flat(buffer), group=axis.group)
 
 
 def exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int], axis: Axis) -> None:
     """Sends `sent[k]` elements of `buffer` to rank k of the axis, in order; `received[k]` come from it (both flat)."""
     _count("all_to_all", axis, buffer)
-    dist.all_to_all_single(output, buffer, received, sent, group=axis.group)
+    with explained("all_to_all", axis, _num_bytes(buffer)):
+        dist.all_to_all_single(output, buffer, received, sent, group=axis.group)
 
 
 def _sum_parts(output: Tensor, parts: Tensor) -> None:

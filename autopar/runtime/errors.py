@@ -9,3 +9,7 @@ class ProgramError(ValueError):
 
 class WorldError(ProgramError):
     """The processes that run are not the mesh that the program was emitted for."""
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not come to its end, as when another rank died or hangs; says which, where, and what to do."""

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined] # torch lists no exports
+from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.errors import WorldError
+
+#: seconds that a collective waits for a rank before it gives up, where the program makes the groups itself
+TIMEOUT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,6 +31,8 @@ class Axis:
     index: int
     group: dist.ProcessGroup | None  # None where size is 1
     is_gloo: bool = False
+    timeout_s: float | None = None  # for how long a collective waits; None: as whoever made the group says
+    late: list[Callable[[], None]] = field(default_factory=list, repr=False)  # to be waited for when the step ends
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +50,7 @@ class RankMesh:
     axes: tuple[Axis, ...]
     device_mesh: DeviceMesh | None
     device: torch.device
+    timeout_s: float | None = None
     progress: Progress = field(default_factory=Progress)
 
     def __getitem__(self, name: str) -> Axis:
@@ -58,22 +66,40 @@ class RankMesh:
 
 
 def make_rank_mesh(
-    sizes: Mapping[str, int], device_mesh: DeviceMesh | None = None, device: torch.device | None = None
+    sizes: Mapping[str, int],
+    device_mesh: DeviceMesh | None = None,
+    device: torch.device | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> RankMesh:
     """Makes this rank's view of a mesh with the given axis sizes.
 
     Initialises the default process group when more than one rank is asked for and there is none (gloo on
-    CPUs, NCCL on CUDA devices). Raises WorldError when the processes that run are not as many as the axes
-    ask for.
+    CPUs, NCCL on CUDA devices). The groups that are made here wait `timeout_s` seconds for a rank. Raises WorldError
+    when the processes that run are not as many as the axes ask for.
     """
     device = device or _default_device(device_mesh)
     if math.prod(sizes.values()) == 1 and device_mesh is None:
         return RankMesh(tuple(Axis(name, 1, 0, None) for name in sizes), None, device)
+    known_s = None
     if device_mesh is None:
-        _check_world(sizes, _start_process_group(device))
-        device_mesh = init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+        _check_world(sizes, _start_process_group(device, timeout_s))
+        device_mesh, known_s = _make_device_mesh(sizes, device, timeout_s), timeout_s
     _check_device_mesh(sizes, device_mesh)
-    return RankMesh(tuple(_axis(device_mesh, name, size) for name, size in sizes.items()), device_mesh, device)
+    axes = tuple(_axis(device_mesh, name, size, known_s) for name, size in sizes.items())
+    return RankMesh(axes, device_mesh, device, known_s)
+
+
+def _make_device_mesh(sizes: Mapping[str, int], device: torch.device, timeout_s: float) -> DeviceMesh:
+    """As `init_device_mesh` does, which has no way to say how long its groups wait."""
+    ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+    groups = []
+    for dim in range(ranks.dim()):
+        rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
+        timeout = timedelta(seconds=timeout_s)
+        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call] # torch's
+        assert group is not None, "every rank is in one group of each axis"
+        groups.append(group)
+    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(sizes))
 
 
 def _default_device(device_mesh: DeviceMesh | None) -> torch.device:
@@ -85,13 +111,33 @@ def _default_device(device_mesh: DeviceMesh | None) -> torch.device:
     return torch.device(kind, index)
 
 
-def _start_process_group(device: torch.device) -> int:
+def _start_process_group(device: torch.device, timeout_s: float) -> int:
     if not dist.is_initialized():
         found = int(os.environ.get("WORLD_SIZE", "1"))
         if found == 1:
             return 1
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
+        store = _store_of_restart(found, timeout)
+        if store is None:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            dist.init_process_group(
+                backend, store=store, rank=int(os.environ["RANK"]), world_size=found, timeout=timeout
+            )
     return dist.get_world_size()
+
+
+def _store_of_restart(world: int, timeout: timedelta) -> Store | None:
+    """A part of torchrun's store for ranks that it has started anew; None where there is nothing to keep apart.
+
+    The store outlives the ranks: gloo would find the addresses of those that were lost, and connect to nobody.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if not restarts or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = TCPStore(address, port, world, is_master=False, timeout=timeout)
+    return PrefixStore(f"restart_{restarts}", store)
 
 
 def _check_world(sizes: Mapping[str, int], found: int) -> None:
@@ -113,11 +159,11 @@ def _check_device_mesh(sizes: Mapping[str, int], device_mesh: DeviceMesh) -> Non
         )
 
 
-def _axis(device_mesh: DeviceMesh, name: str, size: int) -> Axis:
+def _axis(device_mesh: DeviceMesh, name: str, size: int, timeout_s: float | None) -> Axis:
     if size == 1:
         return Axis(name, 1, 0, None)
     group = device_mesh.get_group(name)
-    return Axis(name, size, device_mesh.get_local_rank(name), group, dist.get_backend(group) == "gloo")
+    return Axis(name, size, device_mesh.get_local_rank(name), group, dist.get_backend(group) == "gloo", timeout_s)
 
 
 def _show(sizes: Mapping[str, int]) -> str:

@@ -90,5 +90,5 @@ def sum_over(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor:
     if wait:
         comm.all_reduce(total, axis)
     else:
-        comm.add_late(comm.start_all_reduce(total, axis))
+        comm.add_late(comm.start_all_reduce(total, axis), axis)
     return total

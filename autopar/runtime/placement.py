@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
@@ -59,6 +60,11 @@ def parse_placement(text: str, num_axes: int) -> tuple[Type, ...]:
     return types
 
 
+def parse_way(text: str, num_axes: int) -> list[tuple[Type, ...]]:
+    """Reads placements joined by "->", as in "S(0) R -> R R": a conversion passes through them to the last."""
+    return [parse_placement(part, num_axes) for part in text.split("->")]
+
+
 def local_size(size: int, *axes: Axis) -> int:
     """Length that this rank holds of a dim of `size`, split over `axes` from the outer one to the inner."""
     for axis in axes:
@@ -95,6 +101,24 @@ def local_slices(shape: Sequence[int], types: Sequence[Type], axes: Sequence[Axi
         start = local_offset(size, *split)
         slices.append(slice(start, start + local_size(size, *split)))
     return tuple(slices)
+
+
+def conversion_way(stored: Sequence[Type], use: str) -> list[Step]:
+    """The steps from the stored placement to a use: those that the use names, or the usual ones to its placement."""
+    placements = parse_way(use, len(stored))
+    if len(placements) == 1:
+        return conversion_steps(stored, placements[0])
+    steps = []
+    for before, after in pairwise([tuple(stored), *placements]):
+        changes = [Step(axis, *types) for axis, types in enumerate(zip(before, after, strict=True))]
+        changed = [step for step in changes if step.source != step.target]
+        if len(changed) != 1 or _blocker(changed[0], list(before)) is not None:
+            raise ProgramError(
+                f"expected each step of {use!r} to change one type, on no axis outside one that shards the same dim, "
+                f"found {' '.join(map(str, before))} -> {' '.join(map(str, after))}"
+            )
+        steps += changed
+    return steps
 
 
 def conversion_steps(stored: Sequence[Type], used: Sequence[Type]) -> list[Step]:

@@ -1,16 +1,17 @@
-"""Random masks that ranks draw alike or apart, as placements ask, without touching torch's own generators.
+"""Random numbers that ranks draw alike or apart, as placements ask, without touching torch's own generators.
 
 Each draw has a seed of its own, a hash of (base seed, step, draw within the step, coordinates on the axes
 that split the tensor). Ranks that differ on other axes alone draw the same. In exact mode every rank draws
-the mask of the whole tensor and keeps its part, so that a run can be compared with one device bit for bit.
+for the whole tensor, from one generator that starts at the base seed and is never seeded again, and keeps its part:
+on a CPU these are, bit for bit, the numbers that the single-device model draws after `torch.manual_seed`.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
-from autopar.runtime.placement import local_size, parse_placement
+from autopar.runtime.placement import local_slices, parse_placement
+
+State = dict[torch.device, Tensor]
 
 
 @dataclass(slots=True)
@@ -29,19 +32,51 @@ class _Stream:
     step: int = -1
     draw: int = 0
     exact: bool = False
+    generators: dict[torch.device, torch.Generator] = field(default_factory=dict)  # of exact mode
+
+    def generator(self, device: torch.device) -> torch.Generator:
+        """Exact mode's generator on a device."""
+        if device not in self.generators:
+            self.generators[device] = torch.Generator(device=device).manual_seed(self.seed)
+        return self.generators[device]
+
+    def next_draw(self) -> int:
+        number, self.draw = self.draw, self.draw + 1
+        return number
 
 
 _stream = _Stream()
 
 
 def seed_dropout(seed: int) -> None:
-    """Starts the stream of masks anew; equal seeds on all ranks are what makes equal masks equal."""
+    """Starts all random numbers of programs anew, as `torch.manual_seed` does for a single-device model.
+
+    Equal seeds on all ranks are what makes equal masks equal. The seed is 0 where none is set.
+    """
     _stream.seed, _stream.step, _stream.draw = seed, -1, 0
+    _stream.generators.clear()
+
+
+def stream_position() -> tuple[int, int]:
+    """The seed and the step that the stream of masks is at, for a checkpoint."""
+    return _stream.seed, _stream.step
+
+
+def restore_stream(seed: int, step: int) -> None:
+    """Sets the stream to where `stream_position` found it."""
+    _stream.seed, _stream.step, _stream.draw = seed, step, 0
 
 
 def set_exact_dropout(exact: bool) -> None:
-    """Makes every rank draw whole masks and keep its part (slow; to compare with one device), or stops it."""
+    """Makes every rank draw whole masks and keep its part (slow; to compare with one device), or stops it.
+
+    To compare: `set_exact_dropout(True)` and `seed_dropout(s)` on every rank; `torch.manual_seed(s)` for the
+    single-device model on a CPU. Then all draws of all steps are equal bit for bit: dropout of every kind, attention's,
+    and noise. With microbatches, the single device takes the same microbatches in turn. What the loss does not
+    depend on draws nothing here, and GPUs draw inside fused kernels: there, compare under `reference_dropout`.
+    """
     _stream.exact = exact
+    _stream.generators.clear()
 
 
 def begin_step() -> None:
@@ -61,42 +96,84 @@ def keep_mask(
 
     `shape` and `placement` say what the whole tensor is and how the mesh of `axes` cuts it, in exact mode.
     """
-    draw, _stream.draw = _stream.draw, _stream.draw + 1
+    if p == 1:
+        return torch.zeros_like(like, dtype=torch.bool)
     if not _stream.exact:
-        return _draw(like.shape, p, like.device, draw, tuple((axis.name, axis.index) for axis in axes))
+        return _draw(like, p, _key(tuple((axis.name, axis.index) for axis in axes)))
     if shape is None or placement is None:
         raise ProgramError("exact dropout needs the shape and the placement of the whole tensor")
-    whole = _draw(tuple(shape), p, like.device, draw, ())
-    return _own_part(whole, like, axes, placement)
+    whole = torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+    whole.bernoulli_(1 - p, generator=_stream.generator(like.device))
+    return _own_part(whole, like, axes, placement).bool()
 
 
 def _own_part(whole: Tensor, like: Tensor, axes: Sequence[Axis], placement: str) -> Tensor:
     """`axes` are those that shard, outermost first: one for each S of the placement."""
-    shards = [kind for kind in parse_placement(placement, len(placement.split())) if kind.is_shard]
-    for kind, axis in zip(shards, axes, strict=True):
-        chunk = -(-whole.size(kind.dim) // axis.size)
-        start = min(axis.index * chunk, whole.size(kind.dim))
-        whole = whole.narrow(kind.dim, start, local_size(whole.size(kind.dim), axis))
-    if whole.shape != like.shape:
-        raise ProgramError(
-            f"exact dropout: the mask's part is {tuple(whole.shape)}, the tensor {tuple(like.shape)}; exact "
-            "masks are for programs of one microbatch"
-        )
-    return whole
+    shards = tuple(kind for kind in parse_placement(placement, len(placement.split())) if kind.is_shard)
+    part = whole[local_slices(whole.shape, shards, axes)]
+    if part.shape != like.shape:
+        raise ProgramError(f"exact dropout: the mask's part is {tuple(part.shape)}, the tensor {tuple(like.shape)}")
+    return part
 
 
-def _draw(shape: Sequence[int], p: float, device: torch.device, draw: int, place: object) -> Tensor:
-    key = f"{_stream.seed}/{_stream.step}/{draw}/{place}".encode()
-    seed = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
-    generator = torch.Generator(device=device).manual_seed(seed)
-    return torch.empty(tuple(shape), dtype=torch.bool, device=device).bernoulli_(1 - p, generator=generator)
+def _key(place: object) -> int:
+    """The seed of the next draw in the given place."""
+    key = f"{_stream.seed}/{_stream.step}/{_stream.next_draw()}/{place}".encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
+
+
+def _draw(like: Tensor, p: float, seed: int) -> Tensor:
+    generator = torch.Generator(device=like.device).manual_seed(seed)
+    return torch.empty(like.shape, dtype=torch.bool, device=like.device).bernoulli_(1 - p, generator=generator)
+
+
+def draw(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Runs an operator that draws from torch's own generator, so that all ranks draw the same: noise, `rand_like`, …
+
+    Its tensors must be whole on every rank. Torch's generators are left as they were.
+    """
+    held = _global_state()
+    if _stream.exact:
+        _set_global_state({device: _stream.generator(device).get_state() for device in held})
+    else:
+        _seed_global(_key(()), held)
+    try:
+        result = operator(*args, **kwargs)
+        if _stream.exact:
+            for device, state in _global_state().items():
+                _stream.generator(device).set_state(state)
+    finally:
+        _set_global_state(held)
+    return result
+
+
+def _global_state() -> State:
+    """The states of torch's own generators: the CPU's, and the current GPU's where there is one in use."""
+    found = {torch.device("cpu"): torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call] # torch's
+        device = torch.device("cuda", torch.cuda.current_device())
+        found[device] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def _set_global_state(states: State) -> None:
+    for device, state in states.items():
+        if device.type == "cpu":
+            torch.set_rng_state(state)
+        else:
+            torch.cuda.set_rng_state(state, device)
+
+
+def _seed_global(seed: int, devices: State) -> None:
+    torch.default_generator.manual_seed(seed)
+    if len(devices) > 1:
+        torch.cuda.manual_seed(seed)
 
 
 @contextmanager
 def reference_dropout(seed: int = 0) -> Iterator[None]:
-    """One step of a single-device model inside draws the masks that exact mode draws, in the same order."""
+    """A single-device model inside draws the masks of `F.dropout` that exact mode draws, on any device."""
     seed_dropout(seed)
-    begin_step()
     with _ReferenceDropout():
         yield
 
@@ -117,13 +194,15 @@ class _ReferenceDropout(TorchFunctionMode):
 def _reference(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
-    draw, _stream.draw = _stream.draw, _stream.draw + 1
-    return apply_mask(input, _draw(input.shape, p, input.device, draw, ()), p)
+    if p == 1:
+        return apply_mask(input, torch.zeros_like(input, dtype=torch.bool), p)
+    noise = torch.empty(input.shape, dtype=input.dtype, device=input.device)
+    return apply_mask(input, noise.bernoulli_(1 - p, generator=_stream.generator(input.device)).bool(), p)
 
 
 def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
-    """x / (1 − p) where the mask keeps it, zero elsewhere."""
-    return x * (mask * (0.0 if p == 1 else 1 / (1 - p))).to(x.dtype)
+    """x / (1 − p) where the mask keeps it, zero elsewhere; rounded as torch's CPU dropout does."""
+    return x * mask.to(x.dtype) if p == 1 else x * mask.to(x.dtype).div_(1 - p)
 
 
 def recompute(function: Callable[..., Any], *args: Any) -> Any:
@@ -132,17 +211,27 @@ def recompute(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def _replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    start = _stream.draw
-    return _draw_from(None), _draw_from(start)
+    return nullcontext(), _draw_from(_stream.draw, _generator_states())
+
+
+def _generator_states() -> State:
+    return {device: generator.get_state() for device, generator in _stream.generators.items()}
 
 
 @contextmanager
-def _draw_from(start: int | None) -> Iterator[None]:
-    held = _stream.draw
-    if start is not None:
-        _stream.draw = start
+def _draw_from(draw: int, states: State) -> Iterator[None]:
+    held, held_states = _stream.draw, _generator_states()
+    _go_to(draw, states)
     try:
         yield
     finally:
-        if start is not None:
-            _stream.draw = held
+        _go_to(held, held_states)
+
+
+def _go_to(draw: int, states: State) -> None:
+    """Sets both streams back, or forth; a generator that did not draw yet starts anew."""
+    _stream.draw = draw
+    for device in set(_stream.generators) - set(states):
+        del _stream.generators[device]
+    for device, state in states.items():
+        _stream.generator(device).set_state(state)

@@ -16,20 +16,24 @@ from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.gathering import Gatherer, Unit
 from autopar.runtime.inputs import join_outputs, split_inputs
-from autopar.runtime.mesh import RankMesh, make_rank_mesh
+from autopar.runtime.mesh import TIMEOUT_S, RankMesh, make_rank_mesh
 from autopar.runtime.reducing import Reducer, on_gradient
 from autopar.runtime.stored import Slot, StoredParameter, slot_names
 
 
 def build(
-    program: type[Program], device_mesh: DeviceMesh | None = None, device: torch.device | str | None = None
+    program: type[Program],
+    device_mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Rank:
     """Builds this rank's part of an emitted program, with its real shards only, not yet loaded (NaN).
 
     Under torchrun, the process group and the device mesh are made where they are not given. A program of one
-    rank needs neither. Raises WorldError when the processes that run are not the mesh of the program.
+    rank needs neither. A rank that does not answer for `timeout_s` seconds is given up (CollectiveError). Raises
+    WorldError when the processes that run are not the mesh of the program.
     """
-    mesh = make_rank_mesh(program.AXES, device_mesh, torch.device(device) if device is not None else None)
+    mesh = make_rank_mesh(program.AXES, device_mesh, torch.device(device) if device is not None else None, timeout_s)
     return Rank(program(mesh), mesh)
 
 
@@ -48,6 +52,7 @@ class Rank(nn.Module):
             _gatherer=Gatherer(units),
             _reducer=Reducer(slots, mesh, owner.get),
         )
+        self.training = program.TRAINING
         self._watch_units(slots, owner)
         self._register(parameters, buffers)
 
@@ -74,10 +79,17 @@ class Rank(nn.Module):
             _submodule(self, owner).register_buffer(last, buffer.tensor, buffer.declared.persistent)
 
     def train(self, mode: bool = True) -> Rank:
-        """Sets training or evaluation mode, which dropout and batch-norm follow."""
-        super().train(mode)
-        if "_program" in self.__dict__:
-            self._program.train(mode)
+        """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
+
+        Dropout, batch norm and whatever else follows the mode are written into the program.
+        """
+        if mode != self.training:
+            now, other = ("training", "evaluation") if self.training else ("evaluation", "training")
+            call = "model.eval()" if self.training else "model.train()"
+            raise ProgramError(
+                f"expected to stay in {now} mode, for which the program was emitted, found a change to {other}. Plan "
+                f"another program after {call}, and move the weights with full_state_dict and load_full_state_dict"
+            )
         return self
 
     def train_step(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Tensor:
@@ -87,6 +99,9 @@ class Rank(nn.Module):
         added to those that they had before.
         """
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
+        self._state.refresh_buffers()
+        self._check_frozen()
+        self._state.check_set()
         with torch.enable_grad():
             self._program.prepare(microbatches)
             self._reducer.begin_step()
@@ -94,10 +109,19 @@ class Rank(nn.Module):
             randomness.begin_step()
             losses = [self._train_microbatch(index, inputs) for index, inputs in enumerate(microbatches)]
         self._reducer.end_step()
-        comm.finish_late()
+        comm.finish_late(self._mesh)
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
+
+    def _check_frozen(self) -> None:
+        """Raises ProgramError for a parameter that was frozen when it was planned, and is not any more."""
+        for name, parameter in self._state.parameters.items():
+            if parameter.tensor.requires_grad and not parameter.declared.requires_grad:
+                raise ProgramError(
+                    f"expected {name} to need no gradient, as when it was planned, found requires_grad=True; "
+                    "plan again with a model in which it does"
+                )
 
     def _train_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Tensor:
         self._mesh.progress.microbatch = index
@@ -123,11 +147,13 @@ class Rank(nn.Module):
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
+        self._state.refresh_buffers()
+        self._state.check_set()
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()
         outputs = [self._run_microbatch(*item) for item in enumerate(microbatches)]
-        comm.finish_late()
+        comm.finish_late(self._mesh)
         return join_outputs(outputs, ())
 
     def _run_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Any:
@@ -143,6 +169,20 @@ class Rank(nn.Module):
         with torch.no_grad():
             for buffer in self._state.buffers.values():
                 buffer.commit_update()
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of ranks that run the program."""
+        return self._mesh.size
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds that a collective waits for a rank; None where the groups were given."""
+        return self._mesh.timeout_s
+
+    def forget_constants(self) -> None:
+        """Computes again, at the next step, what the program keeps of its buffers; they may be new since."""
+        forget_constants(self._program)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scales the gradients so that their norm over all parameters and ranks is at most `max_norm`.
@@ -161,7 +201,7 @@ class Rank(nn.Module):
         Raises ProgramError that lists the names that are missing or unexpected and the shapes that differ.
         """
         self._state.load(tensors, broadcast=broadcast)
-        forget_constants(self._program)
+        self.forget_constants()
 
     def init_from(self, model: nn.Module | Mapping[str, Tensor], *, broadcast: bool = True) -> None:
         """Starts from a single-device model's weights, or its tensors by name (those it has no use for are left).

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.structure import block_paths
+from autopar.ir.structure import block_paths, constant_tensors
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication
 
@@ -22,16 +22,17 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
     """Bytes by collective, a rank (the first) and step."""
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
-    units = block_paths(graph)
+    units, constants = block_paths(graph), constant_tensors(graph)
+    reached = _reached(graph) if plan.mode == "train" else set()
     for redistribute in plan.redistributes:
-        tensor = graph.tensors[redistribute.tensor]
-        forward, backward = _step_counts(graph, plan, redistribute.tensor, units)
-        _add(counts, plan, tensor, placements[redistribute.tensor], redistribute.steps, forward, backward)
+        name = redistribute.tensor
+        times = _step_counts(graph, plan, redistribute, units, reached, constants)
+        _add(counts, graph, plan, name, placements[name], redistribute.steps, *times)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         if (redistribute.tensor, redistribute.target) in counted:
-            tensor, source = graph.tensors[redistribute.tensor], placements[redistribute.tensor]
-            _add(counts, plan, tensor, source, redistribute.steps, plan.microbatches, 0)
+            name = redistribute.tensor
+            _add(counts, graph, plan, name, placements[name], redistribute.steps, plan.microbatches, 0)
     for node in graph.nodes:
         for sent in inner_collectives(graph, node, plan):
             for inner in sent:
@@ -49,25 +50,57 @@ def _placements(graph: Graph, plan: Plan) -> dict[str, Placement]:
     return found
 
 
-def _step_counts(graph: Graph, plan: Plan, name: str, units: set[str]) -> tuple[int, int]:
-    """How often a step a tensor's redistribution runs forward and backward."""
-    trains = plan.mode == "train" and graph.tensors[name].differentiable
+def _reached(graph: Graph) -> set[str]:
+    """The tensors whose gradient the backward pass computes: those that the loss depends on, but for what is cut off
+    by a comparison or a detached value."""
+    found = {graph.loss} if graph.loss is not None else set()
+    for node in reversed(graph.nodes):
+        if not found.isdisjoint(node.results):
+            found.update(name for name in node.operands if graph.tensors[name].differentiable)
+    return found
+
+
+def _step_counts(
+    graph: Graph, plan: Plan, redistribute: Redistribute, units: set[str], reached: set[str], constants: set[str]
+) -> tuple[int, int]:
+    """How often a step a redistribution runs forward and backward."""
+    name = redistribute.tensor
+    trains = name in reached and _brings_gradient(graph, plan, redistribute, reached)
     stored = graph.stored_by_tensor.get(name)
-    if stored is None:
+    if name in constants:
+        return 1, 0  # in the first step; the later ones keep the result
+    if stored is None or stored.kind != "parameter":
         return plan.microbatches, plan.microbatches if trains else 0
     storage = plan.storage[name]
-    in_unit = any(stored.name.startswith(unit + ".") for unit in units)
-    gathers = plan.microbatches * (2 if in_unit and trains else 1) if storage.regather else 1
+    unit = max((unit for unit in units if stored.name.startswith(unit + ".")), key=len, default=None)
+    again = unit is not None and any(
+        _runs_in(node, unit) and not reached.isdisjoint(node.results) for node in graph.nodes
+    )
+    gathers = plan.microbatches * (2 if again else 1) if storage.regather else 1
     reductions = plan.microbatches if storage.regather or storage.reduce_each_microbatch else 1
     return gathers, reductions if trains else 0
 
 
+def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reached: set[str]) -> bool:
+    """Whether some reader of the redistributed tensor has a gradient to hand back; who makes the loss has."""
+    readers = [
+        node for node, position in graph.consumers[redistribute.tensor]
+        if plan.nodes[node.name].operands[position] == redistribute.target
+    ]  # fmt: skip
+    return redistribute.tensor == graph.loss or any(not reached.isdisjoint(node.results) for node in readers)
+
+
+def _runs_in(node: Node, unit: str) -> bool:
+    return any(path == unit for path, _ in node.scope.path)
+
+
 def _add(
-    counts: Counter[str], plan: Plan, tensor: Tensor, placement: Placement, steps: tuple[Step, ...], forward: int,
-    backward: int,
+    counts: Counter[str], graph: Graph, plan: Plan, name: str, placement: Placement, steps: tuple[Step, ...],
+    forward: int, backward: int,
 ) -> None:  # fmt: skip
+    shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
     for step in steps:
-        sizes = transfer_bytes(tensor.shape, tensor.itemsize, placement, plan.axes, step)
+        sizes = transfer_bytes(shape, itemsizes, placement, plan.axes, step)
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:
                 counts[transfer.collective] += size * times

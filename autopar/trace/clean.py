@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
+from autopar.ir.structure import is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _ASSERTIONS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert")
 _VIEWS = {"aten.view.default", "aten._unsafe_view.default"}
-_RANDOM = ("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform")
 
 
 def clean(graph: Graph) -> Graph:
@@ -105,7 +105,7 @@ def _merge_equal(nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
         node = _with_operands(node, renamed)
         key = (node.op, _typed(node.args), _typed(node.kwargs), node.scope)
         twin = seen.get(key)
-        if twin is None or any(word in node.op for word in _RANDOM) or not _same_results(node, twin):
+        if twin is None or is_random(node) or not _same_results(node, twin):
             seen[key] = node
             kept.append(node)
         else:

@@ -2,7 +2,7 @@
 
 `mse_loss(x, y)` → `mean(pow(sub(x, y), 2))`. Operators with a rule stay whole (`linear`, attention, `layer_norm`):
 they read better, run faster, and their rules say more. An operator with neither stays too: it is replicated and
-reported.
+reported. So does one that draws random numbers: another way to draw them would draw others.
 """
 
 from __future__ import annotations
@@ -36,4 +36,5 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:
     known = {**torch.export.default_decompositions(), **_OWN}
-    return {op: known[op] for op in known if op.namespace == "aten" and not has_rules(op)}
+    wanted = (op for op in known if op.namespace == "aten" and not has_rules(op))
+    return {op: known[op] for op in wanted if torch.Tag.nondeterministic_seeded not in op.tags}

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from autopar.errors import TraceError
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
+from autopar.trace.dropout import write_out_dropout
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -85,6 +86,7 @@ def export(
         try:
             program = torch.export.export(target, args, kwargs, strict=False)
             _detach_no_grad_regions(program.graph_module)
+            write_out_dropout(program.graph_module)
             return decompose(program)
         except Exception as error:
             raise _explain(error) from error

@@ -78,23 +78,10 @@ def prove(case: Case, mutations: Iterable[Mutation], ranks: RankPool, verify: Ve
             verified.append(mutation)
         except (PlanError, PlacementError) as error:
             tally.refused.append((mutation, error))
-    steps_only, others = _apart(case.graph, verified)
-    for group in (*groups(case, steps_only), *groups(case, others)):
+    for group in groups(case, verified):
         if len(tally.wrong) < MAX_WRONG:
             _prove_group(case, group, ranks, verify, tally)
     return tally
-
-
-def _apart(graph: Graph, mutations: Sequence[Mutation]) -> tuple[list[Mutation], list[Mutation]]:
-    """Those that only change how parameters are converted, which the runtime decides by itself: apart from the rest,
-    they make programs of one and the same text, which is run once."""
-    parameters = {stored.tensor for stored in graph.parameters}
-    steps_only, others = [], []
-    for mutation in mutations:
-        kept = all(tensor in parameters and new is not None for (tensor, _), new in mutation.conversions.items())
-        changed = mutation.nodes or mutation.storage or mutation.inputs
-        (steps_only if kept and not changed else others).append(mutation)
-    return steps_only, others
 
 
 def groups(case: Case, mutations: Sequence[Mutation]) -> list[list[Mutation]]:

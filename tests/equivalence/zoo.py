@@ -8,7 +8,8 @@ import torch
 import transformers
 from torch import nn
 
-from models import gpt, mlp, moe
+from models import dit, dlrm, gpt, llama, lstm, mlp, moe, unet, wide_resnet
+from tests.equivalence import transformers_zoo
 
 _TOKENS = {"vocab_size": 512, "use_cache": False}
 
@@ -18,8 +19,10 @@ def build(name: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
     if name in _OWN:
         module: Any = _OWN[name]
-        config = module.Config()
+        config = _CONFIGS[name] if name in _CONFIGS else module.Config()
         return module.build(config), module.example_inputs(config)
+    if name in transformers_zoo.CASES:
+        return transformers_zoo.CASES[name]()
     model = _HF[name]()
     ids = torch.randint(0, 512, (4, 32))
     labels = torch.randint(0, 512, (4, 32))
@@ -51,6 +54,15 @@ def _bert() -> nn.Module:
     return transformers.BertForMaskedLM(config)
 
 
-_OWN = {"gpt": gpt, "moe": moe, "mlp": mlp}
+_OWN = {
+    "gpt": gpt, "moe": moe, "mlp": mlp, "llama": llama, "wide_resnet": wide_resnet, "unet": unet, "lstm": lstm,
+    "dlrm": dlrm, "dit": dit,
+}  # fmt: skip
+_CONFIGS = {
+    "llama": llama.Config(vocab_size=128, seq_len=16, hidden_size=32, num_heads=4, mlp_size=64, batch_size=4),
+}
 _HF = {"hf_gpt2": _gpt2, "hf_llama": _llama, "hf_bert": _bert}
-NAMES = (*_OWN, *_HF)
+#: proved in every plan, with optimizers
+NAMES = ("gpt", "moe", "mlp", *_HF)
+#: proved for one step in the plans of `planned.STEP_PLANS`
+STEP_NAMES = (*(name for name in _OWN if name not in NAMES), *transformers_zoo.CASES)

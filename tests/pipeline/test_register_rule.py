@@ -45,6 +45,13 @@ def test_operator_with_a_registered_rule_is_split_and_equals_the_model() -> None
         torch.testing.assert_close(found[name], parameter.grad)
 
 
+def test_program_imports_what_defines_its_operators() -> None:
+    """Under torchrun nothing else would: the operator's name exists once its module has been imported."""
+    model, x = model_and_batch()
+    source = autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=1), (x,)).source
+    assert "import tests.pipeline.jobs  # defines autopar_test.scaled_product\n" in source
+
+
 def test_without_its_rule_the_operator_is_replicated_and_reported() -> None:
     model, x = model_and_batch()
     plan = autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), (x,)).plan

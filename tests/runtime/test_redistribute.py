@@ -15,9 +15,11 @@ from torch import Tensor
 from autopar import runtime as rt
 from autopar.runtime.placement import (
     conversion_steps,
+    conversion_way,
     local_slices,
     parse_placement,
     parse_type,
+    parse_way,
 )
 from autopar.runtime.redistribute import TABLE, redistribute
 from autopar.runtime.stored import sized_steps
@@ -121,6 +123,7 @@ def test_integers_and_bools(rank_pool: Callable[[int], RankPool]) -> None:
 PATHS = [
     ("S(0) S(0)", "R R"), ("R R", "S(0) S(0)"), ("S(0) S(0)", "R S(0)"), ("R S(0)", "S(0) S(0)"),
     ("S(0) S(1)", "S(1) S(0)"), ("S(0) I", "R S(1)"), ("S(1) S(1)", "S(0) R"), ("I I", "R R"),
+    ("S(0) S(1)", "R S(1) -> R R"), ("S(0) S(1)", "S(0) R -> R R"), ("S(0) S(0)", "S(0) S(1) -> S(0) R -> R R"),
 ]  # fmt: skip
 
 
@@ -129,9 +132,9 @@ def walk_paths(rank: int, world: int) -> None:
     mesh = rt.make_rank_mesh({"a": 2, "b": 2})
     whole = whole_tensor((5, 7), 0)
     for stored, used in PATHS:
-        start, goal = parse_placement(stored, 2), parse_placement(used, 2)
+        start, goal = parse_placement(stored, 2), parse_way(used, 2)[-1]
         x = whole[local_slices(whole.shape, start, mesh.axes)].clone()
-        for sized in sized_steps(whole.shape, start, goal, mesh):
+        for sized in sized_steps(whole.shape, start, conversion_way(start, used), mesh):
             step = sized.step
             x = redistribute(x, mesh.axes[step.axis], f"{step.source} -> {step.target}", sized.sizes)
         assert torch.equal(x, whole[local_slices(whole.shape, goal, mesh.axes)]), (stored, used)
@@ -152,6 +155,16 @@ def test_steps_put_slices_first_and_gathers_last() -> None:
     assert steps("S(0) S(0)", "R R") == ["1: S(0) -> R", "0: S(0) -> R"]
     assert steps("S(0) S(0)", "R S(0)") == ["1: S(0) -> R", "0: S(0) -> R", "1: R -> S(0)"]
     assert steps("I S(0)", "I S(0)") == []
+
+
+@pytest.mark.parametrize("way", ["R R", "R S(0) -> R R", "S(0) S(0) -> S(0) R -> R R", "S(0) R"])
+def test_a_use_names_its_steps(way: str) -> None:
+    stored = parse_placement("S(0) S(0)", 2)
+    if way in ("R R", "S(0) R"):
+        assert conversion_way(stored, way) == conversion_steps(stored, parse_placement(way, 2))
+    else:  # the outer axis before the inner one; no step at all
+        with pytest.raises(rt.ProgramError, match=r"change one type, on no axis outside .*found S\(0\) S\(0\) ->"):
+            conversion_way(stored, way)
 
 
 @pytest.mark.parametrize(("size", "axes"), [(7, (2, 2)), (1, (4,)), (50257, (4, 2)), (0, (2,))])

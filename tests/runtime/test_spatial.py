@@ -35,10 +35,10 @@ def compare(
 
 CONVOLUTIONS = [  # sizes of the image, kernel, STRIDE, padding, dilation
     ((8, 7), (3, 3), (1, 1), (1, 1), (1, 1)),
-    ((11, 8), (3, 2), (2, 1), (1, 0), (2, 3)),
-    ((6, 5), (1, 1), (1, 1), (0, 0), (1, 1)),
-    ((5, 9), (5, 7), (1, 1), (2, 3), (1, 1)),  # a halo longer than a shard
-    ((14, 6), (2, 3), (3, 2), (0, 1), (1, 1)),
+    ((15, 8), (3, 2), (2, 1), (1, 0), (2, 3)),
+    ((7, 5), (1, 1), (1, 1), (0, 0), (1, 1)),
+    ((7, 9), (5, 7), (1, 1), (2, 3), (1, 1)),  # a halo longer than a shard
+    ((20, 6), (2, 3), (3, 2), (0, 1), (1, 1)),
 ]
 
 
@@ -64,7 +64,7 @@ def convolutions(rank: int, world: int, sizes: dict[str, int], placement: str) -
 
 @pytest.mark.parametrize(
     ("sizes", "placement"),
-    [({"a": 2}, "S(2)"), ({"a": 2}, "S(3)"), ({"a": 3}, "S(2)"), ({"a": 2, "b": 2}, "S(2) S(3)")],
+    [({"a": 2}, "S(2)"), ({"a": 2}, "S(3)"), ({"a": 4}, "S(2)"), ({"a": 2, "b": 2}, "S(2) S(3)")],
 )
 def test_convolution_with_halos(rank_pool: Callable[[int], RankPool], sizes: dict[str, int], placement: str) -> None:
     world = int(torch.tensor(list(sizes.values())).prod())

@@ -1,0 +1,41 @@
+"""The values of a model's constants as Python text: they are in no state dict, so the program itself holds them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph, Stored
+
+MAX_ELEMENTS = 4096
+
+
+def constant_text(graph: Graph, stored: Stored) -> str:
+    """The value as nested lists, exact. Raises TraceError for one that is too large, or that a meta model lost."""
+    value, shape = graph.values.get(stored.tensor), graph.tensors[stored.tensor].shape
+    readers = graph.consumers[stored.tensor]
+    where = next((node.source for node, _ in readers if node.source), "an unknown source line")
+    if not isinstance(value, torch.Tensor) or value.is_meta:
+        raise TraceError(
+            f"expected the value of the constant tensor {list(shape)} that {where} reads, found none: it was made on "
+            "the meta device; make it in forward by torch operators such as arange, or register it as a buffer"
+        )
+    if math.prod(shape) > MAX_ELEMENTS:
+        raise TraceError(
+            f"expected constant tensors of at most {MAX_ELEMENTS:,} elements, found {list(shape)} that {where} reads; "
+            "register it as a buffer of its module (persistent=False keeps it out of the state dict)"
+        )
+    return _text(value.detach().cpu().tolist())
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(map(_text, value))}]"
+    if isinstance(value, complex):
+        return f"complex({_text(value.real)}, {_text(value.imag)})"
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    return repr(value)

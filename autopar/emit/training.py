@@ -1,0 +1,83 @@
+"""The training script that is saved beside an emitted program: a loop to start from, which survives lost ranks."""
+
+from __future__ import annotations
+
+from autopar.ir.plan import PlanData
+
+_TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {world} train.py
+
+Replace `batches()` by your data: each item is one global batch, the same on every rank. Every few steps a checkpoint
+is written, and training goes on from the last one: when ranks were lost (`torchrun --max-restarts 3` starts them anew
+by itself), or under another plan of the same model, on any number of ranks. All ranks must see the folder.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+
+import program
+from autopar import runtime as rt
+
+HERE = Path(__file__).parent
+
+
+def batches():
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield {{
+            spec.name: torch.randint(0, 2, spec.shape, generator=generator)
+            if not spec.dtype.is_floating_point
+            else torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
+            for spec in program.Program.INPUTS
+        }}
+
+
+def initialise(rank: rt.Rank) -> None:
+    torch.manual_seed(0)
+    weights = HERE / "weights.pt"
+    if weights.exists():
+        rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
+    else:  # planned from a meta model: random matrices, everything else one
+        for parameter in rank.parameters():
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+
+
+def main(steps: int, save_every: int, checkpoints: Path) -> None:
+    rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
+    optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    initialise(rank)
+    start = rt.load_checkpoint(checkpoints, rank, optimizer)
+    if start and is_first:
+        print(f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(checkpoints)}}", flush=True)
+    for step, batch in enumerate(itertools.islice(batches(), start, steps), start):
+        optimizer.zero_grad()
+        loss = rank.train_step(**batch)
+        rank.clip_grad_norm_(1.0)
+        optimizer.step()
+        if is_first:
+            print(f"step {{step}} loss {{loss.item():.4f}}", flush=True)
+        if (step + 1) % save_every == 0 or step + 1 == steps:
+            rt.save_checkpoint(checkpoints, rank, optimizer, step=step + 1)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--save-every", type=int, default=5, help="steps from one checkpoint to the next")
+    parser.add_argument("--checkpoints", type=Path, default=HERE / "checkpoints", help="may be another plan's")
+    options = parser.parse_args()
+    main(options.steps, options.save_every, options.checkpoints)
+'''
+
+
+def train_script(plan: PlanData) -> str:
+    """The text of train.py for a plan."""
+    return _TRAIN.format(world=plan.mesh.num_devices)
+
+
+__all__ = ["train_script"]

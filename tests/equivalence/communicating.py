@@ -1,0 +1,53 @@
+"""Small models of the operators that communicate inside, each with a batch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+Batch = dict[str, Tensor]
+
+
+class Images(nn.Module):
+    """Grouped, strided and dilated convolutions, all norms and all pools; then a classifier."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 5, padding=2)
+        self.batch_norm = nn.BatchNorm2d(8, momentum=0.3)
+        self.depthwise = nn.Conv2d(8, 16, 3, padding="same", groups=8)
+        self.group_norm = nn.GroupNorm(4, 16)
+        self.strided = nn.Conv2d(16, 16, 3, stride=2, padding=1, groups=2)
+        self.instance_norm = nn.InstanceNorm2d(16, affine=True)
+        self.dilated = nn.Conv2d(16, 8, 3, padding=2, dilation=2, bias=False)
+        self.untracked = nn.BatchNorm2d(8, affine=False, track_running_stats=False)
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, images: Tensor, labels: Tensor) -> Tensor:
+        x = F.max_pool2d(F.relu(self.batch_norm(self.stem(images))), 3, 1, 1)
+        x = F.gelu(self.group_norm(self.depthwise(x)))
+        x = F.avg_pool2d(self.instance_norm(self.strided(x)), 3, 1, 1, count_include_pad=False)
+        x = F.adaptive_avg_pool2d(self.untracked(self.dilated(x)).relu(), 1).flatten(1)
+        return F.cross_entropy(self.head(x), labels)
+
+
+def images(size: int = 16) -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    model = Images().double()  # gradients of the biases that a norm takes away again are zero, and nothing else is
+    return model, {"images": torch.randn(4, 3, size, size).double(), "labels": torch.randint(10, (4,))}
+
+
+def mixtral(implementation: str = "grouped_mm") -> tuple[nn.Module, Batch]:
+    """Two layers, two of five experts for each token, and a large auxiliary loss: means over all tokens."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.5, use_cache=False, experts_implementation=implementation,
+    )  # fmt: skip
+    ids = torch.randint(64, (4, 8))
+    labels = torch.randint(64, (4, 8))
+    labels[0, :5] = -100  # ranks hold unequal counts
+    return transformers.MixtralForCausalLM(config).double(), {"input_ids": ids, "labels": labels}

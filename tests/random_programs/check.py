@@ -1,0 +1,283 @@
+"""Runs a program's plan on all ranks and compares with the model on one device.
+
+Compared, on every rank: the loss, its part of each gradient and buffer, after one step and after a second one that an
+SGD step precedes; the bytes that the first rank hands to each collective, with what the plan says. In inference: every
+output. Programs of small integers are compared for equality, others to 1e-9 of the largest element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar import runtime as rt
+from autopar.emit import emit
+from autopar.ir.graph import Graph
+from autopar.ir.placement import Placement, chunk_length
+from autopar.ir.plan import Plan
+from autopar.program import model_state
+from autopar.trace import trace
+from tests.random_programs.plans import Choices, make_axes, make_plan
+from tests.random_programs.programs import Program, load, make_inputs, make_model
+from tests.random_programs.world import device_mesh, sent_so_far, thread_world
+
+TOLERANCE = 1e-9
+EXACT_BELOW = 2.0**50
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step leaves: on one device whole tensors, on a rank its parts."""
+
+    loss: Tensor
+    gradients: Mapping[str, Tensor | None]
+    buffers: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A program with its graph, and what it computes on one device."""
+
+    program: Program
+    mode: str = "train"
+
+    @cached_property
+    def model(self) -> nn.Module:
+        return make_model(self.program).train(self.mode == "train")
+
+    @cached_property
+    def state(self) -> Tensors:
+        found = model_state(self.model) or {}
+        return {name: tensor.clone() for name, tensor in found.items()}
+
+    @cached_property
+    def batch(self) -> Tensors:
+        return make_inputs(self.program)
+
+    @cached_property
+    def graph(self) -> Graph:
+        return trace(self.model, self.batch, mode=self.mode)
+
+    @cached_property
+    def outputs(self) -> tuple[Tensor, ...]:
+        """In inference."""
+        with torch.no_grad():
+            found = self.model(**self.batch)
+        return found if isinstance(found, tuple) else (found,)
+
+    @cached_property
+    def steps(self) -> tuple[Step, Step, float]:
+        """Two training steps, and the rate of the SGD step between them; the model is left as it was."""
+        self.state  # noqa: B018  (taken before the steps)
+        with rt.reference_dropout(), _Largest() as largest:
+            first = self._step()
+        rate = 0.1 / max([1.0, *(g.abs().max().item() for g in first.gradients.values() if g is not None)])
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                if parameter.grad is not None:
+                    parameter -= rate * parameter.grad
+        with rt.reference_dropout():
+            second = self._step()
+        self.model.load_state_dict(self.state)
+        object.__setattr__(self, "largest", largest.found)
+        return first, second, rate
+
+    @property
+    def is_exact(self) -> bool:
+        self.steps  # noqa: B018
+        return self.program.exact and self.largest < EXACT_BELOW  # type: ignore[attr-defined]
+
+    def _step(self) -> Step:
+        self.model.zero_grad()
+        found = self.model(**self.batch)
+        loss = found[0] if isinstance(found, tuple) else found
+        loss.backward()
+        gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
+        return Step(loss.detach(), gradients, {n: b.clone() for n, b in self.model.named_buffers()})
+
+
+class _Largest(TorchDispatchMode):
+    """The largest element of all that is computed inside: integers below 2**53 are exact in float64."""
+
+    found = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, Tensor) and tensor.is_floating_point() and tensor.numel():
+                self.found = max(self.found, tensor.abs().max().item())
+        return result
+
+
+Run = Callable[[int, Callable[..., Any], tuple[Any, ...]], list[Any]]
+
+
+def run_in_threads(world: int, job: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
+    """Runs a job on ranks that are threads of this process."""
+    return thread_world(world).run(job, *args)
+
+
+def problems(subject: Subject, choices: Choices, run: Run = run_in_threads) -> list[str]:
+    """What is wrong with a plan's program, one line each; empty when it computes what the model computes."""
+    plan, predicted = make_plan(subject.graph, choices, subject.mode)
+    return plan_problems(subject, plan, predicted, choices, run)
+
+
+def plan_problems(
+    subject: Subject, plan: Plan, predicted: Mapping[str, int], choices: Choices, run: Run = run_in_threads
+) -> list[str]:
+    """As `problems`, of a plan that was made from choices (of which sizes and storage count) and foretells bytes."""
+    source = emit(subject.graph, plan)
+    axes = tuple((axis.name, axis.size) for axis in make_axes(choices.sizes))
+    common = (source, axes, subject.state, subject.batch)
+    world = plan.mesh.num_devices
+    if subject.mode == "inference":
+        results = run(world, infer, common)
+        return [text for rank, found in enumerate(results) for text in _wrong_outputs(subject, found, rank)]
+    first, second, rate = subject.steps
+    results = run(world, train, (*common, rate))
+    wrong = []
+    for rank, (one, two, sent) in enumerate(results):
+        parts = _Parts(subject.graph, choices, _coordinate(rank, choices.sizes))
+        wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
+        wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
+        sent = {kind: size for kind, size in sorted(sent.items()) if size}
+        if rank == 0 and sent != predicted:
+            wrong.append(f"rank 0 sent {sent} bytes, the plan says {predicted}")
+    return wrong
+
+
+# on a rank
+
+
+def train(rank: int, source: str, axes: Any, state: Tensors, batch: Tensors, rate: float) -> tuple[Step, Step, Any]:
+    """Two training steps with an SGD step between them, and the bytes that the first one sent."""
+    built = _build(source, axes, state)
+    before = sent_so_far()
+    loss = built.train_step(**batch)
+    sent = {kind: size - before.get(kind, 0) for kind, size in sent_so_far().items()}
+    first = _parts_of(built, loss)
+    with torch.no_grad():
+        for parameter in built.parameters():
+            if parameter.grad is not None:
+                _local(parameter).sub_(_local(parameter.grad), alpha=rate)
+                parameter.grad = None
+    rt.seed_dropout(0)
+    return first, _parts_of(built, built.train_step(**batch)), sent
+
+
+def infer(rank: int, source: str, axes: Any, state: Tensors, batch: Tensors) -> tuple[Tensor, ...]:
+    """The outputs of the forward pass."""
+    built = _build(source, axes, state).eval()
+    found = built(**batch)
+    return found if isinstance(found, tuple) else (found,)
+
+
+def _build(source: str, axes: Any, state: Tensors) -> rt.Rank:
+    rt.seed_dropout(0)
+    rt.set_exact_dropout(True)
+    built = rt.build(load(source, "program").Program, device_mesh(axes), "cpu")
+    built.init_from(state, broadcast=False)
+    return built
+
+
+def _parts_of(built: rt.Rank, loss: Tensor) -> Step:
+    gradients = {
+        name: None if parameter.grad is None else _local(parameter.grad).clone()
+        for name, parameter in built.named_parameters()
+    }
+    return Step(loss, gradients, {name: _local(buffer).clone() for name, buffer in built.named_buffers()})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# the comparison
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """What one rank should hold."""
+
+    graph: Graph
+    choices: Choices
+    coordinate: tuple[int, ...]
+
+    def differences(self, expected: Step, found: Step, exact: bool) -> list[str]:
+        wrong = []
+        scale = max([0.0, *(g.abs().max().item() for g in expected.gradients.values() if g is not None)])
+        if not _equal(expected.loss, found.loss, exact, 0.0):
+            wrong.append(f"loss {expected.loss.item()!r} became {found.loss.item()!r}")
+        for name, whole in expected.gradients.items():
+            part = found.gradients.get(name)
+            if whole is None or name not in found.gradients:
+                if part is not None and part.any():
+                    wrong.append(f"{name} has a gradient, and none on one device")
+            elif part is None or not _equal(self.own(name, whole), part, exact, 1e-3 * scale):
+                wrong.append(f"gradient of {name}: {_gap(self.own(name, whole), part)}")
+        for name, whole in expected.buffers.items():
+            held = found.buffers.get(name)
+            if held is not None and not _equal(self.own(name, whole), held, exact, 0.0):
+                wrong.append(f"buffer {name}: {_gap(self.own(name, whole), held)}")
+        return wrong
+
+    def own(self, name: str, whole: Tensor) -> Tensor:
+        """The part of a parameter or buffer that this rank stores."""
+        tensor = next((s.tensor for s in self.graph.stored if s.name == name), None)
+        return whole if tensor is None else part_of(whole, self.choices.storage[tensor].placement, self)
+
+
+def part_of(whole: Tensor, placement: Placement, where: _Parts) -> Tensor:
+    """What the rank of a coordinate holds of a tensor in a placement of S, R and I."""
+    for type_, size, index in zip(placement, where.choices.sizes, where.coordinate, strict=True):
+        if type_.kind == "S":
+            lengths = [chunk_length(whole.shape[type_.dim], size, i) for i in range(size)]
+            whole = torch.split(whole, lengths, type_.dim)[index]
+    return whole
+
+
+def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:
+    found = []
+    for size in reversed(sizes):
+        found.append(rank % size)
+        rank //= size
+    return tuple(reversed(found))
+
+
+def _equal(expected: Tensor, found: Tensor, exact: bool, scale: float) -> bool:
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return False
+    if exact or not expected.is_floating_point():
+        return torch.equal(expected, found)
+    if not expected.numel():
+        return True
+    scale = max(scale, expected.abs().max().item(), 1e-6)
+    return bool((expected - found).abs().max() <= TOLERANCE * scale)  # False for NaN
+
+
+def _gap(expected: Tensor, found: Tensor | None) -> str:
+    if found is None:
+        return "missing"
+    if expected.shape != found.shape:
+        return f"expected {tuple(expected.shape)}, found {tuple(found.shape)}"
+    return f"off by {(expected - found).abs().max().item():.3g} of {expected.abs().max().item():.3g}"
+
+
+def _wrong_outputs(subject: Subject, found: tuple[Tensor, ...], rank: int) -> list[str]:
+    expected = subject.outputs
+    if len(expected) != len(found):
+        return [f"rank {rank}: expected {len(expected)} outputs, found {len(found)}"]
+    return [
+        f"rank {rank}: output {position}: {_gap(whole, own)}"
+        for position, (whole, own) in enumerate(zip(expected, found, strict=True))
+        if not _equal(whole, own, False, 0.0)
+    ]

@@ -1,0 +1,178 @@
+"""Random well-typed plans for a graph: any rule of each operator on each axis, any storage, any way between types."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from autopar.cost import load_profile
+from autopar.errors import PlacementError, PlanError
+from autopar.intraop.extract import _redistributes
+from autopar.intraop.strategies import permitted
+from autopar.ir import verifier
+from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.mesh import LogicalMesh, Mesh
+from autopar.ir.placement import Axis, I, Placement, R, S, Type
+from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
+from autopar.ops import admits, axis_rules
+from autopar.ops.notation import AxisRule
+from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.simulate import traffic
+from autopar.trace import find_blocks
+
+#: logical meshes of 2, 3, 4, 6 and 8 ranks, 1 to 3 axes
+MESHES = ((2,), (3,), (4,), (2, 2), (6,), (2, 3), (3, 2), (8,), (4, 2), (2, 4), (2, 2, 2))
+NAMES = ("x", "y", "z")
+_TRIES = 30
+
+
+@dataclass(frozen=True)
+class Choices:
+    """All that a plan is free to choose, on the axes of the mesh; conversions follow from it."""
+
+    sizes: tuple[int, ...]
+    microbatches: int
+    inputs: Mapping[str, Placement]
+    storage: Mapping[str, Storage]
+    nodes: Mapping[str, NodePlan]
+    ways: int | None = None  # the seed of the ways between placements; None: the cheapest
+
+
+def make_axes(sizes: tuple[int, ...]) -> LogicalMesh:
+    """Named axes, row-major."""
+    return tuple(Axis(NAMES[i], size, math.prod(sizes[i + 1 :])) for i, size in enumerate(sizes))
+
+
+def random_choices(graph: Graph, sizes: tuple[int, ...], rng: random.Random, mode: str = "train") -> Choices:
+    """Choices that type-check. Several microbatches where the model allows that, now and then."""
+    whole = mode != "train" or any("dropout" in node.op for node in graph.nodes)  # exact masks are for whole steps
+    part = _part(graph, 1 if whole else rng.choice([1, 1, 2, 3, 4]))
+    axes = make_axes(sizes)
+    inputs = {name: _random_shards(part.graph.tensors[name], axes, rng) for name in graph.inputs}
+    storage = {s.tensor: _random_storage(part.graph, s.tensor, axes, rng) for s in graph.stored}
+    nodes: dict[str, NodePlan] = {}
+    current = inputs | {name: kept.placement for name, kept in storage.items()}
+    follow = rng.choice([0.2, 0.6, 0.9])
+    for node in graph.nodes:
+        nodes[node.name] = _random_node(part, node, axes, current, rng, follow)
+        current.update(zip(node.results, nodes[node.name].results, strict=True))
+    ways = rng.randrange(1 << 30) if rng.random() < 0.4 else None
+    return Choices(sizes, part.microbatches, inputs, storage, nodes, ways)
+
+
+def _part(graph: Graph, microbatches: int) -> Part:
+    try:
+        return divided(graph, find_blocks(graph), microbatches)
+    except PlanError:
+        return divided(graph, find_blocks(graph), 1)
+
+
+def _random_shards(tensor: Tensor, axes: LogicalMesh, rng: random.Random, whole: Type = R) -> Placement:
+    dims = [dim for dim, size in enumerate(tensor.shape) if size > 1]
+    return tuple(S(rng.choice(dims)) if dims and rng.random() < 0.5 else whole for _ in axes)
+
+
+def _random_storage(graph: Graph, name: str, axes: LogicalMesh, rng: random.Random) -> Storage:
+    tensor, stored = graph.tensors[name], graph.stored_by_tensor[name]
+    whole = I if tensor.differentiable else R
+    if stored.name in graph.mutations:
+        return Storage((whole,) * len(axes))
+    placement = _random_shards(tensor, axes, rng, whole)
+    if stored.kind == "parameter" and any(type_.kind == "S" for type_ in placement):
+        return Storage(placement, *rng.choice([(False, False), (True, True), (False, True)]))
+    return Storage(placement)
+
+
+def _random_node(
+    part: Part, node: Node, axes: LogicalMesh, current: Mapping[str, Placement], rng: random.Random, follow: float
+) -> NodePlan:
+    """A random rule on each axis; rather one that takes the operands as they are, with probability `follow`."""
+    if not node.operands:
+        return NodePlan((), tuple((R,) * len(axes) for _ in node.results))
+    rules = axis_rules(part.whole, node)
+    for _ in range(_TRIES):
+        picked = [_random_rule(rules, node, current, axis, rng, follow) for axis in range(len(axes))]
+        found = _node_plan(picked)
+        if _fits(part, node, found, axes):
+            return found
+    return _node_plan([AxisRule((R,) * len(node.operands), (R,) * len(node.results))] * len(axes))
+
+
+def _random_rule(
+    rules: tuple[AxisRule, ...], node: Node, current: Mapping[str, Placement], axis: int, rng: random.Random,
+    follow: float,
+) -> AxisRule:  # fmt: skip
+    if rng.random() > follow:
+        return rng.choice(rules)
+    have = tuple(current[name][axis] for name in node.operands)
+    agree = [sum(left == right for left, right in zip(rule.operands, have, strict=True)) for rule in rules]
+    return rng.choice([rule for rule, count in zip(rules, agree, strict=True) if count == max(agree)])
+
+
+def _node_plan(rules: list[AxisRule]) -> NodePlan:
+    operands = tuple(zip(*(rule.operands for rule in rules), strict=True))
+    results = tuple(zip(*(rule.results for rule in rules), strict=True))
+    return NodePlan(operands, results)
+
+
+def _fits(part: Part, node: Node, plan: NodePlan, axes: LogicalMesh) -> bool:
+    """Whether the shapes of a step and of one microbatch admit the node's placements."""
+    for name, placement in zip(node.results, plan.results, strict=True):
+        constraints = [c for c in part.constraints if c.matches(name)]
+        if not all(permitted(constraint, placement, axes) for constraint in constraints):
+            return False
+    return admits(part.whole, node, plan.operands, plan.results, axes) is None
+
+
+@cache
+def _profile():  # type: ignore[no-untyped-def]
+    return load_profile("cpu")
+
+
+def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan, dict[str, int]]:
+    """The plan of the choices, and the bytes that it says the first rank sends. Raises what the verifier raises."""
+    part = divided(graph, find_blocks(graph), choices.microbatches)
+    axes = make_axes(choices.sizes)
+    mesh = Mesh("cpu", devices_per_node=math.prod(choices.sizes))
+    place = Place(part, axes, Request(mesh, mode, None, None, (), SearchBudget()), _profile())
+    outputs = {
+        name: (I if graph.tensors[name].differentiable else R,) * len(axes)
+        for name in (*graph.outputs, *graph.mutations.values())
+    }
+    inputs, storage, nodes = dict(choices.inputs), dict(choices.storage), dict(choices.nodes)
+    path = partial(_path, axes, choices.ways)
+    redistributes = _redistributes(part.graph, inputs, storage, nodes, outputs, path)
+    plan = replace(place._draft(), inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
+    whole = part.on_all_axes(plan)
+    verifier.verify(graph, whole, admits)
+    return whole, traffic(part.graph, plan)
+
+
+def _path(
+    axes: LogicalMesh, ways: int | None, tensor: Tensor, have: Placement, wanted: Placement
+) -> tuple[Step, ...] | None:
+    """The way of the fewest bytes, or a random one."""
+    if ways is None:
+        return cheapest_path(have, wanted, lambda p, step: sum(_bytes(tensor, p, axes, step)))
+    rng = random.Random(ways)
+    return cheapest_path(have, wanted, lambda p, step: rng.randint(1, 9))
+
+
+def _bytes(tensor: Tensor, placement: Placement, axes: LogicalMesh, step: Step) -> tuple[int, int]:
+    return transfer_bytes(tensor.shape, tensor.itemsize, placement, axes, step)
+
+
+def random_plan(graph: Graph, sizes: tuple[int, ...], rng: random.Random, mode: str = "train") -> Choices | None:
+    """Choices whose plan verifies; None where none was found (rules of one axis may not go together)."""
+    for _ in range(3):
+        choices = random_choices(graph, sizes, rng, mode)
+        try:
+            make_plan(graph, choices, mode)
+        except (PlanError, PlacementError):
+            continue
+        return choices
+    return None
