@@ -81,12 +81,13 @@ class ClassWriter:
         return stored.name + (f"_{position}" if position else "")
 
     def declaration(self, stored: Stored) -> str:
-        tensor, storage = self.graph.tensors[stored.tensor], self.plan.storage[stored.tensor]
+        tensor, storage = self.graph.kept(stored.tensor), self.plan.storage[stored.tensor]
         kept = f"{tensor.shape}, torch.{tensor.dtype}"
+        compute = self.compute(stored.tensor)
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
             value = f", value={constant_text(self.graph, stored)}" if stored.kind == "constant" else ""
-            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value})"
+            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value}{compute})"
         ways = tuple(self.way(stored, use) for use in self.uses(stored))
         parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={ways!r}"]
         if storage.regather:
@@ -95,7 +96,11 @@ class ClassWriter:
             parts.append("reduce_each_microbatch=True")
         if not stored.requires_grad:
             parts.append("requires_grad=False")
-        return f"rt.Parameter({', '.join(parts)})"
+        return f"rt.Parameter({', '.join(parts)}{compute})"
+
+    def compute(self, name: str) -> str:
+        """The dtype that the program computes with, as an argument where it is not the one that is kept."""
+        return f", compute=torch.{self.graph.tensors[name].dtype}" if name in self.graph.kept_dtypes else ""
 
     # modules
 
@@ -135,7 +140,11 @@ class ClassWriter:
         parts = {name: self.declaration(stored) for name, stored in module.stored.items()}
         parts |= {name: self._construct(child) for name, child in module.children.items()}
         return [
+<<<<<<< HEAD
             f"self.{name} = {text}" if name.isidentifier() else f"setattr(self, {name!r}, {text})"
+=======
+            f"setattr(self, {name!r}, {text})" if name.isdigit() else f"self.{name} = {text}"
+>>>>>>> main
             for name, text in parts.items()
         ]
 

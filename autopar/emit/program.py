@@ -76,10 +76,10 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
         lines.append(f"{INDENT}TRAINING = False")
     lines.append(f"{INDENT}INPUTS = (")
     for name in graph.inputs:
-        tensor = graph.tensors[name]
+        tensor = graph.kept(name)
         cut = 0 if name in plan.microbatch_inputs else None
         placement = writer.text(plan.inputs[name])
-        extra = "" if cut is None else f", microbatch_dim={cut}"
+        extra = ("" if cut is None else f", microbatch_dim={cut}") + writer.compute(name)
         lines.append(f"{INDENT * 2}rt.Input({name!r}, {tensor.shape}, torch.{tensor.dtype}, {placement!r}{extra}),")
     lines += [f"{INDENT})", f"{INDENT}TIED = {dict(graph.tied)!r}", ""]
     lines += [

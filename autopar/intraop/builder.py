@@ -245,7 +245,7 @@ class _Builder:
         for option in options:
             broken = [
                 rule for rule in rules
-                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option, r))
+                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option, rule))
             ]  # fmt: skip
             if all(rule.soft for rule in broken):
                 kept.append(option)

@@ -28,6 +28,8 @@ class Parameter:
     `reduce_each_microbatch` sends them back after each microbatch instead (less memory). `regather` frees the
     used tensor between the forward and the backward pass of the enclosing block as well, and converts again for
     each; it implies `reduce_each_microbatch`.
+    `compute`: the dtype of the used tensor, where it is not the stored one's. It is cast before it is converted; its
+    gradients are cast back before they are added up, over microbatches and over ranks.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class Parameter:
     regather: bool = False
     reduce_each_microbatch: bool = False
     requires_grad: bool = True
+    compute: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Buffer:
     """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
 
     `value`: nested lists that hold all of a constant, which no state brings.
+    `compute`: the dtype in which the program reads and updates it, where it is stored in another.
     """
 
     shape: tuple[int, ...]
@@ -51,17 +55,22 @@ class Buffer:
     placement: str = ""
     persistent: bool = True
     value: Any = None
+    compute: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do."""
+    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do.
+
+    `compute`: the dtype to which this rank's part is cast.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     placement: str = ""
     microbatch_dim: int | None = None
+    compute: torch.dtype | None = None
 
 
 class Parameters(nn.Module):
@@ -98,6 +107,10 @@ class Parameters(nn.Module):
         if name in self.__dict__.get("declared_parameters", ()) or name in self.__dict__.get("declared_buffers", ()):
             raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
         return super().__getattr__(name)
+
+    def __getitem__(self, name: str | int) -> Any:
+        """A part whose name is a number, as those of an nn.Sequential are."""
+        return getattr(self, str(name))
 
     def update(self, **buffers: Tensor) -> None:
         """Sets buffers by name; the new values are seen once the backward pass of this microbatch is done."""

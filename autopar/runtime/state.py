@@ -20,7 +20,10 @@ from autopar.runtime.stored import StoredParameter, local_part, unset_tensor, wr
 
 @dataclass(slots=True, eq=False)
 class StoredBuffer:
-    """One buffer on this rank. `tensor` is what checkpoints see; `local` shares its memory."""
+    """One buffer on this rank. `tensor` is what checkpoints see; `local` shares its memory.
+
+    `used` is what the program reads: `local` itself, or its copy in the dtype that the program computes with.
+    """
 
     name: str
     declared: Buffer
@@ -29,13 +32,25 @@ class StoredBuffer:
     attribute: str
     local: Tensor
     tensor: Tensor
+<<<<<<< HEAD
     is_set: bool = True  # False for a buffer that no state_dict holds, until the program's state is loaded
+=======
+    used: Tensor
+    version: int = -1  # of `local`, when `used` was last made from it
+
+    def refresh(self) -> None:
+        """Brings `used` up to date with what is stored, which may have been loaded since."""
+        if self.used is not self.local and self.version != self.local._version:
+            self.used.copy_(self.local)
+            self.version = self.local._version
+>>>>>>> main
 
     def commit_update(self) -> None:
         """Takes over the value that the forward pass has set, if it did."""
         value = self.holder.pending_updates.pop(self.attribute, None)
         if value is not None:
             self.local.copy_(value)
+            self.refresh()
 
 
 def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh) -> StoredBuffer:
@@ -46,10 +61,15 @@ def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str,
         whole = torch.tensor(declared.value, dtype=declared.dtype).reshape(declared.shape)
         local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
     sharded = any(kind.is_shard for kind in types)
-    holder.__dict__[attribute] = local
+    used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
+    holder.__dict__[attribute] = used
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
+<<<<<<< HEAD
     is_set = declared.persistent or declared.value is not None
     return StoredBuffer(name, declared, types, holder, attribute, local, tensor, is_set)
+=======
+    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used)
+>>>>>>> main
 
 
 class State:
@@ -64,6 +84,12 @@ class State:
     ) -> None:
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.tied, self.mesh = dict(tied), mesh
+
+    @torch.no_grad()
+    def refresh_buffers(self) -> None:
+        """Before a step: buffers in the dtype that the program computes with."""
+        for buffer in self.buffers.values():
+            buffer.refresh()
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""

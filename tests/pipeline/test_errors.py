@@ -20,7 +20,7 @@ def model_and_batch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def test_no_strategy_names_tensor_and_mesh() -> None:
-    model = nn.Sequential(nn.Linear(7, 3), nn.Linear(3, 3))
+    model = nn.Sequential(nn.Linear(7, 1), nn.Linear(1, 3))
     rule = autopar.Constraint("0.weight", ("S(0)",), what="used")
     with pytest.raises(errors.InfeasibleError, match=r"no strategy.*0\.weight"):
         autopar.parallelize(
