@@ -140,11 +140,7 @@ class ClassWriter:
         parts = {name: self.declaration(stored) for name, stored in module.stored.items()}
         parts |= {name: self._construct(child) for name, child in module.children.items()}
         return [
-<<<<<<< HEAD
             f"self.{name} = {text}" if name.isidentifier() else f"setattr(self, {name!r}, {text})"
-=======
-            f"setattr(self, {name!r}, {text})" if name.isdigit() else f"self.{name} = {text}"
->>>>>>> main
             for name, text in parts.items()
         ]
 

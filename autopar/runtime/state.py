@@ -32,18 +32,19 @@ class StoredBuffer:
     attribute: str
     local: Tensor
     tensor: Tensor
-<<<<<<< HEAD
-    is_set: bool = True  # False for a buffer that no state_dict holds, until the program's state is loaded
-=======
     used: Tensor
     version: int = -1  # of `local`, when `used` was last made from it
+    unset_version: int = -1  # of `local`, before it was given any value, where no state_dict holds it
+
+    @property
+    def is_set(self) -> bool:
+        return self.local._version != self.unset_version
 
     def refresh(self) -> None:
         """Brings `used` up to date with what is stored, which may have been loaded since."""
         if self.used is not self.local and self.version != self.local._version:
             self.used.copy_(self.local)
             self.version = self.local._version
->>>>>>> main
 
     def commit_update(self) -> None:
         """Takes over the value that the forward pass has set, if it did."""
@@ -64,12 +65,9 @@ def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str,
     used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
     holder.__dict__[attribute] = used
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
-<<<<<<< HEAD
-    is_set = declared.persistent or declared.value is not None
-    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, is_set)
-=======
-    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used)
->>>>>>> main
+    known = declared.persistent or declared.value is not None
+    unset_version = -1 if known else local._version
+    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used, -1, unset_version)
 
 
 class State:
@@ -121,8 +119,6 @@ class State:
                 whole = self._broadcast(found[name], stored) if broadcast else found[name]
                 slices = local_slices(stored.declared.shape, stored.types, self.mesh.axes)
                 stored.local.copy_(whole[slices])
-                if isinstance(stored, StoredBuffer):
-                    stored.is_set = True
 
     def check_set(self) -> None:
         """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
