@@ -24,7 +24,8 @@ def template_constraints(
 ) -> list[Constraint]:
     """The constraints of a template on its axes.
 
-    dp: inputs split by sample, parameters used whole; stored whole (ZeRO-0) or sharded (1 to 3). tp: matrices are
+    dp: inputs split by sample, and activations between blocks too where they can be (cheaper or not: small models
+    would rather gather the batch); parameters used whole, stored whole (ZeRO-0) or sharded (1 to 3). tp: matrices are
     sharded where a dim divides (Megatron's column and row pairs then cost least), parameters stored as used; with
     sequence parallel, activations between blocks prefer to be split.
     """
@@ -38,6 +39,7 @@ def template_constraints(
             Constraint("*", ("R", "P"), what="used", axis="dp"),
             Constraint("*", stored, what="stored", axis="dp", soft=zero > 0, zero=zero or None),
         ]
+        found += [Constraint(path, ("S", "P"), axis="dp", soft=True) for path in block_paths]
     if "tp" in names:
         found += [
             Constraint("*", ("R",), what="input", axis="tp"),

@@ -104,10 +104,6 @@ class Parameters(nn.Module):
             raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
         return super().__getattr__(name)
 
-    def __getitem__(self, name: str | int) -> Any:
-        """A part whose name is a number, as those of an nn.Sequential are."""
-        return getattr(self, str(name))
-
     def update(self, **buffers: Tensor) -> None:
         """Sets buffers by name; the new values are seen once the backward pass of this microbatch is done."""
         self.pending_updates.update({name: value.detach() for name, value in buffers.items()})

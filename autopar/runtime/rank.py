@@ -99,9 +99,9 @@ class Rank(nn.Module):
         added to those that they had before.
         """
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
+        self._state.refresh_buffers()
         self._check_frozen()
         self._state.check_set()
-        self._state.refresh_buffers()
         with torch.enable_grad():
             self._program.prepare(microbatches)
             self._reducer.begin_step()
@@ -147,8 +147,8 @@ class Rank(nn.Module):
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
-        self._state.check_set()
         self._state.refresh_buffers()
+        self._state.check_set()
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()

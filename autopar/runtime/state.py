@@ -38,6 +38,7 @@ class StoredBuffer:
 
     @property
     def is_set(self) -> bool:
+        """Whether it was given a value, by loading or by hand."""
         return self.local._version != self.unset_version
 
     def refresh(self) -> None:
