@@ -95,6 +95,10 @@ class Parameters(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def __getitem__(self, name: int | str) -> Any:
+        """What is named by a number, as in an nn.Sequential."""
+        return getattr(self, str(name))
+
     def __getattr__(self, name: str) -> Any:
         # Reached only when the tensor is not in place: not gathered (yet), or the program was never built.
         late = self.__dict__.get("late_tensors", {}).get(name)
