@@ -32,7 +32,7 @@ def template_constraints(
     names = [axis.name for axis in axes]
     found: list[Constraint] = []
     if "dp" in names:
-        stored = ("I",) if zero == 0 else ("S",)
+        stored = ("I", "R") if zero == 0 else ("S",)  # R: a frozen parameter has no gradient to keep whole
         found += [
             Constraint("*", ("S(0)",), what="input", axis="dp"),
             Constraint("*", ("R",), what="used", axis="dp", min_dims=2),

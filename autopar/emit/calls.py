@@ -20,6 +20,7 @@ from autopar.ir.plan import PlanData
 from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.lowering import RankLength, local_arguments
 
 Name = Callable[[str, int], str]  # (tensor, operand position) -> the variable that holds it
@@ -175,6 +176,18 @@ def _dropout(writer: CallWriter, statement: Operate, call: Call, names: list[str
     return call_text
 
 
+def _routed_experts(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The runtime's function always: the operator is autopar's own."""
+    axes = writer.axes_where(statement.reads[3][1], lambda type_: type_ == S(0))
+    options = [repr(call.arguments[key]) for key in ("activation", "gated", "num_experts")]
+    return f"rt.routed_experts({', '.join([*names, *options, _axes(axes)])})"
+
+
+def _grouped_mm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The operator is another library's, which the program need not import."""
+    return f"rt.grouped_mm({', '.join(names)})"
+
+
 def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Placement, tuple[Axis, ...]]:
     """The placement on the microbatch axis alone, and that axis."""
     kept = [(type_, axis) for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
@@ -187,6 +200,8 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,
     "aten.native_dropout.default": _dropout,
+    ROUTED_EXPERTS: _routed_experts,
+    "transformers.grouped_mm_fallback.default": _grouped_mm,
     **SPATIAL,
 }
 

@@ -11,7 +11,7 @@ import torch
 
 from autopar.ir.placement import I, P, R, S
 from autopar.ir.structure import RANDOM
-from autopar.ops import proofs, views, windows
+from autopar.ops import experts, proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.patterns import (
@@ -204,6 +204,13 @@ def adaptive_avg_pool(call: Call) -> list[AxisRule]:
     return [*linear_leading_dims(len(size))(call), *(AxisRule((S(dim),), (P,)) for dim in whole)]
 
 
+def histogram(call: Call) -> list[AxisRule]:
+    """Counts of slices add up, when the bins do not depend on the values."""
+    if not call.arguments["min"] < call.arguments["max"]:
+        return []
+    return [AxisRule((S(dim),), (P,)) for dim, size in enumerate(call.shape(0)) if size > 1]
+
+
 def identity(call: Call) -> list[AxisRule]:
     types = [P, *(S(dim) for dim in range(len(call.shape(0))))]
     return [AxisRule((type_,), (type_,)) for type_ in types]
@@ -251,6 +258,8 @@ TABLE: dict[str, RuleFunction] = {
     "aten.conv_transpose2d.input": windows.transposed_convolution,
     "aten.conv_transpose3d.input": windows.transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
+    experts.ROUTED_EXPERTS: experts.routed_experts,
+    "transformers.grouped_mm_fallback.default": experts.grouped_product,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
@@ -273,6 +282,7 @@ TABLE: dict[str, RuleFunction] = {
     "aten.argsort.default": along_dim,
     "aten.one_hot.default": one_hot,
     "aten.gather.default": gather,
+    "aten.histc.default": histogram,
     # reductions
     "aten.sum.default": linear_reduction,
     "aten.sum.dim_IntList": linear_reduction,

@@ -9,6 +9,7 @@ from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding
+from autopar.runtime.lowering.experts import grouped_mm, routed_experts
 from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
@@ -41,6 +42,7 @@ __all__ = [
     "dropout",
     "embedding",
     "group_norm",
+    "grouped_mm",
     "last_checkpoint",
     "load_checkpoint",
     "local_offset",
@@ -53,6 +55,7 @@ __all__ = [
     "recompute",
     "redistribute",
     "reference_dropout",
+    "routed_experts",
     "save_checkpoint",
     "seed_dropout",
     "set_exact_dropout",

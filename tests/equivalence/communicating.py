@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 Batch = dict[str, Tensor]
@@ -36,3 +37,17 @@ def images(size: int = 16) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     model = Images().double()  # gradients of the biases that a norm takes away again are zero, and nothing else is
     return model, {"images": torch.randn(4, 3, size, size).double(), "labels": torch.randint(10, (4,))}
+
+
+def mixtral(implementation: str = "grouped_mm") -> tuple[nn.Module, Batch]:
+    """Two layers, two of five experts for each token, and a large auxiliary loss: means over all tokens."""
+    torch.manual_seed(0)
+    config = transformers.MixtralConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2, output_router_logits=True,
+        router_aux_loss_coef=0.5, use_cache=False, experts_implementation=implementation,
+    )  # fmt: skip
+    ids = torch.randint(64, (4, 8))
+    labels = torch.randint(64, (4, 8))
+    labels[0, :5] = -100  # ranks hold unequal counts
+    return transformers.MixtralForCausalLM(config).double(), {"input_ids": ids, "labels": labels}
