@@ -18,21 +18,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tests.planted_faults.faults import FAULTS, Fault
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT))
 GENERAL = ("random", "mutants")
 
 
 def main() -> int:
-    from tests.planted_faults.faults import FAULTS, Fault
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--only", default="", help="faults whose name or file has this text")
     parser.add_argument("--part", default="1/1", help="such as 2/3: the second third of the faults")
+    parser.add_argument("--control", action="store_true", help="plant nothing: no check may find anything")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
     chosen: list[Fault] = [f for f in FAULTS if arguments.only in f.name or arguments.only in f.file][part - 1 :: parts]
     missed = []
+    if arguments.control:
+        return control([check for fault in chosen for check in (*fault.checks, *GENERAL)])
     with copied_tree() as tree:
         for fault in chosen:
             started = time.monotonic()
@@ -42,6 +44,17 @@ def main() -> int:
             missed += [] if caught else [fault]
     print(f"{len(chosen)} faults planted, {len(chosen) - len(missed)} caught, {len(missed)} missed")
     return 1 if missed else 0
+
+
+def control(checks: list[str]) -> int:
+    """Runs each check on the tree as it is; 1 when one finds something."""
+    wrong = 0
+    with copied_tree() as tree:
+        for check in dict.fromkeys(checks):
+            found = in_child(tree, (check,))
+            wrong += bool(found)
+            print(f"{'WRONG ' if found else 'nothing'} {check} {found[:300]}", flush=True)
+    return 1 if wrong else 0
 
 
 @contextmanager
@@ -56,11 +69,8 @@ def copied_tree() -> Iterator[Path]:
         yield Path(folder)
 
 
-def try_fault(tree: Path, fault: object) -> str:
+def try_fault(tree: Path, fault: Fault) -> str:
     """What catches the fault; empty when nothing does. The tree is left as it was."""
-    from tests.planted_faults.faults import Fault
-
-    assert isinstance(fault, Fault)
     path = tree / fault.file
     text = path.read_text(encoding="utf-8")
     assert text.count(fault.old) == 1, f"{fault.name}: expected its old text once in {fault.file}"
@@ -74,8 +84,6 @@ def try_fault(tree: Path, fault: object) -> str:
 
 def in_child(tree: Path, checks: tuple[str, ...]) -> str:
     """Runs checks in the tree, in a process of their own."""
-    for name in [name for name in sys.modules if name.split(".")[0] in ("autopar", "tests", "models")]:
-        del sys.modules[name]
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
@@ -89,6 +97,8 @@ def in_child(tree: Path, checks: tuple[str, ...]) -> str:
 
 
 def _check_and_exit(tree: Path, checks: tuple[str, ...], writer: int) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("autopar", "tests", "models")]:
+        del sys.modules[name]
     os.chdir(tree)
     sys.path[:] = [str(tree), *(entry for entry in sys.path if entry not in (str(ROOT), ""))]
     os.environ["PYTHONPATH"] = str(tree)
