@@ -91,9 +91,8 @@ def test_embedding_bags(sizes: tuple[int, ...], inputs: str, tables: str, call: 
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), (4,)])
 def test_recurrent_layers_and_cells_split_by_samples(sizes: tuple[int, ...]) -> None:
     model, batch = communicating.recurrent()
-    split = " ".join(["S(0)", "R"][: len(sizes)])
-    program = check_equal(model, batch, sizes, dict.fromkeys(batch, split))
-    assert program.source.count("redistribute(x") == 0
+    program = check_equal(model, batch, sizes, dict.fromkeys(batch, "S(0)"))
+    assert "aten.lstm.input(x," in program.source

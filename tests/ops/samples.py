@@ -199,7 +199,6 @@ def normalisations() -> list[Sample]:
         close(
             "lstm.input", f(3, 4, 2), [f(1, 4, 3), f(1, 4, 3)], _cell(4, 2, 3)[:2], False, 1, 0.0, True, False, False
         ),
-        close("lstm.input", f(3, 2), [f(1, 3), f(1, 3)], _cell(4, 2, 3), True, 1, 0.0, True, False, False),
         close("rnn_tanh.input", f(4, 3, 2), f(1, 4, 3), _cell(1, 2, 3), True, 1, 0.0, True, False, True),
         close("rnn_relu.input", f(4, 3, 2), f(1, 4, 3), _cell(1, 2, 3), True, 1, 0.0, True, False, True),
         close("softmax.int", f(4, 6, 12), -1),
