@@ -12,7 +12,7 @@ import sys
 import types
 import unittest
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from torch.export import default_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
-from autopar.ops import overload
 from tests.ops.samples import Sample
 
 MAX_SAMPLES = 16  # of one operator and dtype, spread over all that torch has
@@ -59,6 +58,8 @@ class _Recorder(TorchDispatchMode):
                 made = self.decompositions[func](*args, **kwargs)
                 if made is not NotImplemented:
                     return made
+            if func._can_decompose():
+                return func.decompose(*args, **kwargs)
         return func(*args, **kwargs)
 
     def _keep(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -115,7 +116,3 @@ def _op_database() -> list[Any]:
     from torch.testing._internal.common_methods_invocations import op_db
 
     return list(op_db)
-
-
-def overloads(names: Iterator[str]) -> list[torch._ops.OpOverload]:
-    return [overload(name) for name in names]

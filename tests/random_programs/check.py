@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar import runtime as rt
 from autopar.emit import emit
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement, S, chunk_length
+from autopar.ir.placement import Placement, chunk_length
 from autopar.ir.plan import Plan
 from autopar.program import model_state
 from autopar.trace import trace
@@ -128,6 +128,13 @@ def run_in_threads(world: int, job: Callable[..., Any], args: tuple[Any, ...]) -
 def problems(subject: Subject, choices: Choices, run: Run = run_in_threads) -> list[str]:
     """What is wrong with a plan's program, one line each; empty when it computes what the model computes."""
     plan, predicted = make_plan(subject.graph, choices, subject.mode)
+    return plan_problems(subject, plan, predicted, choices, run)
+
+
+def plan_problems(
+    subject: Subject, plan: Plan, predicted: Mapping[str, int], choices: Choices, run: Run = run_in_threads
+) -> list[str]:
+    """As `problems`, of a plan that was made from choices (of which sizes and storage count) and foretells bytes."""
     source = emit(subject.graph, plan)
     axes = tuple((axis.name, axis.size) for axis in make_axes(choices.sizes))
     common = (source, axes, subject.state, subject.batch)
@@ -142,19 +149,10 @@ def problems(subject: Subject, choices: Choices, run: Run = run_in_threads) -> l
         parts = _Parts(subject.graph, choices, _coordinate(rank, choices.sizes))
         wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
-        if (
-            rank == 0
-            and not _sums_statistics(plan, subject.graph)
-            and {kind: size for kind, size in sent.items() if size} != predicted
-        ):
-            wrong.append(f"rank 0 sent {dict(sorted(sent.items()))} bytes, the plan says {predicted}")
+        sent = {kind: size for kind, size in sorted(sent.items()) if size}
+        if rank == 0 and sent != predicted:
+            wrong.append(f"rank 0 sent {sent} bytes, the plan says {predicted}")
     return wrong
-
-
-def _sums_statistics(plan: Plan, graph: Graph) -> bool:
-    """Whether batch norms sum their statistics over shards, whose bytes the plan does not foretell."""
-    norms = [node for node in graph.nodes if "batch_norm" in node.op]
-    return any(type_ == S(0) for node in norms for type_ in plan.nodes[node.name].operands[0])
 
 
 # on a rank

@@ -290,6 +290,8 @@ def _finish(pool: Pool) -> tuple[Body, tuple[tuple[str, str], ...], tuple[str, .
         chosen = pool.values()[-1:]
     terms = tuple((name, _how(pool, name)) for name in dict.fromkeys(chosen))
     outputs = tuple(name for name in floats[-4:] if pool.chance(0.15))
+    if any(statement.op == "dropout" for statement in pool.statements):
+        outputs = ()  # what the loss does not depend on draws no masks when trained
     return Body(tuple(pool.leaves), tuple(pool.statements)), terms, outputs
 
 
