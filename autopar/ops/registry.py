@@ -26,6 +26,8 @@ from autopar.ops.notation import AxisRule
 Answer = tuple[list[AxisRule], str]
 Found = tuple[tuple[Type | None, ...], tuple[Type | None, ...]]  # operands, results; None: not one of our types
 
+#: has rules for single losses only: what they are made of has rules for their mean too
+_BETTER_TAKEN_APART = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 _NO_RULE = "no rule in the table, none in DTensor's registry"
 _RANKS = 2
 _CACHE: dict[Any, Answer] = {}
@@ -45,8 +47,8 @@ def rules(call: Call) -> Answer:
 
 
 def knows(op: torch._ops.OpOverload) -> bool:
-    """Whether the registry is worth asking about an operator."""
-    if proofs.objection(str(op)) or torch.Tag.nondeterministic_seeded in op.tags:
+    """Whether the registry is worth asking about an operator, so that the trace may keep it whole."""
+    if str(op) in _BETTER_TAKEN_APART or proofs.objection(str(op)) or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     try:
         return _strategies(op) is not None

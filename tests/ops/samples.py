@@ -79,6 +79,13 @@ def _cell(gates: int, inputs: int, width: int) -> list[Tensor]:
     return [f(*shape) for shape in shapes]
 
 
+def _layers(projection: int) -> list[Tensor]:
+    """Two layers of both directions, 3 units each, projected; the second layer reads both projections of the first."""
+    sizes = [2, 2, 2 * projection, 2 * projection]
+    shapes = [((12, size), (12, projection), (12,), (12,), (projection, 3)) for size in sizes]
+    return [f(*shape) for cell in shapes for shape in cell]
+
+
 def contractions() -> list[Sample]:
     return [
         exact("linear.default", f(4, 6), f(12, 6)),
@@ -188,6 +195,10 @@ def normalisations() -> list[Sample]:
         exact("native_dropout.default", f(4, 6), 0.0, True),
         close("lstm.input", f(4, 3, 2), [f(1, 4, 3), f(1, 4, 3)], _cell(4, 2, 3), True, 1, 0.0, True, False, True),
         close("gru.input", f(3, 4, 2), f(2, 4, 3), [*_cell(3, 2, 3), *_cell(3, 2, 3)], True, 1, 0.0, True, True, False),
+        close("lstm.input", f(3, 4, 2), [f(4, 4, 2), f(4, 4, 3)], _layers(2), True, 2, 0.0, True, True, False),
+        close(
+            "lstm.input", f(3, 4, 2), [f(1, 4, 3), f(1, 4, 3)], _cell(4, 2, 3)[:2], False, 1, 0.0, True, False, False
+        ),
         close("rnn_tanh.input", f(4, 3, 2), f(1, 4, 3), _cell(1, 2, 3), True, 1, 0.0, True, False, True),
         close("rnn_relu.input", f(4, 3, 2), f(1, 4, 3), _cell(1, 2, 3), True, 1, 0.0, True, False, True),
         close("softmax.int", f(4, 6, 12), -1),
@@ -472,7 +483,23 @@ def communicating() -> list[Sample]:
         close(f"{batch_norm}.no_stats", f(4, 6, 4, 2), f(6), f(6), True, 0.1, 1e-5),
         close(f"{batch_norm}_no_training.default", f(4, 6, 4), f(6), f(6), *statistics, 0.1, 1e-5),
         close(f"{batch_norm}_no_training.default", f(4, 6, 4), None, None, *statistics, 0.1, 1e-5),
+        *_bags(),
         *_routing(),
+    ]
+
+
+def _bags() -> list[Sample]:
+    """Twelve rows 6 wide, in bags of which one is empty."""
+    op = "_embedding_bag.default"
+    begins, ends_too = torch.tensor([0, 3, 3, 8]), torch.tensor([0, 3, 3, 8, 12])
+    return [
+        exact(op, f(12, 6), ids(12, 12), begins),
+        exact(op, f(12, 6), ids(12, 12), begins, False, 0, False, f(12)),
+        exact(op, f(12, 6), ids(12, 12), ends_too, False, 0, False, f(12), True, 5),
+        close(op, f(12, 6), ids(12, 12), begins, False, 1),
+        close(op, f(12, 6), ids(4, 12), ends_too, False, 1, False, None, True, 2),
+        exact(op, distinct(12, 6), ids(12, 12), torch.tensor([0, 3, 5, 8]), False, 2),
+        exact(op, f(12, 6), ids(12, 12), begins, True, 0),
     ]
 
 
