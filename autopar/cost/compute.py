@@ -81,6 +81,8 @@ def node_call(
 def _detail(node: Node) -> str:
     if ".einsum" in node.op:
         return str(node.args[0])
+    if ".routed_experts" in node.op:
+        return str(node.args[-1])
     if "attention" in node.op:
         return "causal" if argument(node, 5, "is_causal", False) else ""
     return ""

@@ -131,6 +131,7 @@ class Graph:
     model_name: str = "Model"
     #: dtype outside of the graph where it is another one: of what is stored (the master weights), of inputs as given
     kept_dtypes: Mapping[str, str] = field(default_factory=dict)
+    training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
 
     @cached_property
     def stored_by_tensor(self) -> dict[str, Stored]:

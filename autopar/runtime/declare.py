@@ -95,6 +95,10 @@ class Parameters(nn.Module):
         else:
             super().__setattr__(name, value)
 
+    def __getitem__(self, name: int | str) -> Any:
+        """What is named by a number, as in an nn.Sequential."""
+        return getattr(self, str(name))
+
     def __getattr__(self, name: str) -> Any:
         # Reached only when the tensor is not in place: not gathered (yet), or the program was never built.
         late = self.__dict__.get("late_tensors", {}).get(name)
@@ -103,10 +107,6 @@ class Parameters(nn.Module):
         if name in self.__dict__.get("declared_parameters", ()) or name in self.__dict__.get("declared_buffers", ()):
             raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
         return super().__getattr__(name)
-
-    def __getitem__(self, name: str | int) -> Any:
-        """A part whose name is a number, as those of an nn.Sequential are."""
-        return getattr(self, str(name))
 
     def update(self, **buffers: Tensor) -> None:
         """Sets buffers by name; the new values are seen once the backward pass of this microbatch is done."""
@@ -147,6 +147,7 @@ class Program(Block):
 
     AXES: ClassVar[Mapping[str, int]] = {}
     MICROBATCHES: ClassVar[int] = 1
+    TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
     INPUTS: ClassVar[tuple[Input, ...]] = ()
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several

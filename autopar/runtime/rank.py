@@ -53,6 +53,7 @@ class Rank(nn.Module):
             _gatherer=Gatherer(units),
             _reducer=Reducer(slots, mesh, owner.get),
         )
+        self.training = program.TRAINING
         self._watch_units(slots, owner)
         self._register(parameters, buffers)
 
@@ -79,10 +80,17 @@ class Rank(nn.Module):
             _submodule(self, owner).register_buffer(last, buffer.tensor, buffer.declared.persistent)
 
     def train(self, mode: bool = True) -> Rank:
-        """Sets training or evaluation mode, which dropout and batch-norm follow."""
-        super().train(mode)
-        if "_program" in self.__dict__:
-            self._program.train(mode)
+        """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
+
+        Dropout, batch norm and whatever else follows the mode are written into the program.
+        """
+        if mode != self.training:
+            now, other = ("training", "evaluation") if self.training else ("evaluation", "training")
+            call = "model.eval()" if self.training else "model.train()"
+            raise ProgramError(
+                f"expected to stay in {now} mode, for which the program was emitted, found a change to {other}. Plan "
+                f"another program after {call}, and move the weights with full_state_dict and load_full_state_dict"
+            )
         return self
 
     def compile(self, *args: Any, **options: Any) -> None:
@@ -108,6 +116,8 @@ class Rank(nn.Module):
         self._compile_if_wrapped()
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
         self._state.refresh_buffers()
+        self._check_frozen()
+        self._state.check_set()
         with torch.enable_grad():
             self._program.prepare(microbatches)
             self._reducer.begin_step()
@@ -119,6 +129,15 @@ class Rank(nn.Module):
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
+
+    def _check_frozen(self) -> None:
+        """Raises ProgramError for a parameter that was frozen when it was planned, and is not any more."""
+        for name, parameter in self._state.parameters.items():
+            if parameter.tensor.requires_grad and not parameter.declared.requires_grad:
+                raise ProgramError(
+                    f"expected {name} to need no gradient, as when it was planned, found requires_grad=True; "
+                    "plan again with a model in which it does"
+                )
 
     def _train_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Tensor:
         self._mesh.progress.microbatch = index
@@ -146,6 +165,7 @@ class Rank(nn.Module):
         self._compile_if_wrapped()
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
         self._state.refresh_buffers()
+        self._state.check_set()
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()

@@ -60,8 +60,9 @@ class StoredParameter:
         self.gradient = local if self.gradient is None else self.gradient.add_(local)
 
     def publish_gradient(self) -> None:
-        """Hands the step's gradient over to the parameter, adding to what it holds already."""
-        if self.gradient is None:
+        """Hands the step's gradient over to the parameter, unless frozen since, adding to what it holds already."""
+        if self.gradient is None or not self.tensor.requires_grad:
+            self.gradient = None
             return
         held = self.tensor.grad
         if held is not None:

@@ -1,6 +1,7 @@
 """trace: nn.Module + example inputs -> Graph.
 
 export (torch.export, functional) → convert (plain data) → clean (alias, assert and dead nodes removed)
+→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean
 → share (one identity node for each tensor with several consumers)
 """
 
@@ -17,6 +18,7 @@ from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.export import bind_inputs, export
 from autopar.trace.precision import cast_copy, cast_inputs, with_kept_dtypes
+from autopar.trace.routing import fuse_routing
 from autopar.trace.share import share
 
 
@@ -40,5 +42,6 @@ def trace(
     traced = model if compute_dtype is None else cast_copy(model, compute_dtype)
     arguments = bound if compute_dtype is None else cast_inputs(model, names, bound, compute_dtype)
     program = export(traced, names, arguments, loss_fn)
-    graph = share(clean(convert(program, traced, names, with_loss=loss_fn is not None, mode=mode)))
+    graph = convert(program, traced, names, with_loss=loss_fn is not None, mode=mode)
+    graph = share(clean(fuse_routing(clean(graph))))
     return graph if compute_dtype is None else with_kept_dtypes(graph, model, names, bound)

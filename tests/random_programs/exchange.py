@@ -11,10 +11,11 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
-Combine = Callable[[list[Tensor]], list[Tensor]]  # the input of each rank -> the output of each rank
+Combine = Callable[[list[Any]], list[Tensor]]  # what each rank brings -> the output of each rank
 
 
 class MeetingError(Exception):
@@ -28,7 +29,7 @@ class Meeting:
     group: tuple[int, ...]
     number: int
     what: str
-    parts: dict[int, Tensor] = field(default_factory=dict)
+    parts: dict[int, Any] = field(default_factory=dict)
     results: dict[int, Tensor] = field(default_factory=dict)
 
     @property
@@ -55,7 +56,7 @@ class Exchange:
         self._done: set[int] = set()
         self._open: Counter[int] = Counter()  # meetings that a rank joined and did not wait for yet
 
-    def post(self, rank: int, group: tuple[int, ...], what: str, part: Tensor, combine: Combine) -> Meeting:
+    def post(self, rank: int, group: tuple[int, ...], what: str, part: Any, combine: Combine) -> Meeting:
         """Joins the next meeting of the group; whoever comes last computes what each takes home."""
         with self._lock:
             self._raise_if_failed()

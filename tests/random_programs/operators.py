@@ -103,7 +103,7 @@ def contraction(pool: Pool) -> Found:
     x = pool.value(min_rank=2, max_rank=3)
     letters = "abc"[: len(pool.shape(x))]
     shared = pool.rng.sample(range(len(letters)), pool.rng.randint(1, len(letters)))
-    shape = tuple(pool.shape(x)[dim] for dim in shared) + (pool.length(),)
+    shape = (*(pool.shape(x)[dim] for dim in shared), pool.length())
     other = "".join(letters[dim] for dim in shared) + "z"
     kept = [letter for letter in letters + "z" if pool.chance(0.7) or letter == "z"]
     pool.rng.shuffle(kept)

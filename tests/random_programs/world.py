@@ -75,12 +75,17 @@ class ThreadGroup(dist.ProcessGroup):
         name: str = distributed_c10d._world.pg_names[self]
         return name
 
-    def _start(self, what: str, output: Tensor, part: Tensor, combine: Combine) -> _Work:
+    def _start(
+        self, what: str, output: Tensor, part: Tensor, combine: Combine, sizes: list[int] | None = None
+    ) -> _Work:
+        """With `sizes`, these go along, and ranks may hold parts of other shapes."""
         exchange = _here.exchange
         assert exchange is not None, "a collective outside of a job"
-        call = f"{what} {tuple(part.shape)} {part.dtype}"
-        exchange.sent[_here.rank][what.split(" ")[0]] += max(part.nbytes, output.nbytes)
-        snapshot = part.detach().clone(memory_format=torch.contiguous_format)
+        call = f"{what} {tuple(part.shape) if sizes is None else ''} {part.dtype}"
+        exchange.sent[_here.rank][what.split(" ")[0]] += part.nbytes if sizes else max(part.nbytes, output.nbytes)
+        snapshot: Any = part.detach().clone(memory_format=torch.contiguous_format)
+        if sizes is not None:
+            snapshot = snapshot, sizes
         meeting = exchange.post(_here.rank, self.members, call, snapshot, combine)
         with torch.no_grad():  # nobody may read it before
             output.detach().fill_(float("nan") if output.is_floating_point() else 0)
@@ -112,14 +117,14 @@ class ThreadGroup(dist.ProcessGroup):
     def all_to_all_single(
         self, output: Tensor, tensor: Tensor, output_sizes: list[int], sizes: list[int], opts: Any = None
     ) -> dist.Work:
-        assert not sizes and not output_sizes, "only equal parts"
+        count = len(self.members)
+        sizes = sizes or [tensor.numel() // count] * count
 
-        def combine(parts: list[Tensor]) -> list[Tensor]:
-            count = len(parts)
-            pieces = [part.view(count, -1) for part in parts]
+        def combine(parts: list[Any]) -> list[Tensor]:
+            pieces = [torch.split(part.view(-1), lengths) for part, lengths in parts]
             return [torch.cat([piece[index] for piece in pieces]) for index in range(count)]
 
-        return self._start("all_to_all", output, tensor, combine)
+        return self._start("all_to_all", output, tensor, combine, sizes)
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
@@ -163,8 +168,13 @@ class _OwnStream(threading.local):
     """The stream of dropout masks, which a process has one of: here each thread has."""
 
     def __init__(self) -> None:
-        for name in randomness._Stream.__slots__:
-            setattr(self, name, getattr(randomness._Stream(), name))
+        self.__dict__["own"] = randomness._Stream()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["own"], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["own"], name, value)
 
 
 @contextmanager

@@ -1,0 +1,57 @@
+"""Mutants of random plans: what the verifier lets through must still compute what the model computes."""
+
+from __future__ import annotations
+
+import random
+import traceback
+from collections.abc import Iterator
+from dataclasses import replace
+
+from autopar.errors import PlacementError, PlanError
+from autopar.ir import verifier
+from autopar.ir.plan import Plan
+from autopar.ops import admits
+from autopar.simulate import traffic
+from tests.equivalence.mutations import Mutation, mutations
+from tests.random_programs.cases import Case, cases_of
+from tests.random_programs.check import plan_problems
+from tests.random_programs.plans import make_plan
+
+MUTANTS_A_PLAN, RUNS_A_PLAN = 60, 8
+
+
+def mutants_of(seed: int) -> Iterator[tuple[Case, Plan, Mutation]]:
+    """Some mutants of each plan of a program's seed, whether they verify or not."""
+    rng = random.Random(f"mutants of {seed}")
+    for case in cases_of(seed, plans=3):
+        if case.choices.microbatches == 1 and case.subject.mode == "train":
+            plan, _ = make_plan(case.subject.graph, case.choices)
+            found = mutations(case.subject.graph, plan)
+            for mutation in rng.sample(found, min(MUTANTS_A_PLAN, len(found))):
+                yield case, plan, mutation
+
+
+def wrong_mutants(seed: int) -> Iterator[str]:
+    """What is wrong with the mutants that verify, as far as they are run."""
+    runs: dict[str, int] = {}
+    for case, plan, mutation in mutants_of(seed):
+        mutant = mutation.apply(plan)
+        try:
+            verifier.verify(case.subject.graph, mutant, admits)
+        except (PlanError, PlacementError):
+            continue
+        runs[case.name] = runs.get(case.name, 0) + 1
+        if runs[case.name] <= RUNS_A_PLAN:
+            text = outcome_of(case, mutant)
+            if text:
+                yield f"{case.name}, {mutation.what}: {text}"
+
+
+def outcome_of(case: Case, plan: Plan) -> str:
+    """What is wrong with a plan that verifies; empty when nothing is."""
+    try:
+        predicted = traffic(case.subject.graph, plan)
+        choices = replace(case.choices, storage=plan.storage, inputs=plan.inputs)
+        return "\n".join(plan_problems(case.subject, plan, predicted, choices))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"
