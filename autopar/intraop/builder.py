@@ -218,13 +218,16 @@ class _Builder:
         first = self.graph.tensors[node.results[0]]
         names = (node.scope.module, node.name, *node.results)
         options, penalties = self._constrain("output", names, first, options, lambda option: list(option.results))
-        for position, name in enumerate(node.operands):
-            stored = self.graph.stored_by_tensor.get(name)
-            if stored is not None and stored.kind == "parameter":
-                tensor = self.graph.tensors[name]
-                kept, extra = self._constrain("used", (stored.name,), tensor, options, _operand_placement(position))
-                by_option = dict(zip(options, penalties, strict=True))
-                options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
+        uses = [
+            ("used", stored.name, name, _operand_placement(position))
+            for position, name in enumerate(node.operands)
+            if (stored := self.graph.stored_by_tensor.get(name)) is not None and stored.kind == "parameter"
+        ]
+        made = [("tensor", name, name, _result_placement(position)) for position, name in enumerate(node.results)]
+        for what, matched, name, placement in (*uses, *made):
+            kept, extra = self._constrain(what, (matched,), self.graph.tensors[name], options, placement)
+            by_option = dict(zip(options, penalties, strict=True))
+            options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
         return options, penalties
 
     # constraints
@@ -353,6 +356,10 @@ def _products(types: list[Type], count: int) -> list[Placement]:
 
 def _operand_placement(position: int) -> Callable[[Any], list[Placement]]:
     return lambda option: [option.operands[position]]
+
+
+def _result_placement(position: int) -> Callable[[Any], list[Placement]]:
+    return lambda option: [option.results[position]]
 
 
 def _of_zero_stage(options: list[Storage], penalties: list[int], stage: int) -> tuple[list[Storage], list[int]]:
