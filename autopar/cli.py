@@ -59,6 +59,7 @@ def _planning(commands: Any) -> None:
     plan.add_argument("--mode", choices=("train", "inference"), default="train")
     plan.add_argument("--memory-limit", type=_size, help="bytes a device, such as 16GB")
     plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
+    plan.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
 
 
@@ -145,10 +146,24 @@ def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
     if template is not None:
-        plan = template_plan(model, mesh, inputs, mode=options.mode, memory_limit=options.memory_limit, **template)
+        plan = template_plan(
+            model,
+            mesh,
+            inputs,
+            mode=options.mode,
+            precision=options.precision,
+            memory_limit=options.memory_limit,
+            **template,
+        )
     else:
         plan = parallelize(
-            model, mesh, inputs, mode=options.mode, memory_limit=options.memory_limit, search=options.search
+            model,
+            mesh,
+            inputs,
+            mode=options.mode,
+            precision=options.precision,
+            memory_limit=options.memory_limit,
+            search=options.search,
         ).plan
     if options.output:
         plan.save(options.output)

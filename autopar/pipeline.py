@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from autopar.cost import load_profile
@@ -29,6 +30,7 @@ from autopar.simulate import Timeline, simulate
 from autopar.template import template_axes, template_constraints
 from autopar.trace import find_blocks, trace
 
+_COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01),
     "default": SearchBudget(20.0),
@@ -57,10 +59,9 @@ def parallelize(
     after validation instead of a search; its mode is taken too. Raises AutoparError subclasses; InfeasibleError when
     nothing fits.
     """
-    graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode)
-    _check_precision(precision)
+    graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     if plan is None:
-        request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search))
+        request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
         plan = best_plan(graph, find_blocks(graph), request, load_profile(mesh.profile), progress)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
@@ -72,7 +73,7 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", sequence_parallel: bool = False, zero: int = 0, recompute: str = "none",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
-    memory_limit: int | None = None,
+    precision: str | None = None, memory_limit: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × tp devices, as constraints around which the rest is solved.
 
@@ -81,11 +82,11 @@ def template_plan(
     if recompute != "none":
         raise PlanError(f'expected recompute="none", found {recompute!r}: it is not available yet')
     axes = template_axes(mesh, dp, tp, pp)
-    graph = _trace(model, example_inputs, loss_fn, mode)
+    graph = _trace(model, example_inputs, loss_fn, mode, _precision(precision))
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
     rules = template_constraints(axes, zero, sequence_parallel, paths)
-    request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"])
+    request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision)
     place = Place(part, axes, request, load_profile(mesh.profile))
     try:
         plan = place.fit(request.budget.seconds)
@@ -98,7 +99,7 @@ def template_plan(
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
-    verifier.verify(_trace(model, example_inputs, loss_fn, plan.mode), plan, admits)
+    verifier.verify(_trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)), plan, admits)
 
 
 def _with_simulator(plan: Plan, graph: Graph) -> Plan:
@@ -112,17 +113,25 @@ def _simulated(graph: Graph, plan: Plan) -> Timeline:
     return simulate(part, one_microbatch_plan(plan), load_profile(plan.mesh.profile))
 
 
-def _trace(model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str) -> Graph:
+def _trace(model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None) -> Graph:
     if mode not in ("train", "inference"):
         raise PlanError(f'expected mode="train" or "inference", found {mode!r}')
     if example_inputs is None:
         raise PlanError("expected example_inputs (one global batch; meta tensors will do), found None")
-    return trace(model, example_inputs, loss_fn=loss_fn, mode=mode)
+    return trace(model, example_inputs, loss_fn=loss_fn, mode=mode, compute_dtype=_COMPUTE_DTYPES[precision])
 
 
-def _check_precision(precision: str | None) -> None:
-    if precision is not None:
-        raise PlanError(f"expected precision=None, found {precision!r}: mixed precision is not available yet")
+def _precision(precision: str | None, plan: Plan | None = None) -> str | None:
+    """The precision asked for, or that of a plan that is given."""
+    if precision not in _COMPUTE_DTYPES:
+        raise PlanError(f'expected precision=None (as the model is) or "bf16", found {precision!r}')
+    if plan is None:
+        return precision
+    if precision is not None and precision != plan.precision:
+        raise PlanError(
+            f"expected precision={plan.precision!r}, which the plan is for, found {precision!r}; plan again"
+        )
+    return _precision(plan.precision)
 
 
 def _budget(search: str | SearchBudget) -> SearchBudget:

@@ -49,6 +49,7 @@ class Request:
     memory_limit: int | None
     constraints: tuple[Constraint, ...]
     budget: SearchBudget
+    precision: str | None = None
 
 
 @dataclass(frozen=True)
@@ -212,10 +213,11 @@ class Place:
             microbatches=self.part.microbatches,
             mode=request.mode,
             optimizer=request.optimizer or "none",
+            precision=request.precision,
             memory_limit=request.memory_limit or self._shared.usable_bytes,
             coverage=coverage(graph),
             parameters={s.tensor: s.name for s in graph.stored},
-            types={name: str(graph.tensors[name]) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
+            types={name: str(graph.kept(name)) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
             scopes={node.name: f"{node.scope.module}|{node.op}|{node.source}" for node in graph.nodes},
             blocks=self.part.blocks.paths,
         )

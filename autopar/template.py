@@ -24,20 +24,22 @@ def template_constraints(
 ) -> list[Constraint]:
     """The constraints of a template on its axes.
 
-    dp: inputs split by sample, parameters used whole; stored whole (ZeRO-0) or sharded (1 to 3). tp: matrices are
+    dp: inputs split by sample, and activations between blocks too where they can be (cheaper or not: small models
+    would rather gather the batch); parameters used whole, stored whole (ZeRO-0) or sharded (1 to 3). tp: matrices are
     sharded where a dim divides (Megatron's column and row pairs then cost least), parameters stored as used; with
     sequence parallel, activations between blocks prefer to be split.
     """
     names = [axis.name for axis in axes]
     found: list[Constraint] = []
     if "dp" in names:
-        stored = ("I",) if zero == 0 else ("S",)
+        stored = ("I", "R") if zero == 0 else ("S",)  # R: a frozen parameter has no gradient to keep whole
         found += [
             Constraint("*", ("S(0)",), what="input", axis="dp"),
             Constraint("*", ("R",), what="used", axis="dp", min_dims=2),
             Constraint("*", ("R", "P"), what="used", axis="dp"),
             Constraint("*", stored, what="stored", axis="dp", soft=zero > 0, zero=zero or None),
         ]
+        found += [Constraint(path, ("S", "P"), axis="dp", soft=True) for path in block_paths]
     if "tp" in names:
         found += [
             Constraint("*", ("R",), what="input", axis="tp"),

@@ -24,7 +24,7 @@ from typing import NamedTuple
 from autopar.cost.profile import CollectivePoints, Link, Profile, interpolate
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement
-from autopar.ir.redistribution import Step, apply, cheapest_path, transfer_bytes
+from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
 
 Shape = tuple[int, ...]
 INSIDE, ACROSS = "intra_node", "inter_node"
@@ -180,7 +180,7 @@ _ALGORITHMS = {
 
 def step_time_ns(
     shape: Shape,
-    itemsize: int,
+    itemsize: ItemSize,
     placement: Placement,
     axes: LogicalMesh,
     step: Step,
@@ -209,7 +209,7 @@ class Route(NamedTuple):
 @lru_cache(maxsize=1 << 18)
 def redistribution(
     shape: Shape,
-    itemsize: int,
+    itemsize: ItemSize,
     source: Placement,
     target: Placement,
     axes: LogicalMesh,
@@ -239,7 +239,7 @@ def redistribution(
 
 def redistribution_cost(
     shape: Shape,
-    itemsize: int,
+    itemsize: ItemSize,
     source: Placement,
     target: Placement,
     axes: LogicalMesh,
@@ -254,7 +254,7 @@ def redistribution_cost(
 
 def path(
     shape: Shape,
-    itemsize: int,
+    itemsize: ItemSize,
     source: Placement,
     target: Placement,
     axes: LogicalMesh,

@@ -22,18 +22,6 @@ from autopar.cost.work import (
 )
 from autopar.ir.graph import DTYPE_BYTES, Node, Tensor
 
-_LOW_PRECISION = {"bf16": "bfloat16", "fp16": "float16", "bfloat16": "bfloat16", "float16": "float16"}
-
-
-def compute_dtype(dtype: str, precision: str | None) -> str:
-    """The dtype that float32 values have while computing under a plan's `precision`; others keep theirs."""
-    return _LOW_PRECISION.get(precision or "", dtype) if dtype == "float32" else dtype
-
-
-def compute_itemsize(tensor: Tensor, precision: str | None) -> int:
-    """Bytes of one element of a tensor while computing."""
-    return DTYPE_BYTES[compute_dtype(tensor.dtype, precision)]
-
 
 def node_time_ns(
     node: Node,
@@ -41,14 +29,13 @@ def node_time_ns(
     result_shapes: tuple[Shape, ...],
     tensors: Mapping[str, Tensor],
     profile: Profile,
-    precision: str | None = None,
 ) -> tuple[int, int]:
     """Nanoseconds (forward, backward) of one operator on one rank.
 
     `operand_shapes` are the local shapes in the order of `node.operands`, `result_shapes` of `node.results`.
     The backward direction counts the gradients of differentiable operands only. Memoised.
     """
-    return _call_time_ns(node_call(node, operand_shapes, result_shapes, tensors, precision), profile)
+    return _call_time_ns(node_call(node, operand_shapes, result_shapes, tensors), profile)
 
 
 def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> int:
@@ -74,15 +61,11 @@ def node_call(
     operand_shapes: tuple[Shape, ...],
     result_shapes: tuple[Shape, ...],
     tensors: Mapping[str, Tensor],
-    precision: str | None = None,
 ) -> Call:
     """Everything that the operator's cost depends on, hashable."""
     operands = [tensors[name] for name in node.operands]
     dtypes = [tensor.dtype for tensor in operands]
     result_dtypes = [tensors[name].dtype for name in node.results]
-    if precision is not None:
-        dtypes = [compute_dtype(dtype, precision) for dtype in dtypes]
-        result_dtypes = [compute_dtype(dtype, precision) for dtype in result_dtypes]
     return Call(
         node.op,
         operand_shapes,
@@ -98,6 +81,8 @@ def node_call(
 def _detail(node: Node) -> str:
     if ".einsum" in node.op:
         return str(node.args[0])
+    if ".routed_experts" in node.op:
+        return str(node.args[-1])
     if "attention" in node.op:
         return "causal" if argument(node, 5, "is_causal", False) else ""
     return ""

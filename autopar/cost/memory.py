@@ -256,6 +256,13 @@ def _cross_entropy(node: Node, graph: Graph) -> list[Saved]:
     return [Extra(logits.name, dims, logits.itemsize), *_indices(node, graph)]
 
 
+def _routed_experts(node: Node, graph: Graph) -> list[Saved]:
+    """Operands, and for each choice of a token its row, the hidden values before and after activation, its result."""
+    x, ids, _, up, down = (graph.tensors[name] for name in node.operands)
+    a_choice = x.shape[1] + up.shape[2] + 2 * down.shape[1] + down.shape[2]
+    return [*node.operands, Extra(x.name, (0,), ids.shape[1] * a_choice * x.itemsize)]
+
+
 def _pooled(node: Node, graph: Graph) -> list[Saved]:
     """The input and the position of each maximum."""
     result = graph.tensors[node.results[0]]
@@ -278,6 +285,8 @@ SAVED: dict[str, SaveRule] = {
     **_rows("conv_transpose1d conv_transpose2d conv_transpose3d", _matrices),
     **_rows("addmm baddbmm addmv", _added_matrices),
     **_rows("mul einsum", _others),
+    **_rows("routed_experts", _routed_experts),
+    **_rows("grouped_mm_fallback", _matrices),
     **_rows("div", _quotient),
     **_rows("gelu silu mish softplus elu hardswish log log1p log2 sin cos tan erf abs clamp", _input),
     **_rows("clamp_min clamp_max sinh cosh asin acos atan leaky_relu var std var_mean log_sigmoid", _input),
@@ -285,7 +294,9 @@ SAVED: dict[str, SaveRule] = {
     **_rows("sqrt rsqrt reciprocal", _output),
     **_rows("logsumexp amax amin max min norm linalg_vector_norm prod", _input_and_output),
     **_rows("pow", _power),
-    **_rows("embedding index index_select gather masked_fill where scatter scatter_add index_add", _indices),
+    **_rows(
+        "embedding _embedding_bag index index_select gather masked_fill where scatter scatter_add index_add", _indices
+    ),
     **_rows("index_put index_copy take_along_dim repeat_interleave nll_loss", _indices),
     **_rows("dropout native_dropout", _dropout),
     **_rows("layer_norm native_layer_norm rms_norm", _row_normalization),

@@ -20,7 +20,7 @@ from autopar.cost.collectives import Route, step_time_ns
 from autopar.cost.profile import Profile
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, P, Placement, R, S, Type, num_shards
-from autopar.ir.redistribution import Step, is_legal
+from autopar.ir.redistribution import ItemSize, Step, is_legal
 
 Times = npt.NDArray[np.int64]
 UNREACHABLE = np.int64(1) << 52
@@ -42,7 +42,7 @@ class Routes:
     """
 
     def __init__(
-        self, shape: tuple[int, ...], itemsize: int, axes: LogicalMesh, devices_per_node: int, profile: Profile,
+        self, shape: tuple[int, ...], itemsize: ItemSize, axes: LogicalMesh, devices_per_node: int, profile: Profile,
         differentiable: bool,
     ) -> None:  # fmt: skip
         self.shape, self.itemsize, self.axes, self.differentiable = shape, itemsize, axes, differentiable
@@ -163,7 +163,7 @@ class Routes:
 
 @lru_cache(maxsize=1024)
 def routes(
-    shape: tuple[int, ...], itemsize: int, axes: LogicalMesh, devices_per_node: int, profile: Profile,
+    shape: tuple[int, ...], itemsize: ItemSize, axes: LogicalMesh, devices_per_node: int, profile: Profile,
     differentiable: bool,
 ) -> Routes:  # fmt: skip
     """The table of a tensor's redistributions; remembered, since equal tensors are many."""

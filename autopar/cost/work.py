@@ -24,7 +24,7 @@ class Call(NamedTuple):
     result_itemsizes: tuple[int, ...]
     differentiable: tuple[bool, ...]
     dtype: str
-    detail: str = ""  # an einsum's equation; "causal" for attention under a causal mask
+    detail: str = ""  # an einsum's equation; "causal" for attention under a causal mask; the number of experts of all
 
     @property
     def operand_bytes(self) -> list[int]:
@@ -231,6 +231,18 @@ def _no_gradient(call: Call) -> Work:
     return NO_WORK
 
 
+def _experts_flops(call: Call) -> int:
+    """Each token's choices go through two products each; a slice of the experts gets its share of the choices."""
+    ids, up, down = call.operand_shapes[1], call.operand_shapes[3], call.operand_shapes[4]
+    share = up[0] / int(call.detail or up[0])
+    return int(2 * math.prod(ids) * (up[1] * up[2] + down[1] * down[2]) * share)
+
+
+def _experts_gradient(call: Call) -> Work:
+    """Two products for each of the forward's, group by group."""
+    return Work(2 * forward_flops(call), 2 * _all_bytes(call), 4 * call.operand_shapes[3][0])
+
+
 VIEW = Operator("view")
 POINTWISE = Operator("pointwise")
 _SUM = Operator("pointwise", backward=_sum_gradient)
@@ -243,6 +255,7 @@ _LINEAR = Operator("matmul", _linear_flops, backward=_matrix_gradient)
 _ADDMM = Operator("matmul", _addmm_flops, backward=_matrix_gradient)
 _CONVOLUTION = Operator("convolution", _convolution_flops, backward=_matrix_gradient)
 _TRANSPOSED = Operator("convolution", _transposed_convolution_flops, backward=_matrix_gradient)
+_EXPERTS = Operator("matmul", _experts_flops, backward=_experts_gradient)
 _ATTENTION = Operator("attention", _attention_flops, backward=_attention_gradient)
 _EINSUM = Operator("matmul", _einsum_flops, backward=_matrix_gradient)
 _SOFTMAX = Operator("softmax")
@@ -263,6 +276,8 @@ OPERATORS: dict[str, Operator] = {
     **_rows("linear mm bmm matmul mv dot", _LINEAR),
     **_rows("addmm baddbmm addmv", _ADDMM),
     **_rows("einsum", _EINSUM),
+    **_rows("routed_experts", _EXPERTS),
+    **_rows("grouped_mm_fallback _grouped_mm", _LINEAR),
     **_rows("conv1d conv2d conv3d convolution _convolution", _CONVOLUTION),
     **_rows("conv_transpose1d conv_transpose2d conv_transpose3d", _TRANSPOSED),
     **_rows("scaled_dot_product_attention _scaled_dot_product_flash_attention", _ATTENTION),
@@ -280,7 +295,7 @@ OPERATORS: dict[str, Operator] = {
     **_rows("sum mean amax amin max min var std prod norm linalg_vector_norm argmax argmin all", _REDUCTION),
     **_rows("any var_mean std_mean cumsum cumprod topk sort avg_pool2d adaptive_avg_pool2d", _REDUCTION),
     **_rows("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _REDUCTION),
-    **_rows("embedding", _EMBEDDING),
+    **_rows("embedding _embedding_bag", _EMBEDDING),
     **_rows("index index_select gather take_along_dim", _LOOKUP),
     **_rows("scatter scatter_add index_add index_put index_copy scatter_reduce", _SCATTER),
     **_rows("cross_entropy_loss", _CROSS_ENTROPY),

@@ -51,7 +51,6 @@ class ClassWriter:
         self.counts: dict[str, int] = {}
         self.made: dict[int, Made] = {}  # by id of the region
         self.class_of: dict[str, str] = {}  # module path -> class
-        self.lists: set[str] = set()  # containers that are emitted as an nn.ModuleList
         self.container_sizes: dict[str, int] = {}
         self.escaping: set[Value] = set()  # values that the whole program leaves
         self.late: set[Value] = set()  # outputs that nothing in the program reads: nobody waits for them
@@ -82,12 +81,13 @@ class ClassWriter:
         return stored.name + (f"_{position}" if position else "")
 
     def declaration(self, stored: Stored) -> str:
-        tensor, storage = self.graph.tensors[stored.tensor], self.plan.storage[stored.tensor]
+        tensor, storage = self.graph.kept(stored.tensor), self.plan.storage[stored.tensor]
         kept = f"{tensor.shape}, torch.{tensor.dtype}"
+        compute = self.compute(stored.tensor)
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
             value = f", value={constant_text(self.graph, stored)}" if stored.kind == "constant" else ""
-            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value})"
+            return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value}{compute})"
         ways = tuple(self.way(stored, use) for use in self.uses(stored))
         parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={ways!r}"]
         if storage.regather:
@@ -96,7 +96,11 @@ class ClassWriter:
             parts.append("reduce_each_microbatch=True")
         if not stored.requires_grad:
             parts.append("requires_grad=False")
-        return f"rt.Parameter({', '.join(parts)})"
+        return f"rt.Parameter({', '.join(parts)}{compute})"
+
+    def compute(self, name: str) -> str:
+        """The dtype that the program computes with, as an argument where it is not the one that is kept."""
+        return f", compute=torch.{self.graph.tensors[name].dtype}" if name in self.graph.kept_dtypes else ""
 
     # modules
 
@@ -133,23 +137,24 @@ class ClassWriter:
         return self.texts[key]
 
     def _init_lines(self, module: Module) -> list[str]:
-        lines = [f"self.{name} = {self.declaration(stored)}" for name, stored in module.stored.items()]
-        for name, child in module.children.items():
-            lines.append(f"self.{name} = {self._construct(child)}")
-        return lines
+        parts = {name: self.declaration(stored) for name, stored in module.stored.items()}
+        parts |= {name: self._construct(child) for name, child in module.children.items()}
+        return [
+            f"self.{name} = {text}" if name.isidentifier() else f"setattr(self, {name!r}, {text})"
+            for name, text in parts.items()
+        ]
 
     def _construct(self, module: Module) -> str:
         if module.regions:
             return f"{self.class_of[module.path]}(mesh)"
-        declared = [f"{name}={self.declaration(stored)}" for name, stored in module.stored.items()]
+        declared = {name: self.declaration(stored) for name, stored in module.stored.items()}
         children = module.children
         if children and list(children) == [str(i) for i in range(len(children))] and not declared:
             return f"nn.ModuleList([{', '.join(self._runs(list(children.values())))}])"
-        if any(name.isdigit() for name in (*children, *module.stored)):
-            inner = ", ".join(f"{name!r}: {self._construct(child)}" for name, child in children.items())
-            return f"nn.ModuleDict({{{inner}}})"
-        inner_parts = [f"{name}={self._construct(child)}" for name, child in children.items()]
-        return f"rt.Parameters({', '.join(declared + inner_parts)})"
+        parts = {**declared, **{name: self._construct(child) for name, child in children.items()}}
+        if all(name.isidentifier() for name in parts):
+            return f"rt.Parameters({', '.join(f'{name}={text}' for name, text in parts.items())})"
+        return f"rt.Parameters(**{{{', '.join(f'{name!r}: {text}' for name, text in parts.items())}}})"
 
     def _runs(self, children: list[Module]) -> list[str]:
         texts = [self._construct(child) for child in children]
@@ -224,18 +229,7 @@ class ClassWriter:
         stored = self.graph.stored_by_tensor[value[0]]
         full = self.attribute(stored, value[1])
         relative = full[len(path) + 1 :] if path else full
-        text = "self"
-        for part in relative.split("."):
-            text += (
-                f'["{part}"]'
-                if part.isdigit() and not self._is_list(stored, part)
-                else (f"[{part}]" if part.isdigit() else f".{part}")
-            )
-        return text
-
-    def _is_list(self, stored: Stored, part: str) -> bool:
-        container = stored.name.split(".")[: stored.name.split(".").index(part)]
-        return ".".join(container) in self.lists
+        return "self" + access(relative)
 
     def _operate(self, item: Operate, path: str, names: Names) -> str:
         call = self.calls.write(item, [self.read(value, path, names) for value in item.reads])
@@ -302,7 +296,7 @@ class ClassWriter:
         left = ", ".join(names[value] for value in made.outputs)
         relative = region.path[len(path) + 1 :] if path else region.path
         method = "" if made.name == "forward" else f".{made.name}"
-        return f"{INDENT * 2}{left} = self{_access(relative)}{method}({arguments})"
+        return f"{INDENT * 2}{left} = self{access(relative)}{method}({arguments})"
 
     def _loop_length(self, items: list[Statement | Region]) -> int:
         """How many of the following regions are equal blocks of one container, each feeding the next."""
@@ -356,7 +350,7 @@ class ClassWriter:
         arguments = ", ".join(inside.get(p) or self.read(value, path, names) for p, value in enumerate(first.inputs))
         container = regions[0].path.rpartition(".")[0]
         relative = container[len(path) + 1 :] if path else container
-        lines.append(f"{INDENT * 2}for block in self{_access(relative)}:")
+        lines.append(f"{INDENT * 2}for block in self{access(relative)}:")
         lines.append(f"{INDENT * 3}{', '.join(targets)} = block({arguments})")
         return lines
 
@@ -365,8 +359,13 @@ def _returns_list(item: Operate) -> bool:
     return item.node.op.split(".")[1] in ("split", "split_with_sizes", "unbind", "chunk")
 
 
-def _access(relative: str) -> str:
-    return "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in relative.split(".") if part)
+def access(relative: str) -> str:
+    """The attribute path as an expression: numbers are items of a list, or of a module with such attributes."""
+    return "".join(_item(part) for part in relative.split(".") if part)
+
+
+def _item(part: str) -> str:
+    return f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else f"[{part!r}]"
 
 
 def _descend(module: Module, parts: list[str]) -> Module:

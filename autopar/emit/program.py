@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.emit.classes import INDENT, ClassWriter, Module
+from autopar.emit.calls import LOWERED
+from autopar.emit.classes import INDENT, ClassWriter, Module, access
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.names import Names
@@ -40,7 +41,6 @@ def emit(graph: Graph, plan: PlanData) -> str:
     writer = ClassWriter(graph, plan, flat)
     tree = writer.module_tree(root)
     writer.container_sizes = _containers(tree)
-    writer.lists = _lists(tree)
     writer.escaping = set(root.outputs)
     writer.late = set(flat.outputs) - {v for s in flat.statements for v in s.reads} - set(flat.mutations.values())
     classes: list[str] = []
@@ -59,7 +59,7 @@ def emit(graph: Graph, plan: PlanData) -> str:
 
 def _imports(graph: Graph) -> str:
     """A line for each module that defines operators of the graph, such as a custom kernel's."""
-    modules = {defining_module(op): op for op in sorted({node.op for node in graph.nodes}, reverse=True)}
+    modules = {defining_module(op): op for op in sorted({node.op for node in graph.nodes} - LOWERED, reverse=True)}
     lines = [f"import {module}  # defines {op.rpartition('.')[0]}" for module, op in modules.items() if module]
     return "".join(f"{line}\n" for line in sorted(lines))
 
@@ -73,12 +73,14 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
     ]
     lines.append(f"{INDENT}AXES = { ({axis.name: axis.size for axis in real})!r}")
     lines.append(f"{INDENT}MICROBATCHES = {plan.microbatches}")
+    if not graph.training:
+        lines.append(f"{INDENT}TRAINING = False")
     lines.append(f"{INDENT}INPUTS = (")
     for name in graph.inputs:
-        tensor = graph.tensors[name]
+        tensor = graph.kept(name)
         cut = 0 if name in plan.microbatch_inputs else None
         placement = writer.text(plan.inputs[name])
-        extra = "" if cut is None else f", microbatch_dim={cut}"
+        extra = ("" if cut is None else f", microbatch_dim={cut}") + writer.compute(name)
         lines.append(f"{INDENT * 2}rt.Input({name!r}, {tensor.shape}, torch.{tensor.dtype}, {placement!r}{extra}),")
     lines += [f"{INDENT})", f"{INDENT}TIED = {dict(graph.tied)!r}", ""]
     lines += [
@@ -135,11 +137,7 @@ def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:
     lines = []
     for buffer, value in flat.mutations.items():
         owner, _, last = buffer.rpartition(".")
-        text = "self" + "".join(
-            (f"[{p}]" if ".".join(owner.split(".")[:i]) in writer.lists else f'["{p}"]') if p.isdigit() else f".{p}"
-            for i, p in enumerate(owner.split("."))
-            if p
-        )
+        text = "self" + access(owner)
         lines.append(f"{INDENT * 2}{text}.update({last}={writer.read(value, '', names)})")
     return lines
 
@@ -160,17 +158,6 @@ def _containers(module: Module) -> dict[str, int]:
     for child in module.children.values():
         found.update(_containers(child))
     return found
-
-
-def _lists(module: Module) -> set[str]:
-    """Containers that are emitted as an nn.ModuleList: children 0, 1, 2, … and nothing else."""
-    children = list(module.children)
-    own = (
-        {module.path}
-        if children and children == [str(i) for i in range(len(children))] and not module.stored
-        else set()
-    )
-    return own.union(*(_lists(child) for child in module.children.values()))
 
 
 __all__ = ["emit"]

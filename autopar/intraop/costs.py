@@ -122,7 +122,14 @@ class ProfiledCosts:
 
     def _routes(self, tensor: Tensor) -> Routes:
         differentiable = tensor.differentiable and self.train
-        return routes(tensor.shape, tensor.itemsize, self.axes, self.devices_per_node, self.profile, differentiable)
+        return routes(
+            tensor.shape,
+            self.graph.itemsizes(tensor.name),
+            self.axes,
+            self.devices_per_node,
+            self.profile,
+            differentiable,
+        )
 
     def state_bytes(self, tensor: Tensor, storage: Storage, use: Placement) -> int:
         """Parameter, gradient and optimizer state as stored; with the copy in `use`, where that is another one.
@@ -132,11 +139,11 @@ class ProfiledCosts:
         """
         kept = math.prod(self._local(tensor.shape, storage.placement))
         used = math.prod(self._local(tensor.shape, use))
-        is_copy = not storage.regather and any(
-            t.kind == "S" and t != u for t, u in zip(storage.placement, use, strict=True)
-        )
+        master = self.graph.kept(tensor.name).itemsize
+        is_converted = any(t.kind == "S" and t != u for t, u in zip(storage.placement, use, strict=True))
+        is_copy = not storage.regather and (is_converted or master != tensor.itemsize)
         if not (tensor.differentiable and self.train):
-            return (kept + (used if is_copy else 0)) * tensor.itemsize
+            return kept * master + (used if is_copy else 0) * tensor.itemsize
         waits = self.microbatches > 1 and not storage.reduce_each_microbatch
-        copies = (2 if waits else 1) if is_copy else 0
-        return kept * (2 * tensor.itemsize + self.optimizer_bytes) + copies * used * tensor.itemsize
+        copies = tensor.itemsize + (master if waits else 0) if is_copy else 0
+        return kept * (2 * master + self.optimizer_bytes) + copies * used

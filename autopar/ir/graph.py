@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
@@ -129,6 +129,9 @@ class Graph:
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # constants' torch.Tensors
     input_names: tuple[str, ...] = ()  # as in the model's forward signature
     model_name: str = "Model"
+    #: dtype outside of the graph where it is another one: of what is stored (the master weights), of inputs as given
+    kept_dtypes: Mapping[str, str] = field(default_factory=dict)
+    training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
 
     @cached_property
     def stored_by_tensor(self) -> dict[str, Stored]:
@@ -167,7 +170,17 @@ class Graph:
             digest.update(repr((node.op, node.args, node.kwargs, node.outputs)).encode())
             digest.update(repr([self.tensors[name] for name in node.results]).encode())
         digest.update(repr((self.inputs, self.outputs, self.loss)).encode())
+        if self.kept_dtypes:
+            digest.update(repr(sorted(self.kept_dtypes.items())).encode())
         return digest.hexdigest()[:16]
+
+    def kept(self, name: str) -> Tensor:
+        """A stored tensor as it is kept between steps, or an input as it is given."""
+        return replace(self.tensors[name], dtype=self.kept_dtypes.get(name, self.tensors[name].dtype))
+
+    def itemsizes(self, name: str) -> tuple[int, int]:
+        """Bytes of an element of a tensor and of its gradient on its way home, which has the dtype it is kept in."""
+        return self.tensors[name].itemsize, self.kept(name).itemsize
 
     @property
     def num_parameters(self) -> int:

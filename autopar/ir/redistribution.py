@@ -96,9 +96,13 @@ def _padded(shape: tuple[int, ...], type_: Type, parts: int) -> int:
     return count
 
 
+#: bytes of an element; or forward and backward, where gradients are wider than what they are of (master weights)
+ItemSize = int | tuple[int, int]
+
+
 def transfer_bytes(
     shape: tuple[int, ...],
-    itemsize: int,
+    itemsize: ItemSize,
     placement: Placement,
     axes: tuple[Axis, ...],
     step: Step,
@@ -113,10 +117,11 @@ def transfer_bytes(
     parts = axes[step.axis].size
     forward, backward = step.transfers
     sharded = step.before if step.before.kind == "S" else step.after
-    size = _padded(whole, sharded, parts) * itemsize
+    count = _padded(whole, sharded, parts)
     if step.before.kind == "S" and step.after.kind == "S":
-        size = _all_to_all_elements(whole, step, parts) * itemsize
-    return (size if forward.collective else 0, size if backward.collective else 0)
+        count = _all_to_all_elements(whole, step, parts)
+    sizes = itemsize if isinstance(itemsize, tuple) else (itemsize, itemsize)
+    return (count * sizes[0] if forward.collective else 0, count * sizes[1] if backward.collective else 0)
 
 
 def _all_to_all_elements(whole: tuple[int, ...], step: Step, parts: int) -> int:

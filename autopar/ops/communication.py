@@ -52,7 +52,7 @@ def _split_by(placement: Placement, test: Callable[[Type], bool]) -> list[int]:
 def _cross_entropy(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
     """Split classes: the maximum, then two sums a sample. A mean over split samples: their count, a float32."""
     local = local_shape(call.shape(0), operands[0], axes)
-    size = math.prod(local) // local[1] * call.tensor(0).itemsize if len(local) > 1 else 0
+    size = math.prod(local) // local[1] * max(4, call.tensor(0).itemsize) if len(local) > 1 else 0
     classes = _split_by(operands[0], lambda type_: type_ == S(1))
     sent = [Inner("all_reduce", axis, size * count) for axis in classes for count in (1, 2)]
     return sent, []

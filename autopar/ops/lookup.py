@@ -22,7 +22,7 @@ from autopar.ir.placement import (
     num_shards,
 )
 from autopar.ir.structure import is_random
-from autopar.ops import proofs, registry, views, windows
+from autopar.ops import bags, proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.patterns import Entry
@@ -185,6 +185,8 @@ def shape_error(
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
     if error := _channel_error(call, operands[0], axes) if operands else None:
         return error
+    if node.op == bags.EMBEDDING_BAG and (error := bags.bags_error(call, operands, axes)):
+        return error
     if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
         return error
     if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
@@ -209,7 +211,7 @@ def _channel_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> st
 
 #: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
 _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
-                  "cross_entropy", "native_dropout")  # fmt: skip
+                  "cross_entropy", "native_dropout", "routed_experts")  # fmt: skip
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:

@@ -42,10 +42,14 @@ def reduction(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim),), (S(dim if keep else stay.index(dim)),) * count) for dim in stay]
 
 
+def split_sum(call: Call) -> list[AxisRule]:
+    """A split dim that is summed away leaves summands."""
+    return [AxisRule((S(dim),), (P,)) for dim in sorted(_reduced(call)) if call.shape(0)[dim] > 1]
+
+
 def linear_reduction(call: Call) -> list[AxisRule]:
     """sum and mean: a split dim that is reduced leaves summands (mean divides by the global length)."""
-    rules = [AxisRule((S(dim),), (P,)) for dim in sorted(_reduced(call)) if call.shape(0)[dim] > 1]
-    return [*reduction(call), *rules, AxisRule((P,), (P,))]
+    return [*reduction(call), *split_sum(call), AxisRule((P,), (P,))]
 
 
 def along_dim(call: Call) -> list[AxisRule]:

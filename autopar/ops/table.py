@@ -11,8 +11,10 @@ import torch
 
 from autopar.ir.placement import I, P, R, S
 from autopar.ir.structure import RANDOM
-from autopar.ops import proofs, views, windows
+from autopar.ops import bags, experts, proofs, views, windows
 from autopar.ops.call import Call, overload
+from autopar.ops.indexing import INDEXING
+from autopar.ops.long_tail import LONG_TAIL
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.patterns import (
     Entry,
@@ -35,6 +37,8 @@ def pointwise(call: Call) -> list[AxisRule]:
 
 _BOTH_SUMMANDS = {"aten.add.Tensor", "aten.sub.Tensor"}
 _ONE_SUMMAND = {"aten.mul.Tensor"}
+_SUMMANDS = {"aten.lerp.Scalar": "PP", "aten.lerp.Tensor": "PPR", "aten.addcmul.default": "PPR PRP",
+             "aten.addcdiv.default": "PPR", "aten.where.self": "RPP"}  # fmt: skip
 _FIRST_SUMMAND = {"aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg.default", "aten.clone.default",
                   "aten.contiguous.default", "aten._to_copy.default", "aten.to.dtype", "aten.detach.default",
                   "aten.positive.default"}  # fmt: skip
@@ -47,8 +51,10 @@ def _linear_words(call: Call) -> str:
         return "PP" if count == 2 else ""
     if op in _ONE_SUMMAND:
         return "PR RP" if count == 2 else "P"
-    if op == "aten.where.self":
-        return "RPP"
+    if op in _SUMMANDS:
+        return _SUMMANDS[op]
+    if op == "aten.masked_fill.Scalar":
+        return "PR" if call.arguments["value"] == 0 else ""
     if op in _FIRST_SUMMAND and _all_floating(call):
         return "P" + "R" * (count - 1)
     return ""
@@ -79,21 +85,6 @@ def plus_product(product: str) -> RuleFunction:
         return Entry(f"{bias}, {product}", "PPR PRP", additive=(0,))(call)
 
     return rules
-
-
-def einsum(call: Call) -> list[AxisRule]:
-    """Its own equation is the rule; a letter repeated in one operand (a diagonal) is not split."""
-    equation = str(call.arguments["equation"]).replace(" ", "")
-    left, _, right = equation.partition("->")
-    repeated = {letter for part in left.split(",") for letter in part if part.count(letter) > 1}
-    if "." in equation or repeated or "->" not in equation:
-        return []
-    text = ", ".join(" ".join(part) for part in left.split(",")) + " -> " + " ".join(right)
-    if text != text.lower():
-        return []  # upper case means unsplittable in the notation
-    count = len(call.node.operands)
-    words = " ".join("".join("P" if i == p else "R" for i in range(count)) for p in range(count))
-    return Entry(text, words)(call)
 
 
 def attention(call: Call) -> list[AxisRule]:
@@ -219,17 +210,11 @@ def topk(call: Call) -> list[AxisRule]:
     return along_dim(call)
 
 
-def gather(call: Call) -> list[AxisRule]:
-    """Dims other than the gathered one split when operand and index have the same length there."""
-    rank = len(call.shape(0))
-    own = call.dim("dim", rank)
-    same = [dim for dim in range(rank) if dim != own and call.shape(0)[dim] == call.shape(1)[dim]]
-    return [AxisRule((S(dim), S(dim)), (S(dim),)) for dim in same] + [AxisRule((P, R), (P,))]
-
-
 _VIEW = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"), views.reshape)
 
 TABLE: dict[str, RuleFunction] = {
+    **INDEXING,
+    **LONG_TAIL,
     # contractions
     "aten.linear.default": Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,)),
     "aten.mm.default": Entry("m k, k n -> m n", "PR RP"),
@@ -240,7 +225,6 @@ TABLE: dict[str, RuleFunction] = {
     "aten.addmv.default": plus_product("m k, k -> m"),
     "aten.addbmm.default": plus_product("b m k, b k n -> m n"),
     "aten.addr.default": plus_product("m, n -> m n"),
-    "aten.einsum.default": einsum,
     "aten.dot.default": Entry("k, k -> ", "PR RP"),
     "aten.mv.default": Entry("m k, k -> m", "PR RP"),
     "aten.conv1d.default": windows.convolution,
@@ -251,6 +235,8 @@ TABLE: dict[str, RuleFunction] = {
     "aten.conv_transpose2d.input": windows.transposed_convolution,
     "aten.conv_transpose3d.input": windows.transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
+    experts.ROUTED_EXPERTS: experts.routed_experts,
+    "transformers.grouped_mm_fallback.default": experts.grouped_product,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
@@ -261,6 +247,7 @@ TABLE: dict[str, RuleFunction] = {
     **dict.fromkeys((f"aten.{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
     "aten.cross_entropy_loss.default": cross_entropy,
     "aten.embedding.default": embedding,
+    bags.EMBEDDING_BAG: bags.embedding_bag,
     "aten.native_dropout.default": dropout,
     "aten.softmax.int": along_dim,
     "aten._softmax.default": along_dim,
@@ -272,7 +259,6 @@ TABLE: dict[str, RuleFunction] = {
     "aten.sort.default": along_dim,
     "aten.argsort.default": along_dim,
     "aten.one_hot.default": one_hot,
-    "aten.gather.default": gather,
     # reductions
     "aten.sum.default": linear_reduction,
     "aten.sum.dim_IntList": linear_reduction,
@@ -334,6 +320,8 @@ _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.defaul
               "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor",
               "aten.polar.default", "aten.complex.default", "aten.masked_fill.Tensor", "aten.hardswish.default",
               "aten.log_sigmoid.default", "aten.floor_divide.default"}  # fmt: skip
+#: tagged, and right: the proof's samples of these differ by the order of a sum, or are NaN (√ at 0)
+_ROUNDED = {"aten.div.Tensor", "aten.sin.default", "aten.sqrt.default"}
 
 
 def find(op: str) -> RuleFunction | None:
@@ -343,4 +331,4 @@ def find(op: str) -> RuleFunction | None:
     name = op.split(".")[1]
     tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
     tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))
-    return pointwise if tagged or op in _POINTWISE or name in _LIKE else None
+    return pointwise if tagged or op in _POINTWISE | _ROUNDED or name in _LIKE else None

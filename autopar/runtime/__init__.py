@@ -8,7 +8,8 @@ from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
-from autopar.runtime.lowering.embedding import embedding
+from autopar.runtime.lowering.embedding import embedding, embedding_bag
+from autopar.runtime.lowering.experts import grouped_mm, routed_experts
 from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
@@ -40,7 +41,9 @@ __all__ = [
     "draw",
     "dropout",
     "embedding",
+    "embedding_bag",
     "group_norm",
+    "grouped_mm",
     "last_checkpoint",
     "load_checkpoint",
     "local_offset",
@@ -53,6 +56,7 @@ __all__ = [
     "recompute",
     "redistribute",
     "reference_dropout",
+    "routed_experts",
     "save_checkpoint",
     "seed_dropout",
     "set_exact_dropout",

@@ -28,6 +28,8 @@ class Parameter:
     `reduce_each_microbatch` sends them back after each microbatch instead (less memory). `regather` frees the
     used tensor between the forward and the backward pass of the enclosing block as well, and converts again for
     each; it implies `reduce_each_microbatch`.
+    `compute`: the dtype of the used tensor, where it is not the stored one's. It is cast before it is converted; its
+    gradients are cast back before they are added up, over microbatches and over ranks.
     """
 
     shape: tuple[int, ...]
@@ -37,6 +39,7 @@ class Parameter:
     regather: bool = False
     reduce_each_microbatch: bool = False
     requires_grad: bool = True
+    compute: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +47,7 @@ class Buffer:
     """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
 
     `value`: nested lists that hold all of a constant, which no state brings.
+    `compute`: the dtype in which the program reads and updates it, where it is stored in another.
     """
 
     shape: tuple[int, ...]
@@ -51,17 +55,22 @@ class Buffer:
     placement: str = ""
     persistent: bool = True
     value: Any = None
+    compute: torch.dtype | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do."""
+    """An input of the whole step by global shape; microbatches cut `microbatch_dim` before the axes do.
+
+    `compute`: the dtype to which this rank's part is cast.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     placement: str = ""
     microbatch_dim: int | None = None
+    compute: torch.dtype | None = None
 
 
 class Parameters(nn.Module):
@@ -85,6 +94,10 @@ class Parameters(nn.Module):
             self.declared_buffers[name] = value
         else:
             super().__setattr__(name, value)
+
+    def __getitem__(self, name: int | str) -> Any:
+        """What is named by a number, as in an nn.Sequential."""
+        return getattr(self, str(name))
 
     def __getattr__(self, name: str) -> Any:
         # Reached only when the tensor is not in place: not gathered (yet), or the program was never built.
@@ -134,6 +147,7 @@ class Program(Block):
 
     AXES: ClassVar[Mapping[str, int]] = {}
     MICROBATCHES: ClassVar[int] = 1
+    TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
     INPUTS: ClassVar[tuple[Input, ...]] = ()
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several

@@ -170,9 +170,11 @@ def _lane(slot: Slot) -> str:
 @torch.no_grad()
 def _start_lane(slots: list[Slot]) -> Callable[[], None]:
     mesh = slots[0].parameter.mesh
-    tensors = [slot.parameter.local for slot in slots]
     for slot in slots:
         slot.allocate()
+    if not slots[0].moves:
+        return _cast_lane(slots)
+    tensors = [slot.parameter.local.to(slot.dtype) for slot in slots]
     for index in range(len(slots[0].steps) - 1):
         tensors = _convert(tensors, [slot.steps[index] for slot in slots], mesh)
     last = _start_last(tensors, slots, mesh)
@@ -183,6 +185,14 @@ def _start_lane(slots: list[Slot]) -> Callable[[], None]:
             slot.show()
 
     return finish
+
+
+def _cast_lane(slots: list[Slot]) -> Callable[[], None]:
+    """Slots that are what is stored, in another dtype."""
+    for slot in slots:
+        slot.target.copy_(slot.parameter.local)
+        slot.show()
+    return lambda: None
 
 
 def _convert(tensors: list[Tensor], steps: list[SizedStep], mesh: RankMesh) -> list[Tensor]:

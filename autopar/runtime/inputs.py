@@ -71,10 +71,10 @@ def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) 
     value = value.to(mesh.device, non_blocking=True)
     parts = [value] * count if spec.microbatch_dim is None else list(_chunks(value, count, spec.microbatch_dim))
     if local:
-        return [part.contiguous() for part in parts]
+        return [part.to(spec.compute or spec.dtype).contiguous() for part in parts]
     types = parse_placement(spec.placement, len(mesh.axes))
     slices = local_slices(microbatch_shape(spec, count), types, mesh.axes)
-    return [part[slices].contiguous() for part in parts]
+    return [part[slices].to(spec.compute or spec.dtype).contiguous() for part in parts]
 
 
 def _chunks(value: Tensor, count: int, dim: int) -> Sequence[Tensor]:

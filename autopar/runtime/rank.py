@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import comm, randomness, state
+from autopar.runtime.compiling import checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.errors import ProgramError
@@ -52,6 +53,7 @@ class Rank(nn.Module):
             _gatherer=Gatherer(units),
             _reducer=Reducer(slots, mesh, owner.get),
         )
+        self.training = program.TRAINING
         self._watch_units(slots, owner)
         self._register(parameters, buffers)
 
@@ -78,11 +80,32 @@ class Rank(nn.Module):
             _submodule(self, owner).register_buffer(last, buffer.tensor, buffer.declared.persistent)
 
     def train(self, mode: bool = True) -> Rank:
-        """Sets training or evaluation mode, which dropout and batch-norm follow."""
-        super().train(mode)
-        if "_program" in self.__dict__:
-            self._program.train(mode)
+        """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
+
+        Dropout, batch norm and whatever else follows the mode are written into the program.
+        """
+        if mode != self.training:
+            now, other = ("training", "evaluation") if self.training else ("evaluation", "training")
+            call = "model.eval()" if self.training else "model.train()"
+            raise ProgramError(
+                f"expected to stay in {now} mode, for which the program was emitted, found a change to {other}. Plan "
+                f"another program after {call}, and move the weights with full_state_dict and load_full_state_dict"
+            )
         return self
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compiles the blocks in place, with the arguments of `torch.compile`; `torch.compile(rank)` does the same.
+
+        Compiled are the operators between redistributions; see `runtime.compiling`. Raises ProgramError for
+        fullgraph=True.
+        """
+        checked_options(options)
+        compile_blocks(self._program, lambda function: torch.compile(function, *args, **options))
+
+    def _compile_if_wrapped(self) -> None:
+        compiler = taken_wrapper(self)
+        if compiler is not None:
+            compile_blocks(self._program, compiler)
 
     def train_step(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Tensor:
         """Runs forward and backward over the global batch, or over this rank's shard of it if `local`.
@@ -90,7 +113,11 @@ class Rank(nn.Module):
         Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then,
         added to those that they had before.
         """
+        self._compile_if_wrapped()
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
+        self._state.refresh_buffers()
+        self._check_frozen()
+        self._state.check_set()
         with torch.enable_grad():
             self._program.prepare(microbatches)
             self._reducer.begin_step()
@@ -102,6 +129,15 @@ class Rank(nn.Module):
         for parameter in self._state.parameters.values():
             parameter.publish_gradient()
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum(0)
+
+    def _check_frozen(self) -> None:
+        """Raises ProgramError for a parameter that was frozen when it was planned, and is not any more."""
+        for name, parameter in self._state.parameters.items():
+            if parameter.tensor.requires_grad and not parameter.declared.requires_grad:
+                raise ProgramError(
+                    f"expected {name} to need no gradient, as when it was planned, found requires_grad=True; "
+                    "plan again with a model in which it does"
+                )
 
     def _train_microbatch(self, index: int, inputs: tuple[Tensor, ...]) -> Tensor:
         self._mesh.progress.microbatch = index
@@ -126,7 +162,10 @@ class Rank(nn.Module):
     @torch.no_grad()
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
+        self._compile_if_wrapped()
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
+        self._state.refresh_buffers()
+        self._state.check_set()
         self._program.prepare(microbatches)
         self._gatherer.begin_step()
         randomness.begin_step()
@@ -246,3 +285,6 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
             module.add_module(name, nn.Module())
         module = module.get_submodule(name)
     return module
+
+
+watch_for_wrapper(Rank)

@@ -35,18 +35,23 @@ class Bucket:
         self.missing = len(self.slots)
         declared = slots[0].parameter.declared
         self.each_microbatch = declared.regather or declared.reduce_each_microbatch
+        self.dtype, self.is_cast = declared.dtype, slots[0].is_cast
         self._offsets = dict(zip(slots, accumulate((s.leaf.numel() for s in slots), initial=0), strict=False))
         self._gradients: dict[Slot, Tensor] = {}
         self._buffer: Tensor | None = None
 
     @torch.no_grad()
     def collect(self, slot: Slot) -> None:
-        """Takes the leaf's gradient: into the bucket's buffer, if it has one."""
+        """Takes the leaf's gradient: into the bucket's buffer, if it has one; added to what it has of the leaf."""
         gradient = _take_gradient(slot)
-        if is_summed_first(slot):
+        if slot in self._gradients:
+            self._gradients[slot].add_(gradient)
+        elif is_summed_first(slot):
             start, length = self._offsets[slot], gradient.numel()
-            gradient = self._make_buffer(gradient)[start : start + length].view(slot.shape).copy_(gradient)
-        self._gradients[slot] = gradient
+            self._gradients[slot] = self._make_buffer(gradient)[start : start + length].view(slot.shape)
+            self._gradients[slot].copy_(gradient)
+        else:
+            self._gradients[slot] = gradient.to(self.dtype)
 
     def hand_over(self) -> tuple[list[Slot], list[Tensor], Tensor | None]:
         """Hands out the slots that have a gradient, the gradients, and the buffer that these fill."""
@@ -63,7 +68,7 @@ class Bucket:
 
     def _make_buffer(self, like: Tensor) -> Tensor:
         if self._buffer is None:
-            self._buffer = like.new_empty(sum(slot.leaf.numel() for slot in self.slots))
+            self._buffer = like.new_empty(sum(slot.leaf.numel() for slot in self.slots), dtype=self.dtype)
         return self._buffer
 
 
@@ -140,6 +145,9 @@ class Reducer:
         for bucket in self.buckets:
             for slot in bucket.slots:
                 on_gradient(slot.leaf, partial(self._gradient_done, bucket, slot))
+        for slot in self._local:
+            if slot.is_cast:
+                on_gradient(slot.leaf, partial(_keep_gradient, slot))
 
     def begin_microbatch(self, is_last: bool) -> None:
         self.is_last_microbatch = is_last
@@ -170,14 +178,14 @@ class Reducer:
         self._in_flight.clear()
         for slot in self._local:
             if slot.leaf.grad is not None:
-                slot.parameter.add_gradient(_take_gradient(slot))
+                _keep_gradient(slot)
 
     def _gradient_done(self, bucket: Bucket, slot: Slot) -> None:
         bucket.missing -= 1
-        if self._is_due(bucket):
+        if self._is_due(bucket) or bucket.is_cast:  # microbatches add up in the dtype that is stored
             bucket.collect(slot)
-            if bucket.missing == 0:
-                self._send(bucket)
+        if self._is_due(bucket) and bucket.missing == 0:
+            self._send(bucket)
 
     def _is_due(self, bucket: Bucket) -> bool:
         return self.is_last_microbatch or bucket.each_microbatch
@@ -204,12 +212,12 @@ def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> li
     open_buckets: dict[object, list[Slot]] = {}
     limits: dict[object, int] = {}
     for slot in reversed(slots):
-        if slot.num_bytes >= coalesce.LONE_BYTES and not is_summed_first(slot):
+        if slot.gradient_bytes >= coalesce.LONE_BYTES and not is_summed_first(slot):
             buckets.append(Bucket([slot]))
             continue
         way = _way_home(slot, unit_of)
         group = open_buckets.setdefault(way, [])
-        if group and _num_bytes(group) + slot.num_bytes > limits.get(way, FIRST_BUCKET_BYTES):
+        if group and _num_bytes(group) + slot.gradient_bytes > limits.get(way, FIRST_BUCKET_BYTES):
             buckets.append(Bucket(group[:]))
             limits[way] = BUCKET_BYTES
             group.clear()
@@ -218,14 +226,14 @@ def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> li
 
 
 def _num_bytes(slots: Sequence[Slot]) -> int:
-    return sum(slot.num_bytes for slot in slots)
+    return sum(slot.gradient_bytes for slot in slots)
 
 
 def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> object:
     declared = slot.parameter.declared
     steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
     unit = id(unit_of(slot)) if declared.regather else None
-    return steps, slot.leaf.dtype, declared.regather or declared.reduce_each_microbatch, unit
+    return steps, slot.dtype, declared.dtype, declared.regather or declared.reduce_each_microbatch, unit
 
 
 def is_summed_first(slot: Slot) -> bool:
@@ -237,6 +245,11 @@ def is_summed_first(slot: Slot) -> bool:
 def on_gradient(leaf: Tensor, function: Callable[[], None]) -> None:
     """Calls the function whenever the leaf's gradient has been accumulated."""
     leaf.register_post_accumulate_grad_hook(lambda leaf: function())  # type: ignore[no-untyped-call] # torch's
+
+
+def _keep_gradient(slot: Slot) -> None:
+    """Of a leaf that is what is stored, but for its dtype: its gradient is at home."""
+    slot.parameter.add_gradient(_take_gradient(slot).to(slot.parameter.declared.dtype))
 
 
 def _take_gradient(slot: Slot) -> Tensor:

@@ -20,7 +20,10 @@ from autopar.runtime.stored import StoredParameter, local_part, unset_tensor, wr
 
 @dataclass(slots=True, eq=False)
 class StoredBuffer:
-    """One buffer on this rank. `tensor` is what checkpoints see; `local` shares its memory."""
+    """One buffer on this rank. `tensor` is what checkpoints see; `local` shares its memory.
+
+    `used` is what the program reads: `local` itself, or its copy in the dtype that the program computes with.
+    """
 
     name: str
     declared: Buffer
@@ -29,12 +32,27 @@ class StoredBuffer:
     attribute: str
     local: Tensor
     tensor: Tensor
+    used: Tensor
+    version: int = -1  # of `local`, when `used` was last made from it
+    unset_version: int = -1  # of `local`, before it was given any value, where no state_dict holds it
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was given a value, by loading or by hand."""
+        return self.local._version != self.unset_version
+
+    def refresh(self) -> None:
+        """Brings `used` up to date with what is stored, which may have been loaded since."""
+        if self.used is not self.local and self.version != self.local._version:
+            self.used.copy_(self.local)
+            self.version = self.local._version
 
     def commit_update(self) -> None:
         """Takes over the value that the forward pass has set, if it did."""
         value = self.holder.pending_updates.pop(self.attribute, None)
         if value is not None:
             self.local.copy_(value)
+            self.refresh()
 
 
 def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh) -> StoredBuffer:
@@ -45,9 +63,12 @@ def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str,
         whole = torch.tensor(declared.value, dtype=declared.dtype).reshape(declared.shape)
         local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
     sharded = any(kind.is_shard for kind in types)
-    holder.__dict__[attribute] = local
+    used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
+    holder.__dict__[attribute] = used
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
-    return StoredBuffer(name, declared, types, holder, attribute, local, tensor)
+    known = declared.persistent or declared.value is not None
+    unset_version = -1 if known else local._version
+    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used, -1, unset_version)
 
 
 class State:
@@ -62,6 +83,12 @@ class State:
     ) -> None:
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.tied, self.mesh = dict(tied), mesh
+
+    @torch.no_grad()
+    def refresh_buffers(self) -> None:
+        """Before a step: buffers in the dtype that the program computes with."""
+        for buffer in self.buffers.values():
+            buffer.refresh()
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
@@ -93,6 +120,15 @@ class State:
                 whole = self._broadcast(found[name], stored) if broadcast else found[name]
                 slices = local_slices(stored.declared.shape, stored.types, self.mesh.axes)
                 stored.local.copy_(whole[slices])
+
+    def check_set(self) -> None:
+        """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
+        unset = sorted(name for name, stored in self.buffers.items() if not stored.is_set)
+        if unset:
+            raise ProgramError(
+                f"expected values of the non-persistent buffers {', '.join(unset)}, found none: a state_dict does not "
+                "hold them. Start from the model with init_from(model), or from PlannedProgram.build"
+            )
 
     def _targets(self) -> dict[str, StoredParameter | StoredBuffer]:
         return {**self.parameters, **self.buffers}

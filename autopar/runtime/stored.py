@@ -60,8 +60,9 @@ class StoredParameter:
         self.gradient = local if self.gradient is None else self.gradient.add_(local)
 
     def publish_gradient(self) -> None:
-        """Hands the step's gradient over to the parameter, adding to what it holds already."""
-        if self.gradient is None:
+        """Hands the step's gradient over to the parameter, unless frozen since, adding to what it holds already."""
+        if self.gradient is None or not self.tensor.requires_grad:
+            self.gradient = None
             return
         held = self.tensor.grad
         if held is not None:
@@ -81,7 +82,9 @@ class Slot:
         way = conversion_way(parameter.types, use)
         self.steps = sized_steps(declared.shape, parameter.types, way, parameter.mesh)
         self.shape = local_shape(declared.shape, self.types, axes)
-        self.is_alias = all(sized.is_free for sized in self.steps)
+        self.dtype = declared.compute or declared.dtype
+        self.is_cast = self.dtype != declared.dtype
+        self.is_alias = not self.moves and not self.is_cast
         self.leaf = self._make_leaf()
         self.target = self.leaf.data  # same memory, another version counter: writing it is unseen by autograd
         self.is_live = True
@@ -93,16 +96,26 @@ class Slot:
 
     def _make_leaf(self) -> Tensor:
         parameter = self.parameter
-        if parameter.mesh.device_mesh is None:
+        if self.is_alias and parameter.mesh.device_mesh is None:
             return parameter.tensor
         if self.is_alias:
             return parameter.local.detach().requires_grad_(parameter.declared.requires_grad)
-        empty = torch.empty(self.shape, dtype=parameter.declared.dtype, device=parameter.mesh.device)
+        empty = torch.empty(self.shape, dtype=self.dtype, device=parameter.mesh.device)
         return empty.requires_grad_(parameter.declared.requires_grad)
+
+    @property
+    def moves(self) -> bool:
+        """Whether the way from the stored shard takes more than another name for it."""
+        return not all(sized.is_free for sized in self.steps)
 
     @property
     def num_bytes(self) -> int:
         return self.leaf.numel() * self.leaf.element_size()
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of the gradient on its way home, in the dtype that is stored: sums lose nothing to a cast."""
+        return self.leaf.numel() * self.parameter.declared.dtype.itemsize
 
     def allocate(self) -> None:
         self.leaf.untyped_storage().resize_(self.num_bytes)

@@ -57,7 +57,7 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
     for slot in program.slots:
         if slot.requires_grad and slot.value in readers:
             orders.begun_at[readers[slot.value][-1]].append(slot)
-            moved = slot.stored_bytes if slot.reduces_each else slot.used_bytes
+            moved = slot.stored_bytes if slot.reduces_each else slot.gradient_bytes
             orders.kept_ns[readers[slot.value][0]] += pointwise_time_ns(3 * moved, profile)
     for bucket in program.reductions:
         complete = [readers[v][0] for v in (program.slots[n].value for n in bucket.slots) if v in readers]

@@ -99,6 +99,7 @@ class Slot:
     steps: tuple[Step, ...]
     stored_bytes: int
     used_bytes: int
+    gradient_bytes: int  # of the gradient on its way home
     unit: int
     is_alias: bool
     requires_grad: bool
@@ -228,10 +229,11 @@ class _Lowering:
                 value=value,
                 storage=self.plan.storage[tensor],
                 steps=steps,
-                stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.tensors[tensor].itemsize,
+                stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.kept(tensor).itemsize,
                 used_bytes=program.values[value].num_bytes,
+                gradient_bytes=math.prod(program.values[value].shape) * self.graph.kept(tensor).itemsize,
                 unit=self._unit(stored.name),
-                is_alias=is_alias and self.plan.precision is None,
+                is_alias=is_alias and tensor not in self.graph.kept_dtypes,
                 requires_grad=stored.requires_grad and self.trains,
                 sizes=self._step_bytes(tensor, steps),
             )
@@ -239,7 +241,7 @@ class _Lowering:
         return value
 
     def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
-        shape, itemsize = self.shapes.shapes[tensor], self.shapes.itemsize(tensor)
+        shape, itemsize = self.shapes.shapes[tensor], self.graph.itemsizes(tensor)
         key = (shape, itemsize, self.placements[tensor], steps)
         if key not in self.step_bytes:
             placement, sizes = self.placements[tensor], []
@@ -319,7 +321,6 @@ class _Lowering:
             tuple([values[value].shape for value in outputs]),
             self.graph.tensors,
             self.profile,
-            self.plan.precision,
         )
         saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
         inner, inner_backward = self._inner(node)
@@ -398,7 +399,7 @@ class _Lowering:
             held.append((math.prod(local) * whole.itemsize, "inputs"))
         moved = tensors = 0
         for item in self.graph.stored:
-            tensor, shape = self.graph.tensors[item.tensor], self._stored_shape(item.tensor)
+            tensor, shape = self.graph.kept(item.tensor), self._stored_shape(item.tensor)
             held.append((math.prod(shape) * tensor.itemsize, "parameters"))
             if item.requires_grad and self.trains:
                 held.append((optimizer_state_bytes(self.plan.optimizer, shape, tensor.dtype), "optimizer"))
@@ -428,14 +429,16 @@ class _Lowering:
             slot = self.program.slots[number]
             if not slot.steps or (not forward and not slot.requires_grad):
                 continue
-            if slot.used_bytes >= LONE_BYTES and (forward or not _is_summed_first(slot)):
+            if (slot.used_bytes if forward else slot.gradient_bytes) >= LONE_BYTES and (
+                forward or not _is_summed_first(slot)
+            ):
                 buckets.append([number])
                 continue
             alone = slot.unit if forward or slot.storage.regather else None
             key = (slot.steps, slot.reduces_each, slot.storage.regather, alone)
             group = groups.setdefault(key, [])
             group.append(number)
-            size = sum(self.program.slots[other].used_bytes for other in group)
+            size = sum(self.program.slots[other].gradient_bytes for other in group)
             if not forward and size >= limits.get(key, FIRST_BUCKET_BYTES):
                 buckets.append(group[:])
                 limits[key] = BUCKET_BYTES

@@ -224,7 +224,7 @@ class Player:
     def _begin_gradient(self, slot: Slot, task: int, microbatch: int) -> None:
         if self._is_transient(slot, microbatch):
             if microbatch == 0 or slot.reduces_each:
-                self.engine.allocate(task, slot.used_bytes, "gradients under way")
+                self.engine.allocate(task, slot.gradient_bytes, "gradients under way")
         else:
             self._hold_gradient(slot, task)
 
@@ -246,7 +246,7 @@ class Player:
         for slot in slots:
             self._hold_gradient(slot, first)
             if self._is_transient(slot, microbatch):
-                self.engine.release(last, slot.used_bytes, "gradients under way")
+                self.engine.release(last, slot.gradient_bytes, "gradients under way")
 
     # Result ----------------------------------------
 

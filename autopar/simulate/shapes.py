@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 
-from autopar.cost.compute import compute_itemsize
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, local_shape
@@ -19,7 +18,7 @@ class LocalShapes:
     def __init__(self, graph: Graph, plan: Plan) -> None:
         self.shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
         self._axes: LogicalMesh = plan.axes
-        self._itemsizes = {name: compute_itemsize(t, plan.precision) for name, t in graph.tensors.items()}
+        self._itemsizes = {name: tensor.itemsize for name, tensor in graph.tensors.items()}
         self._local: dict[tuple[Shape, Placement], tuple[Shape, int]] = {}
 
     def itemsize(self, tensor: str) -> int:

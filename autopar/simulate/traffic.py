@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
@@ -25,14 +25,14 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
     units, constants = block_paths(graph), constant_tensors(graph)
     reached = _reached(graph) if plan.mode == "train" else set()
     for redistribute in plan.redistributes:
-        tensor = graph.tensors[redistribute.tensor]
-        forward, backward = _step_counts(graph, plan, redistribute, units, reached, constants)
-        _add(counts, plan, tensor, placements[redistribute.tensor], redistribute.steps, forward, backward)
+        name = redistribute.tensor
+        times = _step_counts(graph, plan, redistribute, units, reached, constants)
+        _add(counts, graph, plan, name, placements[name], redistribute.steps, *times)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         if (redistribute.tensor, redistribute.target) in counted:
-            tensor, source = graph.tensors[redistribute.tensor], placements[redistribute.tensor]
-            _add(counts, plan, tensor, source, redistribute.steps, plan.microbatches, 0)
+            name = redistribute.tensor
+            _add(counts, graph, plan, name, placements[name], redistribute.steps, plan.microbatches, 0)
     for node in graph.nodes:
         for sent in inner_collectives(graph, node, plan):
             for inner in sent:
@@ -95,11 +95,12 @@ def _runs_in(node: Node, unit: str) -> bool:
 
 
 def _add(
-    counts: Counter[str], plan: Plan, tensor: Tensor, placement: Placement, steps: tuple[Step, ...], forward: int,
-    backward: int,
+    counts: Counter[str], graph: Graph, plan: Plan, name: str, placement: Placement, steps: tuple[Step, ...],
+    forward: int, backward: int,
 ) -> None:  # fmt: skip
+    shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
     for step in steps:
-        sizes = transfer_bytes(tensor.shape, tensor.itemsize, placement, plan.axes, step)
+        sizes = transfer_bytes(shape, itemsizes, placement, plan.axes, step)
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:
                 counts[transfer.collective] += size * times

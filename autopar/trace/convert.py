@@ -51,9 +51,14 @@ class _Converter:
             loss=loss,
             tied=tied,
             mutations=mutations,
-            values={name: value for name, value in self.program.constants.items() if torch.is_tensor(value)},
+            values={
+                name.removeprefix(self.prefix): value
+                for name, value in self.program.constants.items()
+                if torch.is_tensor(value)
+            },
             input_names=tuple(self.names),
             model_name=type(self.model).__name__,
+            training=self.model.training,
         )
 
     def _placeholders(self, tied: dict[str, str]) -> tuple[list[Stored], list[str]]:

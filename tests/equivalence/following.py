@@ -81,7 +81,10 @@ class _Follower:
         return NodePlan(*min(found)[2:])
 
     def _moved(self, name: str, wanted: Placement) -> int | None:
-        """Bytes of the way to a placement; 0 for what is there already, None where there is none."""
+        """Bytes of the way to a placement; 0 for what is there already, None where there is none.
+
+        Stored tensors are best used as they are kept, or whole.
+        """
         if (name, wanted) in self.redistributes or self.now[name] == wanted:
             return 0
         steps = self._path(name, wanted)
@@ -91,9 +94,13 @@ class _Follower:
         for step in steps:
             total += self._bytes(name, placement, step)
             placement = apply(step, placement)
-        return 0 if name in self.storage else total
+        pairs = zip(self.now[name], wanted, strict=True)
+        return sum(want not in (have, R) for have, want in pairs) if name in self.storage else total
 
     def _path(self, name: str, wanted: Placement) -> tuple[Step, ...] | None:
+        """Of least bytes; of stored tensors, which the runtime converts, the one of fewest steps."""
+        if name in self.storage:
+            return cheapest_path(self.now[name], wanted, lambda placement, step: 1)
         return cheapest_path(self.now[name], wanted, lambda placement, step: self._bytes(name, placement, step) + 1)
 
     def _bytes(self, name: str, placement: Placement, step: Step) -> int:

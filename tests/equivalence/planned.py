@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import tempfile
 from functools import cache
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import autopar
+from autopar import pipeline
+from autopar.cost.compute import flops
+from autopar.cost.files import profiles_folder
 from autopar.ir.graph import Graph
+from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
 from autopar.trace import trace
 from tests.equivalence import zoo
@@ -28,11 +36,39 @@ PLANS: dict[str, dict[str, Any]] = {
 }
 
 
+#: what each model of the zoo is proved in
+STEP_PLANS = ("dp", "zero3", "tp", "dp_tp", "searched")
+_SLOWDOWN = 10_000
+
+
 @cache
 def graph(model_name: str) -> Graph:
     """The model's graph on its batch."""
     model, batch = zoo.build(model_name)
     return trace(model, batch)
+
+
+@cache
+def slow_mesh() -> autopar.Mesh:
+    """Four devices so slow that even tiny models are worth splitting: on real ones, the search replicates them all."""
+    profile = json.loads((profiles_folder() / "cpu.json").read_text())
+    facts = profile["facts"]
+    facts["peak_flops"] = {dtype: rate / _SLOWDOWN for dtype, rate in facts["peak_flops"].items()}
+    facts["memory_bandwidth"] /= _SLOWDOWN
+    path = Path(tempfile.mkdtemp(prefix="autopar-test-")) / "slow.json"
+    path.write_text(json.dumps(profile))
+    return autopar.Mesh(str(path), devices_per_node=4)
+
+
+def step_program(model_name: str, plan_name: str) -> autopar.PlannedProgram:
+    """The template's program, or the one searched for slow devices. A model is traced once for all its plans."""
+    model, batch = zoo.build(model_name)
+    traced = graph(model_name)
+    with mock.patch.object(pipeline, "trace", lambda *_, **__: traced):
+        if not PLANS[plan_name]:
+            return autopar.parallelize(model, slow_mesh(), batch)
+        chosen = plan(model_name, plan_name)
+        return autopar.parallelize(model, chosen.mesh, batch, plan=chosen)
 
 
 @cache
@@ -44,3 +80,29 @@ def plan(model_name: str, plan_name: str) -> Plan:
         return autopar.parallelize(model, autopar.Mesh("cpu", devices_per_node=4), batch).plan
     world = choices.get("dp", 1) * choices.get("tp", 1)
     return autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=world), batch, **choices)
+
+
+def work_share(graph: Graph, plan: Plan) -> float:
+    """Which share of the model's products (matrix products, attention, convolutions) the first rank computes.
+
+    1 / devices where all are split, 1 where none is.
+    """
+    first = (0,) * len(plan.axes)
+    whole, local = 0, 0
+    for node in (node for node in graph.nodes if node.op in _PRODUCTS):
+        placed = plan.nodes[node.name]
+        operands, results = ([graph.tensors[name].shape for name in names] for names in (node.operands, node.results))
+        cut = (
+            tuple(local_shape(shape, placement, plan.axes, first) for shape, placement in zip(*pair, strict=True))
+            for pair in ((operands, placed.operands), (results, placed.results))
+        )
+        whole += flops(node, tuple(operands), tuple(results))
+        local += flops(node, *cut)
+    return local / whole
+
+
+_PRODUCTS = {
+    *(f"aten.{name}.default" for name in ("linear", "mm", "bmm", "addmm", "matmul", "einsum", "baddbmm")),
+    *(f"aten.conv{dims}d.default" for dims in (1, 2, 3)),
+    "aten.scaled_dot_product_attention.default",
+}

@@ -20,14 +20,18 @@ def check_equal(
     sizes: tuple[int, ...],
     inputs: dict[str, str],
     stored: dict[str, str] | None = None,
+    reference: nn.Module | None = None,
 ) -> autopar.Program:
-    """Runs the plan that follows its inputs: loss, gradients, weights and bytes are as they should be."""
+    """Runs the plan that follows its inputs: loss, gradients, weights and bytes are as they should be.
+
+    `reference`: a model of the same weights and results that runs on one device, if it is another one.
+    """
     world = int(torch.tensor(sizes).prod())
-    state = {name: value.clone() for name, value in model.state_dict().items()}
+    state = {name: value.clone() for name, value in {**model.state_dict(), **dict(model.named_buffers())}.items()}
     plan = follow(trace(model, batch), sizes, inputs, stored or {})
     program = autopar.parallelize(model, plan.mesh, batch, plan=plan)
     results = pool(world).run(run_rank, program.source, state, batch, ("sgd",))
-    found = differences(run_single(model, batch, ("sgd",)), results[0])
+    found = differences(run_single(reference or model, batch, ("sgd",)), results[0])
     assert not found, "\n".join(found)
     assert results[0][4] == {kind: size for kind, size in plan.predicted.comm_bytes.items() if size}
     return program
@@ -43,3 +47,52 @@ def test_images_split_by_rows(sizes: tuple[int, ...], size: int, placement: str)
     program = check_equal(model, batch, sizes, {"images": placement})
     for call in ("convolution", "batch_norm", "group_norm", "max_pool", "avg_pool", "mean"):
         assert f"rt.{call}(" in program.source
+
+
+EXPERTS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sizes", "tokens", "experts", "call"),
+    [
+        ((2,), "S(0)", "I", "True, 5, ())"),
+        ((2,), "R", "S(0)", "True, 5, (d0,))"),
+        ((2, 2), "S(0) R", "I S(0)", "True, 5, (d1,))"),
+        ((4,), "S(0)", "S(1)", "True, 5, ())"),
+    ],
+    ids=["tokens", "experts", "tokens_and_experts", "stored_by_columns"],
+)
+def test_mixtral_routes_alike(sizes: tuple[int, ...], tokens: str, experts: str, call: str) -> None:
+    model, batch = communicating.mixtral()
+    reference, _ = communicating.mixtral("eager")  # a loop over experts
+    inputs = {"input_ids": tokens, "labels": tokens}
+    program = check_equal(model, batch, sizes, inputs, dict.fromkeys(EXPERTS, experts), reference)
+    assert program.source.count(call) >= 1 and "aten.sort" not in program.source
+    assert not [op for op, rules in program.plan.coverage.items() if rules.startswith("replicated")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sizes", "inputs", "tables", "call"),
+    [
+        ((2,), "S(0)", "I", "matrix"),
+        ((4,), "R", "S(0)", "rt.embedding_bag("),
+        ((2, 2), "S(0) R", "I S(0)", "rt.embedding_bag("),
+        ((2,), "R", "S(1)", "_embedding_bag.default("),
+    ],
+    ids=["bags", "rows", "bags_and_rows", "columns"],
+)
+def test_embedding_bags(sizes: tuple[int, ...], inputs: str, tables: str, call: str) -> None:
+    model, batch = communicating.bags()
+    split = {"matrix": inputs, "labels": inputs}
+    program = check_equal(model, batch, sizes, split, {"equal.weight": tables, "ragged.weight": tables})
+    assert call in program.source
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sizes", [(2,), (4,)])
+def test_recurrent_layers_and_cells_split_by_samples(sizes: tuple[int, ...]) -> None:
+    model, batch = communicating.recurrent()
+    program = check_equal(model, batch, sizes, dict.fromkeys(batch, "S(0)"))
+    assert "aten.lstm.input(x," in program.source

@@ -9,12 +9,16 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from models import gpt, llama, mlp, moe, wide_resnet
+from models import dit, dlrm, gpt, llama, lstm, mlp, moe, unet, wide_resnet
 
-MODULES = [gpt, llama, mlp, moe, wide_resnet]
+MODULES = [dit, dlrm, gpt, llama, lstm, mlp, moe, unet, wide_resnet]
 
 # Known sizes: counted from the published models, or the round figures of the papers.
 PARAMETER_COUNTS = [
+    (dit, dit.dit_s2, pytest.approx(33e6, rel=0.03)),
+    (dit, dit.dit_b2, pytest.approx(130e6, rel=0.03)),
+    (dit, dit.dit_xl2, pytest.approx(675e6, rel=0.03)),
+    (dlrm, dlrm.criteo_kaggle, pytest.approx(540e6, rel=0.03)),
     (gpt, gpt.gpt2, 124_439_808),
     (gpt, gpt.gpt2_xl, 1_557_611_200),
     (gpt, gpt.gpt_2_6b, pytest.approx(2.6e9, rel=0.03)),
@@ -22,9 +26,12 @@ PARAMETER_COUNTS = [
     (llama, llama.llama2_7b, 6_738_415_616),
     (llama, llama.llama3_8b, 8_030_261_248),
     (llama, llama.llama3_70b, 70_553_706_496),
+    (lstm, lstm.zaremba_medium, pytest.approx(20e6, rel=0.03)),
+    (lstm, lstm.zaremba_large, pytest.approx(66e6, rel=0.03)),
     (moe, moe.moe_380m, pytest.approx(380e6, rel=0.03)),
     (moe, moe.moe_2_4b, pytest.approx(2.4e9, rel=0.03)),
     (moe, moe.moe_70b, pytest.approx(70e9, rel=0.03)),
+    (unet, unet.ddpm_cifar10, 35_746_307),
     (wide_resnet, wide_resnet.wide_resnet50_2, 68_883_240),
     (wide_resnet, wide_resnet.wide_resnet101_2, 126_886_696),
 ]

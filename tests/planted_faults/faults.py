@@ -23,8 +23,8 @@ TABLE, PATTERNS, VIEWS = "autopar/ops/table.py", "autopar/ops/patterns.py", "aut
 LOOKUP, NOTATION = "autopar/ops/lookup.py", "autopar/ops/notation.py"
 
 RULES = [
-    Fault("linear adds its bias on every rank", TABLE, '"PRP RPP", additive=(2,)),\n    "aten.mm', '"PRP RPP"),\n    "aten.mm',
-          ("op:linear",)),
+    Fault("linear adds its bias on every rank", TABLE, '"PRP RPP", additive=(2,)),\n    "aten.mm',
+          '"PRP RPP"),\n    "aten.mm', ("op:linear",)),
     Fault("bmm of two summands", TABLE, '"aten.bmm.default": Entry("b m k, b k n -> b m n", "PR RP")',
           '"aten.bmm.default": Entry("b m k, b k n -> b m n", "PP")', ("op:bmm",)),
     Fault("matmul of two summands", TABLE, '-> {result}", "PR RP")(call)', '-> {result}", "PR RP PP")(call)',
@@ -79,7 +79,8 @@ RULES = [
           "None if dim == new else min(dim, rank - 1)", ("op:unsqueeze",)),
     Fault("select forgets the dim that goes", VIEWS, "dim_map([dim + (dim >= gone)", "dim_map([dim + (dim > gone)",
           ("op:select",)),
-    Fault("slice splits the dim that it cuts", VIEWS, "None if dim == cut and not whole else dim", "dim", ("op:slice",)),
+    Fault("slice splits the dim that it cuts", VIEWS, "None if dim == cut and not whole else dim", "dim",
+          ("op:slice",)),
     Fault("split cuts a split dim", VIEWS, "(S(dim),) * count) for dim in range(rank) if dim != cut]",
           "(S(dim),) * count) for dim in range(rank)]", ("op:split",)),
     Fault("cat joins along a split dim", VIEWS, "for dim in range(rank) if dim != joined)]", "for dim in range(rank))]",
@@ -94,14 +95,17 @@ RULES = [
     Fault("an expanded dim counts as there before", VIEWS,
           "None if dim < lead or before[dim - lead] != after[dim] or after[dim] == 1 else dim - lead",
           "None if dim < lead else dim - lead", ("op:expand",)),
-    Fault("a bias is replicated where its product is a summand", NOTATION, "P if summed and position in additive else R",
-          "R", ("op:linear",)),
+    Fault("a bias is replicated where its product is a summand", NOTATION,
+          "P if summed and position in additive else R", "R", ("op:linear",)),
 ]  # fmt: skip
 
 CHANGES = "autopar/runtime/redistribute.py"
 _I_R = '("I", "R"): (lambda m, x: x, lambda m, g: pieces.sum_over(g, m.axis)),'
 _R_I = '("R", "I"): (lambda m, x: x, lambda m, g: pieces.keep_on_first(g, m.axis)),'
-_I_S = "lambda m, x: pieces.cut(x, m.target, m.axis),\n        lambda m, g: pieces.gather(g, m.target, m.axis, m.target_size),"
+_I_S = (
+    "lambda m, x: pieces.cut(x, m.target, m.axis),\n"
+    "        lambda m, g: pieces.gather(g, m.target, m.axis, m.target_size),"
+)
 _R_S = "lambda m, g: pieces.place(g, m.target, m.axis, m.target_size)"
 _P_S = "lambda m, x: pieces.reduce_scatter(x, m.target, m.axis),"
 
@@ -178,8 +182,8 @@ LOWERING = [
           "split = any(type_.kind == \"S\" and type_.dim in dims for type_ in statement.reads[0][1])", "split = False",
           ("op:mean",)),
     Fault("a table split over two axes takes them in the wrong order", CALLS,
-          "rt.embedding({names[1]}, {names[0]}, {_axes(axes)},", "rt.embedding({names[1]}, {names[0]}, {_axes(axes[::-1])},",
-          ("op:embedding",)),
+          "rt.embedding({names[1]}, {names[0]}, {_axes(axes)},",
+          "rt.embedding({names[1]}, {names[0]}, {_axes(axes[::-1])},", ("op:embedding",)),
     Fault("uneven lengths are not told", CLASSES,
           "if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:", "if length:"),
     Fault("two uses of a parameter read the first", CLASSES,
@@ -233,12 +237,13 @@ VERIFIER = [
           "    return None\n", ("random", "op:unmerge")),
     Fault("steps need not be of the table", CHECKER, "if not legal or not _step_allowed(", "if not _step_allowed(",
           ("mutants",)),
-    Fault("steps need not end at the target", CHECKER, "if placement != redistribute.target:", "if not placement and axes:",
-          ("mutants",)),
+    Fault("steps need not end at the target", CHECKER, "if placement != redistribute.target:",
+          "if not where:", ("mutants",)),
     Fault("outputs may end anyhow", CHECKER,
           "if placements[name] != target and (name, target) not in arrived:", "if target is None:", ("mutants",)),
     Fault("parameters may be stored anyhow", CHECKER,
-          'fine = all(type_ == whole or type_.kind == "S" for type_ in storage.placement)', "fine = True", ("mutants",)),
+          'fine = all(type_ == whole or type_.kind == "S" for type_ in storage.placement)', "fine = True",
+          ("mutants",)),
     Fault("inputs may be summands", CHECKER, 'if any(type_.kind not in "RS" for type_ in placement)',
           'if any(type_.kind not in "RSPI" for type_ in placement)', ("mutants",)),
     Fault("a buffer that forward changes may be split", CHECKER,

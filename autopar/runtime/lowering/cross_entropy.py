@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime import comm
+from autopar.runtime.lowering.statistics import widen
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset
 
@@ -57,7 +58,7 @@ def cross_entropy(
         return total
     if count is None:
         count = start_valid_count(target, reduction_axes, ignore_index, weight)
-    return total / (count() if callable(count) else count)
+    return (total / (count() if callable(count) else count)).to(total.dtype)  # a bfloat16 loss stays one
 
 
 def valid_count(
@@ -81,7 +82,7 @@ def start_valid_count(
     if weight is None:
         count = valid.sum().to(torch.get_default_dtype())
     else:
-        count = (weight[target.masked_fill(~valid, 0)] * valid).sum()
+        count = (widen(weight)[target.masked_fill(~valid, 0)] * valid).sum()
     split = [axis for axis in reduction_axes if axis.size > 1]
     wait = comm.start_all_reduce(count, split[0]) if split else None
 
@@ -141,12 +142,12 @@ class _SplitClasses(torch.autograd.Function):
         smoothing: float,
         weight: Tensor | None,
     ) -> Tensor:
-        wide = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
-        largest = wide.amax(1) if wide.size(1) else wide.new_full((wide.size(0),), float("-inf"))
+        scores = widen(logits)
+        largest = scores.amax(1) if scores.size(1) else scores.new_full((scores.size(0),), float("-inf"))
         for axis in axes:
             comm.all_reduce(largest, axis, dist.ReduceOp.MAX)
-        shifted = wide - largest.unsqueeze(1)
-        here = (local_target >= 0) & (local_target < wide.size(1))
+        shifted = scores - largest.unsqueeze(1)
+        here = (local_target >= 0) & (local_target < scores.size(1))
         column = local_target.masked_fill(~here, 0)
         sums = _local_sums(shifted, here, column, smoothing, weight)
         exponentials = shifted.exp_()

@@ -39,7 +39,7 @@ def batch_norm(
     1 / deviation, new running mean, new running variance), as ATen's functional batch norm does.
     """
     dims = [dim for dim in range(x.dim()) if dim != 1]
-    wide = _widen(x)
+    wide = widen(x)
     average = _sum_over(wide.sum(dims), axes) / count
     centred = wide - _channels(average, x)
     variance = _sum_over(centred.square().sum(dims), axes) / count
@@ -64,7 +64,7 @@ def group_norm(
     `num_groups` are those of the channels that this rank holds, `count` the global number of elements in a sample's
     group. `weight` and `bias` are R on the axes.
     """
-    grouped = _widen(x).reshape(x.size(0), num_groups, -1)
+    grouped = widen(x).reshape(x.size(0), num_groups, -1)
     average = _sum_over(grouped.sum(2, keepdim=True), axes) / count
     centred = grouped - average
     variance = _sum_over(centred.square().sum(2, keepdim=True), axes) / count
@@ -72,7 +72,8 @@ def group_norm(
     return _affine(normal, weight, bias).to(x.dtype)
 
 
-def _widen(x: Tensor) -> Tensor:
+def widen(x: Tensor) -> Tensor:
+    """The tensor in the dtype in which sums over it are taken: float32 for half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 

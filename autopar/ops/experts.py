@@ -1,0 +1,61 @@
+"""Routed experts as one operator: every token goes through the experts that its router chose, each a small network.
+
+    y[t] = Σ_k weights[t, k] · expert(ids[t, k])(x[t])
+    expert(e)(x) = f(x @ up[e]) @ down[e]         f(h) = activation(h), or activation(h₁) · h₂ of the halves of h
+
+Models write this as sort, gather, grouped products and the way back (see `trace.routing`). Sorted rows belong to no
+slice of the tokens, so those operators have no rules one by one; together they treat each token by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.ops.call import Call
+from autopar.ops.notation import AxisRule, einsum_rules
+
+ROUTED_EXPERTS = "autopar.routed_experts.default"
+
+_LIBRARY: Any = torch.library.Library("autopar", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "routed_experts(Tensor x, Tensor ids, Tensor weights, Tensor up, Tensor down, str activation, bool gated, "
+    "int num_experts) -> Tensor"
+)
+
+
+def _routed_experts(
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, up: torch.Tensor, down: torch.Tensor,
+    activation: str, gated: bool, num_experts: int,
+) -> torch.Tensor:  # fmt: skip
+    """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's."""
+    hidden = torch.einsum("td,tkdn->tkn", x, up[ids])
+    if gated:
+        first, second = hidden.chunk(2, -1)
+        hidden = activate(first, activation) * second
+    else:
+        hidden = activate(hidden, activation)
+    return (torch.einsum("tkh,tkhm->tkm", hidden, down[ids]) * weights.unsqueeze(-1)).sum(1)
+
+
+def activate(x: torch.Tensor, name: str) -> torch.Tensor:
+    """The activation of an ATen name; "gelu_tanh" is the approximate one."""
+    if name == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    result: torch.Tensor = getattr(torch.ops.aten, name).default(x)
+    return result
+
+
+_LIBRARY.impl("routed_experts", _routed_experts, "CompositeImplicitAutograd")
+
+
+def routed_experts(call: Call) -> list[AxisRule]:
+    """Tokens; experts, whose ranks each add what their own experts make; columns of the result."""
+    text = "t D, t K, t K, e D N, e H m -> t m"
+    return einsum_rules(text, call.operand_shapes, call.result_shapes, "RRPRR RRRRP")
+
+
+def grouped_product(call: Call) -> list[AxisRule]:
+    """Rows sorted by group, each group with its matrix: only columns and the summed dim split."""
+    return einsum_rules("S k, E k n, E -> S n", call.operand_shapes, call.result_shapes, "PRR RPR")

@@ -1,0 +1,53 @@
+"""One step of every model of the zoo in every kind of plan equals the model: loss, gradients, buffers, bytes.
+
+The models of test_plans.py are proved there in these plans and more; here they have the plan that is searched for
+devices slow enough for the search to split them.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+import pytest
+
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from tests.equivalence import planned, zoo
+from tests.equivalence.step import Step, compare, step_alone, step_on_rank
+from tests.rank_pool import pool
+
+CASES = [
+    *((model, plan) for model in zoo.STEP_NAMES for plan in planned.STEP_PLANS),
+    *((model, "searched") for model in zoo.NAMES),
+]
+
+
+@cache
+def single(model_name: str) -> Step:
+    return step_alone(*zoo.build(model_name))
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("model_name", "plan_name"), CASES)
+def test_step_equals_model(model_name: str, plan_name: str) -> None:
+    model, batch = zoo.build(model_name)
+    program = planned.step_program(model_name, plan_name)
+    check_split(planned.graph(model_name), program.plan)
+    state = {**model.state_dict(), **dict(model.named_buffers())}
+    ranks = pool(program.plan.mesh.num_devices).run(step_on_rank, program.source, state, batch)
+    faults = compare(single(model_name), ranks, program.plan.predicted.comm_bytes).faults()
+    assert not faults, "\n".join(faults)
+
+
+def check_split(graph: Graph, plan: Plan) -> None:
+    """A plan that replicates everything would be equal trivially, so what each plan is for must have happened."""
+    for position, axis in enumerate(plan.axes):
+        kinds = {name: storage.placement[position].kind for name, storage in plan.storage.items()}
+        if axis.name == "dp":
+            assert {str(placement[position]) for placement in plan.inputs.values()} == {"S(0)"}
+        elif axis.name == "tp":
+            assert any(kind == "S" and len(graph.tensors[name].shape) > 1 for name, kind in kinds.items())
+    devices = math.prod(axis.size for axis in plan.axes)
+    share = planned.work_share(graph, plan)
+    assert share <= 1.15 / devices, f"a rank of {devices} computes {share:.0%} of the matrix products"

@@ -1,0 +1,69 @@
+"""Routing through sort and grouped products becomes one operator, and nothing else does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers.integrations.moe  # noqa: F401  (defines grouped_mm_fallback)
+from torch import Tensor, nn
+
+from autopar.ops import coverage
+from autopar.ops.experts import ROUTED_EXPERTS
+from autopar.trace import trace
+from tests.trace.interpret import check_flags, graph_gradients, run_graph
+
+grouped_mm = torch.ops.transformers.grouped_mm_fallback
+EXPERTS, WIDTH, HIDDEN = 5, 6, 4
+
+
+class Routed(nn.Module):
+    """Written as transformers writes it; `change` is one deviation."""
+
+    def __init__(self, change: str = "") -> None:
+        super().__init__()
+        self.change = change
+        self.gate = nn.Linear(WIDTH, EXPERTS)
+        self.up = nn.Parameter(torch.randn(EXPERTS, 2 * HIDDEN, WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights, ids = self.gate(x).softmax(-1).topk(2)
+        flat = ids.reshape(-1)
+        numbers, order = torch.sort(flat, descending=self.change == "descending")
+        counts = torch.histc(numbers.float(), bins=EXPERTS, min=0, max=EXPERTS - (self.change != "bins"))
+        ends = torch.cumsum(counts, 0, dtype=torch.int32)
+        hidden = grouped_mm(x[order // 2], self.up.transpose(-2, -1), ends)
+        left, right = hidden.chunk(2, -1)
+        if self.change == "swapped":
+            left, right = right, left
+        if self.change == "mixes rows":
+            left = left - left.mean(0)
+        hidden = nn.functional.silu(left) * right
+        rows = grouped_mm(hidden, self.down.transpose(-2, -1), ends) * weights.reshape(-1)[order].unsqueeze(-1)
+        back = torch.empty_like(order)
+        back[order] = torch.arange(order.size(0))
+        shape = (2, x.size(0), WIDTH) if self.change == "other sum" else (x.size(0), 2, WIDTH)
+        return rows[back].view(shape).sum(0 if self.change == "other sum" else 1).square().mean()
+
+
+def test_routing_is_one_operator_that_computes_the_same() -> None:
+    torch.manual_seed(0)
+    model, x = Routed(), torch.randn(12, WIDTH)
+    graph = trace(model, (x,))
+    assert [node.op for node in graph.nodes].count(ROUTED_EXPERTS) == 1
+    assert not any("sort" in node.op or "grouped" in node.op for node in graph.nodes)
+    check_flags(graph, run_graph(graph, model, {"x": x}))
+    loss, gradients = graph_gradients(graph, model, {"x": x})
+    expected = model(x)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+@pytest.mark.parametrize("change", ["descending", "bins", "swapped", "mixes rows", "other sum"])
+def test_what_deviates_stays_as_it_is(change: str) -> None:
+    torch.manual_seed(0)
+    graph = trace(Routed(change), (torch.randn(12, WIDTH),))
+    assert ROUTED_EXPERTS not in [node.op for node in graph.nodes]
+    assert "transformers.grouped_mm_fallback.default" in coverage(graph)
