@@ -95,7 +95,9 @@ def in_child(tree: Path, checks: tuple[str, ...]) -> str:
     with os.fdopen(reader, encoding="utf-8") as pipe:
         answer = pipe.read()
     _, status = os.waitpid(child, 0)
-    return answer if status == 0 else f"the process ended with {os.waitstatus_to_exitcode(status)}"
+    code = os.waitstatus_to_exitcode(status)
+    assert code != 3, "what was planted is no Python"
+    return answer if code == 0 else f"the process ended with {code}"
 
 
 def _check_and_exit(tree: Path, checks: tuple[str, ...], writer: int) -> None:
@@ -109,8 +111,10 @@ def _check_and_exit(tree: Path, checks: tuple[str, ...], writer: int) -> None:
         from tests.planted_faults.checks import first_catch
 
         found = first_catch(checks)
-    except BaseException:  # a tree that does not even import is a fault that was caught
-        found = f"an error: {traceback.format_exc().strip().splitlines()[-1]}"
+    except (ImportError, NameError, SyntaxError):  # a fault that is none: what it writes does not even run
+        os._exit(3)
+    except BaseException:
+        found = f"an error while planning: {traceback.format_exc().strip().splitlines()[-1]}"
     with os.fdopen(writer, "w", encoding="utf-8") as pipe:
         pipe.write(found)
     os._exit(0)
