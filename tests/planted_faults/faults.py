@@ -51,7 +51,8 @@ RULES = [
           ("op:group_norm",)),
     Fault("convolution splits within groups", LOOKUP, 'if ".conv" in call.node.op:', "if not call:", ("op:conv2d",)),
     Fault("gather splits the dim that it gathers along", "autopar/ops/indexing.py",
-          "whole=lambda d: d == dim or not same[d] or lengths", "whole=lambda d: not same[d] or lengths", ("op:gather",)),
+          "whole=lambda d: d == dim or not same[d] or lengths", "whole=lambda d: not same[d] or lengths",
+          ("op:gather",)),
     Fault("softmax and cumsum split the dim that they run along", PATTERNS, "for dim in range(rank) if dim != own]",
           "for dim in range(rank)]", ("op:softmax",)),
     Fault("a sum over a split dim gives equal values", PATTERNS,
@@ -152,7 +153,8 @@ CALLS, CLASSES = "autopar/emit/calls.py", "autopar/emit/classes.py"
 
 LOWERING = [
     Fault("a masked lookup with the offset of even rows", EMBEDDING,
-          "ids - local_offset(num_embeddings, *axes)\n    elsewhere", "ids - rows * axes[0].index\n    elsewhere", ("op:embedding",)),
+          "ids - local_offset(num_embeddings, *axes)\n    elsewhere", "ids - rows * axes[0].index\n    elsewhere",
+          ("op:embedding",)),
     Fault("a lookup that is not masked", EMBEDDING, "return found.masked_fill(elsewhere.unsqueeze(-1), 0)",
           "return found", ("op:embedding",)),
     Fault("the padding row of a split table has a gradient", EMBEDDING, "if padding_idx >= 0:", "if padding_idx > 99:",

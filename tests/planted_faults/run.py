@@ -122,7 +122,7 @@ def _check_and_exit(tree: Path, checks: tuple[str, ...], writer: int) -> None:
 
 if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch.distributed.tensor
     import torch.export  # noqa: F401  (once for all children)
-    import torch.distributed.tensor  # noqa: F401
 
     sys.exit(main())
