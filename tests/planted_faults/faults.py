@@ -69,7 +69,7 @@ RULES = [
           'return "PP" if count == 2 else "P"', ("op:shift",)),
     Fault("a quotient of summands", TABLE, 'return "P" + "R" * (count - 1)\n', 'return "P" * count\n', ("op:div",)),
     Fault("a reshape moves the last dim of a group", VIEWS, "source, target = _leading(before, left), _leading",
-          "source, target = (left[-1] if left else None), _leading", ("op:merge", "op:unmerge")),
+          "source, target = (left[-1] if left else None), _leading", ("op:merge",)),
     Fault("a reshape splits what its slices do not keep whole", VIEWS,
           "math.gcd(before[dim], after[target])", "math.lcm(before[dim], after[target])", ("op:unmerge", "op:merge")),
     Fault("transpose leaves dims where they are", VIEWS, "order[first], order[second] = order[second], order[first]",
