@@ -183,7 +183,8 @@ class _Builder:
             return [Storage((R,) * len(self.axes))], [0]
         every = self.storage_options(tensor, self.axes)
         options = [option for option in every if leaves_none_empty(tensor.shape, option.placement, self.axes)]
-        kept, penalties = self._constrain("stored", (stored.name,), tensor, options, lambda option: [option.placement])
+        names = (stored.name,)
+        kept, penalties = self._constrain("stored", names, tensor, options, lambda option, _: [option.placement])
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
                 kept, penalties = _of_zero_stage(kept, penalties, rule.zero)
@@ -194,7 +195,7 @@ class _Builder:
             tensor = self.graph.tensors[name]
             types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
             options = [p for p in _products(types, len(self.axes)) if leaves_none_empty(tensor.shape, p, self.axes)]
-            kept, penalties = self._constrain("input", (name,), tensor, options, lambda option: [option])
+            kept, penalties = self._constrain("input", (name,), tensor, options, lambda option, _: [option])
             self._add("input", name, kept, 1, penalties, [0] * len(kept))
 
     def _nodes(self) -> None:
@@ -217,7 +218,7 @@ class _Builder:
         options = enumerate_strategies(self.graph, node, self.axes, self.whole)
         first = self.graph.tensors[node.results[0]]
         names = (node.scope.module, node.name, *node.results)
-        options, penalties = self._constrain("output", names, first, options, lambda option: list(option.results))
+        options, penalties = self._constrain("output", names, first, options, _constrained_results(node))
         for position, name in enumerate(node.operands):
             stored = self.graph.stored_by_tensor.get(name)
             if stored is not None and stored.kind == "parameter":
@@ -237,14 +238,14 @@ class _Builder:
 
     def _constrain(
         self, what: str, names: tuple[str, ...], tensor: Tensor, options: list[Any],
-        placements: Callable[[Any], list[Placement]],
+        placements: Callable[[Any, Constraint], list[Placement]],
     ) -> tuple[list[Any], list[int]]:  # fmt: skip
         kept, penalties = [], []
         rules = self._matching(what, names, tensor)
         for option in options:
             broken = [
                 rule for rule in rules
-                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option))
+                if not all(permitted(rule, p, self.axes, tensor.differentiable) for p in placements(option, rule))
             ]  # fmt: skip
             if all(rule.soft for rule in broken):
                 kept.append(option)
@@ -351,8 +352,18 @@ def _products(types: list[Type], count: int) -> list[Placement]:
     return found
 
 
-def _operand_placement(position: int) -> Callable[[Any], list[Placement]]:
-    return lambda option: [option.operands[position]]
+def _operand_placement(position: int) -> Callable[[Any, Constraint], list[Placement]]:
+    return lambda option, _: [option.operands[position]]
+
+
+def _constrained_results(node: Node) -> Callable[[Any, Constraint], list[Placement]]:
+    """Of a constraint by tensor name the results so named, of one by module or operator all."""
+
+    def placements(option: Any, rule: Constraint) -> list[Placement]:
+        named = [p for name, p in zip(node.results, option.results, strict=True) if rule.matches(name)]
+        return named or list(option.results)
+
+    return placements
 
 
 def _of_zero_stage(options: list[Storage], penalties: list[int], stage: int) -> tuple[list[Storage], list[int]]:

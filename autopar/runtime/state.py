@@ -33,8 +33,13 @@ class StoredBuffer:
     local: Tensor
     tensor: Tensor
     used: Tensor
-    is_set: bool = True  # False for a buffer that no state_dict holds, until the program's state is loaded
     version: int = -1  # of `local`, when `used` was last made from it
+    unset_version: int = -1  # of `local`, before it was given any value, where no state_dict holds it
+
+    @property
+    def is_set(self) -> bool:
+        """Whether it was given a value, by loading or by hand."""
+        return self.local._version != self.unset_version
 
     def refresh(self) -> None:
         """Brings `used` up to date with what is stored, which may have been loaded since."""
@@ -61,8 +66,9 @@ def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str,
     used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
     holder.__dict__[attribute] = used
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
-    is_set = declared.persistent or declared.value is not None
-    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used, is_set)
+    known = declared.persistent or declared.value is not None
+    unset_version = -1 if known else local._version
+    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used, -1, unset_version)
 
 
 class State:
@@ -114,8 +120,6 @@ class State:
                 whole = self._broadcast(found[name], stored) if broadcast else found[name]
                 slices = local_slices(stored.declared.shape, stored.types, self.mesh.axes)
                 stored.local.copy_(whole[slices])
-                if isinstance(stored, StoredBuffer):
-                    stored.is_set = True
 
     def check_set(self) -> None:
         """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
