@@ -21,6 +21,7 @@ from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step, cheapest_path
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops import axis_rules
+from autopar.ops.call import Call
 
 Types = Mapping[str, NodePlan]
 """Placements of each node on the microbatch axis alone."""
@@ -106,7 +107,7 @@ def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int)
     """The node's best rule. Raises PlanError where it has none that keeps the microbatches apart."""
     have = [current.get(name, R) for name in node.operands]
     best = _best_rule(graph, node, have, count)
-    if best is None or _mixes_samples(node, best):
+    if best is None or _mixes_samples(graph, node, best):
         found = ", ".join(f"{name}: {type_}" for name, type_ in zip(node.operands, have, strict=True))
         raise PlanError(
             f"node {node.name} ({node.op}) at {node.source or 'an unknown line'}: expected an operator that works on "
@@ -134,9 +135,11 @@ def _divides(graph: Graph, names: tuple[str, ...], types: tuple[Type, ...], coun
     return all(type_.kind != "S" or graph.tensors[name].shape[type_.dim] % count == 0 for name, type_ in pairs)
 
 
-def _mixes_samples(node: Node, plan: NodePlan) -> bool:
-    """Batch statistics are reduced inside the operator, over ranks only."""
-    return "batch_norm" in node.op and plan.operands[0] == (S(0),)
+def _mixes_samples(graph: Graph, node: Node, plan: NodePlan) -> bool:
+    """Batch statistics are reduced inside the operator, over ranks only; in evaluation there are none."""
+    if "batch_norm" not in node.op or plan.operands[0] != (S(0),):
+        return False
+    return bool(Call(graph, node).arguments.get("training", "no_training" not in node.op))
 
 
 # Between the step and one microbatch ----------------------------------------
