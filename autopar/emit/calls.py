@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from autopar.emit.heads import HEADS
 from autopar.emit.spatial import SPATIAL
 from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
@@ -59,9 +60,10 @@ class CallWriter:
         call = Call(self.graph, statement.node)
         special = _SPECIAL.get(statement.node.op)
         text = special(self, statement, call, names) if special else None
-        return text or self._plain(statement, names)
+        return text or self.plain(statement, names)
 
-    def _plain(self, statement: Operate, names: list[str]) -> str:
+    def plain(self, statement: Operate, names: list[str]) -> str:
+        """The ATen call itself, with the sizes that it is told made local."""
         node = statement.node
         shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
         args, kwargs = local_arguments(self.graph, node, shapes)
@@ -202,6 +204,7 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     "aten.native_dropout.default": _dropout,
     ROUTED_EXPERTS: _routed_experts,
     "transformers.grouped_mm_fallback.default": _grouped_mm,
+    **HEADS,
     **SPATIAL,
 }
 
