@@ -294,7 +294,9 @@ SAVED: dict[str, SaveRule] = {
     **_rows("sqrt rsqrt reciprocal", _output),
     **_rows("logsumexp amax amin max min norm linalg_vector_norm prod", _input_and_output),
     **_rows("pow", _power),
-    **_rows("embedding index index_select gather masked_fill where scatter scatter_add index_add", _indices),
+    **_rows(
+        "embedding _embedding_bag index index_select gather masked_fill where scatter scatter_add index_add", _indices
+    ),
     **_rows("index_put index_copy take_along_dim repeat_interleave nll_loss", _indices),
     **_rows("dropout native_dropout", _dropout),
     **_rows("layer_norm native_layer_norm rms_norm", _row_normalization),

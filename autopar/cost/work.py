@@ -295,7 +295,7 @@ OPERATORS: dict[str, Operator] = {
     **_rows("sum mean amax amin max min var std prod norm linalg_vector_norm argmax argmin all", _REDUCTION),
     **_rows("any var_mean std_mean cumsum cumprod topk sort avg_pool2d adaptive_avg_pool2d", _REDUCTION),
     **_rows("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _REDUCTION),
-    **_rows("embedding", _EMBEDDING),
+    **_rows("embedding _embedding_bag", _EMBEDDING),
     **_rows("index index_select gather take_along_dim", _LOOKUP),
     **_rows("scatter scatter_add index_add index_put index_copy scatter_reduce", _SCATTER),
     **_rows("cross_entropy_loss", _CROSS_ENTROPY),

@@ -20,6 +20,7 @@ from autopar.ir.placement import Axis, Placement, S, format_placement, local_sha
 from autopar.ir.plan import PlanData
 from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
+from autopar.ops.bags import EMBEDDING_BAG
 from autopar.ops.call import Call
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.lowering import RankLength, local_arguments
@@ -63,7 +64,7 @@ class CallWriter:
         return text or self.plain(statement, names)
 
     def plain(self, statement: Operate, names: list[str]) -> str:
-        """The ATen call itself, with the sizes that it is told made local."""
+        """The operator itself, on local tensors."""
         node = statement.node
         shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
         args, kwargs = local_arguments(self.graph, node, shapes)
@@ -133,6 +134,23 @@ def _embedding(writer: CallWriter, statement: Operate, call: Call, names: list[s
     return f"rt.embedding({names[1]}, {names[0]}, {_axes(axes)}, {call.shape(0)[0]}, padding_idx={padding})"
 
 
+def _embedding_bag(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+    """Split rows: the runtime's lookup. Split bags: they begin at the first row number of the slice."""
+    axes = writer.axes_where(statement.reads[0][1], lambda type_: type_ == S(0))
+    begins = names[2]
+    if any(type_ == S(0) for type_ in statement.reads[2][1]):
+        begins = f"{begins} - {begins}[0]"
+    if not axes:
+        return None if begins == names[2] else writer.plain(statement, [*names[:2], begins, *names[3:]])
+    options = {"mode": ("sum", "mean")[call.arguments["mode"]]}
+    options |= {key: call.arguments[key] for key in ("include_last_offset", "padding_idx")}
+    told = [f"{key}={value!r}" for key, value in options.items()]
+    told += [f"per_sample_weights={names[3]}"] if len(names) > 3 else []
+    tensors = f"{names[0]}, {names[1]}, {begins}"
+    bags = f"rt.embedding_bag({tensors}, {_axes(axes)}, {call.shape(0)[0]}, {', '.join(told)})"
+    return f"{bags}, None, None, None"  # the other results serve its own backward pass
+
+
 def _cross_entropy(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
     logits = statement.reads[0][1]
     classes = writer.axes_where(logits, lambda type_: type_ == S(1))
@@ -198,6 +216,7 @@ def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Pl
 
 _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {
     "aten.embedding.default": _embedding,
+    EMBEDDING_BAG: _embedding_bag,
     "aten.cross_entropy_loss.default": _cross_entropy,
     "aten.mean.dim": _mean,
     "aten.mean.default": _mean,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.emit.calls import LOWERED
 from autopar.emit.classes import INDENT, ClassWriter, Module, access
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
@@ -58,7 +59,7 @@ def emit(graph: Graph, plan: PlanData) -> str:
 
 def _imports(graph: Graph) -> str:
     """A line for each module that defines operators of the graph, such as a custom kernel's."""
-    modules = {defining_module(op): op for op in sorted({node.op for node in graph.nodes}, reverse=True)}
+    modules = {defining_module(op): op for op in sorted({node.op for node in graph.nodes} - LOWERED, reverse=True)}
     lines = [f"import {module}  # defines {op.rpartition('.')[0]}" for module, op in modules.items() if module]
     return "".join(f"{line}\n" for line in sorted(lines))
 

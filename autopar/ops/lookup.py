@@ -23,7 +23,7 @@ from autopar.ir.placement import (
     num_shards,
 )
 from autopar.ir.structure import is_random
-from autopar.ops import proofs, registry, views, windows
+from autopar.ops import bags, proofs, registry, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.patterns import Entry
@@ -185,6 +185,8 @@ def shape_error(
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
     if error := _channel_error(call, operands[0], axes) if operands else None:
+        return error
+    if node.op == bags.EMBEDDING_BAG and (error := bags.bags_error(call, operands, axes)):
         return error
     if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
         return error

@@ -26,6 +26,8 @@ from autopar.ops.notation import AxisRule
 Answer = tuple[list[AxisRule], str]
 Found = tuple[tuple[Type | None, ...], tuple[Type | None, ...]]  # operands, results; None: not one of our types
 
+#: has rules for single losses only: what they are made of has rules for their mean too
+_BETTER_TAKEN_APART = ("aten.nll_loss_forward.default", "aten.nll_loss2d_forward.default")
 _NO_RULE = "no rule in the table, none in DTensor's registry"
 _RANKS = 2
 _CACHE: dict[Any, Answer] = {}
@@ -45,13 +47,21 @@ def rules(call: Call) -> Answer:
 
 
 def knows(op: torch._ops.OpOverload) -> bool:
-    """Whether the registry is worth asking about an operator."""
-    if proofs.objection(str(op)) or torch.Tag.nondeterministic_seeded in op.tags:
+    """Whether the registry is worth asking about an operator, so that the trace may keep it whole."""
+    if str(op) in _BETTER_TAKEN_APART or proofs.objection(str(op)) or torch.Tag.nondeterministic_seeded in op.tags:
         return False
     try:
         return _strategies(op) is not None
     except Exception:  # private code of another project: whatever goes wrong there means "no rule"
         return False
+
+
+def overloads() -> list[torch._ops.OpOverload]:
+    """Every operator that the registry has a strategy for."""
+    from torch.distributed.tensor import DTensor
+
+    propagator: Any = DTensor._op_dispatcher.sharding_propagator
+    return [*dict.fromkeys((*propagator.op_single_dim_strategy_funcs, *propagator.op_strategy_funcs))]
 
 
 def _key(call: Call) -> Any:
@@ -204,4 +214,4 @@ def _type(placement: Any) -> Type | None:
     return None
 
 
-__all__ = ["knows", "rules"]
+__all__ = ["knows", "overloads", "rules"]

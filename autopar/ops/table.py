@@ -11,7 +11,7 @@ import torch
 
 from autopar.ir.placement import I, P, R, S
 from autopar.ir.structure import RANDOM
-from autopar.ops import experts, proofs, views, windows
+from autopar.ops import bags, experts, proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.indexing import INDEXING
 from autopar.ops.long_tail import LONG_TAIL
@@ -261,6 +261,7 @@ TABLE: dict[str, RuleFunction] = {
     **dict.fromkeys((f"aten.{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
     "aten.cross_entropy_loss.default": cross_entropy,
     "aten.embedding.default": embedding,
+    bags.EMBEDDING_BAG: bags.embedding_bag,
     "aten.native_dropout.default": dropout,
     "aten.softmax.int": along_dim,
     "aten._softmax.default": along_dim,

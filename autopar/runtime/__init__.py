@@ -8,7 +8,7 @@ from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
-from autopar.runtime.lowering.embedding import embedding
+from autopar.runtime.lowering.embedding import embedding, embedding_bag
 from autopar.runtime.lowering.experts import grouped_mm, routed_experts
 from autopar.runtime.lowering.heads import heads_of
 from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
@@ -42,6 +42,7 @@ __all__ = [
     "draw",
     "dropout",
     "embedding",
+    "embedding_bag",
     "group_norm",
     "grouped_mm",
     "heads_of",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import comm, randomness, state
+from autopar.runtime.compiling import checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.errors import ProgramError
@@ -92,12 +93,27 @@ class Rank(nn.Module):
             )
         return self
 
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compiles the blocks in place, with the arguments of `torch.compile`; `torch.compile(rank)` does the same.
+
+        Compiled are the operators between redistributions; see `runtime.compiling`. Raises ProgramError for
+        fullgraph=True.
+        """
+        checked_options(options)
+        compile_blocks(self._program, lambda function: torch.compile(function, *args, **options))
+
+    def _compile_if_wrapped(self) -> None:
+        compiler = taken_wrapper(self)
+        if compiler is not None:
+            compile_blocks(self._program, compiler)
+
     def train_step(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Tensor:
         """Runs forward and backward over the global batch, or over this rank's shard of it if `local`.
 
         Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then,
         added to those that they had before.
         """
+        self._compile_if_wrapped()
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
         self._state.refresh_buffers()
         self._check_frozen()
@@ -146,6 +162,7 @@ class Rank(nn.Module):
     @torch.no_grad()
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
+        self._compile_if_wrapped()
         microbatches = split_inputs(type(self._program), inputs, named_inputs, self._mesh, local)
         self._state.refresh_buffers()
         self._state.check_set()
@@ -268,3 +285,6 @@ def _submodule(root: nn.Module, path: str) -> nn.Module:
             module.add_module(name, nn.Module())
         module = module.get_submodule(name)
     return module
+
+
+watch_for_wrapper(Rank)

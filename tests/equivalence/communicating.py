@@ -51,3 +51,52 @@ def mixtral(implementation: str = "grouped_mm") -> tuple[nn.Module, Batch]:
     labels = torch.randint(64, (4, 8))
     labels[0, :5] = -100  # ranks hold unequal counts
     return transformers.MixtralForCausalLM(config).double(), {"input_ids": ids, "labels": labels}
+
+
+class Bags(nn.Module):
+    """Bags of equal length, and of their own lengths with a factor for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.equal = nn.EmbeddingBag(30, 8, mode="mean", padding_idx=3)
+        self.ragged = nn.EmbeddingBag(21, 8, mode="sum", include_last_offset=True)
+        self.factors = nn.Parameter(torch.randn(12))
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, matrix: Tensor, rows: Tensor, begins: Tensor, labels: Tensor) -> Tensor:
+        pair = self.equal(matrix), self.ragged(rows, begins, self.factors)
+        return F.cross_entropy(self.head(torch.cat(pair, 1)), labels)
+
+
+def bags() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    matrix = torch.randint(30, (4, 5))
+    matrix[1, :3] = 3  # rows of padding
+    begins = torch.tensor([0, 5, 5, 9, 12])
+    batch = {"matrix": matrix, "rows": torch.randint(21, (12,)), "begins": begins, "labels": torch.randint(5, (4,))}
+    return Bags().double(), batch
+
+
+class Recurrent(nn.Module):
+    """Whole layers of both directions, with projections and given states; then cells, unrolled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(6, 8, num_layers=2, bidirectional=True, proj_size=4, batch_first=True)
+        self.lstm, self.gru = nn.LSTMCell(8, 8), nn.GRUCell(8, 8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, state: Tensor, memory: Tensor, labels: Tensor) -> Tensor:
+        outputs, (last, _) = self.layers(x, (state.transpose(0, 1).contiguous(), memory.transpose(0, 1).contiguous()))
+        pair, hidden = None, last[:2].transpose(0, 1).flatten(1)
+        for step in outputs.unbind(1):
+            pair = self.lstm(step, pair)
+            hidden = self.gru(pair[0], hidden)
+        return F.cross_entropy(self.head(hidden), labels)
+
+
+def recurrent() -> tuple[nn.Module, Batch]:
+    torch.manual_seed(0)
+    x, state, memory = torch.randn(4, 3, 6), torch.randn(4, 4, 4), torch.randn(4, 4, 8)
+    batch = {"x": x.double(), "state": state.double(), "memory": memory.double()}
+    return Recurrent().double(), {**batch, "labels": torch.randint(5, (4,))}

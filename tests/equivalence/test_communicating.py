@@ -70,3 +70,29 @@ def test_mixtral_routes_alike(sizes: tuple[int, ...], tokens: str, experts: str,
     program = check_equal(model, batch, sizes, inputs, dict.fromkeys(EXPERTS, experts), reference)
     assert program.source.count(call) >= 1 and "aten.sort" not in program.source
     assert not [op for op, rules in program.plan.coverage.items() if rules.startswith("replicated")]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("sizes", "inputs", "tables", "call"),
+    [
+        ((2,), "S(0)", "I", "matrix"),
+        ((4,), "R", "S(0)", "rt.embedding_bag("),
+        ((2, 2), "S(0) R", "I S(0)", "rt.embedding_bag("),
+        ((2,), "R", "S(1)", "_embedding_bag.default("),
+    ],
+    ids=["bags", "rows", "bags_and_rows", "columns"],
+)
+def test_embedding_bags(sizes: tuple[int, ...], inputs: str, tables: str, call: str) -> None:
+    model, batch = communicating.bags()
+    split = {"matrix": inputs, "labels": inputs}
+    program = check_equal(model, batch, sizes, split, {"equal.weight": tables, "ragged.weight": tables})
+    assert call in program.source
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("sizes", [(2,), (4,)])
+def test_recurrent_layers_and_cells_split_by_samples(sizes: tuple[int, ...]) -> None:
+    model, batch = communicating.recurrent()
+    program = check_equal(model, batch, sizes, dict.fromkeys(batch, "S(0)"))
+    assert "aten.lstm.input(x," in program.source

@@ -43,7 +43,8 @@ def run_emitted(case: Case, layout: Layout, operands: list[Shards]) -> tuple[lis
 
     def job(coordinate: ranks.Coordinate, mesh: RankMesh) -> tuple[list[Tensor], list[Tensor | None], Sent]:
         own = [shards[coordinate] for shards in operands]
-        results = _call(code, own, mesh)
+        found = _call(code, own, mesh)
+        results = [result for result, name in zip(found, case.node.outputs, strict=True) if name is not None]
         forward = ranks.sent()
         gradients = backward(results, [shards.get(coordinate) for shards in seeds], own)
         return results, gradients, (forward, ranks.sent() - forward)

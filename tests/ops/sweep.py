@@ -20,25 +20,28 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from autopar.emit.calls import LOWERED
 from autopar.ir.placement import Placement, lengths_along
 from autopar.ops import axis_rules, overload, proofs
 from autopar.ops.lookup import has_rules
+from autopar.ops.notation import AxisRule
 from autopar.ops.table import TABLE
 from tests.ops.interpreter import Case, Layout, check, make_case
+from tests.ops.long_tail_samples import long_tail
 from tests.ops.samples import Sample, registry_samples, table_samples
 from tests.ops.test_rules import admitted, text
 from tests.ops.torch_samples import torch_samples
 
 SIZES, PAIR_SIZES = ((2,), (3,), (4,)), ((2, 2), (2, 3))
-MAX_PAIRS = 12
+MAX_PAIRS, MAX_LOWERED_PAIRS, MAX_NEGATED = 12, 4, 4
 
 
 class _Everything:
@@ -82,23 +85,50 @@ def is_candidate(op: str) -> bool:
     return has_rules(found)
 
 
-def collect() -> dict[str, list[Sample]]:
-    """The samples of every candidate: torch's, then those written by hand."""
+class Calls(NamedTuple):
+    """The samples of one overload: torch's, and those written by hand."""
+
+    torch: list[Sample]
+    own: list[Sample]
+
+
+def collect() -> dict[str, Calls]:
+    """The samples of every candidate."""
     with everything_trusted():
-        found = torch_samples(is_candidate)
-        for sample in (*registry_samples(), *table_samples()):
+        found = {op: Calls([*calls, *negated(calls)], []) for op, calls in torch_samples(cache(is_candidate)).items()}
+        for sample in (*registry_samples(), *table_samples(), *long_tail()):
             if is_candidate(sample.op):
-                found.setdefault(sample.op, []).append(sample)
+                found.setdefault(sample.op, Calls([], [])).own.append(sample)
     return dict(sorted(found.items()))
 
 
-def prove(samples: list[Sample], max_pairs: int = MAX_PAIRS) -> Proof:
-    """Tries every rule on every sample of one overload; stops at the first failure."""
+def negated(samples: list[Sample]) -> list[Sample]:
+    """Some of the calls again with their dims counted from the end, which torch has few samples of."""
+    changed = []
+    for sample in samples[:: max(1, len(samples) // MAX_NEGATED)]:
+        rank = next(leaf.dim() for leaf in tree_flatten((sample.args, sample.kwargs))[0] if isinstance(leaf, Tensor))
+        names = [argument.name for argument in overload(sample.op)._schema.arguments]
+        args = tuple(_negated(n, value, rank) for n, value in zip(names, sample.args, strict=False))
+        kwargs = {name: _negated(name, value, rank) for name, value in sample.kwargs.items()}
+        if f"{sample}" != f"{sample._replace(args=args, kwargs=kwargs)}":
+            changed.append(sample._replace(args=args, kwargs=kwargs))
+    return changed
+
+
+def _negated(name: str, value: Any, rank: int) -> Any:
+    if isinstance(value, (list, tuple)) and name.startswith("dim"):
+        return type(value)(_negated(name, item, rank) for item in value)
+    counts = type(value) is int and name.startswith("dim") and 0 <= value < rank
+    return value - rank if counts else value
+
+
+def prove(calls: Calls, max_pairs: int = MAX_PAIRS, max_own_pairs: int | None = None) -> Proof:
+    """Tries every rule on every sample of one overload, up to the first failure; all pairs of rules on own samples."""
     proof = Proof()
-    for sample in samples:  # ranks of what communicates inside are threads, and slow
-        max_pairs = min(max_pairs, 2 if sample.op in LOWERED else max_pairs)
-        for case in cases(sample):
-            proof.failure = proof.failure or _try(sample, case, proof, max_pairs)
+    for samples, pairs in ((calls.torch, max_pairs), (calls.own, max_own_pairs)):
+        for sample in samples:
+            for case in cases(sample):
+                proof.failure = proof.failure or _try(sample, case, proof, pairs)
     return proof
 
 
@@ -146,7 +176,7 @@ def _leaf(value: Any, differentiable: bool) -> Any:
     return value.detach().requires_grad_(differentiable and fits)
 
 
-def _try(sample: Sample, case: Case, proof: Proof, max_pairs: int) -> str:
+def _try(sample: Sample, case: Case, proof: Proof, max_pairs: int | None) -> str:
     try:
         rules = [rule for rule in axis_rules(case.graph, case.node) if _shards(rule)]
     except Exception as error:  # a rule text that does not fit the call, say
@@ -187,19 +217,21 @@ def _error(case: Case, layout: Layout) -> str | None:
         return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
 
 
-def _shards(rule: Any) -> bool:
+def _shards(rule: AxisRule) -> bool:
     return any(type_.kind in "SP" for type_ in (*rule.operands, *rule.results))
 
 
-def layouts(case: Case, rules: list[Any], max_pairs: int) -> list[Layout]:
-    """Every rule on one axis of 2, 3 and 4; a fixed random choice of pairs, with R and I, on two axes."""
+def layouts(case: Case, rules: list[AxisRule], max_pairs: int | None) -> list[Layout]:
+    """Every rule on one axis of 2, 3 and 4; pairs, with R and I, on two axes: all, or a fixed random choice."""
     every = axis_rules(case.graph, case.node)
     single = [Layout((rule,), size) for size in SIZES for rule in rules]
     pairs = [Layout(pair, size) for size in PAIR_SIZES for pair in itertools.product(every, repeat=2)]
-    return single + random.Random(0).sample(pairs, min(max_pairs, len(pairs)))
+    if case.node.op in LOWERED:  # its ranks are threads, which take their time
+        max_pairs = MAX_LOWERED_PAIRS
+    return single + random.Random(0).sample(pairs, len(pairs) if max_pairs is None else min(max_pairs, len(pairs)))
 
 
-def _prove_group(group: tuple[str, list[Sample]]) -> tuple[str, Proof]:
+def _prove_group(group: tuple[str, Calls]) -> tuple[str, Proof]:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     with everything_trusted(), warnings.catch_warnings():

@@ -12,9 +12,10 @@ from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
 from autopar.ops.table import TABLE
 from tests.ops.interpreter import Case, Layout, check, make_case
+from tests.ops.long_tail_samples import long_tail
 from tests.ops.samples import Sample, table_samples
 
-SAMPLES = table_samples()
+SAMPLES = [*table_samples(), *long_tail()]
 MAX_PAIRS = 24
 
 

@@ -7,6 +7,8 @@ that the tracer would hand on.
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import random
 import sys
 import types
@@ -14,6 +16,7 @@ import unittest
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -29,12 +32,15 @@ MAX_ELEMENTS = 5_000
 _DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool)
 
 
-def torch_samples(wanted: Callable[[str], bool]) -> dict[str, list[Sample]]:
-    """For each overload that is wanted, up to MAX_CALLS different calls of it, in a fixed order."""
-    recorder = _Recorder(wanted)
+def torch_samples(wanted: Callable[[str], bool], num_infos: int | None = None) -> dict[str, list[Sample]]:
+    """For each overload that is wanted, up to MAX_CALLS different calls of it, in a fixed order.
+
+    num_infos: of how many entries of torch's list the samples are run, a fixed random choice; all by default.
+    """
+    recorder, infos = _Recorder(wanted), _op_database()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for info in _op_database():
+        for info in infos if num_infos is None else random.Random(0).sample(infos, num_infos):
             for dtype in _dtypes(info):
                 _run_samples(info, dtype, recorder)
     return {op: _spread(list(calls.values()), MAX_CALLS) for op, calls in sorted(recorder.calls.items())}
@@ -105,14 +111,21 @@ def _spread(values: list[Any], count: int) -> list[Any]:
 
 
 def _op_database() -> list[Any]:
-    """Torch's list of operators with sample inputs. It is private, and made for torch's own test suite."""
-    if "expecttest" not in sys.modules:
-        try:
-            import expecttest  # noqa: F401
-        except ImportError:  # torch only derives a test class from it, which is not used here
-            module: Any = types.ModuleType("expecttest")
-            module.TestCase = unittest.TestCase
-            sys.modules["expecttest"] = module
-    from torch.testing._internal.common_methods_invocations import op_db
+    """Torch's list of operators with sample inputs: private, and made for torch's own tests.
 
+    Its module changes flags, filters and the environment of whoever imports it; they are put back.
+    """
+    flag = torch.backends.__allow_nonbracketed_mutation_flag
+    _stand_in()
+    with warnings.catch_warnings(), mock.patch.dict(os.environ):
+        from torch.testing._internal.common_methods_invocations import op_db
+    torch.backends.__allow_nonbracketed_mutation_flag = flag
     return list(op_db)
+
+
+def _stand_in() -> None:
+    """For expecttest where it is missing: torch only derives a test class from it, which is not used here."""
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
+        module: Any = types.ModuleType("expecttest")
+        module.TestCase = unittest.TestCase
+        sys.modules["expecttest"] = module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ from tests.random_programs.programs import (
     Length,
     Program,
     Statement,
+    bodies,
     make_inputs,
     make_model,
     meta_leaf,
@@ -152,10 +154,10 @@ class Pool:
 
     # statements
 
-    def step(self) -> bool:
+    def step(self, operator: Operator | None = None) -> bool:
         """Adds a statement; whether it found operands and a result of moderate size."""
         operators = [op for op in OPERATORS.values() if op.exact or not self.exact]
-        operator = self.rng.choices(operators, [op.weight for op in operators])[0]
+        operator = operator or self.rng.choices(operators, [op.weight for op in operators])[0]
         held = list(self.leaves), dict(self.known), list(self.recent)
         try:
             operands, args = operator.propose(self)
@@ -201,6 +203,15 @@ def random_program(seed: int, size: int = 12) -> Program:
     raise AssertionError(f"no program for seed {seed}")
 
 
+def program_with(op: str, seed: int) -> Program:
+    """A small program that has the operator."""
+    for attempt in itertools.count():
+        program = _draw(random.Random(f"{op}/{seed}/{attempt}"), seed, 4, op)
+        if any(statement.op == op for body in bodies(program) for statement in body.statements) and is_usable(program):
+            return program
+    raise AssertionError("unreachable")
+
+
 def is_usable(program: Program) -> bool:
     """Whether the model runs, and its loss is a finite number that depends on a parameter."""
     try:
@@ -211,16 +222,19 @@ def is_usable(program: Program) -> bool:
     return bool(loss.requires_grad and loss.dim() == 0 and loss.isfinite() and loss.abs() < 1e15)
 
 
-def _draw(rng: random.Random, seed: int, size: int) -> Program:
-    exact = rng.random() < 0.5
+def _draw(rng: random.Random, seed: int, size: int, wanted: str = "") -> Program:
+    exact = rng.random() < 0.5 and (not wanted or OPERATORS[wanted].exact)
     batch = rng.choice([4, 6, 8, 12]) if rng.random() < 0.35 else None
     pool = Pool(rng, exact, batch)
     _start(pool)
     blocks: dict[str, Body] = {}
     count = rng.randint(3, size)
     pool.grow(count // 2)
-    for _ in range(rng.choice([0, 0, 1, 1, 2])):
+    for _ in range(0 if wanted else rng.choice([0, 0, 1, 1, 2])):
         _add_block(pool, blocks, depth=0)
+    for _ in range(5 if wanted else 0):
+        if pool.step(OPERATORS[wanted]):
+            break
     pool.grow(count)
     body, terms, outputs = _finish(pool)
     return prune(Program(body, terms, blocks, outputs, exact, seed))

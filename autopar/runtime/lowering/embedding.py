@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,3 +30,46 @@ def embedding(
         padding = (ids == padding_idx).unsqueeze(-1)
         found = found.detach().where(padding, found)
     return found.masked_fill(elsewhere.unsqueeze(-1), 0)
+
+
+def embedding_bag(
+    weight: Tensor,
+    ids: Tensor,
+    offsets: Tensor,
+    axes: Sequence[Axis],
+    num_embeddings: int,
+    mode: str = "sum",
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int = -1,
+) -> Tensor:
+    """Sums or means of bags of rows of a table that the axes split by rows; the result is P on them.
+
+    ids (n,) and `offsets`, where each bag begins, as `F.embedding_bag` takes them. Rows of other ranks count as zeros;
+    a mean divides by the number of all rows in the bag. The row `padding_idx`, if not negative, counts for nothing.
+    """
+    local = ids - local_offset(num_embeddings, *axes)
+    here = (local >= 0) & (local < weight.size(0))
+    counted = ids != padding_idx
+    factors = (here & counted).to(weight.dtype)
+    if mode == "mean":
+        factors = factors / _bag_sizes(counted, offsets, include_last_offset)
+    elif per_sample_weights is not None:
+        factors = factors * per_sample_weights
+    return F.embedding_bag(
+        local.masked_fill(~here, 0),
+        weight,
+        offsets,
+        mode="sum",
+        per_sample_weights=factors,
+        include_last_offset=include_last_offset,
+    )
+
+
+def _bag_sizes(counted: Tensor, offsets: Tensor, include_last_offset: bool) -> Tensor:
+    """For each row number, how many rows of its bag count; at least one."""
+    begins = offsets[:-1] if include_last_offset else offsets
+    positions = torch.arange(counted.numel(), device=counted.device, dtype=begins.dtype)
+    bags = torch.searchsorted(begins.contiguous(), positions, right=True) - 1
+    sizes = torch.zeros(begins.numel(), dtype=torch.int64, device=counted.device)
+    return sizes.index_add(0, bags, counted.long())[bags].clamp(min=1)

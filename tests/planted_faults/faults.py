@@ -1,0 +1,256 @@
+"""Faults as data: what is planted, where, and what should catch it.
+
+A check is "op:NAME" (small random programs around an operator), "random" (random programs of every kind), "mutants"
+(mutated plans that verify must compute the same), or "tests:…" (a selection of the suite).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """`old`, which the file has once, becomes `new`."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    checks: tuple[str, ...] = ("random",)
+
+
+TABLE, PATTERNS, VIEWS = "autopar/ops/table.py", "autopar/ops/patterns.py", "autopar/ops/views.py"
+LOOKUP, NOTATION = "autopar/ops/lookup.py", "autopar/ops/notation.py"
+
+RULES = [
+    Fault("linear adds its bias on every rank", TABLE, '"PRP RPP", additive=(2,)),\n    "aten.mm', '"PRP RPP"),\n    "aten.mm',
+          ("op:linear",)),
+    Fault("bmm of two summands", TABLE, '"aten.bmm.default": Entry("b m k, b k n -> b m n", "PR RP")',
+          '"aten.bmm.default": Entry("b m k, b k n -> b m n", "PP")', ("op:bmm",)),
+    Fault("matmul of two summands", TABLE, '-> {result}", "PR RP")(call)', '-> {result}", "PR RP PP")(call)',
+          ("op:matmul",)),
+    Fault("matmul split along k gives equal values", NOTATION,
+          "tuple(_shard(dims, shape, letter) or P for dims, shape in zip(results",
+          "tuple(_shard(dims, shape, letter) or R for dims, shape in zip(results", ("op:matmul",)),
+    Fault("addmm adds its bias on every rank", TABLE, '"PPR PRP", additive=(0,))(call)', '"PPR PRP")(call)',
+          ("op:addmm",)),
+    Fault("einsum of two summands", TABLE, '"".join("P" if i == p else "R" for i in range(count))',
+          '"".join("P" for i in range(count))', ("op:einsum",)),
+    Fault("causal attention splits its queries", TABLE, 'q = "Q" if causal else "q"', 'q = "q"', ("op:attention",)),
+    Fault("attention splits its keys", TABLE, '{batch}h T D, {batch}h T V"', '{batch}h t D, {batch}h t V"',
+          ("op:attention",)),
+    Fault("grouped heads split the queries alone", TABLE, "return all(split) or not any(split)", "return True",
+          ("op:attention", "tests:tests/ops/test_rules.py -k attention")),
+    Fault("layer norm splits what it normalises", TABLE, 'own = " ".join(f"H{i}" for i in range(width))',
+          'own = " ".join(f"h{i}" for i in range(width))', ("op:layer_norm",)),
+    Fault("rows of an embedding give equal values", TABLE, "AxisRule((S(0), R), (P,)), *(AxisRule(",
+          "AxisRule((S(0), R), (R,)), *(AxisRule(", ("op:embedding",)),
+    Fault("a loss of split samples is taken for whole", TABLE, "(S(position) if spread else P,)",
+          "(S(position) if spread else R,)", ("op:cross_entropy",)),
+    Fault("group norm splits within groups", LOOKUP, 'if call.node.op == "aten.group_norm.default":', "if not call:",
+          ("op:group_norm",)),
+    Fault("convolution splits within groups", LOOKUP, 'if ".conv" in call.node.op:', "if not call:", ("op:conv2d",)),
+    Fault("gather splits the dim that it gathers along", TABLE, "for dim in range(rank) if dim != own and call",
+          "for dim in range(rank) if call", ("op:gather",)),
+    Fault("softmax and cumsum split the dim that they run along", PATTERNS, "for dim in range(rank) if dim != own]",
+          "for dim in range(rank)]", ("op:softmax",)),
+    Fault("a sum over a split dim gives equal values", PATTERNS,
+          "AxisRule((S(dim),), (P,)) for dim in sorted(_reduced(call))",
+          "AxisRule((S(dim),), (R,)) for dim in sorted(_reduced(call))", ("op:sum",)),
+    Fault("amax splits the dim that it reduces", PATTERNS,
+          "stay = [dim for dim in range(rank) if dim not in gone]\n    count",
+          "stay = [dim for dim in range(rank) if dim not in gone or keep]\n    count", ("op:amax",)),
+    Fault("summands pass through relu", TABLE, 'return "P" + "R" * (count - 1)\n    return ""',
+          'return "P" + "R" * (count - 1)\n    return "P" * count', ("op:relu",)),
+    Fault("a product of two summands", TABLE, 'return "PR RP" if count == 2 else "P"',
+          'return "PR RP PP" if count == 2 else "P"', ("op:mul",)),
+    Fault("a number is added to summands", TABLE, 'return "PP" if count == 2 else ""',
+          'return "PP" if count == 2 else "P"', ("op:shift",)),
+    Fault("a quotient of summands", TABLE, 'return "P" + "R" * (count - 1)\n', 'return "P" * count\n', ("op:div",)),
+    Fault("a reshape moves the last dim of a group", VIEWS, "source, target = _leading(before, left), _leading",
+          "source, target = (left[-1] if left else None), _leading", ("op:merge", "op:unmerge")),
+    Fault("a reshape splits what its slices do not keep whole", VIEWS,
+          "math.gcd(before[dim], after[target])", "math.lcm(before[dim], after[target])", ("op:unmerge", "op:merge")),
+    Fault("transpose leaves dims where they are", VIEWS, "order[first], order[second] = order[second], order[first]",
+          "order[first], order[second] = order[first], order[second]", ("op:transpose",)),
+    Fault("permute by the inverse order", VIEWS, 'dim_map([dim % rank for dim in call.arguments["dims"]])',
+          'dim_map([list(call.arguments["dims"]).index(dim) for dim in range(rank)])', ("op:permute",)),
+    Fault("unsqueeze forgets the dim that it makes", VIEWS, "None if dim == new else dim - (dim > new)",
+          "None if dim == new else min(dim, rank - 1)", ("op:unsqueeze",)),
+    Fault("select forgets the dim that goes", VIEWS, "dim_map([dim + (dim >= gone)", "dim_map([dim + (dim > gone)",
+          ("op:select",)),
+    Fault("slice splits the dim that it cuts", VIEWS, "None if dim == cut and not whole else dim", "dim", ("op:slice",)),
+    Fault("split cuts a split dim", VIEWS, "(S(dim),) * count) for dim in range(rank) if dim != cut]",
+          "(S(dim),) * count) for dim in range(rank)]", ("op:split",)),
+    Fault("cat joins along a split dim", VIEWS, "for dim in range(rank) if dim != joined)]", "for dim in range(rank))]",
+          ("op:cat",)),
+    Fault("stack forgets the dim that it makes", VIEWS, "(S(d - (d > new)),) * count", "(S(min(d, rank - 2)),) * count",
+          ("op:stack",)),
+    Fault("padding with ones is taken for linear", VIEWS, 'linear = not call.arguments["value"] and',
+          "linear = ", ("op:pad",)),
+    Fault("padding splits the dim that it pads", VIEWS, "None if dim in padded else dim", "dim", ("op:pad",)),
+    Fault("flip and roll split the dim that they move", VIEWS, "None if dim in moved else dim", "dim",
+          ("op:flip", "op:roll")),
+    Fault("an expanded dim counts as there before", VIEWS,
+          "None if dim < lead or before[dim - lead] != after[dim] or after[dim] == 1 else dim - lead",
+          "None if dim < lead else dim - lead", ("op:expand",)),
+    Fault("a bias is replicated where its product is a summand", NOTATION, "P if summed and position in additive else R",
+          "R", ("op:linear",)),
+]  # fmt: skip
+
+CHANGES = "autopar/runtime/redistribute.py"
+_I_R = '("I", "R"): (lambda m, x: x, lambda m, g: pieces.sum_over(g, m.axis)),'
+_R_I = '("R", "I"): (lambda m, x: x, lambda m, g: pieces.keep_on_first(g, m.axis)),'
+_I_S = "lambda m, x: pieces.cut(x, m.target, m.axis),\n        lambda m, g: pieces.gather(g, m.target, m.axis, m.target_size),"
+_R_S = "lambda m, g: pieces.place(g, m.target, m.axis, m.target_size)"
+_P_S = "lambda m, x: pieces.reduce_scatter(x, m.target, m.axis),"
+
+REDISTRIBUTIONS = [
+    Fault("I → R: the gradient is not summed", CHANGES, _I_R, '("I", "R"): (lambda m, x: x, lambda m, g: g),'),
+    Fault("R → I: every rank keeps the gradient", CHANGES, _R_I, '("R", "I"): (lambda m, x: x, lambda m, g: g),'),
+    Fault("I → S: the gradient is not gathered", CHANGES, _I_S, _I_S.replace("pieces.gather", "pieces.place")),
+    Fault("R → S: the gradient is gathered", CHANGES, _R_S, _R_S.replace("place", "gather")),
+    Fault("S → R: the gradient is not summed", CHANGES, "lambda m, g: pieces.reduce_scatter(g, m.source, m.axis)",
+          "lambda m, g: pieces.cut(g, m.source, m.axis)"),
+    Fault("S → I: the gradient is summed", CHANGES, "lambda m, g: pieces.cut(g, m.source, m.axis)",
+          "lambda m, g: pieces.reduce_scatter(g, m.source, m.axis)"),
+    Fault("S → S: the dims are swapped on the way back", CHANGES,
+          "pieces.all_to_all(g, m.target, m.source, m.axis, m.target_size)",
+          "pieces.all_to_all(g, m.source, m.target, m.axis, m.source_size)"),
+    Fault("P → R: the gradient is not summed", CHANGES,
+          "pieces.sum_over(x, m.axis), lambda m, g: pieces.sum_over(g, m.axis)),",
+          "pieces.sum_over(x, m.axis), lambda m, g: g),"),
+    Fault("P → I: the gradient is summed", CHANGES, "wait=m.wait), lambda m, g: g),",
+          "wait=m.wait), lambda m, g: pieces.sum_over(g, m.axis)),"),
+    Fault("P → S: scattered along the wrong dim", CHANGES, _P_S, _P_S.replace("m.target", "max(m.target - 1, 0)")),
+    Fault("I → P: every rank keeps the value", CHANGES,
+          '("I", "P"): (lambda m, x: pieces.keep_on_first(x, m.axis),', '("I", "P"): (lambda m, x: x,'),
+    Fault("R → P: every rank keeps the gradient", CHANGES, "lambda m, g: pieces.keep_on_first(g, m.axis),\n    ),",
+          "lambda m, g: g,\n    ),"),
+    Fault("an uneven last shard keeps its padding", "autopar/runtime/pieces.py",
+          "reshape(shape).narrow(dim, 0, size).contiguous()", "reshape(shape).contiguous()"),
+    Fault("an all-to-all keeps its padding", "autopar/runtime/pieces.py",
+          "return whole.narrow(target, 0, local_size(target_size, axis)).contiguous()", "return whole.contiguous()"),
+    Fault("two axes that cut one dim: the inner offset is that of even parts", "autopar/runtime/placement.py",
+          "offset, size = offset + start, min(chunk, size - start)", "offset, size = offset + start, chunk",
+          ("random", "op:embedding", "tests:tests/runtime/test_redistribute.py")),
+    Fault("a value kept once is kept by the last rank and the first", "autopar/runtime/pieces.py",
+          "return x if axis.index == 0 else torch.zeros_like(x)",
+          "return x if axis.index in (0, axis.size - 1) else torch.zeros_like(x)"),
+    Fault("a step is taken though an inner axis cuts the same dim", "autopar/ir/redistribution.py",
+          'return not any(type_.kind == "S" and type_ in inner for type_ in (step.before, step.after))', "return True",
+          ("random", "mutants")),
+]  # fmt: skip
+
+EMBEDDING, LOSS = "autopar/runtime/lowering/embedding.py", "autopar/runtime/lowering/cross_entropy.py"
+NORMS, RANDOM = "autopar/runtime/lowering/statistics.py", "autopar/runtime/randomness.py"
+CALLS, CLASSES = "autopar/emit/calls.py", "autopar/emit/classes.py"
+
+LOWERING = [
+    Fault("a masked lookup with the offset of even rows", EMBEDDING, "ids - local_offset(num_embeddings, *axes)",
+          "ids - rows * axes[0].index", ("op:embedding",)),
+    Fault("a lookup that is not masked", EMBEDDING, "return found.masked_fill(elsewhere.unsqueeze(-1), 0)",
+          "return found", ("op:embedding",)),
+    Fault("the padding row of a split table has a gradient", EMBEDDING, "if padding_idx >= 0:", "if padding_idx > 99:",
+          ("op:embedding",)),
+    Fault("ignored targets are counted by each rank for itself", LOSS,
+          "wait = comm.start_all_reduce(count, split[0]) if split else None", "wait = None", ("op:cross_entropy",)),
+    Fault("targets are counted over one axis of two", LOSS, "for axis in split[1:]:", "for axis in split[2:]:",
+          ("op:cross_entropy",)),
+    Fault("split classes: targets are not shifted", LOSS, "safe - start,", "safe,", ("op:cross_entropy",)),
+    Fault("split classes: each rank shifts by its own largest logit", LOSS,
+          "comm.all_reduce(largest, axis, dist.ReduceOp.MAX)", "pass", ("op:cross_entropy",)),
+    Fault("split classes: every rank subtracts its first class", LOSS, "-(factor * here).unsqueeze(1)",
+          "-factor.unsqueeze(1)", ("op:cross_entropy",)),
+    Fault("a mean divides by the local length", NORMS, "return x.sum(tuple(dims), keepdim) / count",
+          "return x.mean(tuple(dims), keepdim)", ("op:mean",)),
+    Fault("batch norm with the mean of the local samples", NORMS,
+          "average = _sum_over(wide.sum(dims), axes) / count", "average = wide.mean(dims)", ("op:batch_norm",)),
+    Fault("batch norm keeps the biased variance", NORMS, "(count / (count - 1))", "1.0", ("op:batch_norm",)),
+    Fault("group norm with local variances", NORMS, "_sum_over(centred.square().sum(2, keepdim=True), axes) / count",
+          "centred.square().mean(2, keepdim=True)", ("op:group_norm",)),
+    Fault("dropout: exact masks of the first part everywhere", RANDOM,
+          "part = whole[local_slices(whole.shape, shards, axes)]",
+          "part = whole[tuple(slice(0, length) for length in like.shape)]", ("op:dropout",)),
+    Fault("dropout: shards draw the same mask", RANDOM, "_key(tuple((axis.name, axis.index) for axis in axes))",
+          "_key(())", ("tests:tests/runtime/test_lowering.py -k dropout",)),
+    Fault("a mean in an emitted program is always local", CALLS,
+          "split = any(type_.kind == \"S\" and type_.dim in dims for type_ in statement.reads[0][1])", "split = False",
+          ("op:mean",)),
+    Fault("a table split over two axes takes them in the wrong order", CALLS,
+          "rt.embedding({names[1]}, {names[0]}, {_axes(axes)},", "rt.embedding({names[1]}, {names[0]}, {_axes(axes[::-1])},",
+          ("op:embedding",)),
+    Fault("uneven lengths are not told", CLASSES,
+          "if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:", "if length:"),
+    Fault("two uses of a parameter read the first", CLASSES,
+          'return stored.name + (f"_{position}" if position else "")', "return stored.name"),
+    Fault("a converted buffer of a block is taken for its attribute", CLASSES,
+          "stored is None or (stored.kind != \"parameter\" and value[1] != self.plan.storage[value[0]].placement)",
+          "stored is None", ("tests:tests/random_programs/test_random_programs.py -k buffer",)),
+    Fault("a regathered parameter is not marked", CLASSES, "if storage.regather:", "if storage.regather is None:"),
+    Fault("microbatches divide their loss by their own count", CALLS,
+          '", count=self.count" if split and reduction == "mean" else ""', '""', ("op:cross_entropy",)),
+]  # fmt: skip
+
+RUNTIME = [
+    Fault("a bucket forgets its first gradient", "autopar/runtime/reducing.py",
+          "for slot, tensor in zip(self.slots, self.tensors, strict=True):\n            slot.parameter",
+          "for slot, tensor in list(zip(self.slots, self.tensors, strict=True))[1:]:\n            slot.parameter"),
+    Fault("a parameter of two uses keeps the gradient of one", "autopar/runtime/stored.py",
+          "self.gradient = local if self.gradient is None else self.gradient.add_(local)", "self.gradient = local"),
+    Fault("a converted parameter is not converted again after an optimizer step", "autopar/runtime/gathering.py",
+          "            if unit.kept:\n                unit.launch_kept()",
+          "            if unit.kept and not unit.kept[0].is_live:\n                unit.launch_kept()"),
+    Fault("a buffer's update is lost", "autopar/runtime/state.py", "self.local.copy_(value)", "value",
+          ("op:batch_norm",)),
+    Fault("the clipped norm counts each replica", "autopar/runtime/state.py",
+          "if kind.is_shard and mesh.axes[i].size > 1)", "if mesh.axes[i].size > 1)"),
+    Fault("the clipped norm is that of the local shards", "autopar/runtime/state.py",
+          "if kind.is_shard and mesh.axes[i].size > 1)", "if kind.is_shard and mesh.axes[i].size > 99)"),
+    Fault("the end of a step does not wait for the loss", "autopar/runtime/comm.py", "axis.late.pop(0)()",
+          "axis.late.pop(0)"),
+    Fault("every microbatch is the first", "autopar/runtime/inputs.py",
+          "return [part[slices].contiguous() for part in parts]",
+          "return [parts[0][slices].contiguous() for part in parts]"),
+    Fault("a gradient's steps home are taken in the forward order", "autopar/runtime/reducing.py",
+          "steps = [slot.steps[self.steps_left] for slot in self.slots]",
+          "steps = [slot.steps[len(slot.steps) - 1 - self.steps_left] for slot in self.slots]"),
+    Fault("a gradient that a program holds is overwritten", "autopar/runtime/stored.py",
+          "local_part(held).add_(self.gradient)", "local_part(held).copy_(self.gradient)"),
+    Fault("weights are loaded from the first rank's part", "autopar/runtime/state.py",
+          "stored.local.copy_(whole[slices])",
+          "stored.local.copy_(whole[tuple(slice(0, n) for n in stored.local.shape)])"),
+]  # fmt: skip
+
+CHECKER = "autopar/ir/verifier.py"
+VERIFIER = [
+    Fault("operands are not checked", CHECKER, "if placements[name] != wanted and (name, wanted) not in arrived:",
+          "if wanted is None:", ("mutants",)),
+    Fault("rules are not checked", CHECKER, "if reason is not None:", "if reason == node:", ("mutants",)),
+    Fault("results may be anything where operands follow a rule", LOOKUP, "if rule not in known:",
+          "if rule.operands not in {other.operands for other in known}:", ("mutants",)),
+    Fault("shapes are not checked", LOOKUP, "    return shape_error(graph, node, operands, results, axes)\n",
+          "    return None\n", ("random", "op:unmerge")),
+    Fault("steps need not be of the table", CHECKER, "if not legal or not _step_allowed(", "if not _step_allowed(",
+          ("mutants",)),
+    Fault("steps need not end at the target", CHECKER, "if placement != redistribute.target:", "if not placement and axes:",
+          ("mutants",)),
+    Fault("outputs may end anyhow", CHECKER,
+          "if placements[name] != target and (name, target) not in arrived:", "if target is None:", ("mutants",)),
+    Fault("parameters may be stored anyhow", CHECKER,
+          'fine = all(type_ == whole or type_.kind == "S" for type_ in storage.placement)', "fine = True", ("mutants",)),
+    Fault("inputs may be summands", CHECKER, 'if any(type_.kind not in "RS" for type_ in placement)',
+          'if any(type_.kind not in "RSPI" for type_ in placement)', ("mutants",)),
+    Fault("a buffer that forward changes may be split", CHECKER,
+          'if stored.name in graph.mutations and any(type_.kind == "S" for type_ in storage.placement):',
+          "if stored.name is None:", ("mutants",)),
+    Fault("a plan for another model is accepted", CHECKER, "if plan.fingerprint != graph.fingerprint:",
+          "if plan.fingerprint is None:", ("tests:tests/pipeline/test_errors.py",)),
+    Fault("the axes need not be the mesh", CHECKER,
+          "if math.prod(sizes) != plan.mesh.num_devices or strides != row_major:", "if not sizes and strides:",
+          ("tests:tests/pipeline/test_plan_files.py", "tests:tests/pipeline/test_errors.py")),
+    Fault("microbatches may cut any input", CHECKER, "if axis.name == MICROBATCH and type_ != wanted:",
+          "if axis.name == MICROBATCH and type_ is None:", ("tests:tests/pipeline/test_microbatches.py",)),
+]  # fmt: skip
+
+FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *RUNTIME, *VERIFIER]

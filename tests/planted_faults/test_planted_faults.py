@@ -1,0 +1,36 @@
+"""Planted faults stay plantable, and some are planted for real; all of them: python -m tests.planted_faults.run"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.planted_faults.faults import FAULTS, Fault
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_each_fault_changes_one_place_into_what_still_is_python(fault: Fault) -> None:
+    text = (ROOT / fault.file).read_text(encoding="utf-8")
+    assert text.count(fault.old) == 1 and fault.old != fault.new
+    compile(text.replace(fault.old, fault.new), fault.file, "exec")
+
+
+def test_there_are_faults_of_every_kind() -> None:
+    assert len({(fault.file, fault.old, fault.new) for fault in FAULTS}) == len(FAULTS) >= 60
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    folders = {"/".join(fault.file.split("/")[:2]) for fault in FAULTS}
+    assert folders == {"autopar/ops", "autopar/runtime", "autopar/emit", "autopar/ir"}
+
+
+@pytest.mark.parametrize("name", ["the gradient is gathered", "mean divides by the local length"])
+def test_planted_faults_are_caught(name: str) -> None:
+    command = [sys.executable, "-m", "tests.planted_faults.run", "--only", name]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, cwd=ROOT, text=True, capture_output=True, env=environment)
+    assert run.returncode == 0 and "1 faults planted, 1 caught, 0 missed" in run.stdout, run.stdout + run.stderr
