@@ -152,6 +152,7 @@ def attentions() -> list[Sample]:
         close(op, f(4, 6, 2), f(4, 6, 2), f(4, 6, 2), f(6, 6)),
         close(op, f(2, 12, 4, 2), f(2, 4, 4, 2), f(2, 4, 4, 2), None, 0.0, True, enable_gqa=True),
         close(op, f(2, 12, 4, 2), f(2, 6, 4, 2), f(2, 6, 4, 2), None, 0.0, False, enable_gqa=True),
+        close(op, f(2, 12, 4, 2), f(2, 2, 4, 2), f(2, 2, 4, 2), f(2, 12, 4, 4), 0.0, False, enable_gqa=True),
         close(op, f(2, 4, 4, 2), f(2, 1, 4, 2), f(2, 1, 4, 2), None, 0.0, False, enable_gqa=True),
         close(op, f(2, 4, 4, 2), f(1, 4, 4, 2), f(1, 4, 4, 2)),
         close(op, f(2, 4, 4, 2), f(2, 1, 4, 2), f(2, 1, 4, 2)),
