@@ -187,6 +187,8 @@ def shape_error(
         return error
     if node.op == bags.EMBEDDING_BAG and (error := bags.bags_error(call, operands, axes)):
         return error
+    if ".upsample_nearest" in node.op and (error := windows.upsample_error(call, operands[0], axes)):
+        return error
     if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
         return error
     if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):

@@ -307,7 +307,7 @@ TABLE: dict[str, RuleFunction] = {
     **{f"aten.avg_pool{n}d.default": avg_pool for n in (1, 2, 3)},
     **{f"aten.adaptive_max_pool{n}d.default": passes_leading_dims(n) for n in (1, 2, 3)},
     **{f"aten.adaptive_avg_pool{n}d.default": adaptive_avg_pool for n in (1, 2, 3)},
-    **{f"aten.upsample_nearest{n}d.vec": linear_leading_dims(n) for n in (1, 2, 3)},
+    **{f"aten.upsample_nearest{n}d.vec": windows.upsample_nearest for n in (1, 2, 3)},
     "aten.upsample_linear1d.vec": linear_leading_dims(1),
     "aten.upsample_bilinear2d.vec": linear_leading_dims(2),
     "aten.upsample_bicubic2d.vec": linear_leading_dims(2),

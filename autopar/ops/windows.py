@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from autopar.ir.placement import Axis, Placement, R, S, chunk_length, num_shards
+from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, num_shards
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule, einsum_rules
 
@@ -125,6 +125,25 @@ def window_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str 
         after = call.result_shapes[0][dim]
         if shards and not chunk_length(after, shards[0], shards[0] - 1):
             return f"spatial dim {dim} of the result, {after} long, leaves one of {shards[0]} ranks without a row"
+    return None
+
+
+def upsample_nearest(call: Call) -> list[AxisRule]:
+    """Leading dims, and spatial ones whose elements are each repeated as often as the scale says."""
+    rank, num_spatial = len(call.shape(0)), len(call.shape(0)) - 2
+    dims = list(range(rank - num_spatial))
+    factors = call.arguments["scale_factors"]
+    if call.arguments["output_size"] is None and all(factor == int(factor) for factor in factors):
+        dims += [dim for dim in range(rank - num_spatial, rank) if call.shape(0)[dim] > 1]
+    return [*(AxisRule((S(dim),), (S(dim),)) for dim in dims), AxisRule((P,), (P,))]
+
+
+def upsample_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    """Why spatial dims cannot be split so, or None: slices of the result must come from the same ranks' slices."""
+    for dim in range(2, len(call.shape(0))):
+        shards = num_shards(operand, dim, axes)
+        if call.shape(0)[dim] % shards:
+            return f"spatial dim {dim} of {list(call.shape(0))} does not split evenly in {shards}"
     return None
 
 

@@ -473,6 +473,10 @@ def communicating() -> list[Sample]:
         close("adaptive_avg_pool1d.default", f(4, 6, 6), [1]),
         close("adaptive_avg_pool2d.default", f(4, 6, 4, 6), [1, 1]),
         close("adaptive_avg_pool3d.default", f(2, 3, 4, 2, 6), [1, 1, 1]),
+        exact("upsample_nearest1d.vec", f(2, 3, 4), None, [3.0]),
+        exact("upsample_nearest2d.vec", f(2, 3, 4, 6), None, [2.0, 1.0]),
+        close("upsample_nearest2d.vec", f(2, 3, 4, 6), None, [1.5, 2.0]),
+        exact("upsample_nearest3d.vec", f(1, 2, 2, 4, 3), None, [2.0, 2.0, 2.0]),
         close("group_norm.default", f(2, 12, 4, 6), 6, f(12), f(12)),
         close("group_norm.default", f(2, 12, 4, 6), 4, None, None, 1e-3),
         close("group_norm.default", f(4, 6, 8), 1, f(6), f(6)),
@@ -539,7 +543,6 @@ def registry_samples() -> list[Sample]:
     """Samples of operators that only DTensor's registry has rules for."""
     torch.manual_seed(0)
     return [
-        exact("diag_embed.default", f(4, 6)),
         exact("diagonal_scatter.default", f(4, 6, 6), f(4, 6), 0, 1, 2),
         close("prod.default", positive(2, 4)),
         exact("max.default", distinct(4, 6)),

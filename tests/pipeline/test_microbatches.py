@@ -65,6 +65,21 @@ def test_an_operator_across_samples_is_refused_with_its_line() -> None:
         autopar.template_plan(AcrossSamples(), MESH, (torch.randn(4, 4),), dp=2, microbatches=2)
 
 
+class OwnStatistics(WithBuffer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(4, track_running_stats=False)
+
+
+def test_batch_statistics_mix_samples_and_running_ones_do_not() -> None:
+    batch = (torch.randn(4, 4),)
+    with pytest.raises(PlanError, match=r"batch_norm.*mixes samples"):
+        autopar.template_plan(OwnStatistics(), MESH, batch, dp=2, microbatches=2)
+    model = WithBuffer()
+    model.norm.eval()
+    assert autopar.template_plan(model, MESH, batch, dp=2, microbatches=2).microbatches == 2
+
+
 def test_what_does_not_fit_at_once_is_planned_in_microbatches() -> None:
     model, batch = small_gpt()
     whole = autopar.parallelize(model, MESH, batch).plan
