@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.trace import trace
@@ -33,8 +35,22 @@ def check_equal(
     results = pool(world).run(run_rank, program.source, state, batch, ("sgd",))
     found = differences(run_single(reference or model, batch, ("sgd",)), results[0])
     assert not found, "\n".join(found)
+    check_buffers(reference or model, batch, results[0][3]["sgd"])
     assert results[0][4] == {kind: size for kind, size in plan.predicted.comm_bytes.items() if size}
     return program
+
+
+def check_buffers(model: nn.Module, batch: Tensors, found: Tensors) -> None:
+    """Running statistics after three steps of the harness's optimizer."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(3 if dict(model.named_buffers()) else 0):
+        optimizer.zero_grad()
+        output = model(**batch)
+        (output if isinstance(output, Tensor) else output["loss"]).backward()
+        optimizer.step()
+    for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
+        torch.testing.assert_close(found[name], model.state_dict()[name], rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.ranks
