@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.trace import trace
+from models import unet, wide_resnet
 from tests.equivalence import communicating
 from tests.equivalence.following import follow
 from tests.equivalence.harness import Tensors, differences, run_rank, run_single
@@ -50,7 +52,7 @@ def check_buffers(model: nn.Module, batch: Tensors, found: Tensors) -> None:
         (output if isinstance(output, Tensor) else output["loss"]).backward()
         optimizer.step()
     for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
-        torch.testing.assert_close(found[name], model.state_dict()[name], rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(found[name], model.state_dict()[name])
 
 
 @pytest.mark.ranks
@@ -63,6 +65,17 @@ def test_images_split_by_rows(sizes: tuple[int, ...], size: int, placement: str)
     program = check_equal(model, batch, sizes, {"images": placement})
     for call in ("convolution", "batch_norm", "group_norm", "max_pool", "avg_pool", "mean"):
         assert f"rt.{call}(" in program.source
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("module", "sizes", "placement"), [(wide_resnet, (2, 2), "S(0) S(2)"), (unet, (2,), "S(2)")], ids=["resnet", "unet"]
+)
+def test_example_models_split_by_rows(module: Any, sizes: tuple[int, ...], placement: str) -> None:
+    model, batch = communicating.image_model(module)
+    images = [name for name, value in batch.items() if value.dim() == 4]
+    program = check_equal(model, batch, sizes, dict.fromkeys(images, placement))
+    assert "rt.convolution(" in program.source
 
 
 EXPERTS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]
