@@ -77,9 +77,22 @@ def microbatch_types(graph: Graph, count: int) -> Types:
     return types
 
 
-def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int) -> NodePlan:
+def batch_types(graph: Graph) -> dict[str, Type]:
+    """How each tensor that is made of the batch is cut when its samples are: sliced, or summands.
+
+    Tensors are missing where samples meet in a way that no rule of an operator has; lengths need not divide.
+    """
+    inputs = batch_inputs(graph)
+    current: dict[str, Type] = {name: S(0) if name in inputs else R for name in graph.inputs}
+    for node in graph.nodes:
+        found = _best_rule(graph, node, [current.get(name, R) for name in node.operands], 1)
+        if found is not None:
+            current.update((name, placement[0]) for name, placement in zip(node.results, found.results, strict=True))
+    return {name: type_ for name, type_ in current.items() if type_.kind in "SP" and name not in graph.inputs}
+
+
+def _best_rule(graph: Graph, node: Node, have: list[Type], count: int) -> NodePlan | None:
     """The node's rule for what its operands are, with the fewest slices of what is whole; stored tensors are whole."""
-    have = [current.get(name, R) for name in node.operands]
     best: tuple[int, NodePlan] | None = None
     for rule in axis_rules(graph, node):
         slices = _slices(graph, node, have, rule.operands, count)
@@ -87,14 +100,21 @@ def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int)
             continue
         if best is None or slices < best[0]:
             best = slices, NodePlan(tuple((t,) for t in rule.operands), tuple((t,) for t in rule.results))
-    if best is None or _mixes_samples(graph, node, best[1]):
+    return None if best is None else best[1]
+
+
+def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int) -> NodePlan:
+    """The node's best rule. Raises PlanError where it has none that keeps the microbatches apart."""
+    have = [current.get(name, R) for name in node.operands]
+    best = _best_rule(graph, node, have, count)
+    if best is None or _mixes_samples(graph, node, best):
         found = ", ".join(f"{name}: {type_}" for name, type_ in zip(node.operands, have, strict=True))
         raise PlanError(
             f"node {node.name} ({node.op}) at {node.source or 'an unknown line'}: expected an operator that works on "
             f"each microbatch by itself, found one that mixes samples (operands over microbatches: {found}). Use "
             "microbatches=1."
         )
-    return best[1]
+    return best
 
 
 def _slices(graph: Graph, node: Node, have: list[Type], wanted: tuple[Type, ...], count: int) -> int | None:

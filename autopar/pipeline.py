@@ -21,7 +21,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
 from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
@@ -85,7 +85,8 @@ def template_plan(
     graph = _trace(model, example_inputs, loss_fn, mode, _precision(precision))
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
-    rules = template_constraints(axes, zero, sequence_parallel, paths)
+    batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
+    rules = template_constraints(axes, zero, sequence_parallel, paths, batch)
     request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision)
     place = Place(part, axes, request, load_profile(mesh.profile))
     try:

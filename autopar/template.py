@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from autopar.errors import MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
+from autopar.ir.placement import Type
 
 
 def template_axes(mesh: Mesh, dp: int, tp: int, pp: int) -> LogicalMesh:
@@ -20,14 +23,14 @@ def template_axes(mesh: Mesh, dp: int, tp: int, pp: int) -> LogicalMesh:
 
 
 def template_constraints(
-    axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...] = ()
+    axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...], batch: Mapping[str, Type]
 ) -> list[Constraint]:
     """The constraints of a template on its axes.
 
-    dp: inputs split by sample, and activations between blocks too where they can be (cheaper or not: small models
-    would rather gather the batch); parameters used whole, stored whole (ZeRO-0) or sharded (1 to 3). tp: matrices are
-    sharded where a dim divides (Megatron's column and row pairs then cost least), parameters stored as used; with
-    sequence parallel, activations between blocks prefer to be split.
+    dp: inputs split by sample, and so is all that is made of them (`batch`: the tensors by name) where it can be,
+    cheaper or not: small models would rather gather the batch; parameters used whole, stored whole (ZeRO-0) or sharded
+    (1 to 3). tp: matrices are sharded where a dim divides (Megatron's column and row pairs then cost least), parameters
+    stored as used; with sequence parallel, activations between blocks prefer to be split.
     """
     names = [axis.name for axis in axes]
     found: list[Constraint] = []
@@ -39,7 +42,7 @@ def template_constraints(
             Constraint("*", ("R", "P"), what="used", axis="dp"),
             Constraint("*", stored, what="stored", axis="dp", soft=zero > 0, zero=zero or None),
         ]
-        found += [Constraint(path, ("S", "P"), axis="dp", soft=True) for path in block_paths]
+        found += [Constraint(name, (str(type_),), what="tensor", axis="dp", soft=True) for name, type_ in batch.items()]
     if "tp" in names:
         found += [
             Constraint("*", ("R",), what="input", axis="tp"),

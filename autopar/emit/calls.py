@@ -171,7 +171,7 @@ def _cross_entropy(writer: CallWriter, statement: Operate, call: Call, names: li
 def _mean(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
     rank = len(call.shape(0))
     dims = call.arguments.get("dim") or tuple(range(rank))
-    dims = tuple(dim % rank for dim in dims)
+    dims = tuple(dim % rank for dim in dims if rank)
     split = any(type_.kind == "S" and type_.dim in dims for type_ in statement.reads[0][1])
     if not split:
         return None

@@ -219,13 +219,16 @@ class _Builder:
         first = self.graph.tensors[node.results[0]]
         names = (node.scope.module, node.name, *node.results)
         options, penalties = self._constrain("output", names, first, options, _constrained_results(node))
-        for position, name in enumerate(node.operands):
-            stored = self.graph.stored_by_tensor.get(name)
-            if stored is not None and stored.kind == "parameter":
-                tensor = self.graph.tensors[name]
-                kept, extra = self._constrain("used", (stored.name,), tensor, options, _operand_placement(position))
-                by_option = dict(zip(options, penalties, strict=True))
-                options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
+        uses = [
+            ("used", stored.name, name, _operand_placement(position))
+            for position, name in enumerate(node.operands)
+            if (stored := self.graph.stored_by_tensor.get(name)) is not None and stored.kind == "parameter"
+        ]
+        made = [("tensor", name, name, _result_placement(position)) for position, name in enumerate(node.results)]
+        for what, matched, name, placement in (*uses, *made):
+            kept, extra = self._constrain(what, (matched,), self.graph.tensors[name], options, placement)
+            by_option = dict(zip(options, penalties, strict=True))
+            options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
         return options, penalties
 
     # constraints
@@ -364,6 +367,10 @@ def _constrained_results(node: Node) -> Callable[[Any, Constraint], list[Placeme
         return named or list(option.results)
 
     return placements
+
+
+def _result_placement(position: int) -> Callable[[Any, Constraint], list[Placement]]:
+    return lambda option, _: [option.results[position]]
 
 
 def _of_zero_stage(options: list[Storage], penalties: list[int], stage: int) -> tuple[list[Storage], list[int]]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Literal
+from typing import Literal, get_args
 
 from autopar.errors import PlanError
 from autopar.ir.placement import Type, parse_type
 
-What = Literal["stored", "used", "output", "input"]
+What = Literal["stored", "used", "output", "tensor", "input"]
 
 
 @dataclass(frozen=True)
@@ -17,7 +17,8 @@ class Constraint:
     """Restricts placements by name, GSPMD-style: the rest of the plan is found around it.
 
     pattern: matched (fnmatch) against parameter names for "stored" and "used", against the module path, or the
-    tensor's name, for "output" (results of the operators in that module), and against input names for "input".
+    tensor's name, for "output" (all results of the operators in that module), against the name of one result in the
+    graph for "tensor", and against input names for "input".
     allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
     min_dims: only tensors of at least that many dims. microbatches: pins their number, whatever the pattern.
@@ -36,8 +37,8 @@ class Constraint:
         for text in self.allow:
             if text != "S":
                 parse_type(text)
-        if self.what not in ("stored", "used", "output", "input"):
-            raise PlanError(f'expected what="stored", "used", "output" or "input", found {self.what!r}')
+        if self.what not in get_args(What):
+            raise PlanError(f"expected what as one of {', '.join(get_args(What))}, found {self.what!r}")
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
         if self.microbatches is not None and self.microbatches < 1:

@@ -88,6 +88,14 @@ def view_as_real(call: Call) -> list[AxisRule]:
     return views.dim_map([*range(len(call.shape(0))), None], linear=False)
 
 
+def diag_embed(call: Call) -> list[AxisRule]:
+    """The last dim becomes the diagonal of two new ones; the others stay in order."""
+    rank = len(call.shape(0))
+    new = {call.dim("dim1", rank + 1), call.dim("dim2", rank + 1)}
+    stay = iter(range(rank - 1))
+    return views.dim_map([None if dim in new else next(stay) for dim in range(rank + 1)])
+
+
 def slice_scatter(call: Call) -> list[AxisRule]:
     """`x[:, a:b] = y`: dims that are not cut; linear in both."""
     rank = len(call.shape(0))
@@ -140,6 +148,7 @@ LONG_TAIL: dict[str, RuleFunction] = {
     "aten.repeat.default": repeat,
     "aten.unsafe_split.Tensor": views.split,
     "aten.unsafe_split_with_sizes.default": views.split,
+    "aten.diag_embed.default": diag_embed,
     "aten.slice_scatter.default": slice_scatter,
     "aten.select_scatter.default": select_scatter,
     # matrices, distances, sampling

@@ -71,8 +71,9 @@ def dim_map(mapping: list[int | None], linear: bool = True) -> list[AxisRule]:
 def transpose(call: Call) -> list[AxisRule]:
     rank = len(call.shape(0))
     order: list[int | None] = list(range(rank))
-    first, second = call.dim("dim0", rank), call.dim("dim1", rank)
-    order[first], order[second] = order[second], order[first]
+    if rank:
+        first, second = call.dim("dim0", rank), call.dim("dim1", rank)
+        order[first], order[second] = order[second], order[first]
     return dim_map(order)
 
 

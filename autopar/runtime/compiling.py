@@ -1,4 +1,4 @@
-"""torch.compile of a rank: the operators of each block are compiled; what gathers, communicates and sums stays as it is.
+"""torch.compile of a rank: the operators of each block are compiled; what gathers and communicates stays as it is.
 
     compiled   the statements of a block's forward between two redistributions or inner blocks, and their backward
     eager      functions of this runtime (`redistribute`, losses over shards, dropout), the hooks around blocks that
@@ -51,26 +51,33 @@ def compile_blocks(program: nn.Module, compiler: Compile) -> None:
 def _leave_compiled_code_for(program: nn.Module) -> None:
     """Calls of blocks run hooks that gather; buffers, constants and parameters of other blocks are kept by the rank."""
     if "__call__" not in vars(Block):  # once for all programs
-        Block.__call__ = torch.compiler.disable(nn.Module.__call__)  # type: ignore[method-assign]
-        Parameters.update = torch.compiler.disable(Parameters.update)  # type: ignore[method-assign]
+        Block.__call__ = _eagerly(nn.Module.__call__)  # type: ignore[method-assign]
+        Parameters.update = _eagerly(Parameters.update)  # type: ignore[method-assign]
     for module in program.modules():
         if isinstance(module, Parameters):
-            module.late_tensors.update({k: torch.compiler.disable(v) for k, v in module.late_tensors.items()})
-            if hasattr(type(module), "constants"):
-                module.__dict__["constants"] = torch.compiler.disable(types.MethodType(type(module).constants, module))
+            module.late_tensors.update({k: _eagerly(v) for k, v in module.late_tensors.items()})
+            constants = getattr(type(module), "constants", None)
+            if constants is not None:
+                module.__dict__["constants"] = _eagerly(types.MethodType(constants, module))
+
+
+def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function as one that torch.compile calls and does not look into, nor into what it calls."""
+    outside: Callable[..., Any] = torch.compiler.disable(function)  # type: ignore[no-untyped-call] # torch's
+    return outside
 
 
 def _has_loop(function: Callable[..., Any]) -> bool:
     return any(step.opname == "FOR_ITER" for step in dis.get_instructions(function))
 
 
-def _tell(loops: dict[type[nn.Module], bool]) -> None:
+def _tell(loops: dict[type[Block], bool]) -> None:
     eager = sorted(block.__name__ for block, has_loop in loops.items() if has_loop)
     compiled = sorted(block.__name__ for block, has_loop in loops.items() if not has_loop)
     if eager:
         warnings.warn(
-            f"torch.compile of a rank: the statements of {', '.join(eager)} run eagerly, since they call their blocks in "
-            f"a loop; compiled are those of {', '.join(compiled) or 'no block'}",
+            f"torch.compile of a rank: the statements of {', '.join(eager)} run eagerly, since they call their blocks "
+            f"in a loop; compiled are those of {', '.join(compiled) or 'no block'}",
             stacklevel=4,
         )
 
@@ -90,13 +97,13 @@ def _call_runtime_eagerly(module: types.ModuleType) -> None:
         if isinstance(value, types.ModuleType) and value.__name__ == _RUNTIME:
             setattr(module, name, _eager_copy(value))
         elif _is_runtime_function(value):
-            setattr(module, name, torch.compiler.disable(value))
+            setattr(module, name, _eagerly(value))
 
 
 def _eager_copy(runtime: types.ModuleType) -> types.ModuleType:
     copy = types.ModuleType(f"{_RUNTIME}.eager")
     for name, value in vars(runtime).items():
-        setattr(copy, name, torch.compiler.disable(value) if _is_runtime_function(value) else value)
+        setattr(copy, name, _eagerly(value) if _is_runtime_function(value) else value)
     return copy
 
 
@@ -108,12 +115,12 @@ def _is_runtime_function(value: object) -> bool:
 
 
 def watch_for_wrapper(rank_type: type[nn.Module]) -> None:
-    """Notices `torch.compile(rank)`: torch makes a module around it, which hands everything but calls on to the rank."""
+    """Notices `torch.compile(rank)`: torch makes a module around it, which leaves all but calls to the rank."""
 
     def on_registration(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
         if isinstance(submodule, rank_type) and type(module).__name__ == "OptimizedModule":
             _wrappers[submodule] = weakref.ref(module)
-            submodule.__dict__["forward"] = torch.compiler.disable(submodule.forward)
+            submodule.__dict__["forward"] = _eagerly(submodule.forward)
 
     register_module_module_registration_hook(on_registration)
 

@@ -16,6 +16,7 @@ from autopar.cost.files import profiles_folder
 from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
+from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.trace import trace
 from tests.equivalence import zoo
 
@@ -83,7 +84,7 @@ def plan(model_name: str, plan_name: str) -> Plan:
 
 
 def work_share(graph: Graph, plan: Plan) -> float:
-    """Which share of the model's products (matrix products, attention, convolutions) the first rank computes.
+    """Which share of the model's products (matrix products, attention, convolutions, experts) the first rank computes.
 
     1 / devices where all are split, 1 where none is.
     """
@@ -105,4 +106,7 @@ _PRODUCTS = {
     *(f"aten.{name}.default" for name in ("linear", "mm", "bmm", "addmm", "matmul", "einsum", "baddbmm")),
     *(f"aten.conv{dims}d.default" for dims in (1, 2, 3)),
     "aten.scaled_dot_product_attention.default",
+    "aten._grouped_mm.default",
+    "transformers.grouped_mm_fallback.default",
+    ROUTED_EXPERTS,
 }

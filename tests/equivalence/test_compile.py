@@ -58,8 +58,12 @@ def run(name: str, backend: str, in_place: bool = True, **choices: Any) -> tuple
     plan = autopar.template_plan(model, mesh, batch, **choices)
     source = autopar.parallelize(model, mesh, batch, plan=plan).source
     state = {**model.state_dict(), **dict(model.named_buffers())}
-    results = pool(mesh.num_devices).run(run_rank, source, state, batch, backend, in_place)
-    return results[0]
+    ranks = pool(mesh.num_devices)
+    patience, ranks.timeout_s = ranks.timeout_s, 150.0  # compiling takes its time on a busy machine
+    try:
+        return ranks.run(run_rank, source, state, batch, backend, in_place)[0]
+    finally:
+        ranks.timeout_s = patience
 
 
 def check(eager: Steps, compiled: Steps) -> None:
@@ -68,7 +72,7 @@ def check(eager: Steps, compiled: Steps) -> None:
         assert set(found) == set(expected)
         total = torch.stack([tensor.float().norm() for tensor in expected.values()]).norm()
         for name, tensor in expected.items():
-            assert (found[name] - tensor).norm() <= 1e-4 * max(tensor.float().norm(), 1e-3 * total), name
+            assert (found[name] - tensor).float().norm() <= 1e-4 * max(tensor.float().norm(), 1e-3 * total), name
 
 
 @pytest.mark.ranks
@@ -86,7 +90,7 @@ def test_compiled_ranks_equal_eager_ones(name: str, in_place: bool, choices: dic
     eager, compiled, num_graphs, told = run(name, "aot_eager", in_place, **choices)
     check(eager, compiled)
     assert num_graphs >= 2
-    if name == "gpt":
+    if "zero" in choices:
         (text,) = told
         assert "the statements of Program run eagerly, since they call their blocks in a loop" in text
         assert "compiled are those of Attention, " in text

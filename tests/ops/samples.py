@@ -543,7 +543,6 @@ def registry_samples() -> list[Sample]:
     """Samples of operators that only DTensor's registry has rules for."""
     torch.manual_seed(0)
     return [
-        exact("diag_embed.default", f(4, 6)),
         exact("diagonal_scatter.default", f(4, 6, 6), f(4, 6), 0, 1, 2),
         close("prod.default", positive(2, 4)),
         exact("max.default", distinct(4, 6)),

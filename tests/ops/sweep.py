@@ -182,6 +182,8 @@ def _try(sample: Sample, case: Case, proof: Proof, max_pairs: int | None) -> str
     except Exception as error:  # a rule text that does not fit the call, say
         return f"{sample}: {type(error).__name__}: {error}"[:400]
     tried = 0
+    if not rules:
+        return ""
     for layout in layouts(case, rules, max_pairs):
         if not admitted(case, layout):
             continue
@@ -225,7 +227,8 @@ def layouts(case: Case, rules: list[AxisRule], max_pairs: int | None) -> list[La
     """Every rule on one axis of 2, 3 and 4; pairs, with R and I, on two axes: all, or a fixed random choice."""
     every = axis_rules(case.graph, case.node)
     single = [Layout((rule,), size) for size in SIZES for rule in rules]
-    pairs = [Layout(pair, size) for size in PAIR_SIZES for pair in itertools.product(every, repeat=2)]
+    both = [pair for pair in itertools.product(every, repeat=2) if any(map(_shards, pair))]
+    pairs = [Layout(pair, size) for size in PAIR_SIZES for pair in both]
     if case.node.op in LOWERED:  # its ranks are threads, which take their time
         max_pairs = MAX_LOWERED_PAIRS
     return single + random.Random(0).sample(pairs, len(pairs) if max_pairs is None else min(max_pairs, len(pairs)))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import ModuleType
+
 import pytest
 
 import autopar
-from autopar.ir.placement import I, R
-from models import mlp
+from autopar.ir.placement import I, R, S
+from autopar.trace import trace
+from models import gpt, lstm, mlp, wide_resnet
 
 
 @pytest.mark.parametrize("choices", [{"dp": 2}, {"tp": 2}, {"dp": 2, "zero": 3}, {"dp": 2, "tp": 2}])
@@ -22,3 +25,20 @@ def test_frozen_parameters_are_stored_whole_without_a_gradient(choices: dict[str
         assert plan.storage["layers.0.weight"].placement == (R,)
         assert plan.storage["layers.1.weight"].placement == (I,)
     assert "requires_grad=False" in autopar.parallelize(model, mesh, batch, plan=plan).source
+
+
+@pytest.mark.parametrize("module", [gpt, lstm, wide_resnet])
+def test_data_parallel_ranks_compute_their_samples_alone(module: ModuleType) -> None:
+    """Gathering a tiny batch is cheaper, and was chosen: the first matrix products, or batch norm, ran on all of it."""
+    config = module.Config()
+    model, batch = module.build(config), module.example_inputs(config)
+    graph = trace(model, batch)
+    plan = autopar.template_plan(model, autopar.Mesh("h100", devices_per_node=2), batch, dp=2)
+    made = {*batch}
+    for node in graph.nodes:
+        if made & {*node.operands}:
+            made |= {*node.results}
+            assert plan.nodes[node.name].results[0][0].kind in "SP", node
+            if "batch_norm" in node.op:
+                assert plan.nodes[node.name].operands[0] == (S(0),)
+    assert graph.loss in made

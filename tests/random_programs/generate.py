@@ -312,6 +312,8 @@ def _finish(pool: Pool) -> tuple[Body, tuple[tuple[str, str], ...], tuple[str, .
 def _how(pool: Pool, name: str) -> str:
     if not pool.shape(name):
         return "itself"
+    if pool.chance(0.6):
+        return pool.input("float", pool.shape(name))
     if pool.exact:
         return pool.pick(["sum", "squares"])
     return pool.pick(["mean", "sum", "squares", "mean of squares"])
@@ -319,7 +321,7 @@ def _how(pool: Pool, name: str) -> str:
 
 def prune(program: Program) -> Program:
     """Without the statements, leaves and blocks that nothing needs. One input stays, so that there is a batch."""
-    needed = {name for name, _ in program.terms} | set(program.outputs)
+    needed = {name for term in program.terms for name in term} | set(program.outputs)
     body = _pruned(program.body, needed, keep_input=True)
     blocks = {name: _pruned(block, {block.result}, keep_input=False) for name, block in program.blocks.items()}
     used: set[str] = set()

@@ -434,6 +434,7 @@ _EXACT = [
     Operator("permute", method("permute"), permute, weight=4),
     Operator("transpose", method("transpose"), two_dims, weight=4),
     Operator("unsqueeze", method("unsqueeze"), along(max_rank=3)),
+    Operator("squeeze", method("squeeze"), along(), weight=1),
     Operator("expand", grow_text, grow, weight=3),
     Operator("slice", slice_text, cut, weight=4),
     Operator("select", method("select"), select),

@@ -76,7 +76,10 @@ class Body:
 
 @dataclass(frozen=True)
 class Program:
-    """A model: its loss is the sum of the terms (value, how); further outputs come after it."""
+    """A model: its loss is the sum of the terms (value, how); further outputs come after it.
+
+    How: a row of TERMS, or the leaf that holds a weight for each element, so that no two may be exchanged.
+    """
 
     body: Body
     terms: tuple[tuple[str, str], ...]
@@ -145,7 +148,7 @@ def render(program: Program) -> str:
     shapes: dict[str, tuple[int, ...]] = {}
     writer = _Writer(program, shapes)
     init, forward, values = writer.body(program.body, {})
-    terms = " + ".join(TERMS[how].format(*[_read(program.body, name)] * 2) for name, how in program.terms)
+    terms = " + ".join(_term(program, name, how) for name, how in program.terms)
     for name, _ in program.terms:
         assert name in values, f"{name} is not there"
     classes += writer.classes
@@ -162,6 +165,12 @@ def render(program: Program) -> str:
         f"{INDENT * 2}return {returned}",
     ]
     return "\n".join([PRELUDE, *("\n" + text for text in classes), "", *lines, ""])
+
+
+def _term(program: Program, name: str, how: str) -> str:
+    """A scalar; with weights of its own for each element, where `how` is a leaf of the value's shape."""
+    read = _read(program.body, name)
+    return TERMS[how].format(read, read) if how in TERMS else f"({read} * {_read(program.body, how)}).sum()"
 
 
 def _read(body: Body, name: str) -> str:
