@@ -74,7 +74,8 @@ def count_of_targets(call: Call, operands: tuple[Placement, ...]) -> list[Inner]
 def _halo_exchange(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
     """Forward each rank sends the rows that others need, backward the gradients of those that it got."""
     local, itemsize = local_shape(call.shape(0), operands[0], axes), call.tensor(0).itemsize
-    forward, backward = [], []
+    forward: list[Inner] = []
+    backward: list[Inner] = []
     for halo, row in with_row_lengths(local, halos(call, operands[0], axes)):
         sent, received = ([count * row * itemsize for count in counts] for counts in (halo.sent, halo.received))
         forward.append(Inner("all_to_all", halo.axis, sent[0], max(sent)))
