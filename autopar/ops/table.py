@@ -337,8 +337,6 @@ _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.defaul
               "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor",
               "aten.polar.default", "aten.complex.default", "aten.masked_fill.Tensor", "aten.hardswish.default",
               "aten.log_sigmoid.default", "aten.floor_divide.default"}  # fmt: skip
-#: tagged, and right: the proof's samples of these differ by the order of a sum, or are NaN (√ at 0)
-_ROUNDED = {"aten.div.Tensor", "aten.sin.default", "aten.sqrt.default"}
 
 
 def find(op: str) -> RuleFunction | None:
@@ -348,4 +346,4 @@ def find(op: str) -> RuleFunction | None:
     name = op.split(".")[1]
     tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
     tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))
-    return pointwise if tagged or op in _POINTWISE | _ROUNDED or name in _LIKE else None
+    return pointwise if tagged or op in _POINTWISE or name in _LIKE else None
