@@ -185,13 +185,14 @@ def test_evaluation_plan_returns_all_outputs(name: str) -> None:
                 torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_public_inference_plan_needs_less_memory_than_training() -> None:
+def test_inference_plan_holds_no_optimizer_state_nor_gradients() -> None:
+    """The defaults of `parallelize` do for inference, and a plan made so says what it is for."""
     model, batch = evaluation()
     mesh = autopar.Mesh("cpu", devices_per_node=2)
     plan = autopar.parallelize(model, mesh, batch, mode="inference").plan
-    again = autopar.parallelize(model, mesh, batch, plan=plan)  # the plan says that it is one for inference
-    assert again.plan.mode == "inference"
-    assert set(plan.predicted.memory if hasattr(plan.predicted, "memory") else {}) & {"optimizer", "gradients"} == set()
+    kinds = {kind for kind, size in plan.predicted.memory.items() if size}
+    assert "parameters" in kinds and not kinds & {"optimizer", "gradients", "activation gradients"}
+    assert autopar.parallelize(model, mesh, batch, plan=plan).plan.mode == "inference"
 
 
 def test_a_training_program_refuses_to_evaluate() -> None:
