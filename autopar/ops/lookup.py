@@ -110,8 +110,8 @@ def _creates(node: Node) -> bool:
 
 def _new_tensors(call: Call) -> list[AxisRule]:
     """What an operator such as `new_zeros` is called on says only dtype and device: however it is split will do."""
-    if len(call.node.operands) != 1:
-        return []
+    if len(call.node.operands) != 1 or not call.node.op.startswith("aten.new_"):
+        return []  # linspace takes its ends from tensors
     types = [P, *(S(dim) for dim, size in enumerate(call.shape(0)) if size > 1)]
     return [AxisRule((type_,), (R,) * len(call.node.results)) for type_ in types]
 

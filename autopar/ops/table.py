@@ -184,7 +184,11 @@ def group_norm(call: Call) -> list[AxisRule]:
 
 
 def recurrent(call: Call) -> list[AxisRule]:
-    """LSTM, GRU and RNN: samples, with their initial and final states, when there is no dropout between layers."""
+    """LSTM, GRU and RNN: samples, with their initial and final states, when there is no dropout between layers.
+
+    Units do not split: the gates lie fused in one dim of the weights, and a slice of it holds whole gates, not a
+    part of each. (So it is with cells that cut their fused gates apart; gates in a dim of their own split by units.)
+    """
     if len(call.shape(0)) != 3 or (call.arguments["dropout"] > 0.0 and call.arguments["train"]):
         return []
     sample = S(0 if call.arguments["batch_first"] else 1)
@@ -250,7 +254,6 @@ TABLE: dict[str, RuleFunction] = {
     "aten.conv_transpose3d.input": windows.transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
     experts.ROUTED_EXPERTS: experts.routed_experts,
-    "transformers.grouped_mm_fallback.default": experts.grouped_product,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
