@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar import Constraint, errors
+from autopar import errors
 from autopar.ir.mesh import make_axes
 from autopar.ir.placement import R, S
 from autopar.ops import admits
@@ -16,6 +16,7 @@ from models import llama
 from tests.equivalence.hard import assert_equal, operands_of, pin, planned, stored, template
 
 pytestmark = pytest.mark.ranks
+SPLIT_CLASSES = {"aten.cross_entropy_loss.default": ("S(1)", "R")}
 
 
 class Classifier(nn.Module):
@@ -93,7 +94,7 @@ def test_vocabulary_50257_on_4_ranks(tied: bool) -> None:
     model, batch = LanguageModel(50_257, tied=tied), text(50_257)
     names = ["embedding.weight"] if tied else ["embedding.weight", "head.weight", "head.bias"]
     rules = [rule for name in names for rule in pin(name, "S(0)")]
-    program = planned(model, batch, {"tp": 4}, *rules)
+    program = planned(model, batch, {"tp": 4}, *rules, only=SPLIT_CLASSES)
     for name in names:
         assert stored(program.plan, name) == "S(0)"
     assert operands_of(program, "aten.embedding.default") == [["S(0)", "R"]]
@@ -104,7 +105,7 @@ def test_vocabulary_50257_on_4_ranks(tied: bool) -> None:
 def test_10_classes_on_4_ranks() -> None:
     """3, 3, 3 and 1 classes: the loss is computed over split classes."""
     model, batch = Classifier(), samples(8)
-    program = planned(model, batch, {"tp": 4}, *pin("head.*", "S(0)"))
+    program = planned(model, batch, {"tp": 4}, *pin("head.*", "S(0)"), only=SPLIT_CLASSES)
     assert stored(program.plan, "head.weight") == "S(0)" and stored(program.plan, "head.bias") == "S(0)"
     assert operands_of(program, "aten.cross_entropy_loss.default") == [["S(1)", "R"]]
     assert_equal(model, batch, program)
@@ -129,7 +130,8 @@ class FusedAttention(nn.Module):
 def test_fused_qkv_split_on_4_ranks() -> None:
     """Slices of the fused matrix are not heads of each part: heads split after the parts are whole."""
     model, batch = FusedAttention(), {"x": torch.randn(2, 6, 32)}
-    program = planned(model, batch, {"tp": 4}, *pin("qkv.*", "S(0)"), *pin("output.weight", "S(1)"))
+    only = {"aten.scaled_dot_product_attention.default": ["S(1)"] * 3}
+    program = planned(model, batch, {"tp": 4}, *pin("qkv.*", "S(0)"), *pin("output.weight", "S(1)"), only=only)
     assert stored(program.plan, "qkv.weight") == "S(0)"
     assert operands_of(program, "aten.scaled_dot_product_attention.default") == [["S(1)"] * 3]
     assert_equal(model, batch, program)
@@ -146,8 +148,7 @@ def test_5_heads_on_4_ranks_are_not_split() -> None:
 
 def test_7_heads_on_4_ranks_split_2_2_2_1() -> None:
     model, batch = FusedAttention(width=28, heads=7), {"x": torch.randn(2, 6, 28)}
-    rule = Constraint("scaled_dot_product_attention", ("S(1)",), what="output")
-    program = planned(model, batch, {"tp": 4}, rule)
+    program = planned(model, batch, {"tp": 4}, only={"aten.scaled_dot_product_attention.default": ["S(1)"] * 3})
     assert operands_of(program, "aten.scaled_dot_product_attention.default") == [["S(1)"] * 3]
     assert_equal(model, batch, program)
 
@@ -220,8 +221,8 @@ class Grouped(nn.Module):
 )
 def test_kv_heads_fewer_than_the_axis(heads: int, kv_heads: int, axes: dict[str, int], expected: list[str]) -> None:
     model, batch = Grouped(heads, kv_heads), {"x": torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(4))}
-    rules = [] if expected is None else [Constraint("scaled_dot_product_attention", ("S(1)",))]
-    program = planned(model, batch, axes, *rules)
+    only = {} if expected is None else {"aten.scaled_dot_product_attention.default": expected}
+    program = planned(model, batch, axes, only=only)
     found = operands_of(program, "aten.scaled_dot_product_attention.default")[0]
     assert found == expected or (expected is None and "S(1)" not in found)
     assert ("rt.heads_of" in program.source) == (expected is not None and "R" in expected[1] and kv_heads > 1)
@@ -244,6 +245,7 @@ def test_llama_with_2_kv_heads_on_4_ranks() -> None:
     config = llama.Config(num_layers=1, batch_size=2, seq_len=16)
     torch.manual_seed(0)
     model, batch = llama.build(config), llama.example_inputs(config)
-    program = template(model, batch, tp=4)
-    assert operands_of(program, "aten.scaled_dot_product_attention.default") == [["S(1)", "R", "R"]]
+    only = {"aten.scaled_dot_product_attention.default": ["S(1)", "R", "R"]}
+    program = planned(model, batch, {"tp": 4}, *pin("layers.*.query.weight", "S(0)"), only=only)
+    assert stored(program.plan, "layers.0.attention.query.weight") == "S(0)"
     assert_equal(model, batch, program)
