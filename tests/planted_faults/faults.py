@@ -179,7 +179,7 @@ LOWERING = [
           "part = whole[local_slices(whole.shape, shards, axes)]",
           "part = whole[tuple(slice(0, length) for length in like.shape)]", ("op:dropout",)),
     Fault("dropout: shards draw the same mask", RANDOM, "_key(tuple((axis.name, axis.index) for axis in axes))",
-          "_key(())", ("tests:tests/runtime/test_lowering.py -k dropout",)),
+          "_key(())", ("tests:tests/runtime/test_lowering.py -k masks",)),
     Fault("a mean in an emitted program is always local", CALLS,
           "split = any(type_.kind == \"S\" and type_.dim in dims for type_ in statement.reads[0][1])", "split = False",
           ("op:mean",)),
