@@ -90,7 +90,8 @@ def plus_product(product: str) -> RuleFunction:
 def attention(call: Call) -> list[AxisRule]:
     """Batch dims and heads split; so do queries when nothing is causal. Keys do not: softmax needs them whole.
 
-    With grouped heads (enable_gqa) the head dim is the query's and the key's own, split together.
+    With grouped heads (enable_gqa) the head dim is the query's and the key's own, split together; or the query's
+    alone, where each rank then takes the keys and values of its groups.
     """
     query = call.shape(0)
     batch = "" if len(query) == 3 else "b "
@@ -103,13 +104,26 @@ def attention(call: Call) -> list[AxisRule]:
     if len(query) not in (3, 4) or float(call.arguments["dropout_p"]) > 0.0:
         return []
     rules = Entry(f"{text} -> {batch}h {q} V", "RRP" + "R" * (len(call.node.operands) - 3))(call)
-    return [rule for rule in rules if _heads_agree(call, rule)]
+    rules = [rule for rule in rules if _heads_agree(call, rule)]
+    return [*rules, *(_queries_alone(call, rule) for rule in rules if _splits_groups(call, rule))]
 
 
 def _heads_agree(call: Call, rule: AxisRule) -> bool:
+    """All heads are split, or none are; a single head, which all queries share, is nothing to split."""
     head = len(call.shape(0)) - 3
-    split = [type_ == S(head) for type_ in rule.operands[:3]]
+    own = zip(rule.operands[:3], call.operand_shapes[:3], strict=True)
+    split = [type_ == S(head) for type_, shape in own if shape[head] > 1]
     return all(split) or not any(split)
+
+
+def _splits_groups(call: Call, rule: AxisRule) -> bool:
+    head = len(call.shape(0)) - 3
+    query, key, value = (shape[head] for shape in call.operand_shapes[:3])
+    return rule.operands[0] == rule.operands[1] == S(head) and query > key == value
+
+
+def _queries_alone(call: Call, rule: AxisRule) -> AxisRule:
+    return AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results)
 
 
 def layer_norm(call: Call) -> list[AxisRule]:

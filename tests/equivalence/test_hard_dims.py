@@ -8,6 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import Constraint, errors
+from autopar.ir.mesh import make_axes
+from autopar.ir.placement import R, S
+from autopar.ops import admits
+from autopar.trace import trace
+from models import llama
 from tests.equivalence.hard import assert_equal, operands_of, pin, planned, stored, template
 
 pytestmark = pytest.mark.ranks
@@ -182,3 +187,63 @@ def test_batch_that_leaves_a_rank_without_samples_is_refused() -> None:
 def test_microbatches_that_do_not_divide_the_batch_are_refused() -> None:
     with pytest.raises(errors.PlanError, match=r"divides the batch of 10, found 4"):
         template(Classifier(), samples(10), dp=2, microbatches=4)
+
+
+class Grouped(nn.Module):
+    """Query heads in groups, each with one key and value head."""
+
+    def __init__(self, heads: int, kv_heads: int, size: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.size = size
+        self.query = nn.Linear(32, heads * size)
+        self.key, self.value = nn.Linear(32, kv_heads * size), nn.Linear(32, kv_heads * size)
+        self.output = nn.Linear(heads * size, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(2, (-1, self.size)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "axes", "expected"),
+    [
+        (8, 2, {"tp": 4}, ["S(1)", "R", "R"]),  # ranks 0 and 1 share a head, ranks 2 and 3 the other
+        (8, 1, {"tp": 4}, ["S(1)", "R", "R"]),
+        (6, 2, {"tp": 4}, None),  # 2, 2, 2 and none: refused, so the attention runs whole
+        (14, 2, {"tp": 4}, ["S(1)", "R", "R"]),  # 4, 4, 4 and 2: the second rank has heads of both groups
+        (8, 2, {"x": 2, "y": 2}, ["S(1) S(1)", "S(1) R", "S(1) R"]),  # groups split first, then their queries
+        (8, 4, {"tp": 4}, ["S(1)", "S(1)", "S(1)"]),
+    ],
+    ids=str,
+)
+def test_kv_heads_fewer_than_the_axis(heads: int, kv_heads: int, axes: dict[str, int], expected: list[str]) -> None:
+    model, batch = Grouped(heads, kv_heads), {"x": torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(4))}
+    rules = [] if expected is None else [Constraint("scaled_dot_product_attention", ("S(1)",))]
+    program = planned(model, batch, axes, *rules)
+    found = operands_of(program, "aten.scaled_dot_product_attention.default")[0]
+    assert found == expected or (expected is None and "S(1)" not in found)
+    assert ("rt.heads_of" in program.source) == (expected is not None and "R" in expected[1] and kv_heads > 1)
+    assert_equal(model, batch, program)
+
+
+def test_queries_split_outside_of_their_groups_are_refused() -> None:
+    """Split by an outer axis alone, queries would meet ranks that hold other groups."""
+    graph = trace(Grouped(8, 2), {"x": torch.randn(2, 5, 32)})
+    node = next(node for node in graph.nodes if "scaled_dot" in node.op)
+    query = (S(1), S(1))
+    axes = make_axes(("x", "y"), (2, 2))
+    assert admits(graph, node, (query, (S(1), R), (S(1), R)), (query,), axes) is None
+    reason = admits(graph, node, (query, (R, S(1)), (R, S(1))), (query,), axes)
+    assert reason is not None and "axis x splits queries alone, outside of axis y's groups" in reason
+
+
+def test_llama_with_2_kv_heads_on_4_ranks() -> None:
+    """Tensor parallel over query heads, and every rank makes the keys and values that all ranks share."""
+    config = llama.Config(num_layers=1, batch_size=2, seq_len=16)
+    torch.manual_seed(0)
+    model, batch = llama.build(config), llama.example_inputs(config)
+    program = template(model, batch, tp=4)
+    assert operands_of(program, "aten.scaled_dot_product_attention.default") == [["S(1)", "R", "R"]]
+    assert_equal(model, batch, program)
