@@ -198,6 +198,31 @@ LOWERING = [
           '", count=self.count" if split and reduction == "mean" else ""', '""', ("op:cross_entropy",)),
 ]  # fmt: skip
 
+HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/windows.py"
+EXPERTS, SPATIAL = "autopar/runtime/lowering/experts.py", "autopar/emit/spatial.py"
+
+
+def _samples(words: str) -> tuple[str, ...]:
+    return (f"tests:tests/ops/test_rules.py -k {words}",)
+
+
+INSIDE = [
+    Fault("a row that several ranks needed keeps the gradient of one", HALO, ".add_(piece)", ".copy_(piece)",
+          _samples("conv1d")),
+    Fault("every rank pads on both sides", HALO, "front = min(max(0, -begin), end - begin)", "front = window.padding",
+          _samples("conv1d")),
+    Fault("zeros win a maximum in the padding", WINDOWS, 'float("-inf"))', "0.0)", _samples("max_pool")),
+    Fault("a mean at the border divides by the whole window", WINDOWS, "(window.kernel / exist)", "(exist / exist)",
+          _samples("avg_pool")),
+    Fault("a slice of the groups is told of all groups", SPATIAL,
+          'groups = writer.local_call(statement).arguments["groups"]', 'groups = call.arguments["groups"]',
+          _samples("conv")),
+    Fault("the experts of every rank are the first ones", EXPERTS, "local_offset(num_experts, *axes)", "0",
+          _samples("routed_experts")),
+    Fault("a bag's mean divides by the rows of this rank", EMBEDDING, "_bag_sizes(counted, offsets",
+          "_bag_sizes(counted & here, offsets", _samples("embedding_bag")),
+]  # fmt: skip
+
 RUNTIME = [
     Fault("a bucket forgets its first gradient", "autopar/runtime/reducing.py",
           "for slot, tensor in zip(self.slots, self.tensors, strict=True):\n            slot.parameter",
@@ -271,4 +296,4 @@ VERIFIER = [
           "if axis.name == MICROBATCH and type_ is None:", ("tests:tests/pipeline/test_microbatches.py",)),
 ]  # fmt: skip
 
-FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *RUNTIME, *VERIFIER]
+FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER]
