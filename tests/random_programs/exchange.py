@@ -102,6 +102,11 @@ class Exchange:
             if self.error is not None:
                 self._wake(self._waiting)
 
+    def give_up(self, reason: str) -> None:
+        """Ends all ranks that wait."""
+        with self._lock:
+            self._fail(reason)
+
     def _check_hope(self) -> None:
         """Fails when every rank is done or waits for a meeting that is not complete."""
         stuck = {rank: meeting for rank, meeting in self._waiting.items() if not meeting.is_complete}

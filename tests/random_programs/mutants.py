@@ -26,9 +26,20 @@ def mutants_of(seed: int) -> Iterator[tuple[Case, Plan, Mutation]]:
     for case in cases_of(seed, plans=3):
         if case.choices.microbatches == 1 and case.subject.mode == "train":
             plan, _ = make_plan(case.subject.graph, case.choices)
-            found = mutations(case.subject.graph, plan)
-            for mutation in rng.sample(found, min(MUTANTS_A_PLAN, len(found))):
+            for mutation in _some_of_each_kind(mutations(case.subject.graph, plan), rng):
                 yield case, plan, mutation
+
+
+def _some_of_each_kind(found: list[Mutation], rng: random.Random) -> list[Mutation]:
+    """As many that change an input, a storage, an operator, or conversions alone: there are far more of the last."""
+    kinds: dict[str, list[Mutation]] = {}
+    for mutation in found:
+        kind = next((kind for kind in ("inputs", "storage", "nodes") if getattr(mutation, kind)), "conversions")
+        kinds.setdefault(kind, []).append(mutation)
+    share = MUTANTS_A_PLAN // len(kinds)
+    chosen = [mutation for group in kinds.values() for mutation in rng.sample(group, min(share, len(group)))]
+    rng.shuffle(chosen)
+    return chosen
 
 
 def wrong_mutants(seed: int) -> Iterator[str]:

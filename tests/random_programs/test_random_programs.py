@@ -8,19 +8,23 @@ from collections.abc import Iterator
 
 import pytest
 
+from autopar.errors import PlacementError, PlanError
+from autopar.ir import verifier
+from autopar.ir.plan import Plan
+from autopar.ops import admits
 from autopar.runtime import pieces
 from tests.random_programs import run
 from tests.random_programs.cases import Case, Written, cases_of, code, outcome, replay
 from tests.random_programs.check import Subject
 from tests.random_programs.generate import random_program
 from tests.random_programs.gloo import run_on_gloo
+from tests.random_programs.mutants import mutants_of, wrong_mutants
 from tests.random_programs.operators import OPERATORS
 from tests.random_programs.plans import MESHES, random_plan
 from tests.random_programs.programs import Leaf, bodies
 from tests.random_programs.shrink import shrink
 
 SEED = 20_000
-ROW = "aten.sum.default"
 
 
 def test_random_programs_on_threads(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,6 +90,21 @@ def test_a_planted_fault_is_found_and_shrinks_to_code_that_shows_it(monkeypatch:
 def _cases(programs: int) -> Iterator[Case]:
     for seed in range(programs):
         yield from cases_of(seed, plans=4)
+
+
+def test_mutants_of_random_plans_that_verify_compute_the_same() -> None:
+    """What the verifier lets through of mutated plans is right; some of each kind do occur."""
+    assert [text for seed in (2, 5) for text in wrong_mutants(seed)] == []
+    refused = [_is_refused(case, mutation.apply(plan)) for case, plan, mutation in mutants_of(2)]
+    assert 5 < sum(refused) < len(refused) - 5
+
+
+def _is_refused(case: Case, mutant: Plan) -> bool:
+    try:
+        verifier.verify(case.subject.graph, mutant, admits)
+    except (PlanError, PlacementError):
+        return True
+    return False
 
 
 # what random programs have found, each with the least program that showed it

@@ -212,11 +212,19 @@ class ThreadWorld:
         with _threads_as_ranks():
             for jobs in self._jobs:
                 jobs.put((exchange, fn, args))
-            results = dict(self._results.get(timeout=PATIENCE_S) for _ in range(self.size))
+            results = self._collect(exchange)
         self.sent = [dict(counter) for counter in exchange.sent]
         if exchange.error is not None:
             raise MeetingError(exchange.error)
         return [results[rank] for rank in range(self.size)]
+
+    def _collect(self, exchange: Exchange) -> dict[int, Any]:
+        try:
+            return dict(self._results.get(timeout=PATIENCE_S) for _ in range(self.size))
+        except queue.Empty:
+            thread_world.cache_clear()  # the next job has other threads
+            exchange.give_up(f"not all ranks have answered within {PATIENCE_S} s")
+            raise MeetingError(exchange.error) from None
 
     def _serve(self, rank: int) -> None:
         _here.rank = rank
