@@ -249,14 +249,14 @@ VERIFIER = [
           'if any(type_.kind not in "RSPI" for type_ in placement)', ("mutants",)),
     Fault("a buffer that forward changes may be split", CHECKER,
           'if stored.name in graph.mutations and any(type_.kind == "S" for type_ in storage.placement):',
-          "if stored.name is None:", ("mutants",)),
+          "if stored.name is None:", ("tests:tests/ir/test_verifier.py -k buffer",)),
     Fault("a plan for another model is accepted", CHECKER, "if plan.fingerprint != graph.fingerprint:",
           "if plan.fingerprint is None:", ("tests:tests/pipeline/test_errors.py",)),
     Fault("the axes need not be the mesh", CHECKER,
           "if math.prod(sizes) != plan.mesh.num_devices or strides != row_major:", "if not sizes and strides:",
           ("tests:tests/pipeline/test_plan_files.py", "tests:tests/pipeline/test_errors.py")),
     Fault("microbatches may cut any input", CHECKER, "if axis.name == MICROBATCH and type_ != wanted:",
-          "if axis.name == MICROBATCH and type_ is None:", ("tests:tests/pipeline/test_microbatches.py",)),
+          "if axis.name == MICROBATCH and type_ is None:", ("tests:tests/ir/test_verifier.py -k microbatches",)),
 ]  # fmt: skip
 
 FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *RUNTIME, *VERIFIER]
