@@ -33,7 +33,7 @@ def test_a_buffer_that_forward_changes_is_stored_whole() -> None:
     graph, choices = planned(1, norm=True)
     name = next(s.tensor for s in graph.stored if s.name.endswith("running_mean"))
     split = replace(choices, storage={**choices.storage, name: Storage((S(0),))})
-    with pytest.raises(PlacementError, match="running_mean.*, which forward updates, stored as R, found"):
+    with pytest.raises(PlacementError, match=r"running_mean.*, which forward updates, stored as R, found"):
         make_plan(graph, split)
 
 
