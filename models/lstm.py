@@ -24,6 +24,7 @@ class Config:
     seq_len: int = 8
     num_layers: int = 2
     hidden_size: int = 32
+    fused: bool = False  # torch's own LSTM: one fast kernel for all layers, of which only samples can be split
     batch_size: int = 8
 
 
@@ -60,6 +61,19 @@ class Layer(nn.Module):
         return torch.stack(outputs, dim=1)
 
 
+class Layers(nn.ModuleList):
+    """Layers one after the other, called as `nn.LSTM` is."""
+
+    def __init__(self, hidden_size: int, num_layers: int) -> None:
+        super().__init__(Layer(hidden_size) for _ in range(num_layers))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, None]:
+        """x (batch, seq, hidden) → the last layer's outputs, (batch, seq, hidden); final states are not kept."""
+        for layer in self:
+            x = layer(x)
+        return x, None
+
+
 def advance(gates: Tensor, memory: Tensor) -> tuple[Tensor, Tensor]:
     """gates (4, batch, unit) before their nonlinearities, memory (batch, unit) → the output and the next memory."""
     write, forget, read = gates[0].sigmoid(), gates[1].sigmoid(), gates[2].sigmoid()
@@ -73,15 +87,14 @@ class LSTM(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Layer(config.hidden_size) for _ in range(config.num_layers))
+        size, num_layers = config.hidden_size, config.num_layers
+        self.layers = nn.LSTM(size, size, num_layers, batch_first=True) if config.fused else Layers(size, num_layers)
         self.head = nn.Linear(config.hidden_size, config.vocab_size)
 
     def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
         """tokens and labels (batch, seq) of token numbers → loss ()."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x)
-        return next_token_loss(self.head(x), labels)
+        outputs, _ = self.layers(self.embedding(tokens))
+        return next_token_loss(self.head(outputs), labels)
 
 
 def build(config: Config) -> LSTM:

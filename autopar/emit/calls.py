@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from autopar.emit.heads import HEADS
 from autopar.emit.spatial import SPATIAL
 from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
@@ -222,6 +223,7 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     "aten.native_dropout.default": _dropout,
     ROUTED_EXPERTS: _routed_experts,
     "transformers.grouped_mm_fallback.default": _grouped_mm,
+    **HEADS,
     **SPATIAL,
 }
 

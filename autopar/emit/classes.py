@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -16,6 +17,7 @@ from autopar.ir.placement import Placement, format_placement, num_shards
 from autopar.ir.plan import PlanData
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.verifier import MICROBATCH
+from autopar.ops.communication import inner_communication
 
 INDENT = "    "
 
@@ -237,8 +239,20 @@ class ClassWriter:
         hint = item.node.op.split(".")[1].strip("_")
         targets = ["_" if name is None else names.make(made[name], hint) for name in item.node.outputs]
         left = ", ".join(targets) + ("," if len(targets) == 1 and _returns_list(item) else "")
-        source = f"  # {item.node.source}" if item.node.source else ""
-        return f"{INDENT * 2}{left} = {call}{source}"
+        notes = [note for note in (item.node.source, *self._sent_inside(item)) if note]
+        return f"{INDENT * 2}{left} = {call}" + (f"  # {'; '.join(notes)}" if notes else "")
+
+    def _sent_inside(self, item: Operate) -> list[str]:
+        """What the operator itself communicates: "all_to_all 1,024 B" and so on, each collective once."""
+        operands = tuple(placement for _, placement in item.reads)
+        notes = []
+        both = inner_communication(self.graph, item.node, operands, self.plan.axes)
+        for direction, sent in zip(("", "backward "), both, strict=True):
+            totals: Counter[str] = Counter()
+            for inner in sent:
+                totals[inner.collective] += inner.num_bytes
+            notes += [f"{direction}{collective} {size:,} B" for collective, size in totals.items()]
+        return notes
 
     def _convert(self, item: Convert, path: str, names: Names) -> list[str]:
         lines = []

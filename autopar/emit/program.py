@@ -17,8 +17,9 @@ from autopar.ops import defining_module
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
 
-Local operators run on this rank's shards; communication happens only in `redistribute` and where a parameter's
-stored placement differs from its use. Types: S(d) slices, R equal (gradient: summands), I equal, P summands.
+Local operators run on this rank's shards; communication happens only in `redistribute`, in functions of `rt` that say
+what they send, and where a parameter's stored placement differs from its use. Types: S(d) slices, R equal (gradient:
+summands), I equal, P summands.
 """
 
 import torch

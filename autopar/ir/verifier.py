@@ -111,7 +111,7 @@ def _names(what: str, planned: Counter[str], own: Counter[str]) -> list[str]:
 
 
 def _other_types(graph: Graph, plan: PlanData) -> list[str]:
-    pairs = [(name, type_, str(graph.tensors[name])) for name, type_ in plan.types.items() if name in graph.tensors]
+    pairs = [(name, type_, str(graph.kept(name))) for name, type_ in plan.types.items() if name in graph.tensors]
     odd = [f"{name} is {own} here and {planned} in the plan" for name, planned, own in pairs if own != planned]
     return odd[:3] + ([f"{len(odd) - 3} more tensors differ"] if len(odd) > 3 else [])
 

@@ -14,15 +14,21 @@ from typing import NamedTuple
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Axis, Placement, S, Type, local_shape
 from autopar.ops.call import Call
-from autopar.ops.windows import halo_elements, halos, has_windows
+from autopar.ops.windows import halos, has_windows, with_row_lengths
 
 
 class Inner(NamedTuple):
-    """One collective inside an operator, on a mesh axis (by position)."""
+    """One collective inside an operator, on a mesh axis (by position): the bytes of rank 0, and of the busiest one."""
 
     collective: str
     axis: int
     num_bytes: int
+    busiest_bytes: int = 0
+
+    @property
+    def priced_bytes(self) -> int:
+        """What the collective's time depends on: the ranks wait for the busiest."""
+        return max(self.num_bytes, self.busiest_bytes)
 
 
 Sent = tuple[list[Inner], list[Inner]]
@@ -66,12 +72,14 @@ def count_of_targets(call: Call, operands: tuple[Placement, ...]) -> list[Inner]
 
 
 def _halo_exchange(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
-    found = halos(call, operands[0], axes)
-    elements = halo_elements(call, local_shape(call.shape(0), operands[0], axes), found)
-    itemsize = call.tensor(0).itemsize
-    pairs = list(zip(found, elements, strict=True))
-    forward = [Inner("all_to_all", halo.axis, sent * itemsize) for halo, (sent, _) in pairs]
-    backward = [Inner("all_to_all", halo.axis, received * itemsize) for halo, (_, received) in reversed(pairs)]
+    """Forward each rank sends the rows that others need, backward the gradients of those that it got."""
+    local, itemsize = local_shape(call.shape(0), operands[0], axes), call.tensor(0).itemsize
+    forward: list[Inner] = []
+    backward: list[Inner] = []
+    for halo, row in with_row_lengths(local, halos(call, operands[0], axes)):
+        sent, received = ([count * row * itemsize for count in counts] for counts in (halo.sent, halo.received))
+        forward.append(Inner("all_to_all", halo.axis, sent[0], max(sent)))
+        backward.insert(0, Inner("all_to_all", halo.axis, received[0], max(received)))
     return forward, backward
 
 

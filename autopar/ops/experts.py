@@ -54,8 +54,3 @@ def routed_experts(call: Call) -> list[AxisRule]:
     """Tokens; experts, whose ranks each add what their own experts make; columns of the result."""
     text = "t D, t K, t K, e D N, e H m -> t m"
     return einsum_rules(text, call.operand_shapes, call.result_shapes, "RRPRR RRRRP")
-
-
-def grouped_product(call: Call) -> list[AxisRule]:
-    """Rows sorted by group, each group with its matrix: only columns and the summed dim split."""
-    return einsum_rules("S k, E k n, E -> S n", call.operand_shapes, call.result_shapes, "PRR RPR")

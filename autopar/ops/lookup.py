@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Literal
 
 import torch
@@ -109,8 +110,8 @@ def _creates(node: Node) -> bool:
 
 def _new_tensors(call: Call) -> list[AxisRule]:
     """What an operator such as `new_zeros` is called on says only dtype and device: however it is split will do."""
-    if len(call.node.operands) != 1:
-        return []
+    if len(call.node.operands) != 1 or not call.node.op.startswith("aten.new_"):
+        return []  # linspace takes its ends from tensors
     types = [P, *(S(dim) for dim, size in enumerate(call.shape(0)) if size > 1)]
     return [AxisRule((type_,), (R,) * len(call.node.results)) for type_ in types]
 
@@ -194,10 +195,23 @@ def shape_error(
     if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
         return _empty_slice_error(call, operands, axes)
     if node.op == "aten.scaled_dot_product_attention.default":
-        heads = [shape[-3] for shape in call.operand_shapes[:3]]
-        shards = num_shards(operands[0], len(call.shape(0)) - 3, axes)
-        if any(count % shards for count in heads) and len(set(heads)) > 1:
-            return f"heads {heads} do not split in {shards}"
+        return _heads_error(call, operands, axes)
+    return None
+
+
+def _heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Heads in groups split by whole groups; inside of that, the queries of a group may be split among ranks."""
+    head = len(call.shape(0)) - 3
+    heads = [shape[head] for shape in call.operand_shapes[:3]]
+    if len(set(heads)) == 1:
+        return None
+    together = [position for position, type_ in enumerate(operands[1]) if type_ == S(head)]
+    alone = [position for position, type_ in enumerate(operands[0]) if type_ == S(head) and position not in together]
+    shards = math.prod(axes[position].size for position in together)
+    if any(count % shards for count in heads if count > 1):
+        return f"heads {heads} do not split in {shards}"
+    if alone and together and alone[0] < together[-1]:
+        return f"axis {axes[alone[0]].name} splits queries alone, outside of axis {axes[together[-1]].name}'s groups"
     return None
 
 

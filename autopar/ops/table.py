@@ -90,7 +90,8 @@ def plus_product(product: str) -> RuleFunction:
 def attention(call: Call) -> list[AxisRule]:
     """Batch dims and heads split; so do queries when nothing is causal. Keys do not: softmax needs them whole.
 
-    With grouped heads (enable_gqa) the head dim is the query's and the key's own, split together.
+    With grouped heads (enable_gqa) the head dim is the query's and the key's own, split together; or the query's
+    alone, where each rank then takes the keys and values of its groups.
     """
     query = call.shape(0)
     batch = "" if len(query) == 3 else "b "
@@ -103,13 +104,26 @@ def attention(call: Call) -> list[AxisRule]:
     if len(query) not in (3, 4) or float(call.arguments["dropout_p"]) > 0.0:
         return []
     rules = Entry(f"{text} -> {batch}h {q} V", "RRP" + "R" * (len(call.node.operands) - 3))(call)
-    return [rule for rule in rules if _heads_agree(call, rule)]
+    rules = [rule for rule in rules if _heads_agree(call, rule)]
+    return [*rules, *(_queries_alone(call, rule) for rule in rules if _splits_groups(call, rule))]
 
 
 def _heads_agree(call: Call, rule: AxisRule) -> bool:
+    """All heads are split, or none are; a single head, which all queries share, is nothing to split."""
     head = len(call.shape(0)) - 3
-    split = [type_ == S(head) for type_ in rule.operands[:3]]
+    own = zip(rule.operands[:3], call.operand_shapes[:3], strict=True)
+    split = [type_ == S(head) for type_, shape in own if shape[head] > 1]
     return all(split) or not any(split)
+
+
+def _splits_groups(call: Call, rule: AxisRule) -> bool:
+    head = len(call.shape(0)) - 3
+    query, key, value = (shape[head] for shape in call.operand_shapes[:3])
+    return rule.operands[0] == rule.operands[1] == S(head) and query > key == value
+
+
+def _queries_alone(call: Call, rule: AxisRule) -> AxisRule:
+    return AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results)
 
 
 def layer_norm(call: Call) -> list[AxisRule]:
@@ -170,7 +184,11 @@ def group_norm(call: Call) -> list[AxisRule]:
 
 
 def recurrent(call: Call) -> list[AxisRule]:
-    """LSTM, GRU and RNN: samples, with their initial and final states, when there is no dropout between layers."""
+    """LSTM, GRU and RNN: samples, with their initial and final states, when there is no dropout between layers.
+
+    Units do not split: the gates lie fused in one dim of the weights, and a slice of it holds whole gates, not a
+    part of each. (So it is with cells that cut their fused gates apart; gates in a dim of their own split by units.)
+    """
     if len(call.shape(0)) != 3 or (call.arguments["dropout"] > 0.0 and call.arguments["train"]):
         return []
     sample = S(0 if call.arguments["batch_first"] else 1)
@@ -236,7 +254,6 @@ TABLE: dict[str, RuleFunction] = {
     "aten.conv_transpose3d.input": windows.transposed_convolution,
     "aten.scaled_dot_product_attention.default": attention,
     experts.ROUTED_EXPERTS: experts.routed_experts,
-    "transformers.grouped_mm_fallback.default": experts.grouped_product,
     # normalisation, loss, lookup, randomness
     "aten.layer_norm.default": layer_norm,
     "aten.rms_norm.default": layer_norm,
@@ -320,8 +337,6 @@ _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.defaul
               "aten.contiguous.default", "aten.to.dtype", "aten.__and__.Tensor", "aten.__or__.Tensor",
               "aten.polar.default", "aten.complex.default", "aten.masked_fill.Tensor", "aten.hardswish.default",
               "aten.log_sigmoid.default", "aten.floor_divide.default"}  # fmt: skip
-#: tagged, and right: the proof's samples of these differ by the order of a sum, or are NaN (√ at 0)
-_ROUNDED = {"aten.div.Tensor", "aten.sin.default", "aten.sqrt.default"}
 
 
 def find(op: str) -> RuleFunction | None:
@@ -331,4 +346,4 @@ def find(op: str) -> RuleFunction | None:
     name = op.split(".")[1]
     tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
     tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))
-    return pointwise if tagged or op in _POINTWISE | _ROUNDED or name in _LIKE else None
+    return pointwise if tagged or op in _POINTWISE or name in _LIKE else None

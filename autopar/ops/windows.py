@@ -8,6 +8,7 @@ dilation, padding and uneven slices; what is sent is computed here, from the sam
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, num_shards
@@ -148,17 +149,17 @@ def upsample_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> st
 
 
 class Halo(NamedTuple):
-    """The exchange along one dim, seen from one rank: the mesh axis, rows that are sent and received."""
+    """The exchange along one dim over a mesh axis: rows that each of its ranks sends and receives."""
 
     axis: int
     dim: int
-    sent: int
-    received: int
-    extended: int  # rows that the rank has afterwards
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+    extended: int  # rows that the first rank has afterwards
 
 
 def halos(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> list[Halo]:
-    """The exchanges that rank 0 takes part in, in order; none for dims whose windows stay on their rank."""
+    """The exchanges, in order; none for dims whose windows stay on their rank."""
     found = []
     for dim, window in zip(spatial_dims(call), windows(call), strict=True):
         for position, (axis, type_) in enumerate(zip(axes, operand, strict=True)):
@@ -179,8 +180,9 @@ def _halo(window: Window, axis: int, dim: int, size: int, after: int, parts: int
     needed = [window.covered(*_chunk(after, parts, index), size) for index in range(parts)]
     if held == needed:
         return None
-    sent = sum(_overlap(held[0], rows) for rows in needed[1:])
-    received = sum(_overlap(rows, needed[0]) for rows in held[1:])
+    parties = range(parts)
+    sent = tuple(sum(_overlap(held[own], needed[other]) for other in parties if other != own) for own in parties)
+    received = tuple(sum(_overlap(held[other], needed[own]) for other in parties if other != own) for own in parties)
     return Halo(axis, dim, sent, received, needed[0][1] - needed[0][0])
 
 
@@ -193,11 +195,9 @@ def _overlap(left: Range, right: Range) -> int:
     return max(0, min(left[1], right[1]) - max(left[0], right[0]))
 
 
-def halo_elements(call: Call, local: tuple[int, ...], found: list[Halo]) -> list[tuple[int, int]]:
-    """Elements that rank 0 sends forward and backward in each exchange; a later one carries the earlier ones' rows."""
-    sizes, elements = list(local), []
+def with_row_lengths(local: tuple[int, ...], found: list[Halo]) -> Iterator[tuple[Halo, int]]:
+    """Each exchange with the elements of a row at rank 0: a later one carries the rows that earlier ones brought."""
+    sizes = list(local)
     for halo in found:
-        row = math.prod(size for dim, size in enumerate(sizes) if dim != halo.dim)
-        elements.append((halo.sent * row, halo.received * row))
+        yield halo, math.prod(size for dim, size in enumerate(sizes) if dim != halo.dim)
         sizes[halo.dim] = halo.extended
-    return elements

@@ -10,6 +10,7 @@ from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_co
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding, embedding_bag
 from autopar.runtime.lowering.experts import grouped_mm, routed_experts
+from autopar.runtime.lowering.heads import heads_of
 from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
@@ -44,6 +45,7 @@ __all__ = [
     "embedding_bag",
     "group_norm",
     "grouped_mm",
+    "heads_of",
     "last_checkpoint",
     "load_checkpoint",
     "local_offset",

@@ -353,7 +353,8 @@ class _Lowering:
         return self._inner_transmissions(forward), self._inner_transmissions(backward)
 
     def _inner_transmissions(self, sent: Sequence[Inner]) -> tuple[Transmission, ...]:
-        return tuple(self._transmission(*inner) for inner in sent if self.plan.axes[inner.axis].size > 1)
+        real = [inner for inner in sent if self.plan.axes[inner.axis].size > 1]
+        return tuple(self._transmission(inner.collective, inner.axis, inner.priced_bytes) for inner in real)
 
     def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""

@@ -34,9 +34,9 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
             name = redistribute.tensor
             _add(counts, graph, plan, name, placements[name], redistribute.steps, plan.microbatches, 0)
     for node in graph.nodes:
-        for sent in inner_collectives(graph, node, plan):
-            for inner in sent:
-                counts[inner.collective] += inner.num_bytes * plan.microbatches
+        forward, backward = inner_collectives(graph, node, plan)
+        for inner in [*forward, *([] if reached.isdisjoint(node.results) else backward)]:
+            counts[inner.collective] += inner.num_bytes * plan.microbatches
         if plan.microbatches > 1:  # once for all of them
             for inner in count_of_targets(Call(graph, node), plan.nodes[node.name].operands):
                 counts[inner.collective] += inner.num_bytes

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, map_references
 from autopar.ir.structure import is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
@@ -21,7 +21,7 @@ _VIEWS = {"aten.view.default", "aten._unsafe_view.default"}
 
 def clean(graph: Graph) -> Graph:
     """Removes asserts, identities, duplicates and dead nodes; the input graph is left as it is."""
-    nodes = [_as_reshape(node) for node in graph.nodes if not node.op.startswith(_ASSERTIONS)]
+    nodes = [_plainer(graph, node) for node in graph.nodes if not node.op.startswith(_ASSERTIONS)]
     nodes, renamed = _drop_identities(graph, nodes)
     nodes, merged = _merge_equal(nodes)
     renamed = {**{old: merged.get(new, new) for old, new in renamed.items()}, **merged}
@@ -33,7 +33,7 @@ def clean(graph: Graph) -> Graph:
     mutations = {buffer: final(name) for buffer, name in graph.mutations.items()}
     live = _live_nodes(nodes, {*outputs, *mutations.values()})
     used = {name for node in live for name in node.operands} | {*outputs, *mutations.values()}
-    stored = tuple(s for s in graph.stored if s.kind == "parameter" or s.tensor in used or s.persistent)
+    stored = tuple(s for s in graph.stored if s.tensor in used or _is_state(s))
     kept = {name for node in live for name in node.results} | set(graph.inputs) | {s.tensor for s in stored}
     return replace(
         graph,
@@ -44,6 +44,11 @@ def clean(graph: Graph) -> Graph:
         mutations=mutations,
         tensors={name: tensor for name, tensor in graph.tensors.items() if name in kept},
     )
+
+
+def _is_state(stored: Stored) -> bool:
+    """Whether checkpoints hold it, read or not."""
+    return stored.kind == "parameter" or (stored.kind == "buffer" and stored.persistent)
 
 
 def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
@@ -58,8 +63,16 @@ def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[
     return kept, renamed
 
 
-def _as_reshape(node: Node) -> Node:
-    return replace(node, op="aten.reshape.default") if node.op in _VIEWS else node
+def _plainer(graph: Graph, node: Node) -> Node:
+    if node.op in _VIEWS:
+        return replace(node, op="aten.reshape.default")
+    return _without_nothing(graph, node) if node.op == "aten.cat.default" else node
+
+
+def _without_nothing(graph: Graph, node: Node) -> Node:
+    """Without the operands of shape [0], which torch joins to tensors of any rank: how empty caches begin."""
+    joined = tuple(ref for ref in node.args[0] if graph.tensors[ref.tensor].shape != (0,))
+    return replace(node, args=(joined, *node.args[1:])) if joined else node
 
 
 def _is_contiguous_copy(node: Node) -> bool:
@@ -76,7 +89,7 @@ def _is_identity(graph: Graph, node: Node) -> bool:
         return False
     source, result = graph.tensors[node.operands[0]], graph.tensors[node.results[0]]
     same = source.shape == result.shape and source.dtype == result.dtype
-    if node.op in ("aten.reshape.default", "aten.expand.default"):
+    if node.op in ("aten.reshape.default", "aten.expand.default", "aten.cat.default"):
         return same
     if node.op == "aten._to_copy.default":
         return same and all(key in ("dtype", "device", "layout") for key, _ in node.kwargs)

@@ -138,7 +138,11 @@ class _Converter:
         outputs, mutations = [], {}
         for spec in self.program.graph_signature.output_specs:
             if spec.kind == OutputKind.USER_INPUT_MUTATION:
-                raise TraceError(f"expected forward to leave its inputs alone, but it writes to {spec.target!r}")
+                nodes = {node.name: node for node in self.program.graph.nodes}
+                raise TraceError(
+                    f"expected forward to leave its inputs alone, but it writes to {spec.target!r} at\n"
+                    f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\nClone the input before writing to it."
+                )
             name = self.rename.get(str(getattr(spec.arg, "name", "")))
             if name is None:
                 continue  # a constant output such as None

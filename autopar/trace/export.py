@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,16 +74,20 @@ def _parameter_names(function: Callable[..., Any]) -> list[str]:
 
 
 def export(
-    model: nn.Module, names: list[str], bound: tuple[Any, ...] | dict[str, Any], loss_fn: LossFn | None
+    model: nn.Module, names: list[str], bound: tuple[Any, ...] | dict[str, Any], loss_fn: LossFn | None, mode: str
 ) -> ExportedProgram:
-    """The functional ExportedProgram; `linear`, `scaled_dot_product_attention` and the like stay whole."""
+    """The functional ExportedProgram; `linear`, `scaled_dot_product_attention` and the like stay whole.
+
+    In mode "train" what forward returns beside tensors, such as a cache of keys and values, is left out.
+    """
     device = next(model.parameters(), torch.empty(0)).device
     distinct = [_like(value, device) for value in (bound.values() if isinstance(bound, dict) else bound)]
     args = () if isinstance(bound, dict) else tuple(distinct)
     kwargs = dict(zip(names, distinct, strict=True)) if isinstance(bound, dict) else {}
     target = model if loss_fn is None else _WithLoss(model, loss_fn, *_split(model, names, bound))
+    keeps_loss = mode == "train" and loss_fn is None
     target.training = model.training  # and no module's below: each keeps its own mode
-    with _quiet(), _modes_kept(model):
+    with _quiet(), _modes_kept(model), _returning_tensors(model) if keeps_loss else nullcontext():
         try:
             program = torch.export.export(target, args, kwargs, strict=False)
             _detach_no_grad_regions(program.graph_module)
@@ -129,6 +134,27 @@ def _modes_kept(model: nn.Module) -> Iterator[None]:
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def _returning_tensors(model: nn.Module) -> Iterator[None]:
+    """Of a mapping that forward returns, only the tensors: torch.export refuses objects that it does not know."""
+    own, was_set = model.forward, model.__dict__.get("forward")
+
+    @functools.wraps(own)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = own(*args, **kwargs)
+        if not isinstance(output, Mapping):
+            return output
+        return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+
+    model.__dict__["forward"] = forward
+    try:
+        yield
+    finally:
+        del model.__dict__["forward"]
+        if was_set is not None:
+            model.__dict__["forward"] = was_set
 
 
 def _detach_no_grad_regions(module: fx.GraphModule) -> None:

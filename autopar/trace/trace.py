@@ -41,7 +41,7 @@ def trace(
     names, bound = bind_inputs(model, example_inputs, loss_fn)
     traced = model if compute_dtype is None else cast_copy(model, compute_dtype)
     arguments = bound if compute_dtype is None else cast_inputs(model, names, bound, compute_dtype)
-    program = export(traced, names, arguments, loss_fn)
+    program = export(traced, names, arguments, loss_fn, mode)
     graph = convert(program, traced, names, with_loss=loss_fn is not None, mode=mode)
     graph = share(clean(fuse_routing(clean(graph))))
     return graph if compute_dtype is None else with_kept_dtypes(graph, model, names, bound)

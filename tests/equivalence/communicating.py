@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 import transformers
@@ -37,6 +39,13 @@ def images(size: int = 16) -> tuple[nn.Module, Batch]:
     torch.manual_seed(0)
     model = Images().double()  # gradients of the biases that a norm takes away again are zero, and nothing else is
     return model, {"images": torch.randn(4, 3, size, size).double(), "labels": torch.randint(10, (4,))}
+
+
+def image_model(module: Any) -> tuple[nn.Module, Batch]:
+    """One of the example models that read images, on half its batch."""
+    torch.manual_seed(0)
+    config = module.Config(batch_size=4)
+    return module.build(config), module.example_inputs(config)
 
 
 def mixtral(implementation: str = "grouped_mm") -> tuple[nn.Module, Batch]:

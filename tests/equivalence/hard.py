@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 
 import autopar
 from autopar.cost import load_profile
+from autopar.intraop import builder
+from autopar.intraop.strategies import Strategy, enumerate_strategies
 from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import make_axes
+from autopar.ir.placement import parse_placement
 from autopar.ir.plan import Plan
 from autopar.planning import Place, Request, SearchBudget, divided
 from autopar.program import PlannedProgram
@@ -32,16 +39,26 @@ def template(model: nn.Module, batch: Tensors, **choices: Any) -> PlannedProgram
 
 def planned(
     model: nn.Module, batch: Tensors, axes: dict[str, int], *constraints: Constraint, mode: str = "train",
-    microbatches: int = 1,
+    microbatches: int = 1, only: Mapping[str, Sequence[str]] | None = None,
 ) -> PlannedProgram:  # fmt: skip
-    """The best program on axes of these names and sizes under the constraints."""
+    """The best program on axes of these names and sizes under the constraints.
+
+    `only`: for an operator, the placements in which it must read its first operands, whatever else is cheaper.
+    """
     mesh = autopar.Mesh("cpu", devices_per_node=math.prod(axes.values()))
     graph = trace(model, batch, mode=mode)
     optimizer = "adamw" if mode == "train" else None
     request = Request(mesh, mode, optimizer, None, constraints, SearchBudget(10.0, gap=0.01))
     part = divided(graph, find_blocks(graph), microbatches)
     place = Place(part, make_axes(tuple(axes), tuple(axes.values())), request, load_profile("cpu"))
-    return autopar.parallelize(model, mesh, batch, plan=part.on_all_axes(place.fit(10.0)))
+    with mock.patch.object(builder, "enumerate_strategies", partial(_restricted, only or {})):
+        plan = place.fit(10.0)
+    return autopar.parallelize(model, mesh, batch, plan=part.on_all_axes(plan))
+
+
+def _restricted(only: Mapping[str, Sequence[str]], graph: Graph, node: Node, *rest: Any) -> list[Strategy]:
+    wanted = tuple(map(parse_placement, only.get(node.op, ())))
+    return [s for s in enumerate_strategies(graph, node, *rest) if s.operands[: len(wanted)] == wanted]
 
 
 def pin(pattern: str, type_: str, axis: str | None = None) -> tuple[Constraint, Constraint]:

@@ -82,7 +82,9 @@ def step_alone(model: nn.Module, batch: Tensors) -> Step:
     loss.backward()
     named = model.named_parameters(remove_duplicate=False)
     gradients = {name: parameter.grad for name, parameter in named if parameter.grad is not None}
-    return Step(loss.detach(), gradients, {name: value.clone() for name, value in model.named_buffers()}, {})
+    state = model.state_dict()
+    buffers = {name: value.clone() for name, value in model.named_buffers() if name in state}
+    return Step(loss.detach(), gradients, buffers, {})
 
 
 def compare(single: Step, ranks: Sequence[Step], predicted: Mapping[str, int]) -> Comparison:
@@ -121,9 +123,9 @@ def _gradient_errors(expected: Tensors, found: Tensors) -> dict[str, float]:
 
 
 def _buffer_errors(expected: Tensors, found: Tensors) -> dict[str, float]:
-    """Of the buffers that the program keeps: it has those that its graph reads or writes, and the persistent ones."""
-    errors = {}
-    for name, value in found.items():
-        difference = (expected[name].double() - value.double()).norm()
+    """Of the persistent buffers; infinite where only one side has one."""
+    errors = {name: float("inf") for name in {*expected} ^ {*found}}
+    for name in {*expected} & {*found}:
+        difference = (expected[name].double() - found[name].double()).norm()
         errors[name] = float(difference / expected[name].double().norm()) if difference else 0.0
     return errors

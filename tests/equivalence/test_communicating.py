@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import re
+from typing import Any
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar.trace import trace
+from models import unet, wide_resnet
 from tests.equivalence import communicating
 from tests.equivalence.following import follow
 from tests.equivalence.harness import Tensors, differences, run_rank, run_single
@@ -33,8 +38,22 @@ def check_equal(
     results = pool(world).run(run_rank, program.source, state, batch, ("sgd",))
     found = differences(run_single(reference or model, batch, ("sgd",)), results[0])
     assert not found, "\n".join(found)
+    check_buffers(reference or model, batch, results[0][3]["sgd"])
     assert results[0][4] == {kind: size for kind, size in plan.predicted.comm_bytes.items() if size}
     return program
+
+
+def check_buffers(model: nn.Module, batch: Tensors, found: Tensors) -> None:
+    """Running statistics after three steps of the harness's optimizer."""
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for _ in range(3 if dict(model.named_buffers()) else 0):
+        optimizer.zero_grad()
+        output = model(**batch)
+        (output if isinstance(output, Tensor) else output["loss"]).backward()
+        optimizer.step()
+    for name in model.state_dict().keys() - dict(model.named_parameters()).keys():
+        torch.testing.assert_close(found[name], model.state_dict()[name])
 
 
 @pytest.mark.ranks
@@ -47,6 +66,18 @@ def test_images_split_by_rows(sizes: tuple[int, ...], size: int, placement: str)
     program = check_equal(model, batch, sizes, {"images": placement})
     for call in ("convolution", "batch_norm", "group_norm", "max_pool", "avg_pool", "mean"):
         assert f"rt.{call}(" in program.source
+    assert re.search(r"rt.max_pool\(.*; all_to_all [\d,]+ B; backward all_to_all [\d,]+ B", program.source)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("module", "sizes", "placement"), [(wide_resnet, (2, 2), "S(0) S(2)"), (unet, (2,), "S(2)")], ids=["resnet", "unet"]
+)
+def test_example_models_split_by_rows(module: Any, sizes: tuple[int, ...], placement: str) -> None:
+    model, batch = communicating.image_model(module)
+    images = [name for name, value in batch.items() if value.dim() == 4]
+    program = check_equal(model, batch, sizes, dict.fromkeys(images, placement))
+    assert "rt.convolution(" in program.source
 
 
 EXPERTS = [f"model.layers.{layer}.mlp.experts.{name}" for layer in range(2) for name in ("gate_up_proj", "down_proj")]

@@ -7,10 +7,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar import Constraint, errors
+from autopar import errors
+from autopar.ir.mesh import make_axes
+from autopar.ir.placement import R, S
+from autopar.ops import admits
+from autopar.trace import trace
+from models import llama
 from tests.equivalence.hard import assert_equal, operands_of, pin, planned, stored, template
 
 pytestmark = pytest.mark.ranks
+SPLIT_CLASSES = {"aten.cross_entropy_loss.default": ("S(1)", "R")}
 
 
 class Classifier(nn.Module):
@@ -88,7 +94,7 @@ def test_vocabulary_50257_on_4_ranks(tied: bool) -> None:
     model, batch = LanguageModel(50_257, tied=tied), text(50_257)
     names = ["embedding.weight"] if tied else ["embedding.weight", "head.weight", "head.bias"]
     rules = [rule for name in names for rule in pin(name, "S(0)")]
-    program = planned(model, batch, {"tp": 4}, *rules)
+    program = planned(model, batch, {"tp": 4}, *rules, only=SPLIT_CLASSES)
     for name in names:
         assert stored(program.plan, name) == "S(0)"
     assert operands_of(program, "aten.embedding.default") == [["S(0)", "R"]]
@@ -99,7 +105,7 @@ def test_vocabulary_50257_on_4_ranks(tied: bool) -> None:
 def test_10_classes_on_4_ranks() -> None:
     """3, 3, 3 and 1 classes: the loss is computed over split classes."""
     model, batch = Classifier(), samples(8)
-    program = planned(model, batch, {"tp": 4}, *pin("head.*", "S(0)"))
+    program = planned(model, batch, {"tp": 4}, *pin("head.*", "S(0)"), only=SPLIT_CLASSES)
     assert stored(program.plan, "head.weight") == "S(0)" and stored(program.plan, "head.bias") == "S(0)"
     assert operands_of(program, "aten.cross_entropy_loss.default") == [["S(1)", "R"]]
     assert_equal(model, batch, program)
@@ -124,7 +130,8 @@ class FusedAttention(nn.Module):
 def test_fused_qkv_split_on_4_ranks() -> None:
     """Slices of the fused matrix are not heads of each part: heads split after the parts are whole."""
     model, batch = FusedAttention(), {"x": torch.randn(2, 6, 32)}
-    program = planned(model, batch, {"tp": 4}, *pin("qkv.*", "S(0)"), *pin("output.weight", "S(1)"))
+    only = {"aten.scaled_dot_product_attention.default": ["S(1)"] * 3}
+    program = planned(model, batch, {"tp": 4}, *pin("qkv.*", "S(0)"), *pin("output.weight", "S(1)"), only=only)
     assert stored(program.plan, "qkv.weight") == "S(0)"
     assert operands_of(program, "aten.scaled_dot_product_attention.default") == [["S(1)"] * 3]
     assert_equal(model, batch, program)
@@ -141,8 +148,7 @@ def test_5_heads_on_4_ranks_are_not_split() -> None:
 
 def test_7_heads_on_4_ranks_split_2_2_2_1() -> None:
     model, batch = FusedAttention(width=28, heads=7), {"x": torch.randn(2, 6, 28)}
-    rule = Constraint("scaled_dot_product_attention", ("S(1)",), what="output")
-    program = planned(model, batch, {"tp": 4}, rule)
+    program = planned(model, batch, {"tp": 4}, only={"aten.scaled_dot_product_attention.default": ["S(1)"] * 3})
     assert operands_of(program, "aten.scaled_dot_product_attention.default") == [["S(1)"] * 3]
     assert_equal(model, batch, program)
 
@@ -182,3 +188,64 @@ def test_batch_that_leaves_a_rank_without_samples_is_refused() -> None:
 def test_microbatches_that_do_not_divide_the_batch_are_refused() -> None:
     with pytest.raises(errors.PlanError, match=r"divides the batch of 10, found 4"):
         template(Classifier(), samples(10), dp=2, microbatches=4)
+
+
+class Grouped(nn.Module):
+    """Query heads in groups, each with one key and value head."""
+
+    def __init__(self, heads: int, kv_heads: int, size: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.size = size
+        self.query = nn.Linear(32, heads * size)
+        self.key, self.value = nn.Linear(32, kv_heads * size), nn.Linear(32, kv_heads * size)
+        self.output = nn.Linear(heads * size, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (f(x).unflatten(2, (-1, self.size)).transpose(1, 2) for f in (self.query, self.key, self.value))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.output(mixed.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "axes", "expected"),
+    [
+        (8, 2, {"tp": 4}, ["S(1)", "R", "R"]),  # ranks 0 and 1 share a head, ranks 2 and 3 the other
+        (8, 1, {"tp": 4}, ["S(1)", "R", "R"]),
+        (6, 2, {"tp": 4}, None),  # 2, 2, 2 and none: refused, so the attention runs whole
+        (14, 2, {"tp": 4}, ["S(1)", "R", "R"]),  # 4, 4, 4 and 2: the second rank has heads of both groups
+        (8, 2, {"x": 2, "y": 2}, ["S(1) S(1)", "S(1) R", "S(1) R"]),  # groups split first, then their queries
+        (8, 4, {"tp": 4}, ["S(1)", "S(1)", "S(1)"]),
+    ],
+    ids=str,
+)
+def test_kv_heads_fewer_than_the_axis(heads: int, kv_heads: int, axes: dict[str, int], expected: list[str]) -> None:
+    model, batch = Grouped(heads, kv_heads), {"x": torch.randn(2, 5, 32, generator=torch.Generator().manual_seed(4))}
+    only = {} if expected is None else {"aten.scaled_dot_product_attention.default": expected}
+    program = planned(model, batch, axes, only=only)
+    found = operands_of(program, "aten.scaled_dot_product_attention.default")[0]
+    assert found == expected or (expected is None and "S(1)" not in found)
+    assert ("rt.heads_of" in program.source) == (expected is not None and "R" in expected[1] and kv_heads > 1)
+    assert_equal(model, batch, program)
+
+
+def test_queries_split_outside_of_their_groups_are_refused() -> None:
+    """Split by an outer axis alone, queries would meet ranks that hold other groups."""
+    graph = trace(Grouped(8, 2), {"x": torch.randn(2, 5, 32)})
+    node = next(node for node in graph.nodes if "scaled_dot" in node.op)
+    query = (S(1), S(1))
+    axes = make_axes(("x", "y"), (2, 2))
+    assert admits(graph, node, (query, (S(1), R), (S(1), R)), (query,), axes) is None
+    reason = admits(graph, node, (query, (R, S(1)), (R, S(1))), (query,), axes)
+    assert reason is not None and "axis x splits queries alone, outside of axis y's groups" in reason
+
+
+def test_llama_with_2_kv_heads_on_4_ranks() -> None:
+    """Tensor parallel over query heads, and every rank makes the keys and values that all ranks share."""
+    config = llama.Config(num_layers=1, batch_size=2, seq_len=16)
+    torch.manual_seed(0)
+    model, batch = llama.build(config), llama.example_inputs(config)
+    only = {"aten.scaled_dot_product_attention.default": ["S(1)", "R", "R"]}
+    program = planned(model, batch, {"tp": 4}, *pin("layers.*.query.weight", "S(0)"), only=only)
+    assert stored(program.plan, "layers.0.attention.query.weight") == "S(0)"
+    assert_equal(model, batch, program)

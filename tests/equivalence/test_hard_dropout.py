@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 from autopar import Constraint
@@ -102,8 +103,8 @@ class PlainDropout(nn.Module):
 
 def mask_program(axes: dict[str, int], x: Tensor, *types: tuple[str, str]) -> PlannedProgram:
     rules = [Constraint("*", (type_,), what="input", axis=axis) for axis, type_ in types]
-    rules += [Constraint("native_dropout*", (type_,), what="output", axis=axis) for axis, type_ in types]
-    return planned(PlainDropout(), {"x": x}, axes, *rules, mode="inference")
+    only = {"aten.native_dropout.default": [" ".join(type_ for _, type_ in types)]}
+    return planned(PlainDropout(), {"x": x}, axes, *rules, mode="inference", only=only)
 
 
 @pytest.mark.parametrize("length", [8, 7], ids=["even", "uneven"])
@@ -171,3 +172,33 @@ def test_equal_draws_stay_apart_and_are_new_at_every_step() -> None:
     assert_same_draws(model, batch, program)
     losses, _ = eager_steps(model, batch, 7)
     assert len(set(losses)) == STEPS
+
+
+def gpt2() -> nn.Module:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=4, n_positions=32, vocab_size=96, bos_token_id=1, eos_token_id=1, use_cache=False
+    )
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+class LossOnly(nn.Module):
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
+        return self.inner(input_ids=input_ids, labels=labels).loss
+
+
+def test_exact_mode_on_gpt2_with_its_own_dropout() -> None:
+    """Embeddings, attention weights and residuals drop with probability 0.1, over samples and on the second axis."""
+    ids = torch.randint(0, 96, (4, 12), generator=torch.Generator().manual_seed(1))
+    model, batch = LossOnly(gpt2()), {"input_ids": ids, "labels": ids}
+    rules = [Constraint("*", ("S(0)",), what="input", axis="dp"), Constraint("*", ("R",), what="input", axis="tp")]
+    rules += [Constraint("*dropout*", ("S(0)",), axis="dp"), Constraint("*dropout*", ("S",), axis="tp", soft=True)]
+    program = planned(model, batch, {"dp": 2, "tp": 2}, *rules)
+    dropouts = [placements[0] for placements in operands_of(program, "aten.native_dropout.default")]
+    assert len(dropouts) == 7 and all(placement.startswith("S(0)") for placement in dropouts)
+    assert any(placement.count("S") == 2 for placement in dropouts), dropouts
+    assert_same_draws(model, batch, program)

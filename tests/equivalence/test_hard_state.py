@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar import Constraint
 from autopar.program import PlannedProgram
 from autopar.trace import trace
 from tests.equivalence.hard import assert_equal, operands_of, pin, planned, state_of, stored, template
@@ -98,20 +97,11 @@ def images(count: int) -> Tensors:
 def test_batch_norm_in_training_with_its_running_buffers(count: int, axes: dict[str, int]) -> None:
     """Statistics are those of the whole batch, also where ranks hold 3, 3, 3 and 1 samples."""
     model, batch = Normalised(), images(count)
-    rules = [Constraint(name, ("S(0)",), axis="dp") for name in results_of(model, batch, "batch_norm")]
-    program = planned(model, batch, axes, *rules, *inputs_by_sample())
+    by_sample = " ".join("S(0)" if axis == "dp" else "R" for axis in axes)
+    program = planned(model, batch, axes, only={"aten._native_batch_norm_legit_functional.default": [by_sample]})
     norms = operands_of(program, "aten._native_batch_norm_legit_functional.default")
     assert len(norms) == 2 and all(placements[0].startswith("S(0)") for placements in norms)
     assert_trains_alike(model, batch, program)
-
-
-def inputs_by_sample() -> list[Constraint]:
-    return [Constraint("*", ("S(0)",), what="input", axis="dp")]
-
-
-def results_of(model: nn.Module, batch: Tensors, op: str) -> list[str]:
-    """The names of the first results of some operators."""
-    return [node.results[0] for node in trace(model, batch).nodes if f"{op}_legit_functional" in node.op]
 
 
 def test_batch_norm_over_split_channels() -> None:
@@ -119,7 +109,8 @@ def test_batch_norm_over_split_channels() -> None:
     model = nn.Sequential(nn.Conv2d(3, 10, 3), nn.BatchNorm2d(10), nn.ReLU(), nn.Flatten(), nn.Linear(360, 1))
     model = WithLoss(model)
     batch = {"x": normals(4, 3, 8, 8)}
-    program = planned(model, batch, {"tp": 4}, *pin("inner.0.*", "S(0)"), *pin("inner.1.*", "S(0)"))
+    only = {"aten._native_batch_norm_legit_functional.default": ["S(1)"]}
+    program = planned(model, batch, {"tp": 4}, *pin("inner.0.*", "S(0)"), *pin("inner.1.*", "S(0)"), only=only)
     norms = operands_of(program, "aten._native_batch_norm_legit_functional.default")
     assert norms[0][:3] == ["S(1)", "S(0)", "S(0)"] and stored(program.plan, "inner.1.weight") == "S(0)"
     assert_trains_alike(model, batch, program)

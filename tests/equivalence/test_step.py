@@ -46,6 +46,7 @@ def test_equal_steps_have_no_faults() -> None:
         (replace(EXACT, gradients=gradients(frozen=torch.tensor([1.0]))), "gradient of frozen"),
         (replace(EXACT, buffers={**EXACT.buffers, "count": torch.tensor(8)}), "buffer count"),
         (replace(EXACT, buffers={**EXACT.buffers, "mean": torch.tensor([1.0, -1.001])}), "buffer mean"),
+        (replace(EXACT, buffers={"count": torch.tensor(7)}), "buffer mean: relative difference inf"),
         (replace(EXACT, sent={"all_reduce": 12}), "sent {'all_reduce': 12} bytes, predicted {'all_reduce': 8}"),
         (replace(EXACT, sent={}), "sent {} bytes"),
     ],

@@ -56,9 +56,10 @@ def _bert() -> nn.Module:
 
 _OWN = {
     "gpt": gpt, "moe": moe, "mlp": mlp, "llama": llama, "wide_resnet": wide_resnet, "unet": unet, "lstm": lstm,
-    "dlrm": dlrm, "dit": dit,
+    "lstm_fused": lstm, "dlrm": dlrm, "dit": dit,
 }  # fmt: skip
 _CONFIGS = {
+    "lstm_fused": lstm.Config(fused=True),
     "llama": llama.Config(vocab_size=128, seq_len=16, hidden_size=32, num_heads=4, mlp_size=64, batch_size=4),
 }
 _HF = {"hf_gpt2": _gpt2, "hf_llama": _llama, "hf_bert": _bert}

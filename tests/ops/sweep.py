@@ -249,15 +249,24 @@ def sweep(processes: int, only: str = "") -> dict[str, Proof]:
         return dict(pool.imap(_prove_group, found.items(), chunksize=4))
 
 
-def write(found: dict[str, Proof]) -> None:
+def write(found: dict[str, Proof], *, keep_others: bool) -> None:
     """autopar/ops/proofs.json: for each overload that held on how many calls, rules and layouts; else the failure."""
-    held = {op: proof for op, proof in found.items() if proof.holds}
-    record = {
-        "proved": {op: f"{p.calls} calls, {p.rules} rules, {p.layouts} layouts" for op, p in held.items()},
-        "need_elements": [op for op, proof in held.items() if proof.needs_elements],
-        "failed": {op: proof.failure for op, proof in found.items() if proof.failure},
+    record = json.loads(proofs.PATH.read_text()) if keep_others else {"proved": {}, "need_elements": [], "failed": {}}
+    proved = {op: text for op, text in record["proved"].items() if op not in found}
+    need = {op for op in record["need_elements"] if op not in found}
+    failed = {op: text for op, text in record["failed"].items() if op not in found}
+    for op, p in found.items():
+        if p.failure:
+            failed[op] = p.failure
+        elif p.holds:
+            proved[op] = f"{p.calls} calls, {p.rules} rules, {p.layouts} layouts"
+            need |= {op} if p.needs_elements else set()
+    made = {
+        "proved": dict(sorted(proved.items())),
+        "need_elements": sorted(need),
+        "failed": dict(sorted(failed.items())),
     }
-    proofs.PATH.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+    proofs.PATH.write_text(json.dumps(made, indent=1, ensure_ascii=False) + "\n")
 
 
 def summary(found: dict[str, Proof]) -> str:
@@ -273,14 +282,13 @@ def summary(found: dict[str, Proof]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=2)
-    parser.add_argument("--only", default="", help="a regular expression for overloads; nothing is written then")
+    parser.add_argument("--only", default="", help="overloads, a regular expression; the others stay")
     arguments = parser.parse_args()
     found = sweep(arguments.processes, arguments.only)
     for op, proof in found.items():
         if proof.failure:
             print(f"{op}: {proof.failure}")
-    if not arguments.only:
-        write(found)
+    write(found, keep_others=bool(arguments.only))
     print(summary(found))
     own = [op for op, proof in found.items() if proof.failure and op in TABLE]
     if own:

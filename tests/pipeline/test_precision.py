@@ -133,3 +133,16 @@ def test_nothing_is_kept_beside_a_graph_of_the_model_as_it_is() -> None:
     cast = trace(model, batch, compute_dtype=torch.bfloat16)
     assert set(cast.kept_dtypes) == {"features", *dict(model.named_parameters())}
     assert cast.fingerprint != trace(model.bfloat16(), {**batch, "features": batch["features"].bfloat16()}).fingerprint
+
+
+def test_inference_and_frozen_parameters() -> None:
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    x = torch.randn(8, 8)
+    program = autopar.parallelize(model, ONE, (x,), mode="inference", precision="bf16")
+    expected = copy.deepcopy(model).bfloat16()(x.bfloat16())
+    torch.testing.assert_close(program.build()(x), expected.detach(), rtol=0, atol=0)
+    frozen, batch = small()
+    frozen.layers[0].requires_grad_(False)
+    rank = autopar.parallelize(frozen, ONE, batch, precision="bf16").build()
+    rank.train_step(**batch)
+    assert set(rank.full_gradients()) == {"layers.1.weight", "layers.1.bias"}

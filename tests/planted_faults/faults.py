@@ -198,6 +198,31 @@ LOWERING = [
           '", count=self.count" if split and reduction == "mean" else ""', '""', ("op:cross_entropy",)),
 ]  # fmt: skip
 
+HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/windows.py"
+EXPERTS, SPATIAL = "autopar/runtime/lowering/experts.py", "autopar/emit/spatial.py"
+
+
+def _samples(words: str) -> tuple[str, ...]:
+    return (f"tests:tests/ops/test_rules.py -k {words}",)
+
+
+INSIDE = [
+    Fault("a row that several ranks needed keeps the gradient of one", HALO, ".add_(piece)", ".copy_(piece)",
+          _samples("conv1d")),
+    Fault("every rank pads on both sides", HALO, "front = min(max(0, -begin), end - begin)", "front = window.padding",
+          _samples("conv1d")),
+    Fault("zeros win a maximum in the padding", WINDOWS, 'float("-inf"))', "0.0)", _samples("max_pool")),
+    Fault("a mean at the border divides by the whole window", WINDOWS, "(window.kernel / exist)", "(exist / exist)",
+          _samples("avg_pool")),
+    Fault("a slice of the groups is told of all groups", SPATIAL,
+          'groups = writer.local_call(statement).arguments["groups"]', 'groups = call.arguments["groups"]',
+          _samples("conv")),
+    Fault("the experts of every rank are the first ones", EXPERTS, "local_offset(num_experts, *axes)", "0",
+          _samples("routed_experts")),
+    Fault("a bag's mean divides by the rows of this rank", EMBEDDING, "_bag_sizes(counted, offsets",
+          "_bag_sizes(counted & here, offsets", _samples("embedding_bag")),
+]  # fmt: skip
+
 RUNTIME = [
     Fault("a bucket forgets its first gradient", "autopar/runtime/reducing.py",
           "for slot, tensor in zip(self.slots, self.tensors, strict=True):\n            slot.parameter",
@@ -216,7 +241,7 @@ RUNTIME = [
     Fault("the end of a step does not wait for the loss", "autopar/runtime/comm.py", "axis.late.pop(0)()",
           "axis.late.pop(0)"),
     Fault("every microbatch is the first", "autopar/runtime/inputs.py",
-          "return [part[slices].to(", "return [parts[0][slices].to("),
+          "return [part[slices].to(spec.compute", "return [parts[0][slices].to(spec.compute"),
     Fault("a gradient's steps home are taken in the forward order", "autopar/runtime/reducing.py",
           "steps = [slot.steps[self.steps_left] for slot in self.slots]",
           "steps = [slot.steps[len(slot.steps) - 1 - self.steps_left] for slot in self.slots]"),
@@ -225,6 +250,18 @@ RUNTIME = [
     Fault("weights are loaded from the first rank's part", "autopar/runtime/state.py",
           "stored.local.copy_(whole[slices])",
           "stored.local.copy_(whole[tuple(slice(0, n) for n in stored.local.shape)])"),
+    Fault("gradients of a bf16 program are summed in bf16", "autopar/runtime/reducing.py",
+          "self.dtype, self.is_cast = declared.dtype,", "self.dtype, self.is_cast = slots[0].dtype,",
+          ("tests:tests/equivalence/test_precision.py -k summed",)),
+    Fault("microbatches of a bf16 program add up in bf16", "autopar/runtime/reducing.py",
+          "if self._is_due(bucket) or bucket.is_cast:", "if self._is_due(bucket):",
+          ("tests:tests/equivalence/test_precision.py -k summed",)),
+    Fault("a checkpoint leaves the stream of masks where it is", "autopar/runtime/checkpoint.py",
+          "randomness.restore_stream(seed, dropout_step)", "randomness.restore_stream(seed, dropout_step + 1)",
+          ("tests:tests/runtime/test_checkpoint.py -k stream",)),
+    Fault("constants outlive the buffers that they are made of", "autopar/runtime/constants.py",
+          "or kept.versions != [buffer._version for buffer in kept.buffers]", "",
+          ("tests:tests/runtime/test_checkpoint.py -k in_place",)),
 ]  # fmt: skip
 
 CHECKER = "autopar/ir/verifier.py"
@@ -259,4 +296,4 @@ VERIFIER = [
           "if axis.name == MICROBATCH and type_ is None:", ("tests:tests/ir/test_verifier.py -k microbatches",)),
 ]  # fmt: skip
 
-FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *RUNTIME, *VERIFIER]
+FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER]

@@ -230,3 +230,11 @@ def test_the_stream_of_dropout_masks_goes_on(tmp_path: Path) -> None:
     steps(part, optimizer, 1)
     torch.testing.assert_close(rt.dropout(torch.ones(64), 0.5), expected, rtol=0, atol=0)
     rt.seed_dropout(0)
+
+
+def test_constants_follow_buffers_that_are_read_in_place() -> None:
+    """As torch.distributed.checkpoint.load reads into a rank's state_dict."""
+    part, _ = one()
+    loss = part.train_step(torch.tensor(0.5))
+    part.state_dict()["table"].mul_(2)
+    torch.testing.assert_close(part.train_step(torch.tensor(0.5)), 2 * loss)

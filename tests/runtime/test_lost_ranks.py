@@ -89,7 +89,7 @@ def lose_a_rank(folder: Path, world: int, strike: str, timeout_s: float) -> tupl
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("world", "strike", "timeout_s", "bound_s"), [(3, "SIGKILL", 60, 10), (2, "SIGSTOP", 4, 15)])
+@pytest.mark.parametrize(("world", "strike", "timeout_s", "bound_s"), [(3, "SIGKILL", 60, 20), (2, "SIGSTOP", 4, 25)])
 def test_the_others_end_in_bounded_time(
     world: int, strike: str, timeout_s: float, bound_s: float, tmp_path: Path
 ) -> None:

@@ -261,3 +261,21 @@ def test_recomputing_draws_the_same_masks() -> None:
     rt.seed_dropout(1)
     (expected,) = torch.autograd.grad(rt.dropout(x.exp(), 0.5).sin().sum(), x)
     assert torch.equal(gradient, expected)
+
+
+def test_recomputing_draws_the_same_masks_in_exact_mode() -> None:
+    """The block's second run goes back to where the generator was, and the draws after it go on."""
+    x = torch.randn(50, requires_grad=True)
+
+    def noisy(v: Tensor) -> Tensor:
+        return rt.dropout(v.exp(), 0.5, (), (50,), "").sin() * rt.draw(torch.rand_like, v)
+
+    found = []
+    for run in (noisy, lambda v: rt.recompute(noisy, v)):
+        rt.set_exact_dropout(True)
+        rt.seed_dropout(1)
+        y = run(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        found.append((y.detach(), gradient, rt.draw(torch.rand, 3)))
+        rt.set_exact_dropout(False)
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)

@@ -66,4 +66,4 @@ def test_what_deviates_stays_as_it_is(change: str) -> None:
     torch.manual_seed(0)
     graph = trace(Routed(change), (torch.randn(12, WIDTH),))
     assert ROUTED_EXPERTS not in [node.op for node in graph.nodes]
-    assert "transformers.grouped_mm_fallback.default" in coverage(graph)
+    assert coverage(graph)["transformers.grouped_mm_fallback.default"].startswith("replicated")

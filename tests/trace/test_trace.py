@@ -241,7 +241,7 @@ def test_inputs_that_forward_writes_to_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return x.add_(1).sum()
 
-    with pytest.raises(TraceError, match="leave its inputs alone"):
+    with pytest.raises(TraceError, match=r"leave its inputs alone, .*'x' at\n.*test_trace\.py:\d+: return x\.add_"):
         trace(Writes(), (torch.randn(2, 2),), mode="inference")
 
 
@@ -292,3 +292,10 @@ def test_the_fingerprint_follows_the_graph() -> None:
     assert same[0] == same[1]
     assert trace(Stack([16, 12]), (x,)).fingerprint != same[0]
     assert trace(Stack([16, 16]), (torch.randn(2, 8),)).fingerprint != same[0]
+
+
+def test_averages_of_all_batches_are_refused_with_their_line() -> None:
+    """BatchNorm's momentum=None divides by a number that forward counts, which only values decide."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(TraceError, match="do not depend on tensor values"):
+        trace(model, (torch.randn(4, 4),), loss_fn=lambda y: y.square().mean())

@@ -42,6 +42,23 @@ def _bert() -> Any:
 MODELS = {"gpt2": (_gpt2, "transformer.h"), "llama": (_llama, "model.layers"), "bert": (_bert, "bert.encoder.layer")}
 
 
+def test_cache_of_keys_and_values_is_no_hindrance() -> None:
+    """`use_cache=True` is the library's default: forward then returns an object that torch.export does not know."""
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    ids = torch.randint(0, 96, (2, 8))
+    graph = trace(model, {"input_ids": ids, "labels": ids})
+    assert "forward" not in model.__dict__
+    assert model(ids).past_key_values is not None
+    assert [stored.name for stored in graph.stored if stored.kind == "constant"] == []
+    assert all(len(node.operands) > 1 for node in graph.nodes if node.op == "aten.cat.default")
+    check_against_model(graph, model, {"input_ids": ids, "labels": ids})
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models_trace_on_meta_and_mean_the_same(name: str) -> None:
     build, layers = MODELS[name]

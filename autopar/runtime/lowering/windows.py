@@ -70,9 +70,14 @@ def avg_pool(
         result = function(extended, tuple(kernel), tuple(stride), tuple(inner), False, count_include_pad)
     if count_include_pad:
         return result
-    for dim, axis, size in splits:
+    for dim, axis, size in _real(splits):
         result = result * _missing(result, windows[dim - x.dim()], dim, axis, size)
     return result
+
+
+def _real(splits: Sequence[Split]) -> list[Split]:
+    """An axis of one rank splits nothing."""
+    return [split for split in splits if split[1].size > 1]
 
 
 def _missing(like: Tensor, window: Window, dim: int, axis: Axis, size: int) -> Tensor:
@@ -87,7 +92,7 @@ def _covered(x: Tensor, windows: Sequence[Window], splits: Sequence[Split], fill
     """`x` with halos and padding along the split dims, and the padding that is left to the operator itself."""
     inner = [window.padding for window in windows]
     pads = [(0, 0)] * len(windows)
-    for dim, axis, size in splits:
+    for dim, axis, size in _real(splits):
         position = dim - x.dim()
         x = with_halo(x, dim, axis, size, windows[position])
         pads[position] = rows_of_padding(axis, size, windows[position], x.size(dim))

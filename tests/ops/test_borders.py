@@ -1,4 +1,4 @@
-"""What the lowerings of spatial operators, grouped channels and bags cannot do is refused, with the reason."""
+"""The borders of the lowerings of spatial operators and grouped channels: what they refuse, and what they don't."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from autopar.ir.placement import Placement, parse_placement
+from autopar.ir.placement import Placement, R, S, parse_placement
 from autopar.ops import axis_rules, shape_error
-from tests.ops.interpreter import make_case
+from autopar.ops.notation import AxisRule
+from tests.ops.interpreter import check, make_case
 from tests.ops.samples import distinct, f
 from tests.ops.shards import make_axes
 
@@ -40,6 +41,21 @@ def test_every_rank_makes_a_row() -> None:
 def test_a_halo_may_be_longer_than_a_shard() -> None:
     args = (f(2, 3, 6), f(4, 3, 7), None, [1], [3])
     assert refusal("conv1d.default", args, "S(2)", "R", (3,)) is None
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        ("conv2d.default", (f(2, 3, 8, 7), f(4, 3, 3, 3), None, [1, 2], [1, 1])),
+        ("avg_pool2d.default", (f(2, 3, 8, 7), [3, 2], [1, 2], [1, 1], False, False)),
+    ],
+)
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 1)])
+def test_an_axis_of_one_rank_splits_nothing(op: str, args: tuple[Any, ...], sizes: tuple[int, int]) -> None:
+    case = make_case(f"aten.{op}", args, {}, exact=False)
+    others = (R,) * (len(case.operands) - 1)
+    rules = tuple(AxisRule((S(dim), *others), (S(dim),)) for dim in (3, 2))
+    assert check(case, rules, sizes) is None
 
 
 @pytest.mark.parametrize(
