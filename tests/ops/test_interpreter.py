@@ -8,7 +8,7 @@ import torch
 from autopar.ir.placement import I, P, R, S, Type
 from autopar.ops.notation import AxisRule
 from tests.ops.interpreter import check, make_case
-from tests.ops.samples import Sample, close, exact, f
+from tests.ops.samples import Sample, close, exact, f, ids
 
 WRONG: list[tuple[Sample, tuple[Type, ...], tuple[Type, ...]]] = [
     (close("gelu.default", f(4, 6)), (P,), (P,)),
@@ -18,7 +18,16 @@ WRONG: list[tuple[Sample, tuple[Type, ...], tuple[Type, ...]]] = [
     (exact("linear.default", f(4, 6), f(2, 6), f(2)), (S(1), S(1), R), (P,)),
     (exact("linear.default", f(4, 6), f(2, 6), f(2)), (P, R, R), (P,)),
     (exact("transpose.int", f(4, 6), 0, 1), (S(0),), (S(0),)),
+    (exact("scatter_add.default", f(4, 6), 1, ids(6, 4, 2), f(4, 2)), (R, S(1), S(1)), (P,)),
+    (exact("index_put.default", f(6, 4), [ids(6, 2)], f(2, 4), True), (R, S(0), S(0)), (P,)),
+    (exact("index_fill.int_Scalar", f(4, 6), 1, ids(6, 2), 1.0), (P, R), (P,)),
+    (exact("masked_fill.Scalar", f(4, 6), torch.ones(4, 6).bool(), 1.0), (P, R), (P,)),
+    (exact("repeat.default", f(4, 6), [1, 2]), (S(1),), (S(1),)),
+    (exact("histc.default", torch.arange(24.0).square().reshape(4, 6), 4), (S(0),), (P,)),
+    (close("linalg_vector_norm.default", f(4, 6), 2, [1]), (S(1),), (P,)),
+    (close("cumprod.default", f(4, 6), -1), (S(1),), (S(1),)),
     # right in value, wrong in the gradient
+    (exact("index_put.default", f(6, 4), [ids(6, 2)], f(1), True), (S(1), R, I), (S(1),)),
     (exact("mm.default", f(4, 6), f(6, 2)), (S(0), I), (S(0),)),
     (exact("mm.default", f(4, 6), f(6, 2)), (R, R), (I,)),
     (exact("mm.default", f(4, 6), f(6, 2)), (I, I), (R,)),
