@@ -8,6 +8,7 @@ output. Programs of small integers are compared for equality, others to 1e-9 of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -90,8 +91,9 @@ class Subject:
         """The steps and the rate, and the largest element of the first step; the model is left as it was."""
         self.state  # noqa: B018  (taken before the steps)
         self.model.zero_grad()
-        with rt.reference_dropout(), _Largest() as largest:
-            first = self._step()
+        largest = _Largest()
+        with rt.reference_dropout():
+            first = self._step(largest)
         rate = 0.1 / max([1.0, *(g.abs().max().item() for g in first.gradients.values() if g is not None)])
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -100,7 +102,7 @@ class Subject:
         if not self.adds:
             self.model.zero_grad()
         with rt.reference_dropout():
-            second = self._step()
+            second = self._step(nullcontext())
         self.model.load_state_dict(self.state)
         return first, second, rate, largest.found
 
@@ -109,10 +111,11 @@ class Subject:
         """Whether the second step adds its gradients to the first one's."""
         return self.program.seed % 2 == 1
 
-    def _step(self) -> Step:
-        found = self.model(**self.batch)
-        loss = found[0] if isinstance(found, tuple) else found
-        loss.backward()
+    def _step(self, watched: AbstractContextManager[Any]) -> Step:
+        with watched:
+            found = self.model(**self.batch)
+            loss = found[0] if isinstance(found, tuple) else found
+            loss.backward()
         gradients = {n: None if p.grad is None else p.grad.clone() for n, p in self.model.named_parameters()}
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), UNCLIPPED).float()
         return Step(loss.detach(), gradients, {n: b.clone() for n, b in self.model.named_buffers()}, norm)
