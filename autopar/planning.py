@@ -22,7 +22,7 @@ from autopar.microbatch import Types, cut_constraints, divisible, microbatch_typ
 from autopar.ops import coverage
 from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
-from autopar.simulate import predict, simulate, traffic
+from autopar.simulate import predict, simulate, traffic, traffic_over_microbatches
 from autopar.trace import Blocks
 from autopar.zero import storage_options
 
@@ -65,7 +65,11 @@ class Part:
 
     def on_all_axes(self, plan: Plan) -> Plan:
         """A plan for one microbatch as one for the step."""
-        return over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan
+        if not self.types:
+            return plan
+        full = over_microbatches(self.whole, plan, self.types, self.microbatches)
+        sent = traffic_over_microbatches(self.whole, full, self.graph, plan)
+        return replace(full, predicted=replace(full.predicted, comm_bytes=sent))
 
 
 def divided(graph: Graph, blocks: Blocks, microbatches: int) -> Part:

@@ -4,3 +4,4 @@ from autopar.simulate.schedule import simulate as simulate
 from autopar.simulate.timeline import Timeline as Timeline
 from autopar.simulate.timeline import predict as predict
 from autopar.simulate.traffic import traffic as traffic
+from autopar.simulate.traffic import traffic_over_microbatches as traffic_over_microbatches

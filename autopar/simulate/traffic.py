@@ -14,25 +14,48 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.structure import block_paths, constant_tensors
+from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication
 
 
 def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
     """Bytes by collective, a rank (the first) and step."""
+    return _total(_moved(graph, plan), _inside(graph, plan))
+
+
+def traffic_over_microbatches(whole: Graph, full: Plan, part: Graph, plan: Plan) -> dict[str, int]:
+    """As `traffic`, of a plan stated on the microbatch axis too (`full`), where `plan` is that of one microbatch.
+
+    A tensor that ranks share along the dim that microbatches cut is gathered whole before it is cut.
+    """
+    return _total(_moved(whole, full), _inside(part, plan))
+
+
+def _total(*parts: Counter[str]) -> dict[str, int]:
+    return {kind: size for kind, size in sorted(sum(parts, Counter[str]()).items()) if size}
+
+
+def _moved(graph: Graph, plan: Plan) -> Counter[str]:
+    """What redistributions send."""
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
-    units, constants = block_paths(graph), constant_tensors(graph)
+    units, once = block_paths(graph), _computed_once(graph, plan)
     reached = _reached(graph) if plan.mode == "train" else set()
-    for redistribute in plan.redistributes:
-        name = redistribute.tensor
-        times = _step_counts(graph, plan, redistribute, units, reached, constants)
-        _add(counts, graph, plan, name, placements[name], redistribute.steps, *times)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
-        if (redistribute.tensor, redistribute.target) in counted:
-            name = redistribute.tensor
-            _add(counts, graph, plan, name, placements[name], redistribute.steps, plan.microbatches, 0)
+        name = redistribute.tensor
+        forward, backward = _step_counts(graph, plan, redistribute, units, reached, once)
+        if (name, redistribute.target) in counted:
+            forward += plan.microbatches
+        _add(counts, graph, plan, name, placements[name], redistribute.steps, forward, backward)
+    return counts
+
+
+def _inside(graph: Graph, plan: Plan) -> Counter[str]:
+    """What operators send inside."""
+    counts: Counter[str] = Counter()
+    reached = _reached(graph) if plan.mode == "train" else set()
     for node in graph.nodes:
         forward, backward = inner_collectives(graph, node, plan)
         for inner in [*forward, *([] if reached.isdisjoint(node.results) else backward)]:
@@ -40,7 +63,17 @@ def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
         if plan.microbatches > 1:  # once for all of them
             for inner in count_of_targets(Call(graph, node), plan.nodes[node.name].operands):
                 counts[inner.collective] += inner.num_bytes
-    return {kind: size for kind, size in sorted(counts.items()) if size}
+    return counts
+
+
+def _computed_once(graph: Graph, plan: Plan) -> set[str]:
+    """Constants, but for what is a slice for a microbatch."""
+    made = _placements(graph, plan)
+    return {name for name in constant_tensors(graph) if name not in made or not _is_cut(plan, made[name])}
+
+
+def _is_cut(plan: Plan, placement: Placement) -> bool:
+    return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in zip(plan.axes, placement, strict=True))
 
 
 def _placements(graph: Graph, plan: Plan) -> dict[str, Placement]:
@@ -61,13 +94,13 @@ def _reached(graph: Graph) -> set[str]:
 
 
 def _step_counts(
-    graph: Graph, plan: Plan, redistribute: Redistribute, units: set[str], reached: set[str], constants: set[str]
+    graph: Graph, plan: Plan, redistribute: Redistribute, units: set[str], reached: set[str], once: set[str]
 ) -> tuple[int, int]:
     """How often a step a redistribution runs forward and backward."""
     name = redistribute.tensor
     trains = name in reached and _brings_gradient(graph, plan, redistribute, reached)
     stored = graph.stored_by_tensor.get(name)
-    if name in constants:
+    if name in once and not _is_cut(plan, redistribute.target):
         return 1, 0  # in the first step; the later ones keep the result
     if stored is None or stored.kind != "parameter":
         return plan.microbatches, plan.microbatches if trains else 0
@@ -100,6 +133,9 @@ def _add(
 ) -> None:  # fmt: skip
     shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
     for step in steps:
+        if plan.axes[step.axis].name == MICROBATCH:  # microbatches follow each other: nothing is sent
+            placement = apply(step, placement)
+            continue
         sizes = transfer_bytes(shape, itemsizes, placement, plan.axes, step)
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:

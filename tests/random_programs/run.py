@@ -11,10 +11,14 @@ import itertools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from multiprocessing import get_context
 
 from tests.random_programs.cases import Case, cases_of, code, outcome
 from tests.random_programs.shrink import shrink
+
+Done = tuple[str, str, str, bool]  # name, mesh, what is wrong, whether it was compared for equality
 
 
 def main() -> int:
@@ -23,11 +27,28 @@ def main() -> int:
     print("model and plan", "on threads:" if not arguments.case else arguments.case, flush=True)
     if arguments.case:
         return _again(arguments.case)
-    wrong = _run_all(_cases(arguments.seed), arguments.cases, arguments.shrink, on_gloo=False)
+    seeds = range(arguments.seed, arguments.seed + arguments.cases)  # of programs: each has several cases
+    with ExitStack() as stack:
+        each: Callable[..., Iterator[list[Done]]] = map
+        if arguments.processes > 1:
+            each = stack.enter_context(get_context("spawn").Pool(arguments.processes)).imap
+        done = itertools.chain.from_iterable(each(_outcomes, seeds))
+        wrong = _tell(done, arguments.cases, arguments.shrink, "threads")
     if arguments.gloo:
         first = arguments.seed + 10_000_019  # other programs than those above
-        wrong += _run_all(_cases(first, plans=4), arguments.gloo, False, on_gloo=True)
+        on_gloo = ((case.name, str(case.choices.sizes), *_judged(case, _outcome_on_gloo)) for case in _cases(first, 4))
+        wrong += _tell(on_gloo, arguments.gloo, False, "gloo")
     return 1 if wrong else 0
+
+
+def _outcomes(seed: int) -> list[Done]:
+    """All cases of a program: their names, meshes, what is wrong, and whether they were compared for equality."""
+    return [(case.name, str(case.choices.sizes), *_judged(case, outcome)) for case in cases_of(seed)]
+
+
+def _judged(case: Case, run: Callable[[Case], str]) -> tuple[str, bool]:
+    text = run(case)
+    return text, case.subject.mode == "train" and not text and case.subject.is_exact
 
 
 def _arguments() -> argparse.Namespace:
@@ -36,6 +57,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gloo", type=int, default=0, help="how many cases on gloo processes")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="of the first program")
     parser.add_argument("--case", help="one case by its name, such as 17.3")
+    parser.add_argument("--processes", type=int, default=1, help="that share the in-process cases")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="make mismatches small")
     return parser.parse_args()
 
@@ -46,35 +68,37 @@ def _cases(seed: int, plans: int = 10) -> Iterator[Case]:
 
 
 def _again(name: str) -> int:
-    case = next(case for case in cases_of(int(name.split(".")[0])) if case.name == name)
+    case = _named(name)
     text = outcome(case)
     print(code(case, text), text or "equal", sep="\n")
     return 1 if text else 0
 
 
-def _run_all(cases: Iterator[Case], count: int, small: bool, on_gloo: bool) -> int:
+def _named(name: str) -> Case:
+    return next(case for case in cases_of(int(name.split(".")[0])) if case.name == name)
+
+
+def _tell(cases: Iterator[Done], count: int, small: bool, where: str) -> int:
     """How many of so many cases are wrong."""
     started, wrong, exact = time.monotonic(), 0, 0
-    where = "gloo" if on_gloo else "threads"
-    for number, case in enumerate(itertools.islice(cases, count), 1):
-        text = _outcome_on_gloo(case) if on_gloo else outcome(case)
-        exact += case.subject.mode == "train" and not text and case.subject.is_exact
+    for number, (name, sizes, text, is_exact) in enumerate(itertools.islice(cases, count), 1):
+        exact += is_exact
         if text:
             wrong += 1
-            _report(case, text, small)
+            _report(name, sizes, text, small)
         if number % 200 == 0 or number == count:
             seconds = time.monotonic() - started
             print(
-                f"{number} cases on {where}: {wrong} wrong, {exact} compared for equality, the last is {case.name} "
+                f"{number} cases on {where}: {wrong} wrong, {exact} compared for equality, the last is {name} "
                 f"({seconds:.0f} s, {number / seconds:.1f} a second)",
                 flush=True,
             )
     return wrong
 
 
-def _report(case: Case, text: str, small: bool) -> None:
-    print(f"\ncase {case.name} on {case.choices.sizes}: {text}", flush=True)
-    found = shrink(case) if small else case
+def _report(name: str, sizes: str, text: str, small: bool) -> None:
+    print(f"\ncase {name} on {sizes}: {text}", flush=True)
+    found = shrink(_named(name)) if small else _named(name)
     print(f"\n{code(found, outcome(found) if small else text)}", flush=True)
 
 

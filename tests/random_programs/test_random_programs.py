@@ -179,3 +179,24 @@ def _replayed(source: str, nodes: dict[str, str], storage: dict[str, str]) -> st
     named = Subject(Written(source, (leaf,), False, 0)).graph.nodes  # type: ignore[arg-type]
     assert [node.name for node in named] == list(nodes)
     return replay(source, leaves=[leaf], sizes=(2,), inputs={"i0": "R"}, storage=storage, nodes=nodes)
+
+
+ACROSS_SAMPLES = """import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.empty((4,), dtype=torch.float64))
+    def forward(self, i0, i1):
+        return (i0 * self.p * i1.transpose(0, 1)).sum()
+"""
+
+
+def test_bytes_of_a_tensor_that_is_gathered_whole_before_microbatches_cut_it() -> None:
+    text = replay(
+        ACROSS_SAMPLES, leaves=[Leaf("i0", "float", (8, 4)), Leaf("i1", "float", (4, 8))], exact=True, sizes=(2,),
+        microbatches=2, inputs={"i0": "R", "i1": "S(1)"}, storage={"p": "I"},
+        nodes={"mul": "R, R -> R", "transpose": "S(1) -> S(0)", "mul_1": "R, R -> R", "sum_1": "R -> R"},
+    )  # fmt: skip
+    assert text == ""
