@@ -164,7 +164,7 @@ def start_reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
 
     def wait() -> None:
         finish()
-        _sum_parts(output, parts.view(axis.size, -1))
+        _sum_parts(into, parts.view(axis.size, -1))
 
     return wait
 
@@ -184,11 +184,10 @@ def exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int
 
 
 def _sum_parts(output: Tensor, parts: Tensor) -> None:
-    """Adds in rank order, so that every split of the same data is summed alike."""
-    flat = output.view(-1)
-    torch.add(parts[0], parts[1], out=flat)
+    """Adds in rank order, so that every split of the same data is summed alike (both flat)."""
+    torch.add(parts[0], parts[1], out=output)
     for part in parts[2:]:
-        flat.add_(part)
+        output.add_(part)
 
 
 def _flat(buffer: Tensor) -> Tensor:

@@ -113,6 +113,12 @@ def change_integers(rank: int, world: int) -> bool:
     whole = torch.arange(10).view(5, 2)
     part = redistribute(whole, axis, "I -> S(0)")
     mask = redistribute(part > 4, axis, "S(0) -> R", 5)
+    summands = redistribute(mask, axis, "R -> P")
+    again = [
+        redistribute(summands, axis, "P -> R"),
+        redistribute(redistribute(summands, axis, "P -> S(0)"), axis, "S(0) -> R", 5),
+    ]
+    assert all(torch.equal(found, mask) for found in again)
     return torch.equal(redistribute(part, axis, "S(0) -> R", 5), whole) and torch.equal(mask, whole > 4)
 
 
