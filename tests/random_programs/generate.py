@@ -290,8 +290,11 @@ def _way_back(pool: Pool, shape: tuple[int, ...]) -> str | None:
     last = leading[-1]
     operator = OPERATORS["nn.Linear"]
     args = (Length(shape[-1]), pool.chance(0.5))
-    result = pool._keep("nn.Linear", [last], args, pool._run(operator, [last], args))
-    return pool._keep("add", ["x", result], (), pool.known["x"])
+    try:
+        made = pool._run(operator, [last], args)
+    except ValueError:  # the value is not one row a sample, as the program's are
+        return floats[-1] if floats else None
+    return pool._keep("add", ["x", pool._keep("nn.Linear", [last], args, made)], (), pool.known["x"])
 
 
 def _finish(pool: Pool) -> tuple[Body, tuple[tuple[str, str], ...], tuple[str, ...]]:
