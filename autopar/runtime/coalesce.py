@@ -16,9 +16,9 @@ from torch import Tensor
 
 from autopar.runtime import comm, pieces
 from autopar.runtime.mesh import Axis
+from autopar.runtime.packing import LONE_BYTES
 from autopar.runtime.placement import local_size
 
-LONE_BYTES = 1 << 20
 Results = Callable[[], list[Tensor]]
 
 

@@ -10,7 +10,7 @@ the cache, and its own memory serves the next one; the sums stay where they are,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 
@@ -19,11 +19,10 @@ from torch import Tensor
 
 from autopar.runtime import coalesce, comm
 from autopar.runtime.mesh import Axis, RankMesh
+from autopar.runtime.packing import pack_gradients
 from autopar.runtime.redistribute import backward_step
 from autopar.runtime.stored import SizedStep, Slot
 
-BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
-FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
 MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 
@@ -204,32 +203,14 @@ class Reducer:
 
 
 def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> list[Bucket]:
-    """Groups slots by their way home, in reverse order of declaration: about the order of their gradients.
-
-    A bucket is closed before it would grow too large, not after: the last one, which nothing hides, stays small.
-    """
-    buckets: list[Bucket] = []
-    open_buckets: dict[object, list[Slot]] = {}
-    limits: dict[object, int] = {}
-    for slot in reversed(slots):
-        if slot.gradient_bytes >= coalesce.LONE_BYTES and not is_summed_first(slot):
-            buckets.append(Bucket([slot]))
-            continue
-        way = _way_home(slot, unit_of)
-        group = open_buckets.setdefault(way, [])
-        if group and _num_bytes(group) + slot.gradient_bytes > limits.get(way, FIRST_BUCKET_BYTES):
-            buckets.append(Bucket(group[:]))
-            limits[way] = BUCKET_BYTES
-            group.clear()
-        group.append(slot)
-    return buckets + [Bucket(group) for group in open_buckets.values() if group]
+    """Groups slots by their way home, in reverse order of declaration: about the order of their gradients."""
+    groups = pack_gradients(
+        reversed(slots), lambda slot: _way_home(slot, unit_of), lambda slot: slot.gradient_bytes, is_summed_first
+    )
+    return [Bucket(group) for group in groups]
 
 
-def _num_bytes(slots: Sequence[Slot]) -> int:
-    return sum(slot.gradient_bytes for slot in slots)
-
-
-def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> object:
+def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> Hashable:
     declared = slot.parameter.declared
     steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
     unit = id(unit_of(slot)) if declared.regather else None

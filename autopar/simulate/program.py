@@ -9,7 +9,7 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -23,13 +23,11 @@ from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ops.communication import Inner
+from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.traffic import inner_collectives
 
-LONE_BYTES = 1 << 20  # the runtime sends tensors from this size on alone, and packs smaller ones
-BUCKET_BYTES = 25 << 20
-FIRST_BUCKET_BYTES = 1 << 20
 OPTIMIZER_KERNELS = {
     "cpu": 8,
     "cuda": 1,
@@ -417,34 +415,36 @@ class _Lowering:
     # Buckets ----------------------------------------
 
     def _buckets(self, forward: bool) -> list[Bucket]:
-        """Slots with equal steps travel together, as in the runtime: a unit's gathers; gradients until 25 MB are full.
+        """Slots with equal steps travel together, as in the runtime: a unit's gathers, or gradients on their way home.
 
-        The first bucket of gradients closes at 1 MB. Large tensors travel alone, but for gradients that are summed
-        before anything else. The order is that of units forward, and of gradients backward.
+        The order is that of units forward, and of gradients backward.
         """
-        groups: dict[object, list[int]] = {}
-        limits: dict[object, int] = {}
-        buckets: list[list[int]] = []
-        numbers = range(len(self.program.slots))
-        for number in numbers if forward else reversed(numbers):
-            slot = self.program.slots[number]
-            if not slot.steps or (not forward and not slot.requires_grad):
-                continue
-            if (slot.used_bytes if forward else slot.gradient_bytes) >= LONE_BYTES and (
-                forward or not _is_summed_first(slot)
-            ):
-                buckets.append([number])
-                continue
-            alone = slot.unit if forward or slot.storage.regather else None
-            key = (slot.steps, slot.reduces_each, slot.storage.regather, alone)
-            group = groups.setdefault(key, [])
-            group.append(number)
-            size = sum(self.program.slots[other].gradient_bytes for other in group)
-            if not forward and size >= limits.get(key, FIRST_BUCKET_BYTES):
-                buckets.append(group[:])
-                limits[key] = BUCKET_BYTES
-                group.clear()
-        return [self._bucket(slots, forward) for slots in (*buckets, *groups.values()) if slots]
+        slots = self.program.slots
+        moved = [n for n, slot in enumerate(slots) if slot.steps and (forward or slot.requires_grad)]
+        groups = (
+            self._gathers(moved)
+            if forward
+            else pack_gradients(
+                reversed(moved),
+                lambda n: self._way(n, slots[n].storage.regather),
+                lambda n: slots[n].gradient_bytes,
+                lambda n: _is_summed_first(slots[n]),
+            )
+        )
+        return [self._bucket(group, forward) for group in groups]
+
+    def _gathers(self, moved: list[int]) -> list[list[int]]:
+        """Large slots are gathered alone, the others of a unit together."""
+        lone = [[n] for n in moved if self.program.slots[n].used_bytes >= LONE_BYTES]
+        small: dict[Hashable, list[int]] = {}
+        for n in moved:
+            if self.program.slots[n].used_bytes < LONE_BYTES:
+                small.setdefault(self._way(n, True), []).append(n)
+        return [*lone, *small.values()]
+
+    def _way(self, number: int, by_unit: bool) -> Hashable:
+        slot = self.program.slots[number]
+        return slot.steps, slot.reduces_each, slot.storage.regather, slot.unit if by_unit else None
 
     def _bucket(self, slots: list[int], forward: bool) -> Bucket:
         first = self.program.slots[slots[0]]

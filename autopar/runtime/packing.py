@@ -1,0 +1,39 @@
+"""Which gradients travel home together: the runtime packs them so, and the simulator foretells it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+LONE_BYTES = 1 << 20  # a tensor from this size on is worth a collective of its own
+BUCKET_BYTES = 25 << 20  # DDP's choice: large enough to reach the link's bandwidth, small enough to overlap
+FIRST_BUCKET_BYTES = 1 << 20  # the first to be complete is small, so that the link is busy early
+
+T = TypeVar("T")
+
+
+def pack_gradients(
+    items: Iterable[T],
+    way: Callable[[T], Hashable],
+    num_bytes: Callable[[T], int],
+    is_summed_first: Callable[[T], bool],
+) -> list[list[T]]:
+    """Groups what takes the same way home, in order; large ones go alone unless they are summed first.
+
+    A bucket is closed before it would grow too large, not after: the last one, which nothing hides, stays small.
+    """
+    closed: list[list[T]] = []
+    open_groups: dict[Hashable, list[T]] = {}
+    limits: dict[Hashable, int] = {}
+    for item in items:
+        if num_bytes(item) >= LONE_BYTES and not is_summed_first(item):
+            closed.append([item])
+            continue
+        key = way(item)
+        group = open_groups.setdefault(key, [])
+        if group and sum(map(num_bytes, group)) + num_bytes(item) > limits.get(key, FIRST_BUCKET_BYTES):
+            closed.append(group[:])
+            limits[key] = BUCKET_BYTES
+            group.clear()
+        group.append(item)
+    return closed + [group for group in open_groups.values() if group]
