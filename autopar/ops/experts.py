@@ -15,6 +15,7 @@ import torch
 
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule, einsum_rules
+from autopar.runtime.lowering.experts import activated
 
 ROUTED_EXPERTS = "autopar.routed_experts.default"
 
@@ -30,21 +31,8 @@ def _routed_experts(
     activation: str, gated: bool, num_experts: int,
 ) -> torch.Tensor:  # fmt: skip
     """The formula above, a matrix for each token and choice: simple, and large; programs call the runtime's."""
-    hidden = torch.einsum("td,tkdn->tkn", x, up[ids])
-    if gated:
-        first, second = hidden.chunk(2, -1)
-        hidden = activate(first, activation) * second
-    else:
-        hidden = activate(hidden, activation)
+    hidden = activated(torch.einsum("td,tkdn->tkn", x, up[ids]), activation, gated)
     return (torch.einsum("tkh,tkhm->tkm", hidden, down[ids]) * weights.unsqueeze(-1)).sum(1)
-
-
-def activate(x: torch.Tensor, name: str) -> torch.Tensor:
-    """The activation of an ATen name; "gelu_tanh" is the approximate one."""
-    if name == "gelu_tanh":
-        return torch.nn.functional.gelu(x, approximate="tanh")
-    result: torch.Tensor = getattr(torch.ops.aten, name).default(x)
-    return result
 
 
 _LIBRARY.impl("routed_experts", _routed_experts, "CompositeImplicitAutograd")

@@ -2,7 +2,7 @@
 
 An output row covers the input rows under its window, so that a rank may need rows that its neighbours hold: a halo.
 The runtime sends each of those straight to whoever needs it (`runtime.lowering.halo`), which works for any stride,
-dilation, padding and uneven slices; what is sent is computed here, from the same ranges.
+dilation, padding and uneven slices; what is sent is computed here, from its ranges.
 """
 
 from __future__ import annotations
@@ -14,25 +14,7 @@ from typing import NamedTuple
 from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, num_shards
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule, einsum_rules
-
-Range = tuple[int, int]  # begin and end
-
-
-class Window(NamedTuple):
-    """What an output row covers along one dim."""
-
-    kernel: int
-    stride: int
-    padding: int
-    dilation: int
-
-    def covered(self, begin: int, end: int, size: int) -> Range:
-        """The existing input rows under the output rows from `begin` to `end`."""
-        first = begin * self.stride - self.padding
-        last = (end - 1) * self.stride - self.padding + self.dilation * (self.kernel - 1) + 1
-        first = min(max(first, 0), size)
-        return first, max(first, min(last, size))
-
+from autopar.runtime.lowering.halo import Window, overlap, ranges
 
 _GENERAL = "aten.convolution.default"  # with any number of spatial dims, transposed or not
 _CONVOLUTIONS = {_GENERAL, *(f"aten.conv{n}d.default" for n in (1, 2, 3))}
@@ -82,22 +64,21 @@ def convolution(call: Call) -> list[AxisRule]:
     """Samples, output and input channels (groups of both), and spatial dims; a split sum adds its bias once."""
     if call.arguments.get("transposed"):
         return transposed_convolution(call)
-    num_spatial, groups = len(call.shape(1)) - 2, call.arguments["groups"]
-    inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(num_spatial)) for letter in "XKY")
-    batch = "n " if len(call.shape(0)) == num_spatial + 2 else ""
-    o, c, inner = ("o", "c", "c") if groups == 1 else ("O", "C", "G")
-    text = f"{batch}{c} {inside}, {o} {inner} {kernel}, {o} -> {batch}{o} {after}"
-    rules = einsum_rules(text, call.operand_shapes, call.result_shapes, "PRP RPP", additive=(2,))
-    return [*rules, *_group_rules(call, len(batch) // 2), *spatial_rules(call)]
+    return [*_channel_rules(call, transposed=False), *spatial_rules(call)]
 
 
 def transposed_convolution(call: Call) -> list[AxisRule]:
     """As convolution, with the kernel's first two dims exchanged; spatial dims stay whole."""
+    return _channel_rules(call, transposed=True)
+
+
+def _channel_rules(call: Call, transposed: bool) -> list[AxisRule]:
     num_spatial, groups = len(call.shape(1)) - 2, call.arguments["groups"]
     inside, kernel, after = (" ".join(f"{letter}{i}" for i in range(num_spatial)) for letter in "XKY")
     batch = "n " if len(call.shape(0)) == num_spatial + 2 else ""
-    c, o, inner = ("c", "o", "o") if groups == 1 else ("C", "O", "G")
-    text = f"{batch}{c} {inside}, {c} {inner} {kernel}, {o} -> {batch}{o} {after}"
+    c, o = ("c", "o") if groups == 1 else ("C", "O")
+    first, second = (c, o) if transposed else (o, c)
+    text = f"{batch}{c} {inside}, {first} {second if groups == 1 else 'G'} {kernel}, {o} -> {batch}{o} {after}"
     rules = einsum_rules(text, call.operand_shapes, call.result_shapes, "PRP RPP", additive=(2,))
     return [*rules, *_group_rules(call, len(batch) // 2)]
 
@@ -164,7 +145,7 @@ def halos(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> list[Halo]:
     for dim, window in zip(spatial_dims(call), windows(call), strict=True):
         for position, (axis, type_) in enumerate(zip(axes, operand, strict=True)):
             if type_ == S(dim) and axis.size > 1:
-                halo = _halo(window, position, dim, call.shape(0)[dim], call.result_shapes[0][dim], axis.size)
+                halo = _halo(window, position, dim, call.shape(0)[dim], axis.size)
                 found += [halo] if halo else []
     return found
 
@@ -175,24 +156,19 @@ def pads_split_dim(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> bo
     return any(window.padding and num_shards(operand, dim, axes) > 1 for dim, window in pairs)
 
 
-def _halo(window: Window, axis: int, dim: int, size: int, after: int, parts: int) -> Halo | None:
-    held = [_chunk(size, parts, index) for index in range(parts)]
-    needed = [window.covered(*_chunk(after, parts, index), size) for index in range(parts)]
+def _halo(window: Window, axis: int, dim: int, size: int, parts: int) -> Halo | None:
+    held, needed = ranges(size, window, parts)
     if held == needed:
         return None
+
+    def moved(own: int, other: int) -> int:
+        begin, end = overlap(held[own], needed[other])
+        return end - begin if own != other else 0
+
     parties = range(parts)
-    sent = tuple(sum(_overlap(held[own], needed[other]) for other in parties if other != own) for own in parties)
-    received = tuple(sum(_overlap(held[other], needed[own]) for other in parties if other != own) for own in parties)
+    sent = tuple(sum(moved(own, other) for other in parties) for own in parties)
+    received = tuple(sum(moved(other, own) for other in parties) for own in parties)
     return Halo(axis, dim, sent, received, needed[0][1] - needed[0][0])
-
-
-def _chunk(size: int, parts: int, index: int) -> Range:
-    length = -(-size // parts)
-    return min(size, index * length), min(size, (index + 1) * length)
-
-
-def _overlap(left: Range, right: Range) -> int:
-    return max(0, min(left[1], right[1]) - max(left[0], right[0]))
 
 
 def with_row_lengths(local: tuple[int, ...], found: list[Halo]) -> Iterator[tuple[Halo, int]]:

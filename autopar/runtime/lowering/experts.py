@@ -36,12 +36,7 @@ def routed_experts(
     order = local.argsort(stable=True)
     counts = torch.bincount(local, minlength=held + 1)[:held].tolist()
     order = order[: sum(counts)]
-    hidden = grouped_product(x[order // choices], up, counts)
-    if gated:
-        first, second = hidden.chunk(2, -1)
-        hidden = _activate(first, activation) * second
-    else:
-        hidden = _activate(hidden, activation)
+    hidden = activated(grouped_product(x[order // choices], up, counts), activation, gated)
     rows = grouped_product(hidden, down, counts) * weights.reshape(-1)[order].unsqueeze(-1)
     spread = rows.new_zeros((ids.numel(), rows.size(1))).index_copy(0, order, rows)
     return spread.view(ids.size(0), choices, -1).sum(1)
@@ -62,9 +57,10 @@ def grouped_mm(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     return F.pad(result, (0, 0, 0, rest)) if rest else result
 
 
-def _activate(x: Tensor, name: str) -> Tensor:
-    """The activation of an ATen name; "gelu_tanh" is the approximate one."""
-    if name == "gelu_tanh":
-        return F.gelu(x, approximate="tanh")
-    result: Tensor = getattr(torch.ops.aten, name).default(x)
-    return result
+def activated(hidden: Tensor, name: str, gated: bool) -> Tensor:
+    """activation(h), or activation(h₁) · h₂ of the halves of h; "gelu_tanh" is the approximate gelu of ATen."""
+    first, second = hidden.chunk(2, -1) if gated else (hidden, None)
+    made: Tensor = (
+        F.gelu(first, approximate="tanh") if name == "gelu_tanh" else getattr(torch.ops.aten, name).default(first)
+    )
+    return made if second is None else made * second
