@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
 from autopar.ir.plan import PlanData, Redistribute
-from autopar.ir.structure import constant_tensors
-from autopar.ir.verifier import MICROBATCH, output_placement
+from autopar.ir.structure import computed_once, is_cut
+from autopar.ir.verifier import output_placement
 
 Value = tuple[str, Placement]
 
@@ -64,7 +64,7 @@ class _Flattener:
         self.done: set[Value] = set()
         self.uses: dict[str, list[Placement]] = {s.tensor: [] for s in graph.stored}
         self.parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
-        self.constant = constant_tensors(graph) - self._per_microbatch()
+        self.constant = computed_once(graph, plan)
         self.constants: list[Statement] = []
         self.statements: list[Statement] = []
         self.scopes = self._conversion_scopes()
@@ -109,16 +109,10 @@ class _Flattener:
         if made not in self.done:
             self.done.add(made)
             redistribute = self.by_target[name, wanted]
-            once = name in self.constant and not _is_cut(self.plan, wanted)
+            once = name in self.constant and not is_cut(self.plan, wanted)
             target = self.constants if once else self.statements
             target.append(Convert(redistribute, (source,), (made,), self.scopes.get((name, wanted), Scope(()))))
         return made
-
-    def _per_microbatch(self) -> set[str]:
-        """Results that are slices for a microbatch."""
-        plans = self.plan.nodes
-        made = (pair for node in self.graph.nodes for pair in zip(node.results, plans[node.name].results, strict=True))
-        return {name for name, placement in made if _is_cut(self.plan, placement)}
 
     def _conversion_scopes(self) -> dict[Value, Scope]:
         """A conversion stands in the innermost module that holds all its readers."""
@@ -127,9 +121,3 @@ class _Flattener:
             for value in zip(node.operands, self.plan.nodes[node.name].operands, strict=True):
                 readers.setdefault(value, []).append(node.scope)
         return {value: common_scope(scopes) for value, scopes in readers.items()}
-
-
-def _is_cut(plan: PlanData, placement: Placement) -> bool:
-    """Whether a value is a microbatch's slice of what the step has."""
-    pairs = zip(plan.axes, placement, strict=True)
-    return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in pairs)

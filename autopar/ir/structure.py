@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from autopar.ir.graph import IDENTITY, Graph, Node
+from autopar.ir.placement import Placement
+from autopar.ir.plan import PlanData
+from autopar.ir.verifier import MICROBATCH
 
 #: operators, without their overloads, that draw random numbers (those that write in place never get here)
 RANDOM = frozenset({
@@ -35,6 +38,19 @@ def constant_tensors(graph: Graph) -> set[str]:
         if is_random(node) or any(name in variable for name in node.operands):
             variable.update(node.results)
     return set(graph.tensors) - variable
+
+
+def is_cut(plan: PlanData, placement: Placement) -> bool:
+    """Whether a value is a microbatch's slice of what the step has."""
+    pairs = zip(plan.axes, placement, strict=True)
+    return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in pairs)
+
+
+def computed_once(graph: Graph, plan: PlanData) -> set[str]:
+    """Constants, but for results that are slices for a microbatch."""
+    plans = plan.nodes
+    made = (pair for node in graph.nodes for pair in zip(node.results, plans[node.name].results, strict=True))
+    return constant_tensors(graph) - {name for name, placement in made if is_cut(plan, placement)}
 
 
 def block_paths(graph: Graph) -> set[str]:

@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.structure import block_paths, constant_tensors
+from autopar.ir.structure import block_paths, computed_once, is_cut
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication
@@ -40,7 +40,7 @@ def _moved(graph: Graph, plan: Plan) -> Counter[str]:
     """What redistributions send."""
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
-    units, once = block_paths(graph), _computed_once(graph, plan)
+    units, once = block_paths(graph), computed_once(graph, plan)
     reached = _reached(graph) if plan.mode == "train" else set()
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
@@ -64,16 +64,6 @@ def _inside(graph: Graph, plan: Plan) -> Counter[str]:
             for inner in count_of_targets(Call(graph, node), plan.nodes[node.name].operands):
                 counts[inner.collective] += inner.num_bytes
     return counts
-
-
-def _computed_once(graph: Graph, plan: Plan) -> set[str]:
-    """Constants, but for what is a slice for a microbatch."""
-    made = _placements(graph, plan)
-    return {name for name in constant_tensors(graph) if name not in made or not _is_cut(plan, made[name])}
-
-
-def _is_cut(plan: Plan, placement: Placement) -> bool:
-    return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in zip(plan.axes, placement, strict=True))
 
 
 def _placements(graph: Graph, plan: Plan) -> dict[str, Placement]:
@@ -100,7 +90,7 @@ def _step_counts(
     name = redistribute.tensor
     trains = name in reached and _brings_gradient(graph, plan, redistribute, reached)
     stored = graph.stored_by_tensor.get(name)
-    if name in once and not _is_cut(plan, redistribute.target):
+    if name in once and not is_cut(plan, redistribute.target):
         return 1, 0  # in the first step; the later ones keep the result
     if stored is None or stored.kind != "parameter":
         return plan.microbatches, plan.microbatches if trains else 0
