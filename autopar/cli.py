@@ -145,26 +145,11 @@ def _configs(module: Any) -> list[str]:
 def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
+    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit")}
     if template is not None:
-        plan = template_plan(
-            model,
-            mesh,
-            inputs,
-            mode=options.mode,
-            precision=options.precision,
-            memory_limit=options.memory_limit,
-            **template,
-        )
+        plan = template_plan(model, mesh, inputs, **asked, **template)
     else:
-        plan = parallelize(
-            model,
-            mesh,
-            inputs,
-            mode=options.mode,
-            precision=options.precision,
-            memory_limit=options.memory_limit,
-            search=options.search,
-        ).plan
+        plan = parallelize(model, mesh, inputs, **asked, search=options.search).plan
     if options.output:
         plan.save(options.output)
     print(plan)

@@ -36,7 +36,7 @@ def all_reduce(tensors: Sequence[Tensor], axis: Axis, *, owned: bool = False) ->
 
     A gradient that autograd hands out is not: it may share memory with another one that is still to be read.
     """
-    lone = [_bytes(t) >= LONE_BYTES for t in tensors]
+    lone = [t.nbytes >= LONE_BYTES for t in tensors]
     tensors = [
         t if not alone or (owned and t.is_contiguous()) else t.clone(memory_format=torch.contiguous_format)
         for t, alone in zip(tensors, lone, strict=True)
@@ -82,7 +82,7 @@ def all_gather(pieces_: Sequence[Piece], outputs: Sequence[Tensor], axis: Axis) 
 def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], axis: Axis) -> Results:
     """Sums each tensor over the axis and hands out this rank's part along its dim."""
     split = [pieces.split(t, dim, axis.size) for t, dim in zip(tensors, dims, strict=True)]
-    lone = [_bytes(t) >= LONE_BYTES for t in split]
+    lone = [t.nbytes >= LONE_BYTES for t in split]
     shards = [t.new_empty(t.shape[1:]) if alone else None for t, alone in zip(split, lone, strict=True)]
     waits = [
         comm.start_reduce_scatter(shard, t, axis) for t, shard in zip(split, shards, strict=True) if shard is not None
@@ -128,11 +128,7 @@ def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor
 def _is_direct(piece: Piece, output: Tensor, axis: Axis) -> bool:
     """Whether the shards lie in `output` one after the other, and are worth a collective of their own."""
     leading = math.prod(output.shape[: piece.dim])
-    return leading == 1 and piece.size % axis.size == 0 and _bytes(output) >= LONE_BYTES
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return leading == 1 and piece.size % axis.size == 0 and output.nbytes >= LONE_BYTES
 
 
 def _call(waits: Sequence[comm.Wait]) -> None:

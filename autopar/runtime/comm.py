@@ -49,7 +49,7 @@ def count_bytes() -> Iterator[Counter[tuple[str, str]]]:
 
 def _count(kind: str, axis: Axis, buffer: Tensor) -> None:
     for counter in _counters:
-        counter[kind, axis.name] += _num_bytes(buffer)
+        counter[kind, axis.name] += buffer.nbytes
 
 
 @contextmanager
@@ -89,13 +89,9 @@ def barrier(timeout_s: float | None = None) -> None:
         raise CollectiveError(_advice("a barrier", others, timeout_s, error)) from error
 
 
-def _num_bytes(buffer: Tensor) -> int:
-    return buffer.numel() * buffer.element_size()
-
-
 def _start(kind: str, axis: Axis, buffer: Tensor, start: Callable[[], Any]) -> Wait:
     """Starts an asynchronous collective; its bytes are those of `buffer`."""
-    num_bytes = _num_bytes(buffer)
+    num_bytes = buffer.nbytes
     with explained(kind, axis, num_bytes):
         work = start()
 
@@ -110,7 +106,7 @@ def all_reduce(buffer: Tensor, axis: Axis, op: Any = dist.ReduceOp.SUM) -> None:
     """Sums (or reduces by `op`) the buffer over the axis, in place."""
     if axis.size > 1:
         _count("all_reduce", axis, buffer)
-        with explained("all_reduce", axis, _num_bytes(buffer)):
+        with explained("all_reduce", axis, buffer.nbytes):
             dist.all_reduce(buffer, op=op, group=axis.group)
 
 
@@ -135,7 +131,7 @@ def add_late(wait: Wait, axis: Axis) -> None:
 def all_gather(output: Tensor, shard: Tensor, axis: Axis) -> None:
     """Writes the shards of all ranks of the axis one after the other into `output` (both contiguous)."""
     _count("all_gather", axis, output)
-    with explained("all_gather", axis, _num_bytes(output)):
+    with explained("all_gather", axis, output.nbytes):
         _all_gather(_flat(output), _flat(shard), group=axis.group)
 
 
@@ -172,14 +168,14 @@ def start_reduce_scatter(output: Tensor, buffer: Tensor, axis: Axis) -> Wait:
 def all_to_all(output: Tensor, buffer: Tensor, axis: Axis) -> None:
     """Sends the k-th of n equal parts of `buffer` to rank k of the axis (both contiguous)."""
     _count("all_to_all", axis, buffer)
-    with explained("all_to_all", axis, _num_bytes(buffer)):
+    with explained("all_to_all", axis, buffer.nbytes):
         dist.all_to_all_single(_flat(output), _flat(buffer), group=axis.group)
 
 
 def exchange(output: Tensor, received: list[int], buffer: Tensor, sent: list[int], axis: Axis) -> None:
     """Sends `sent[k]` elements of `buffer` to rank k of the axis, in order; `received[k]` come from it (both flat)."""
     _count("all_to_all", axis, buffer)
-    with explained("all_to_all", axis, _num_bytes(buffer)):
+    with explained("all_to_all", axis, buffer.nbytes):
         dist.all_to_all_single(output, buffer, received, sent, group=axis.group)
 
 
