@@ -1,0 +1,229 @@
+"""Predicted beside measured step times of real training steps on two gloo ranks of one thread each.
+
+    python -m benchmarks.accuracy.cpu [--models gpt-s bert-m ...] [--rounds 8] [--profile FILE] [--result FILE]
+
+One profile is measured beforehand (or read from --profile). Each pair of `pairs.py` is planned, emitted and built in
+the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
+drift of the machine hits all alike: in each round every pair runs one step to warm up, then `STEPS` steps between two
+barriers. A pair's time is the median over the rounds; its spread is the distance of the quartiles over the median.
+
+Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
+percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
+is slower than the plan measured best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from benchmarks.accuracy import pairs
+from benchmarks.accuracy.pairs import PAIRS, WORLD, Pair
+from benchmarks.runtime.run import free_port, machine
+
+STEPS = 3  # timed together
+TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
+
+
+class Row(NamedTuple):
+    """One pair: milliseconds a step, and the quartiles' distance over the median of the rounds."""
+
+    pair: Pair
+    predicted_ms: float
+    measured_ms: float
+    spread: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+# Before: profile and programs ----------------------------------------
+
+
+def write_programs(chosen: Sequence[Pair], profile: Path, folder: Path) -> dict[Pair, float]:
+    """Plans and emits all pairs; their predicted milliseconds."""
+    import autopar
+
+    mesh = autopar.Mesh(str(profile), devices_per_node=WORLD)
+    predicted = {}
+    for model in dict.fromkeys(pair.model for pair in chosen):
+        built = pairs.build(model)
+        for pair in (pair for pair in chosen if pair.model == model):
+            program = pairs.program(pair, built, mesh)
+            (folder / f"{pair.name}.py").write_text(program.source)
+            program.plan.save(folder / f"{pair.name}.json")
+            predicted[pair] = program.plan.predicted.step_time_ns / 1e6
+            print(f"planned {pair.name}: {predicted[pair]:.1f} ms", flush=True)
+    return predicted
+
+
+# The ranks ----------------------------------------
+
+
+class Trainer:
+    """A pair's program on this rank, with optimizer and batch."""
+
+    def __init__(self, pair: Pair, folder: Path) -> None:
+        from autopar import runtime
+        from autopar.program import load_source
+
+        model, self.batch = pairs.build(pair.model)
+        source = (folder / f"{pair.name}.py").read_text()
+        self.rank = runtime.build(load_source(source).Program)
+        self.rank.init_from(model, broadcast=False)
+        self.optimizer = torch.optim.AdamW(self.rank.parameters(), lr=1e-4)
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.rank.train_step(**self.batch)
+        self.optimizer.step()
+        return loss
+
+
+def timed_ms(trainer: Trainer) -> float:
+    """Milliseconds a step, after one step that warms caches and allocator."""
+    trainer.step()
+    dist.barrier()
+    start = time.perf_counter()
+    for _ in range(STEPS):
+        trainer.step()
+    elapsed = (time.perf_counter() - start) / STEPS * 1e3
+    dist.barrier()
+    return elapsed
+
+
+def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds: int) -> None:
+    """Times all pairs in rounds on one rank; rank 0 writes the slower rank's times of each round."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo")
+    trainers = {pair: Trainer(pair, folder) for pair in chosen}
+    gc.collect()
+    for trainer in trainers.values():
+        trainer.step()
+    times = torch.zeros(rounds, len(trainers), dtype=torch.float64)
+    for index in range(rounds):
+        for column, trainer in enumerate(trainers.values()):
+            times[index, column] = timed_ms(trainer)
+    dist.all_reduce(times, dist.ReduceOp.MAX)
+    if rank == 0:
+        (folder / "times.json").write_text(json.dumps({pair.name: times[:, n].tolist() for n, pair in enumerate(chosen)}))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+# After: how good the predictions were ----------------------------------------
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures that the targets are about."""
+    errors = [abs(row.error) for row in rows]
+    models = dict.fromkeys(row.pair.model for row in rows)
+    return {
+        "pairs": len(rows),
+        "mape": statistics.mean(errors),
+        "spearman": spearman([row.predicted_ms for row in rows], [row.measured_ms for row in rows]),
+        "worst": max(errors),
+        "best_plan": {model: best_plan_loss([row for row in rows if row.pair.model == model]) for model in models},
+    }
+
+
+def best_plan_loss(rows: Sequence[Row]) -> float:
+    """How much slower the plan predicted best is than the plan measured best, as a share."""
+    chosen = min(rows, key=lambda row: row.predicted_ms)
+    return chosen.measured_ms / min(row.measured_ms for row in rows) - 1
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Pearson's correlation of the ranks (there are no ties among measured times)."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def table(rows: Sequence[Row], found: dict[str, Any]) -> str:
+    """All rows, then the figures beside their targets."""
+    lines = [
+        f"{row.pair.name:24s} predicted {row.predicted_ms:8.1f} ms   measured {row.measured_ms:8.1f} ms   "
+        f"{row.error:+7.1%}   spread {row.spread:5.1%}"
+        for row in rows
+    ]
+    losses = found["best_plan"]
+    lines += [
+        f"{found['pairs']} pairs: MAPE {found['mape']:.1%} (≤ {TARGETS['mape']:.0%})   "
+        f"Spearman {found['spearman']:.3f} (≥ {TARGETS['spearman']})   worst {found['worst']:.1%} (≤ {TARGETS['worst']:.0%})",
+        f"the plan predicted best is slower than the plan measured best by (≤ {TARGETS['best_plan']:.0%}):",
+        *(f"  {model:16s} {loss:6.1%}" for model, loss in losses.items()),
+    ]
+    return "\n".join(lines)
+
+
+def rows_of(predicted: dict[Pair, float], times: dict[str, list[float]]) -> list[Row]:
+    """Predictions joined with the rounds' times."""
+    rows = []
+    for pair, guess in predicted.items():
+        low, median, high = statistics.quantiles(times[pair.name], n=4)
+        rows.append(Row(pair, guess, median, (high - low) / median))
+    return rows
+
+
+def main() -> None:
+    """Profiles, plans, times, prints, and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(pairs.MODELS), default=list(pairs.MODELS))
+    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--profile", type=Path, help="a profile's JSON file; default: this host is measured first")
+    parser.add_argument("--result", type=Path, default=Path(__file__).with_name("cpu.json"))
+    parser.add_argument("--folder", type=Path, help="where to keep programs and times; default: a temporary one")
+    options = parser.parse_args()
+    chosen = [pair for pair in PAIRS if pair.model in options.models]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        profile = options.profile or _measured_profile(folder)
+        predicted = write_programs(chosen, profile, folder)
+        mp.spawn(run_rank, (free_port(), chosen, folder, options.rounds), nprocs=WORLD)
+        rows = rows_of(predicted, json.loads((folder / "times.json").read_text()))
+    found = summary(rows)
+    print(table(rows, found))
+    options.result.write_text(json.dumps(_record(rows, found, options.rounds), indent=1) + "\n")
+
+
+def _measured_profile(folder: Path) -> Path:
+    from autopar.cost import measure_profile
+
+    return measure_profile(folder / "profile.json")[1]
+
+
+def _record(rows: Sequence[Row], found: dict[str, Any], rounds: int) -> dict[str, Any]:
+    return {
+        "command": "python -m benchmarks.accuracy.cpu " + " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "rounds": rounds,
+        "targets": TARGETS,
+        "summary": found,
+        "rows": [{**row._asdict(), "pair": row.pair.name, "error": row.error} for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    main()
