@@ -19,7 +19,7 @@ from models import gpt, llama, moe, wide_resnet
 WORLD = 2
 PLANS: dict[str, dict[str, Any]] = {
     "dp": {"dp": 2},
-    "zero1": {"dp": 2, "zero": 1, "microbatches": 2},
+    "zero1": {"dp": 2, "zero": 1},
     "zero2": {"dp": 2, "zero": 2, "microbatches": 2},
     "zero3": {"dp": 2, "zero": 3},
     "tp": {"tp": 2},
@@ -92,7 +92,7 @@ _PLANS_OF: dict[str, tuple[str, ...]] = {
     "llama-m": ("dp", "zero3", "tp", "searched"),
     "moe-s": _OTHER,
     "moe-m": ("dp", "zero3", "tp", "searched"),
-    "wide_resnet-s": _OTHER,
+    "wide_resnet-s": ("dp", "zero1", "zero3", "tp", "searched"),
     "wide_resnet-m": ("dp", "zero3", "tp", "searched"),
     "bert-s": ("dp", "zero2", "zero3", "tp", "sp", "searched"),
     "bert-m": ("dp", "zero3", "tp", "searched"),
