@@ -22,13 +22,13 @@ import jsonschema
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.errors import ProfileError
 
-FORMAT = 1
+FORMAT = 2
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a block's numbers come from: `kind` is measured, datasheet, published or assumed."""
+    """Where a block's numbers come from: `kind` is measured, datasheet, published, fitted or assumed."""
 
     kind: str
     source: str
@@ -109,13 +109,35 @@ class OperatorCurve:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """A way to use a link: `alpha_ns` a message, `bandwidth` bytes a second."""
+
+    alpha_ns: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
 class Link:
-    """A network level: `alpha_ns` a message, `bandwidth` bytes a second that one device can send."""
+    """A network level: `alpha_ns` a message, `bandwidth` bytes a second that one device can send.
+
+    Optional: `start_ns` of any collective; `low_latency`, a protocol of cheaper messages and less bandwidth;
+    `pass_bandwidth`, at which a rank passes once over its own bytes; `bandwidth_by_ranks`, where the wiring gives
+    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together.
+    """
 
     level: str
-    alpha_ns: int
+    alpha_ns: float
     bandwidth: float
     provenance: Provenance
+    start_ns: float = 0
+    low_latency: Protocol | None = None
+    pass_bandwidth: float | None = None
+    bandwidth_by_ranks: tuple[tuple[int, float], ...] = ()
+    node_bandwidth: float | None = None
+
+    def bandwidth_of(self, ranks: int) -> float:
+        """Bytes a second within a group of so many ranks of this level."""
+        return dict(self.bandwidth_by_ranks).get(ranks, self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -203,12 +225,17 @@ def _slowed(facts: Facts, slowdown: float) -> Facts:
 
 def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
+    if isinstance(data, Mapping) and data.get("format", FORMAT) != FORMAT:
+        raise ProfileError(
+            f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew with "
+            "`autopar profile`, or write it anew after the files of cost_profiles/"
+        )
     error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "the top level"
         raise ProfileError(f"{origin} is no cost profile: at {where}: {error.message}")
     operators = [_read_operator(item) for item in data["operators"]]
-    links = [Link(**_with_provenance(item)) for item in data["links"]]
+    links = [_read_link(item) for item in data["links"]]
     collectives = [_read_collective(item) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],
@@ -262,6 +289,13 @@ def _read_operator(item: Mapping[str, Any]) -> OperatorCurve:
 
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:
     return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
+
+
+def _read_link(item: Mapping[str, Any]) -> Link:
+    fields = _with_provenance(item)
+    fast = item.get("low_latency")
+    by_ranks = _pairs(item.get("bandwidth_by_ranks", ()))
+    return Link(**{**fields, "low_latency": fast and Protocol(**fast), "bandwidth_by_ranks": by_ranks})
 
 
 def _read_collective(item: Mapping[str, Any]) -> CollectivePoints:
