@@ -405,8 +405,8 @@ class _Lowering:
                 moved += optimizer_moved_bytes(self.plan.optimizer, shape, tensor.dtype)
                 tensors += 1
         if moved:
-            kernels = tensors * OPTIMIZER_KERNELS[self.profile.device_type]
-            self.program.optimizer_ns = optimizer_time_ns(moved, kernels, self.profile)
+            kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
+            self.program.optimizer_ns = optimizer_time_ns(moved, tensors, kernels, sharded, self.profile)
 
     def _stored_shape(self, tensor: str) -> tuple[int, ...]:
         placement = self.plan.storage[tensor].placement
