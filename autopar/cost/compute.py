@@ -82,7 +82,7 @@ def node_call(
     dtypes = [tensor.dtype for tensor in operands]
     result_dtypes = [tensors[name].dtype for name in node.results]
     return Call(
-        node.op,
+        _name(node),
         operand_shapes,
         result_shapes,
         tuple([DTYPE_BYTES[dtype] for dtype in dtypes]),
@@ -91,6 +91,12 @@ def node_call(
         (result_dtypes or dtypes or ["float32"])[0],
         _detail(node),
     )
+
+
+def _name(node: Node) -> str:
+    """The operator, and which of its kernels where an argument chooses."""
+    is_tanh = node.op == "aten.gelu.default" and argument(node, 1, "approximate", "none") == "tanh"
+    return "aten.gelu_tanh.default" if is_tanh else node.op
 
 
 def _detail(node: Node) -> str:

@@ -130,14 +130,14 @@ def _smallest(points: Points) -> Mapping[str, Any]:
 
 def _calls(raw: Mapping[str, Any], families: Mapping[str, Points]) -> dict[str, Pair]:
     """What a call of each family costs, forward and backward, beside its kernels."""
-    engine = raw["launch"][2]  # of a backward pass as a whole
+    _, node, engine = raw["launch"]  # a step of the backward pass, and the pass as a whole
     found: dict[str, Pair] = {}
     for family, points in families.items():
         least = _smallest(points)
-        found[family] = least["forward_ns"], max(0, least["backward_ns"] - engine)
+        found[family] = least["forward_ns"], max(node, least["backward_ns"] - engine)
     kernel = _smallest([point for point in families["matmul"] if point["op"] == "mm"])["forward_ns"]
     forward, backward = found.pop("linear")
-    found["matmul"] = max(0, forward - kernel), max(0, backward // 2 - kernel)  # a linear operator has two gradients
+    found["matmul"] = max(0, forward - kernel), max(node, backward // 2 - kernel)  # a linear operator has two gradients
     return found
 
 

@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 1  # of the sweep: points of another one do not mix
+REVISION = 2  # of the sweep: points of another one do not mix
 SECONDS_A_POINT = 0.02
 BYTES_OF_OPERANDS = 1 << 25
 MOST_FLOPS = 1.1e9  # a larger product is as efficient as one of this size
@@ -69,7 +69,10 @@ def _row_cases(rows: int, width: int) -> list[Case]:
     shape = (rows, width)
     return [
         Case("pointwise", "mul", shape, lambda: _leaves(shape, shape), torch.mul),
-        Case("transcendental", "gelu", shape, lambda: _leaves(shape), F.gelu),
+        Case("transcendental", "tanh", shape, lambda: _leaves(shape), torch.tanh),
+        Case("gelu", "gelu", shape, lambda: _leaves(shape), F.gelu),
+        Case("gelu_tanh", "gelu", shape, lambda: _leaves(shape), _gelu_tanh, "tanh"),
+        Case("silu", "silu", shape, lambda: _leaves(shape), F.silu),
         _layer_norm(rows, width),
         _rms_norm(rows, width),
         Case("softmax", "softmax", shape, lambda: _leaves(shape), _softmax),
@@ -154,6 +157,10 @@ def _leaves(*shapes: tuple[int, ...]) -> Tensors:
 
 def _softmax(x: torch.Tensor) -> torch.Tensor:
     return x.softmax(-1)
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:

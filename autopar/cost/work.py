@@ -247,6 +247,9 @@ VIEW = Operator("view")
 POINTWISE = Operator("pointwise")
 _SUM = Operator("pointwise", backward=_sum_gradient)
 _TRANSCENDENTAL = Operator("transcendental")
+_GELU = Operator("gelu")
+_GELU_TANH = Operator("gelu_tanh")
+_SILU = Operator("silu")
 _REDUCTION = Operator("reduction", backward=_reduction_gradient)
 _NORMALIZATION = Operator("normalization", backward=_normalization_gradient)
 _RMS_NORM = Operator("rms_norm", backward=_normalization_gradient)
@@ -286,7 +289,10 @@ OPERATORS: dict[str, Operator] = {
     **_rows("_scaled_dot_product_efficient_attention", _ATTENTION),
     **_rows("_scaled_dot_product_flash_attention_for_cpu", _ATTENTION),
     **_rows("add sub rsub add_ sub_ __add__ __sub__", _SUM),
-    **_rows("gelu silu tanh sigmoid exp exp2 expm1 log log1p log2 sin cos tan erf pow", _TRANSCENDENTAL),
+    **_rows("gelu", _GELU),
+    **_rows("gelu_tanh", _GELU_TANH),
+    **_rows("silu", _SILU),
+    **_rows("tanh sigmoid exp exp2 expm1 log log1p log2 sin cos tan erf pow", _TRANSCENDENTAL),
     **_rows("softplus mish elu hardswish selu log_sigmoid atan2 asin acos atan sinh cosh", _TRANSCENDENTAL),
     **_rows("sqrt rsqrt reciprocal", _TRANSCENDENTAL),
     **_rows("layer_norm native_layer_norm group_norm native_group_norm", _NORMALIZATION),

@@ -122,7 +122,8 @@ class Player:
         ready = self._ready
         after = [ready[value] for value in item.inputs if value in ready]
         if item.forward:
-            first, last = self._transmit(item.name, "activation", item.forward, after)
+            handled = [self._submit(item.name, kind, item.forward_ns, after)] if item.forward_ns else after
+            first, last = self._transmit(item.name, "activation", item.forward, handled)
         else:
             first = last = self._submit(item.name, kind, item.forward_ns, after)
         if item.inner:
@@ -136,8 +137,11 @@ class Player:
         added = self.orders.added_ns.get(number, 0)
         if microbatch:
             added += self.orders.kept_ns.get(number, 0)
+        added += self.orders.home_ns(number, microbatch == self.plan.microbatches - 1)
         if item.backward:
-            first, last = self._transmit(item.name, "activation", item.backward, after)
+            own = item.backward_ns + added
+            handled = [self._submit(item.name, "backward", own, after)] if own else after
+            first, last = self._transmit(item.name, "activation", item.backward, handled)
         else:
             after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
             first = last = self._submit(item.name, "backward", item.backward_ns + added, after)
@@ -200,6 +204,8 @@ class Player:
         if not bucket.transmissions:
             self.engine.allocate(self._last, copied, "gathered")
             return
+        if bucket.convert_ns:
+            after = [self._submit(f"{slots[0].tensor} packed", "forward", bucket.convert_ns, ())]
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
         first, last = self._transmit(name, "parameter", bucket.transmissions, after)
         self.engine.allocate(first, copied, "gathered")

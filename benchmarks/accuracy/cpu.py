@@ -1,6 +1,6 @@
 """Predicted beside measured step times of real training steps on two gloo ranks of one thread each.
 
-    python -m benchmarks.accuracy.cpu [--models gpt-s bert-m ...] [--rounds 8] [--profile FILE] [--result FILE]
+    python -m benchmarks.accuracy.cpu [--models gpt-small bert-wide ...] [--rounds 8] [--profile FILE] [--result FILE]
 
 One profile is measured beforehand (or read from --profile). Each pair of `pairs.py` is planned, emitted and built in
 the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
@@ -34,8 +34,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from benchmarks.accuracy import pairs
-from benchmarks.accuracy.pairs import PAIRS, WORLD, Pair
+from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.runtime.run import free_port, machine
 
 STEPS = 3  # timed together
@@ -60,19 +59,18 @@ class Row(NamedTuple):
 
 def write_programs(chosen: Sequence[Pair], profile: Path, folder: Path) -> dict[Pair, float]:
     """Plans and emits all pairs; their predicted milliseconds."""
-    import autopar
-
-    mesh = autopar.Mesh(str(profile), devices_per_node=WORLD)
     predicted = {}
-    for model in dict.fromkeys(pair.model for pair in chosen):
-        built = pairs.build(model)
-        for pair in (pair for pair in chosen if pair.model == model):
-            program = pairs.program(pair, built, mesh)
-            (folder / f"{pair.name}.py").write_text(program.source)
-            program.plan.save(folder / f"{pair.name}.json")
-            predicted[pair] = program.plan.predicted.step_time_ns / 1e6
-            print(f"planned {pair.name}: {predicted[pair]:.1f} ms", flush=True)
+    for pair in chosen:
+        program = plan_pair(pair, str(profile))
+        source_of(pair, folder).write_text(program.source)
+        predicted[pair] = program.plan.predicted.step_time_ns / 1e6
+        print(f"planned {pair}: {predicted[pair]:.1f} ms", flush=True)
     return predicted
+
+
+def source_of(pair: Pair, folder: Path) -> Path:
+    """Where the pair's emitted program lies."""
+    return folder / f"{pair.model} {pair.plan}.py"
 
 
 # The ranks ----------------------------------------
@@ -85,8 +83,8 @@ class Trainer:
         from autopar import runtime
         from autopar.program import load_source
 
-        model, self.batch = pairs.build(pair.model)
-        source = (folder / f"{pair.name}.py").read_text()
+        model, self.batch = build_model(pair.model)
+        source = source_of(pair, folder).read_text()
         self.rank = runtime.build(load_source(source).Program)
         self.rank.init_from(model, broadcast=False)
         self.optimizer = torch.optim.AdamW(self.rank.parameters(), lr=1e-4)
@@ -126,7 +124,7 @@ def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds:
             times[index, column] = timed_ms(trainer)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     if rank == 0:
-        (folder / "times.json").write_text(json.dumps({pair.name: times[:, n].tolist() for n, pair in enumerate(chosen)}))
+        (folder / "times.json").write_text(json.dumps({str(pair): times[:, n].tolist() for n, pair in enumerate(chosen)}))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -162,7 +160,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float:
 def table(rows: Sequence[Row], found: dict[str, Any]) -> str:
     """All rows, then the figures beside their targets."""
     lines = [
-        f"{row.pair.name:24s} predicted {row.predicted_ms:8.1f} ms   measured {row.measured_ms:8.1f} ms   "
+        f"{row.pair!s:28s} predicted {row.predicted_ms:8.1f} ms   measured {row.measured_ms:8.1f} ms   "
         f"{row.error:+7.1%}   spread {row.spread:5.1%}"
         for row in rows
     ]
@@ -180,7 +178,7 @@ def rows_of(predicted: dict[Pair, float], times: dict[str, list[float]]) -> list
     """Predictions joined with the rounds' times."""
     rows = []
     for pair, guess in predicted.items():
-        low, median, high = statistics.quantiles(times[pair.name], n=4)
+        low, median, high = statistics.quantiles(times[str(pair)], n=4)
         rows.append(Row(pair, guess, median, (high - low) / median))
     return rows
 
@@ -188,7 +186,7 @@ def rows_of(predicted: dict[Pair, float], times: dict[str, list[float]]) -> list
 def main() -> None:
     """Profiles, plans, times, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=list(pairs.MODELS), default=list(pairs.MODELS))
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=8)
     parser.add_argument("--profile", type=Path, help="a profile's JSON file; default: this host is measured first")
     parser.add_argument("--result", type=Path, default=Path(__file__).with_name("cpu.json"))
@@ -221,7 +219,7 @@ def _record(rows: Sequence[Row], found: dict[str, Any], rounds: int) -> dict[str
         "rounds": rounds,
         "targets": TARGETS,
         "summary": found,
-        "rows": [{**row._asdict(), "pair": row.pair.name, "error": row.error} for row in rows],
+        "rows": [{**row._asdict(), "pair": str(row.pair), "error": row.error} for row in rows],
     }
 
 
