@@ -151,9 +151,7 @@ def _operators(
     return [*found, matmul, _optimizer(raw["optimizer"], bandwidth)]
 
 
-def _operator(
-    family: str, points: Points, call: Pair, engine: int, peak: float, bandwidth: float
-) -> dict[str, Any]:
+def _operator(family: str, points: Points, call: Pair, engine: int, peak: float, bandwidth: float) -> dict[str, Any]:
     is_matrix = family in MATRIX_FAMILIES
     measured = [point for point in points if point is not _smallest(points)]
     rate = peak if is_matrix else bandwidth
@@ -187,7 +185,14 @@ def _optimizer(measured: Sequence[tuple[int, int]], bandwidth: float) -> dict[st
     call = measured[0][1]
     samples = [(OPTIMIZER_BYTES * size, max(ns - call, LEAST_SHARE * ns)) for size, ns in measured[1:]]
     curve = _knots(samples, bandwidth)
-    return {"family": "optimizer", "bound": "memory", "forward": curve, "backward": curve, "residual": None, "points": []}
+    return {
+        "family": "optimizer",
+        "bound": "memory",
+        "forward": curve,
+        "backward": curve,
+        "residual": None,
+        "points": [],
+    }
 
 
 def _knots(samples: Samples, rate: float) -> list[list[float]]:
@@ -215,7 +220,9 @@ def _tables(families: Mapping[str, Points], calls: Mapping[str, Pair]) -> list[d
             flops, shape = _flops(point), tuple(map(float, point["shape"]))
             for name, coordinates, duration in _vertices(family, point, shape, calls):
                 rates[name][coordinates].append(duration / flops)
-    return [_table(name, {at: statistics.median(values) for at, values in found.items()}) for name, found in rates.items()]
+    return [
+        _table(name, {at: statistics.median(values) for at, values in found.items()}) for name, found in rates.items()
+    ]
 
 
 def _vertices(
@@ -228,7 +235,9 @@ def _vertices(
     forward, backward = (_net(point[f"{side}_ns"], calls[family][n]) for n, side in enumerate(("forward", "backward")))
     if family == "attention":
         at = shape[2:]
-        return [(f"attention {kind} forward", at, forward), (f"attention {kind} backward", at, backward)] * (shape[2] > 2)
+        return [(f"attention {kind} forward", at, forward), (f"attention {kind} backward", at, backward)] * (
+            shape[2] > 2
+        )
     kernel, side = kind.split()
     made = [(f"convolution {kernel} forward", shape, forward), (f"convolution {kernel} {side}", shape, backward)]
     return made * (math.prod(shape) > 1)

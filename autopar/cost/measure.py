@@ -5,7 +5,8 @@ Needs torch only and imports nothing of autopar, so the file can be copied to an
 
 As many processes as there are cores measure at the same time, since ranks that train share memory bandwidth and cache.
 Times are those of the thread on the CPU, so that other programs disturb little; on a GPU those of events, with the
-second-level cache overwritten before each. Operands alternate, so that small ones do not stay in the cache.
+second-level cache overwritten before each. Operands alternate, so that small ones do not stay in the cache; and before
+the smallest calls others' data pass through it, as in a training step, so that the code must be fetched again too.
 
 With --points, every measured point is kept in that file, and a run that was stopped goes on there. A file of another
 machine, device, torch or revision is refused.
@@ -30,9 +31,10 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 2  # of the sweep: points of another one do not mix
+REVISION = 3  # of the sweep: points of another one do not mix
 SECONDS_A_POINT = 0.02
 BYTES_OF_OPERANDS = 1 << 25
+SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 22
 MOST_FLOPS = 1.1e9  # a larger product is as efficient as one of this size
 MOST_BYTES = 1 << 28  # of an operator's operands, so that memory never runs out
 
@@ -273,7 +275,7 @@ class Clock:
     def _time_cuda(self, call: Callable[[], Any]) -> tuple[int, Any]:
         assert self._flushed is not None
         self._flushed.zero_()
-        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
         events[0].record()
         result = call()
         events[1].record()
@@ -287,20 +289,25 @@ def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
     size = sum(tensor.numel() * tensor.element_size() for tensor in sets[0])
     sets += [case.operands() for _ in range(min(16, BYTES_OF_OPERANDS // (4 * size)))]
     gradient = torch.ones_like(case.run(*sets[0]))
+    passing = torch.zeros(PASSING_BYTES if size <= SMALL_BYTES else 0, dtype=torch.uint8)
     times: list[tuple[int, int]] = []
     deadline = time.perf_counter() + SECONDS_A_POINT
     while time.perf_counter() < deadline or len(times) < 4:
         operands = sets[len(times) % len(sets)]
-        times.append(_measure_once(case, operands, gradient, clock))
+        times.append(_measure_once(case, operands, gradient, passing, clock))
     forward, backward = zip(*times[1:], strict=True)
     return _quartile(forward), _quartile(backward)
 
 
-def _measure_once(case: Case, operands: Tensors, gradient: torch.Tensor, clock: Clock) -> tuple[int, int]:
+def _measure_once(
+    case: Case, operands: Tensors, gradient: torch.Tensor, passing: torch.Tensor, clock: Clock
+) -> tuple[int, int]:
+    passing.add_(1)
     forward, result = clock.time_ns(lambda: case.run(*operands))
     leaves = [leaf for leaf in operands if leaf.requires_grad]
     if not leaves:
         return forward, 0
+    passing.add_(1)
     return forward, clock.time_ns(lambda: torch.autograd.grad(result, leaves, gradient))[0]
 
 
@@ -373,7 +380,7 @@ class Kept:
     """Points that are measured already, by key; each new one is appended to the file, if there is one."""
 
     def __init__(self, path: Path | None, host: dict[str, Any]) -> None:
-        self.path, self.points = path, {}
+        self.path = path
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         if not lines and path is not None:
             path.write_text(json.dumps(host) + "\n")
@@ -382,12 +389,12 @@ class Kept:
                 f"expected {path} to hold points of {json.dumps(host)}, found {lines[0]}: points of different "
                 "machines, devices or versions do not mix; name another file, or remove this one"
             )
-        self.points: dict[str, Any] = dict(map(json.loads, lines[1:]))
+        self.points: dict[str, Any] = dict(map(json.loads, lines[1:]))  # a line is a key and its point
 
-    def get(self, key: str, measure: Callable[[], Any]) -> Any:
+    def get(self, key: str, measure: Callable[..., Any], *arguments: Any) -> Any:
         """The point of that key, measured now if it is not known."""
         if key not in self.points:
-            self.points[key] = measure()
+            self.points[key] = measure(*arguments)
             if self.path is not None:
                 with self.path.open("a") as file:
                     file.write(json.dumps([key, self.points[key]]) + "\n")
@@ -410,21 +417,18 @@ def _describe(case: Case) -> dict[str, Any]:
 
 def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
     """Every operator point of one rank."""
-    launch = kept.get("launch", lambda: measure_launch(lambda x: x * 1.5, (4,), clock))
-    view = kept.get("view", lambda: measure_launch(lambda x: x.transpose(0, 1), (2, 2), clock))
+    launch = kept.get("launch", measure_launch, lambda x: x * 1.5, (4,), clock)
+    view = kept.get("view", measure_launch, lambda x: x.transpose(0, 1), (2, 2), clock)
     points, cases = [], operator_cases()
     for number, case in enumerate(cases):
         name = f"{case.op} {'x'.join(map(str, case.shape))}"
         report(f"{number + 1} of {len(cases)}: {name}")
         key = f"{case.family} {name} {case.kind}"
-        points.append(kept.get(key, lambda case=case: _point(case, clock)))  # type: ignore[misc]
+        points.append(kept.get(key, _point, case, clock))
     sizes = (64, 1 << 14, 1 << 18, 1 << 22)
-    optimizer = [[n, kept.get(f"optimizer {n}", lambda n=n: measure_optimizer(n, clock))] for n in sizes]
+    optimizer = [[n, kept.get(f"optimizer {n}", measure_optimizer, n, clock)] for n in sizes]
     names = ("float64", "float32", "bfloat16", "float16")
-    dtypes = {
-        name: [384, kept.get(f"dtype {name}", lambda name=name: measure_dtype(getattr(torch, name), clock))]
-        for name in names
-    }
+    dtypes = {name: [384, kept.get(f"dtype {name}", measure_dtype, getattr(torch, name), clock)] for name in names}
     return {"launch": launch, "view": view, "points": points, "optimizer": optimizer, "dtypes": dtypes}
 
 
@@ -451,7 +455,9 @@ def _fork(rank: int, file: Path, path: Path | None, report: Callable[[str], None
     status = 1
     try:
         torch.set_num_threads(1)
-        found = measure_operators(Kept(path, host_facts("cpu")), Clock("cpu"), report if rank == 0 else lambda text: None)
+        found = measure_operators(
+            Kept(path, host_facts("cpu")), Clock("cpu"), report if rank == 0 else lambda text: None
+        )
         file.write_text(json.dumps(found))
         status = 0
     finally:

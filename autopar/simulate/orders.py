@@ -14,7 +14,8 @@ from autopar.simulate.program import Bucket, Program, Slot
 class Orders:
     """Items are meant by their number in forward order; the backward pass visits them in reverse.
 
-    `home_each_ns`, `home_last_ns`: hooks and copies into buckets. `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets complete after it;
+    `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets complete after it;
+    `home_each_ns`, `home_last_ns`: hooks of complete gradients and their copies into buckets;
     `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
     gradient of earlier microbatches.
     """

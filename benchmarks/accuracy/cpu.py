@@ -5,7 +5,8 @@
 One profile is measured beforehand (or read from --profile). Each pair of `pairs.py` is planned, emitted and built in
 the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
 drift of the machine hits all alike: in each round every pair runs one step to warm up, then `STEPS` steps between two
-barriers. A pair's time is the median over the rounds; its spread is the distance of the quartiles over the median.
+barriers. What part of the machine's cores other programs used meanwhile is noted too. A pair's time is the median over
+the third of the rounds that were disturbed least; its spread is these rounds' range over the median.
 
 Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
 percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
@@ -42,12 +43,13 @@ TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
 
 
 class Row(NamedTuple):
-    """One pair: milliseconds a step, and the quartiles' distance over the median of the rounds."""
+    """One pair: milliseconds a step, the range over the median of the rounds that count, others' share of the cores."""
 
     pair: Pair
     predicted_ms: float
     measured_ms: float
     spread: float
+    disturbed: float
 
     @property
     def error(self) -> float:
@@ -96,16 +98,25 @@ class Trainer:
         return loss
 
 
-def timed_ms(trainer: Trainer) -> float:
-    """Milliseconds a step, after one step that warms caches and allocator."""
+def timed(trainer: Trainer) -> tuple[float, float]:
+    """Milliseconds a step of the slower rank, after one that warms caches and allocator; others' share of the cores."""
     trainer.step()
     dist.barrier()
-    start = time.perf_counter()
+    busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
     for _ in range(STEPS):
         trainer.step()
-    elapsed = (time.perf_counter() - start) / STEPS * 1e3
-    dist.barrier()
-    return elapsed
+    elapsed, own = time.perf_counter() - start, time.process_time() - own
+    longest, together = torch.tensor([elapsed]), torch.tensor([own])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    dist.all_reduce(together)
+    others = busy_seconds() - busy - together.item()
+    return longest.item() / STEPS * 1e3, max(0.0, others / longest.item() / (os.cpu_count() or 1))
+
+
+def busy_seconds() -> float:
+    """How long this machine's cores have been busy since it was started, all of them together (Linux)."""
+    user, nice, system, _, _, interrupt, soft, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds: int) -> None:
@@ -118,13 +129,13 @@ def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds:
     gc.collect()
     for trainer in trainers.values():
         trainer.step()
-    times = torch.zeros(rounds, len(trainers), dtype=torch.float64)
+    times: dict[str, list[tuple[float, float]]] = {str(pair): [] for pair in chosen}
     for index in range(rounds):
-        for column, trainer in enumerate(trainers.values()):
-            times[index, column] = timed_ms(trainer)
-    dist.all_reduce(times, dist.ReduceOp.MAX)
-    if rank == 0:
-        (folder / "times.json").write_text(json.dumps({str(pair): times[:, n].tolist() for n, pair in enumerate(chosen)}))
+        for pair, trainer in trainers.items():
+            times[str(pair)].append(timed(trainer))
+        if rank == 0:
+            print(f"round {index + 1} of {rounds}", flush=True)
+            (folder / "times.json").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -161,26 +172,31 @@ def table(rows: Sequence[Row], found: dict[str, Any]) -> str:
     """All rows, then the figures beside their targets."""
     lines = [
         f"{row.pair!s:28s} predicted {row.predicted_ms:8.1f} ms   measured {row.measured_ms:8.1f} ms   "
-        f"{row.error:+7.1%}   spread {row.spread:5.1%}"
+        f"{row.error:+7.1%}   spread {row.spread:5.1%}   others {row.disturbed:4.0%}"
         for row in rows
     ]
     losses = found["best_plan"]
     lines += [
         f"{found['pairs']} pairs: MAPE {found['mape']:.1%} (≤ {TARGETS['mape']:.0%})   "
-        f"Spearman {found['spearman']:.3f} (≥ {TARGETS['spearman']})   worst {found['worst']:.1%} (≤ {TARGETS['worst']:.0%})",
+        f"Spearman {found['spearman']:.3f} (≥ {TARGETS['spearman']})   "
+        f"worst {found['worst']:.1%} (≤ {TARGETS['worst']:.0%})",
         f"the plan predicted best is slower than the plan measured best by (≤ {TARGETS['best_plan']:.0%}):",
         *(f"  {model:16s} {loss:6.1%}" for model, loss in losses.items()),
     ]
     return "\n".join(lines)
 
 
-def rows_of(predicted: dict[Pair, float], times: dict[str, list[float]]) -> list[Row]:
+def rows_of(predicted: dict[Pair, float], times: dict[str, list[tuple[float, float]]]) -> list[Row]:
     """Predictions joined with the rounds' times."""
-    rows = []
-    for pair, guess in predicted.items():
-        low, median, high = statistics.quantiles(times[str(pair)], n=4)
-        rows.append(Row(pair, guess, median, (high - low) / median))
-    return rows
+    return [Row(pair, guess, *measured(times[str(pair)])) for pair, guess in predicted.items()]
+
+
+def measured(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Median and relative range of the third of the rounds that were disturbed least, and by how much these were."""
+    least = sorted(rounds, key=lambda item: item[1])[: max(1, -(-len(rounds) // 3))]
+    times = [milliseconds for milliseconds, _ in least]
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median, statistics.median(share for _, share in least)
 
 
 def main() -> None:
