@@ -98,7 +98,7 @@ def _facts(
         "capacity_bytes": max(2 * RESERVE_BYTES, host["memory"] // host["cores"]),
         "reserve_bytes": RESERVE_BYTES,
         "launch_ns": raw["launch"][:2],
-        "view_ns": raw["view"][:2],
+        "view_ns": list(_calls(raw, _by_family(raw))["view"]),
         "cores": host["cores"],
         "overlap_slowdown": _overlap_slowdown(raw["busy_share"], host["cores"]),
     }
@@ -145,7 +145,7 @@ def _operators(
     raw: Mapping[str, Any], families: Mapping[str, Points], peak: float, bandwidth: float
 ) -> list[dict[str, Any]]:
     calls, engine = _calls(raw, families), raw["launch"][2]
-    curved = {family: points for family, points in families.items() if family not in ("matmul", "linear")}
+    curved = {family: points for family, points in families.items() if family not in ("matmul", "linear", "view")}
     found = [_operator(family, points, calls[family], engine, peak, bandwidth) for family, points in curved.items()]
     matmul = _operator("matmul", families["linear"], calls["matmul"], engine, peak, bandwidth)
     return [*found, matmul, _optimizer(raw["optimizer"], bandwidth)]
