@@ -31,7 +31,7 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 4  # of the sweep: points of another one do not mix
+REVISION = 5  # of the sweep: points of another one do not mix
 SECONDS_A_POINT = 0.02
 BYTES_OF_OPERANDS = 1 << 25
 SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 22
@@ -419,6 +419,7 @@ def _describe(case: Case) -> dict[str, Any]:
 def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
     """Every operator point of one rank."""
     launch = kept.get("launch", measure_launch, lambda x: x * 1.5, (4,), clock)
+    view = kept.get("view", measure_launch, lambda x: x.transpose(0, 1), (2, 2), clock)
     points, cases = [], operator_cases()
     for number, case in enumerate(cases):
         name = f"{case.op} {'x'.join(map(str, case.shape))}"
@@ -429,7 +430,7 @@ def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -
     optimizer = [[n, kept.get(f"optimizer {n}", measure_optimizer, n, clock)] for n in sizes]
     names = ("float64", "float32", "bfloat16", "float16")
     dtypes = {name: [384, kept.get(f"dtype {name}", measure_dtype, getattr(torch, name), clock)] for name in names}
-    return {"launch": launch, "points": points, "optimizer": optimizer, "dtypes": dtypes}
+    return {"launch": launch, "view": view, "points": points, "optimizer": optimizer, "dtypes": dtypes}
 
 
 def _point(case: Case, clock: Clock) -> dict[str, Any]:

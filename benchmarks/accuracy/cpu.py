@@ -1,12 +1,14 @@
 """Predicted beside measured step times of real training steps on two gloo ranks of one thread each.
 
-    python -m benchmarks.accuracy.cpu [--models gpt-small bert-wide ...] [--rounds 8] [--profile FILE] [--result FILE]
+    python -m benchmarks.accuracy.cpu [--models gpt-small bert-wide ...] [--rounds 6] [--profile FILE]
+                                      [--result FILE] [--folder FOLDER]
 
 One profile is measured beforehand (or read from --profile). Each pair of `pairs.py` is planned, emitted and built in
 the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
-drift of the machine hits all alike: in each round every pair runs one step to warm up, then `STEPS` steps between two
-barriers. What part of the machine's cores other programs used meanwhile is noted too. A pair's time is the median over
-the third of the rounds that were disturbed least; its spread is these rounds' range over the median.
+drift of the machine hits all alike: model by model, to bound memory, and all models over again `PASSES` times; in a
+round every pair of a model runs one step to warm up, then `STEPS` steps between two barriers. What part of the machine's cores other programs used meanwhile is noted too. A pair's time is the median over
+the third of the rounds that were disturbed least; its spread is these rounds' range over the median. In --folder,
+programs and times are kept, and a later run adds its rounds to them.
 
 Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
 percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
@@ -38,18 +40,23 @@ from torch import Tensor
 from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.runtime.run import free_port, machine
 
-STEPS = 3  # timed together
+STEPS, PASSES = 2, 2
+Timed = tuple[float, float, float]  # milliseconds a step, others' share of the cores, milliseconds of CPU time a rank
 TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
 
 
 class Row(NamedTuple):
-    """One pair: milliseconds a step, the range over the median of the rounds that count, others' share of the cores."""
+    """One pair: milliseconds a step, the range over the median of the rounds that count, others' share of the cores.
+
+    `cpu_ms` is the CPU time that a rank's threads took, gloo's too, which other programs stretch least.
+    """
 
     pair: Pair
     predicted_ms: float
     measured_ms: float
     spread: float
     disturbed: float
+    cpu_ms: float
 
     @property
     def error(self) -> float:
@@ -60,14 +67,16 @@ class Row(NamedTuple):
 
 
 def write_programs(chosen: Sequence[Pair], profile: Path, folder: Path) -> dict[Pair, float]:
-    """Plans and emits all pairs; their predicted milliseconds."""
-    predicted = {}
-    for pair in chosen:
+    """Plans and emits the pairs that the folder lacks; the predicted milliseconds of all."""
+    file = folder / "predicted.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    for pair in (pair for pair in chosen if str(pair) not in known):
         program = plan_pair(pair, str(profile))
         source_of(pair, folder).write_text(program.source)
-        predicted[pair] = program.plan.predicted.step_time_ns / 1e6
-        print(f"planned {pair}: {predicted[pair]:.1f} ms", flush=True)
-    return predicted
+        known[str(pair)] = program.plan.predicted.step_time_ns / 1e6
+        file.write_text(json.dumps(known))
+        print(f"planned {pair}: {known[str(pair)]:.1f} ms", flush=True)
+    return {pair: known[str(pair)] for pair in chosen}
 
 
 def source_of(pair: Pair, folder: Path) -> Path:
@@ -98,8 +107,8 @@ class Trainer:
         return loss
 
 
-def timed(trainer: Trainer) -> tuple[float, float]:
-    """Milliseconds a step of the slower rank, after one that warms caches and allocator; others' share of the cores."""
+def timed(trainer: Trainer) -> Timed:
+    """Times STEPS steps, as the slower rank needs for them, after one that warms caches and allocator."""
     trainer.step()
     dist.barrier()
     busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
@@ -109,8 +118,8 @@ def timed(trainer: Trainer) -> tuple[float, float]:
     longest, together = torch.tensor([elapsed]), torch.tensor([own])
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     dist.all_reduce(together)
-    others = busy_seconds() - busy - together.item()
-    return longest.item() / STEPS * 1e3, max(0.0, others / longest.item() / (os.cpu_count() or 1))
+    others = (busy_seconds() - busy - together.item()) / longest.item() / (os.cpu_count() or 1)
+    return longest.item() / STEPS * 1e3, max(0.0, others), together.item() / WORLD / STEPS * 1e3
 
 
 def busy_seconds() -> float:
@@ -125,19 +134,30 @@ def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo")
-    trainers = {pair: Trainer(pair, folder) for pair in chosen}
-    gc.collect()
-    for trainer in trainers.values():
-        trainer.step()
-    times: dict[str, list[tuple[float, float]]] = {str(pair): [] for pair in chosen}
-    for index in range(rounds):
-        for pair, trainer in trainers.items():
-            times[str(pair)].append(timed(trainer))
-        if rank == 0:
-            print(f"round {index + 1} of {rounds}", flush=True)
-            (folder / "times.json").write_text(json.dumps(times))
+    file = folder / "times.json"
+    times: dict[str, list[Timed]] = json.loads(file.read_text()) if file.exists() else {}
+    dist.barrier()
+    for _ in range(PASSES):
+        for model in dict.fromkeys(pair.model for pair in chosen):
+            time_model([pair for pair in chosen if pair.model == model], folder, -(-rounds // PASSES), times)
+            if rank == 0:
+                print(f"timed {model}", flush=True)
+                file.write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def time_model(chosen: Sequence[Pair], folder: Path, rounds: int, times: dict[str, list[Timed]]) -> None:
+    """Adds rounds of one model's pairs, interleaved."""
+    trainers = {pair: Trainer(pair, folder) for pair in chosen}
+    for trainer in trainers.values():
+        trainer.step()
+    for _ in range(rounds):
+        for pair, trainer in trainers.items():
+            times.setdefault(str(pair), []).append(timed(trainer))
+    trainers.clear()
+    build_model.cache_clear()
+    gc.collect()
 
 
 # After: how good the predictions were ----------------------------------------
@@ -172,7 +192,7 @@ def table(rows: Sequence[Row], found: dict[str, Any]) -> str:
     """All rows, then the figures beside their targets."""
     lines = [
         f"{row.pair!s:28s} predicted {row.predicted_ms:8.1f} ms   measured {row.measured_ms:8.1f} ms   "
-        f"{row.error:+7.1%}   spread {row.spread:5.1%}   others {row.disturbed:4.0%}"
+        f"{row.error:+7.1%}   spread {row.spread:5.1%}   others {row.disturbed:4.0%}   CPU {row.cpu_ms:8.1f} ms"
         for row in rows
     ]
     losses = found["best_plan"]
@@ -186,24 +206,24 @@ def table(rows: Sequence[Row], found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def rows_of(predicted: dict[Pair, float], times: dict[str, list[tuple[float, float]]]) -> list[Row]:
+def rows_of(predicted: dict[Pair, float], times: dict[str, list[Timed]]) -> list[Row]:
     """Predictions joined with the rounds' times."""
     return [Row(pair, guess, *measured(times[str(pair)])) for pair, guess in predicted.items()]
 
 
-def measured(rounds: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Median and relative range of the third of the rounds that were disturbed least, and by how much these were."""
+def measured(rounds: Sequence[Timed]) -> tuple[float, float, float, float]:
+    """Of the third of the rounds that were disturbed least: median, relative range, others' share, CPU time."""
     least = sorted(rounds, key=lambda item: item[1])[: max(1, -(-len(rounds) // 3))]
-    times = [milliseconds for milliseconds, _ in least]
+    times, shares, worked = zip(*least, strict=True)
     median = statistics.median(times)
-    return median, (max(times) - min(times)) / median, statistics.median(share for _, share in least)
+    return median, (max(times) - min(times)) / median, statistics.median(shares), statistics.median(worked)
 
 
 def main() -> None:
     """Profiles, plans, times, prints, and writes the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--profile", type=Path, help="a profile's JSON file; default: this host is measured first")
     parser.add_argument("--result", type=Path, default=Path(__file__).with_name("cpu.json"))
     parser.add_argument("--folder", type=Path, help="where to keep programs and times; default: a temporary one")

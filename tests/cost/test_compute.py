@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost import flops, load_profile, node_time_ns, template_profile
-from autopar.cost import measure
+from autopar.cost import flops, load_profile, measure, node_time_ns, template_profile
 from autopar.cost.compute import node_call, optimizer_time_ns
 from autopar.cost.fit import profile_from_points
 from autopar.cost.kernels import Product, product_of
@@ -153,7 +152,7 @@ def raw_points() -> dict[str, object]:
             for n in (1, 64, 1024)
         ]
     return {
-        "launch": [1000, 1000, 3000], "points": points,
+        "launch": [1000, 1000, 3000], "view": [1000, 2000, 3000], "points": points,
         "optimizer": [[64, 5000], [1 << 20, 3_000_000]],
         "dtypes": {"float32": [384, 2 * 384**3 / 100]},
         "collectives": [{"collective": "all_reduce", "ranks": 2, "points": [[1024, 20000], [1 << 20, 1020000]]}],
