@@ -65,6 +65,15 @@ def pointwise_time_ns(num_bytes: int, profile: Profile) -> int:
     return _memory_ns(num_bytes, "pointwise", 0, profile) + _call_ns(curve, 0, profile) if num_bytes else 0
 
 
+SPLIT_NORM_PASSES = (6, 8)  # over the activation, each read and written once: `runtime.lowering.statistics`
+
+
+def split_norm_time_ns(num_bytes: int, profile: Profile) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) of a batch norm whose statistics cross ranks: plain operators, pass by pass."""
+    forward, backward = (passes * pointwise_time_ns(2 * num_bytes, profile) for passes in SPLIT_NORM_PASSES)
+    return forward, backward
+
+
 def copy_time_ns(num_bytes: int, profile: Profile) -> int:
     """Nanoseconds to copy so many bytes from one place to another, in order."""
     curve = profile.curve("straight_copy")

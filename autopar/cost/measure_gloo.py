@@ -148,7 +148,7 @@ def _time_runs(call: Callable[[], Any], repeats: int) -> int:
 
 def _busy_share(group: Any) -> float:
     """CPU time of gloo's threads over the time of the all-reduce that they work on: what compute loses then."""
-    buffer = torch.ones(1 << 20)
+    buffer = torch.ones(1 << 22)  # larger than the cache, as gradients are
     call: Callable[[], Any] = lambda: dist.all_reduce(buffer, group=group)  # noqa: E731
     least = _time_together(call, group)
     worked = []

@@ -321,8 +321,8 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
     if isinstance(data, Mapping) and data.get("format", FORMAT) != FORMAT:
         raise ProfileError(
-            f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew with "
-            "`autopar profile`, or write it anew after the files of cost_profiles/"
+            f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew "
+            "with `autopar profile`, or write it anew after the files of cost_profiles/"
         )
     error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
     if error is not None:

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
-from autopar.cost.compute import copy_time_ns, node_time_ns, optimizer_time_ns
+from autopar.cost.compute import copy_time_ns, node_time_ns, optimizer_time_ns, split_norm_time_ns
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes
+from autopar.cost.work import operator
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import ranks_within_node
@@ -331,6 +332,8 @@ class _Lowering:
         )
         saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
         inner, inner_backward = self._inner(node)
+        if inner and self.profile.runtime and operator(node.op).family == "batch_norm":
+            forward_ns, backward_ns = split_norm_time_ns(values[inputs[0]].num_bytes, self.profile)
         program.items.append(
             Item(
                 name=node.name,

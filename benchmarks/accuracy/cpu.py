@@ -6,9 +6,13 @@
 One profile is measured beforehand (or read from --profile). Each pair of `pairs.py` is planned, emitted and built in
 the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
 drift of the machine hits all alike: model by model, to bound memory, and all models over again `PASSES` times; in a
-round every pair of a model runs one step to warm up, then `STEPS` steps between two barriers. What part of the machine's cores other programs used meanwhile is noted too. A pair's time is the median over
-the third of the rounds that were disturbed least; its spread is these rounds' range over the median. In --folder,
-programs and times are kept, and a later run adds its rounds to them.
+round every pair of a model runs one step to warm up, then `STEPS` steps between two barriers. What part of the
+machine's cores other programs used meanwhile is noted too. A pair's time is the median over the third of the rounds
+that were disturbed least; its spread is these rounds' range over the median. In --folder, programs and times are kept,
+and a later run adds its rounds to them.
+
+The ranks' allocator keeps what is freed (`ALLOCATOR`): glibc's default gives the top of the heap back and takes it
+again, or not, as the addresses of unrelated tensors have it, and the page faults make equal steps differ by a fifth.
 
 Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
 percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
@@ -42,6 +46,11 @@ from benchmarks.runtime.run import free_port, machine
 
 STEPS, PASSES = 2, 2
 Timed = tuple[float, float, float]  # milliseconds a step, others' share of the cores, milliseconds of CPU time a rank
+ALLOCATOR = {  # glibc's settings in the environment of the ranks
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
+    "MALLOC_TOP_PAD_": str(1 << 26),
+}
 TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
 
 
@@ -234,6 +243,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         profile = options.profile or _measured_profile(folder)
         predicted = write_programs(chosen, profile, folder)
+        os.environ.update(ALLOCATOR)
         mp.spawn(run_rank, (free_port(), chosen, folder, options.rounds), nprocs=WORLD)
         rows = rows_of(predicted, json.loads((folder / "times.json").read_text()))
     found = summary(rows)
@@ -253,6 +263,7 @@ def _record(rows: Sequence[Row], found: dict[str, Any], rounds: int) -> dict[str
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
         "rounds": rounds,
+        "allocator": ALLOCATOR,
         "targets": TARGETS,
         "summary": found,
         "rows": [{**row._asdict(), "pair": str(row.pair), "error": row.error} for row in rows],
