@@ -128,6 +128,15 @@ def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callab
     verifier.verify(_trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)), plan, admits)
 
 
+def timeline_of(
+    plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
+) -> Timeline:
+    """The simulated step of a plan that was read from a file. Raises like `verify`."""
+    graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
+    verifier.verify(graph, plan, admits)
+    return _simulated(graph, plan)
+
+
 def _with_simulator(plan: Plan, graph: Graph) -> Plan:
     """The plan with what `plan.timeline()` calls."""
     return replace(plan, simulator=partial(_simulated, graph))
