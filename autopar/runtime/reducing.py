@@ -20,11 +20,9 @@ from torch import Tensor
 
 from autopar.runtime import coalesce, comm
 from autopar.runtime.mesh import Axis, RankMesh
-from autopar.runtime.packing import pack_gradients
+from autopar.runtime.packing import MAX_IN_FLIGHT, pack_gradients
 from autopar.runtime.redistribute import backward_step
 from autopar.runtime.stored import SizedStep, Slot
-
-MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 
 class Bucket:

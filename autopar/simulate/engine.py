@@ -28,6 +28,9 @@ class Event(NamedTuple):
     kind: str
 
 
+_BEGIN = Event((0, COMPUTE), "", 0, 0, "")
+
+
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
@@ -76,15 +79,21 @@ class Engine:
             now = end
         return round(now + left)
 
-    def allocate(self, task: int, num_bytes: int, kind: str) -> None:
-        """Memory taken when a task starts; task −1 is the begin."""
+    def allocate(self, task: int, num_bytes: int, kind: str, at_end: bool = False) -> None:
+        """Memory taken when a task starts, or ends; task −1 is the begin."""
         if num_bytes:
-            self._allocations.append((self.events[task].start_ns if task >= 0 else 0, num_bytes, kind))
+            event = self.events[task] if task >= 0 else _BEGIN
+            self._allocations.append((event.end_ns if at_end else event.start_ns, num_bytes, kind))
+
+    def later(self, first: int, second: int) -> int:
+        """The task that ends later; −1 is the begin."""
+        return max(first, second, key=lambda task: self.events[task].end_ns if task >= 0 else 0)
 
     def release(self, task: int, num_bytes: int, kind: str) -> None:
         """Memory given back when a task ends."""
         if num_bytes:
-            self._allocations.append((self.events[task].end_ns, -num_bytes, kind))
+            event = self.events[task] if task >= 0 else _BEGIN
+            self._allocations.append((event.end_ns, -num_bytes, kind))
 
     @property
     def makespan_ns(self) -> int:

@@ -8,12 +8,14 @@ link level queue.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
+from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.engine import COMPUTE, Engine
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
@@ -21,6 +23,7 @@ from autopar.simulate.program import Bucket, Item, Slot, Transmission, lower
 from autopar.simulate.timeline import Timeline
 
 ROOT = 0  # the unit of parameters that belong to no block
+UNDER_WAY = "gradients under way"
 WORK = ("forward", "backward", "recompute")
 
 
@@ -42,6 +45,15 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
     return player.timeline()
 
 
+class Journey(NamedTuple):
+    """Gradients on their way to smaller shards: the last task, and the bytes that it ends the use of."""
+
+    task: int
+    copied_bytes: int
+    whole_bytes: int
+    kind: str
+
+
 class Player:
     """One rank's state while its program is played."""
 
@@ -59,7 +71,14 @@ class Player:
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._live: set[int] = set()  # units whose regathered parameters are in place or under way
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
+        self._buckets = {slot: bucket for bucket in self.program.reductions for slot in bucket.slots}
+        self._number = {slot.value: number for number, slot in enumerate(self.program.slots)}
         self._held: set[str] = set()  # stored tensors that have memory for their gradient
+        self._buffered: set[int] = set()  # first slots of the buckets that have a buffer
+        self._whole: set[int] = set()  # slots whose gradient waits to be sent
+        self._in_flight: deque[Journey] = deque()  # gradients on their way to smaller shards
+        self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes) of packed gathers
+        self._awaited: list[int] = []  # tasks that compute has to wait for before it goes on
         self._home: list[int] = []  # the tasks that bring gradients home
 
     # Passes ----------------------------------------
@@ -76,6 +95,7 @@ class Player:
         """One microbatch forward."""
         self._launched.clear()
         self._launch(ROOT)
+        self._unpack(ROOT)
         if self.orders.visits:
             self._launch(self.orders.visits[0])
         current = ROOT
@@ -114,7 +134,11 @@ class Player:
 
     def optimize(self) -> None:
         """Waits until all gradients are home, then updates the parameters."""
-        self._submit("optimizer", "optimizer", self.program.optimizer_ns, self._home)
+        while self._in_flight:
+            self._finish_journey()
+        task = self._submit("optimizer", "optimizer", self.program.optimizer_ns, self._home)
+        self.engine.allocate(task, self.program.optimizer_workspace, "workspace")
+        self.engine.release(task, self.program.optimizer_workspace, "workspace")
 
     # Items ----------------------------------------
 
@@ -149,7 +173,9 @@ class Player:
         self._change(self.lifetimes.backward, number, first, last, "activations")
         self._change(self.lifetimes.gradients, number, first, last, "activation gradients")
         for slot in self.orders.begun_at.get(number, ()):
-            self._begin_gradient(slot, first, microbatch)
+            self._begin_gradient(slot, first)
+        for slot, several in self.orders.ended_at.get(number, ()):
+            self._end_gradient(slot, several, first, last)
         for bucket in self.orders.complete_at.get(number, ()):
             self._send_home(bucket, microbatch)
 
@@ -162,7 +188,8 @@ class Player:
         self.engine.release(last, changes.given.get(number, 0), kind)
 
     def _submit(self, name: str, kind: str, duration_ns: int, after: Iterable[int]) -> int:
-        self._last = self.engine.submit(self._compute, name, kind, duration_ns, after)
+        self._last = self.engine.submit(self._compute, name, kind, duration_ns, (*after, *self._awaited))
+        self._awaited.clear()
         return self._last
 
     def _transmit(
@@ -180,11 +207,17 @@ class Player:
     # Parameters ----------------------------------------
 
     def _enter(self, unit: int, direction: int) -> None:
-        """A unit begins: its parameters must be under way, and its neighbour's start now."""
+        """A unit begins: its parameters must be under way, its neighbour's start now, and its own are unpacked."""
         self._launch(unit)
         neighbour = self.orders.visits.index(unit) + direction
         if 0 <= neighbour < len(self.orders.visits):
             self._launch(self.orders.visits[neighbour])
+        self._unpack(unit)
+
+    def _unpack(self, unit: int) -> None:
+        """Waits for a unit's parameters; then the buffers that they came in are given back."""
+        for task, num_bytes in self._arriving.pop(unit, ()):
+            self.engine.release(self.engine.later(task, self._last), num_bytes, "gathered")
 
     def _launch(self, unit: int) -> None:
         if unit not in self._launched and unit not in self._live and self.orders.gathers.get(unit):
@@ -198,18 +231,22 @@ class Player:
         slots = [self.program.slots[number] for number in bucket.slots]
         copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
         if not bucket.transmissions:
-            self.engine.allocate(self._last, copied, "gathered")
+            self.engine.allocate(self._last, copied, "gathered", at_end=True)
             return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
-        first, last = self._transmit(name, "parameter", bucket.transmissions, after)
-        self.engine.allocate(first, copied, "gathered")
+        _, last = self._transmit(name, "parameter", bucket.transmissions, after)
+        self.engine.allocate(self._last, copied, "gathered", at_end=True)
         for slot in slots:
             self._ready[slot.value] = last
+            if slot.gather_bytes:
+                self.engine.allocate(self._last, slot.gather_bytes, "gathered", at_end=True)
+                self._arriving[slot.unit if slot.unit in self.orders.last else ROOT].append((last, slot.gather_bytes))
 
     def _release(self, unit: int) -> None:
         if unit not in self._live:
             return
         self._live.discard(unit)
+        self._unpack(unit)
         for bucket in self.orders.gathers[unit]:
             slots = [self.program.slots[number] for number in bucket.slots]
             copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
@@ -217,16 +254,37 @@ class Player:
 
     # Gradients ----------------------------------------
 
-    def _is_transient(self, slot: Slot, microbatch: int) -> bool:
-        """Whether a slot's gradient is made in memory of its own, to be sent or added from there."""
-        return slot.shrinks or (slot.reduces_each and microbatch > 0)
-
-    def _begin_gradient(self, slot: Slot, task: int, microbatch: int) -> None:
-        if self._is_transient(slot, microbatch):
-            if microbatch == 0 or slot.reduces_each:
-                self.engine.allocate(task, slot.gradient_bytes, "gradients under way")
+    def _begin_gradient(self, slot: Slot, task: int) -> None:
+        """The leaf's gradient is made: at home if it stays as it is, else in memory of its own."""
+        if self._number[slot.value] in self._buckets or slot.tensor in self._held:
+            self.engine.allocate(task, slot.gradient_bytes, UNDER_WAY)
         else:
             self._hold_gradient(slot, task)
+
+    def _end_gradient(self, slot: Slot, several: bool, first: int, last: int) -> None:
+        """The leaf's gradient is complete, and added to that of earlier microbatches, or copied into its bucket.
+
+        Where several operators contribute, the second contribution and their sum are made beside the first.
+        """
+        number = self._number[slot.value]
+        bucket = self._buckets.get(number)
+        if several:
+            self.engine.allocate(first, 2 * slot.gradient_bytes, UNDER_WAY)
+            self.engine.release(last, 2 * slot.gradient_bytes, UNDER_WAY)
+        if bucket is not None and bucket.has_buffer and bucket.slots[0] not in self._buffered:
+            self._buffered.add(bucket.slots[0])
+            self.engine.allocate(first, self._buffer_bytes(bucket), "gradients")
+        if bucket is None:
+            if number in self._whole:
+                self.engine.release(last, slot.gradient_bytes, UNDER_WAY)
+            self._whole.add(number)
+        elif bucket.has_buffer or number in self._whole:
+            self.engine.release(last, slot.gradient_bytes, UNDER_WAY)
+        else:
+            self._whole.add(number)
+
+    def _buffer_bytes(self, bucket: Bucket) -> int:
+        return sum(self.program.slots[number].gradient_bytes for number in bucket.slots)
 
     def _hold_gradient(self, slot: Slot, task: int) -> None:
         if slot.tensor not in self._held:
@@ -237,16 +295,42 @@ class Player:
         slots = [self.program.slots[number] for number in bucket.slots]
         if not slots[0].reduces_each and microbatch < self.plan.microbatches - 1:
             return
+        shrinks = slots[0].shrinks
+        while shrinks and len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._finish_journey()
         after = [task for slot in slots for task in self._gradients.pop(slot.value, ())]
-        first = last = max(after)
+        last = max(after)
         if bucket.transmissions:
             name = f"gradient of {slots[0].tensor}"
-            first, last = self._transmit(name, "gradient", bucket.transmissions, after)
+            _, last = self._transmit(name, "gradient", bucket.transmissions, after)
             self._home.append(last)
+        if shrinks:
+            self._begin_journey(bucket, slots, last)
+
+    def _begin_journey(self, bucket: Bucket, slots: list[Slot], last: int) -> None:
+        """Whole gradients stay until the runtime waits for their journey's end; what is left of them has memory."""
+        made = self.engine.later(self._last, -1)
+        arrives = 0
         for slot in slots:
-            self._hold_gradient(slot, first)
-            if self._is_transient(slot, microbatch):
-                self.engine.release(last, slot.gradient_bytes, "gradients under way")
+            if slot.tensor in self._held:  # added to what earlier microbatches have brought
+                arrives += slot.stored_bytes
+            else:
+                self._held.add(slot.tensor)
+                self.engine.allocate(made, slot.stored_bytes, "gradients", at_end=True)
+        copies = arrives + sum(slot.scatter_bytes for slot in slots)
+        self.engine.allocate(made, copies, UNDER_WAY, at_end=True)
+        kind = "gradients" if bucket.has_buffer else UNDER_WAY
+        self._in_flight.append(Journey(last, copies, self._buffer_bytes(bucket), kind))
+        self._whole.difference_update(bucket.slots)
+        self._buffered.discard(bucket.slots[0])
+
+    def _finish_journey(self) -> None:
+        """Compute waits for the oldest journey; its whole gradients are given back."""
+        journey = self._in_flight.popleft()
+        self._awaited.append(journey.task)
+        end = self.engine.later(journey.task, self._last)
+        self.engine.release(end, journey.copied_bytes, UNDER_WAY)
+        self.engine.release(end, journey.whole_bytes, journey.kind)
 
     # Result ----------------------------------------
 
