@@ -23,20 +23,18 @@ LAST = 0  # the number of the compute stream's latest task before the pass
 class Carried(NamedTuple):
     """What a device has under way when a pass begins, in ns after that.
 
-    links: when each communication stream is free; in_flight: its collectives, as intervals; last_ns: how long the
-    compute stream's latest task took, which ended at 0.
+    links: when each communication stream is free; in_flight: its collectives, as intervals.
     """
 
     links: tuple[tuple[str, int], ...] = ()
     in_flight: tuple[tuple[int, int], ...] = ()
-    last_ns: int = 0
 
 
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
     def __init__(self, overlap_slowdown: float, carried: Carried) -> None:
-        self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
+        self.tasks: list[Task] = [(COMPUTE, "", 0, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
         self.allocations: list[tuple[int, int, str]] = []  # time, bytes taken or (negative) given back, kind
         self.free_ns = 0
@@ -102,10 +100,15 @@ class Engine:
             now = end
         return now + round(left)
 
-    def allocate(self, task: int, num_bytes: int, kind: str) -> None:
-        """Memory taken when a task starts."""
+    def allocate(self, task: int, num_bytes: int, kind: str, at_end: bool = False) -> None:
+        """Memory taken when a task starts, or ends."""
         if num_bytes:
-            self.allocations.append((self.tasks[task][2], num_bytes, kind))
+            _, _, start, end, _ = self.tasks[task]
+            self.allocations.append((end if at_end else start, num_bytes, kind))
+
+    def later(self, first: int, second: int) -> int:
+        """The task that ends later."""
+        return first if self.tasks[first][3] >= self.tasks[second][3] else second
 
     def release(self, task: int, num_bytes: int, kind: str) -> None:
         """Memory given back when a task ends."""

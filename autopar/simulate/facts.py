@@ -5,27 +5,24 @@ from __future__ import annotations
 import weakref
 from typing import NamedTuple
 
-from autopar.cost.memory import Saved, is_view, saved_values
-from autopar.cost.work import base_name
+from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
 from autopar.ir.structure import block_paths
 
-PASSING = frozenset(("add", "sub"))  # operators whose gradient is the result's gradient itself
-
 
 class NodeFacts(NamedTuple):
-    """Whether results share the operand's memory, gradients pass unchanged, and what autograd saves."""
+    """Whether results share the operand's memory, which operands' gradients do, and what autograd saves."""
 
     is_view: bool
-    passes_gradient: bool
+    passes_gradient: tuple[bool, ...]  # by operand
     saved: tuple[Saved, ...]
 
 
 class GraphFacts:
     """Facts of each node by name, and the blocks that parameters and nodes belong to."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.nodes = {node.name: _node_facts(node, graph) for node in graph.nodes}
+    def __init__(self, graph: Graph, device_type: str) -> None:
+        self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
         self.blocks = block_paths(graph)
         self._block_of: dict[str, str] = {}
 
@@ -38,20 +35,19 @@ class GraphFacts:
         return known
 
 
-def _node_facts(node: Node, graph: Graph) -> NodeFacts:
-    passes = is_view(node) or base_name(node.op) in PASSING
-    return NodeFacts(is_view(node), passes, saved_values(node, graph))
+def _node_facts(node: Node, graph: Graph, device_type: str) -> NodeFacts:
+    return NodeFacts(is_view(node, graph), passes_gradient(node, graph), saved_values(node, graph, device_type))
 
 
-_known: dict[int, tuple[weakref.ref[Graph], GraphFacts]] = {}
+_known: dict[tuple[int, str], tuple[weakref.ref[Graph], GraphFacts]] = {}
 
 
-def graph_facts(graph: Graph) -> GraphFacts:
-    """The graph's facts, remembered as long as it lives."""
-    key = id(graph)
+def graph_facts(graph: Graph, device_type: str) -> GraphFacts:
+    """The graph's facts on a kind of device, remembered as long as it lives."""
+    key = id(graph), device_type
     known = _known.get(key)
     if known is not None and known[0]() is graph:
         return known[1]
-    facts = GraphFacts(graph)
+    facts = GraphFacts(graph, device_type)
     _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), facts)
     return facts

@@ -1,7 +1,8 @@
 """When an activation's memory is taken and given back within a microbatch, forward and backward.
 
-The forward pass takes an item's memory when it runs and gives it back after its last reader, unless autograd
-saved it: then after the backward of the first item (in forward order) that saved it. In a recomputed region
+The forward pass takes an item's memory when it runs and gives it back when its block returns (a function keeps its
+variables) or after its last reader, unless autograd saved it: then after the backward of the first item (in forward
+order) that saved it. In a recomputed region
 nothing but what enters it is kept; when the backward pass arrives, its items run again and their memory lives
 as without recomputation. Gradients of activations live from the first reader's backward to that of the maker.
 """
@@ -37,8 +38,10 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
     regions = {item.region for item in program.items if item.runs_backward}
+    returns = {item.unit: number for number, item in enumerate(program.items)}
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
+            readers[storage].append(returns[program.items[memory.owner].unit])
             uses = readers[storage], savers[storage]
             _place(lifetimes, program.items, regions, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
@@ -46,7 +49,19 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
             _place(lifetimes, program.items, regions, number, item.extra_bytes, [number], [number])
     if trains:
         _place_gradients(program, lifetimes.gradients)
+    _place_workspace(program, lifetimes)
     return lifetimes
+
+
+def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
+    """What an item takes and gives back itself."""
+    for number, item in enumerate(program.items):
+        forward, backward = item.workspace
+        for changes, size in ((lifetimes.forward, forward), (lifetimes.recompute, forward)):
+            changes.taken[number] += size
+            changes.given[number] += size
+        lifetimes.gradients.taken[number] += backward
+        lifetimes.gradients.given[number] += backward
 
 
 def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
@@ -89,7 +104,7 @@ def _place(
     if inside:
         lifetimes.backward.given[min(inside)] += size
     else:
-        lifetimes.recompute.given[max(n for n in readers if items[n].region == region)] += size
+        lifetimes.recompute.given[max(n for n in (owner, *readers) if items[n].region == region)] += size
 
 
 def _place_gradients(program: Program, changes: Changes) -> None:
@@ -121,10 +136,10 @@ def _contribute(
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return
     if value in buffer:  # added to what is there, from memory that is given back at once
-        if not item.passes_gradient:
+        if value not in item.passing:
             changes.taken[number] += made.num_bytes
             changes.given[number] += made.num_bytes
-    elif item.passes_gradient and held:
+    elif value in item.passing and held:
         held[0][1] += 1
         buffer[value] = held[0]
     else:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
 from autopar.cost.compute import node_time_ns, optimizer_time_ns
-from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes
+from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
+from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import ranks_within_node
@@ -26,6 +27,7 @@ from autopar.ir.stages import stage_graph
 from autopar.ir.structure import region_of
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
+from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, graph_facts
 from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.traffic import inner_collectives
@@ -81,7 +83,8 @@ class Item:
     backward: tuple[Transmission, ...] = ()
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
     inner_backward: tuple[Transmission, ...] = ()
-    passes_gradient: bool = False
+    passing: frozenset[int] = frozenset()  # inputs whose gradient is the result's own, in the same memory
+    workspace: tuple[int, int] = (0, 0)  # bytes taken for a while, forward and backward
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
     unit: int = 0
@@ -104,6 +107,8 @@ class Slot:
     is_alias: bool
     requires_grad: bool
     sizes: tuple[tuple[int, int], ...] = ()  # bytes of each step, forward and backward
+    gather_bytes: int = 0  # of copies while it is gathered: what travels packed, or does not lie as it is used
+    scatter_bytes: int = 0  # of copies while its gradient is scattered
     shrinks: bool = field(init=False)  # its gradient is smaller at home than where it is made
     reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
 
@@ -118,6 +123,7 @@ class Bucket:
 
     slots: list[int]
     transmissions: tuple[Transmission, ...]
+    has_buffer: bool = False  # gradients that are summed in one buffer, which is there from the first one on
 
 
 @dataclass(slots=True)
@@ -136,11 +142,12 @@ class Program:
     sends: dict[str, int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
+    optimizer_workspace: int = 0  # bytes taken for a while by the largest parameter's update
 
 
 def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
     """The program of each stage's first rank. Raises PlanError when the plan lacks a redistribution."""
-    facts = graph_facts(graph)
+    facts = graph_facts(graph, profile.device_type)
     return [
         _Lowering(stage_graph(graph, plan, index), part, profile, facts, _sent(plan, index)).run()
         for index, part in enumerate(plan.parts)
@@ -163,6 +170,7 @@ class _Lowering:
         self.facts, self.arriving = facts, arriving
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
+        self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
         self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
@@ -257,6 +265,8 @@ class _Lowering:
                 is_alias=is_alias and tensor not in self.graph.kept_dtypes,
                 requires_grad=stored.requires_grad and self.trains,
                 sizes=self._step_bytes(tensor, steps),
+                gather_bytes=self.copies.gather_bytes(tensor, self.placements[tensor], steps),
+                scatter_bytes=self.copies.scatter_bytes(tensor, self.placements[tensor], steps),
             )
         )
         return value
@@ -335,6 +345,8 @@ class _Lowering:
                 backward_ns=views[1],
                 forward=forward,
                 backward=self._transmissions(steps, sizes, 1),
+                passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
+                workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
                 region=region,
             )
@@ -369,7 +381,8 @@ class _Lowering:
                 outputs=tuple(outputs),
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
-                passes_gradient=facts.passes_gradient,
+                passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
+                workspace=self._workspace(node, inputs, outputs, bool(inner)),
                 inner=inner,
                 inner_backward=inner_backward,
                 saved=saved,
@@ -393,6 +406,19 @@ class _Lowering:
     def _inner_transmissions(self, sent: Sequence[Inner]) -> tuple[Transmission, ...]:
         real = [inner for inner in sent if self.plan.axes[inner.axis].size > 1]
         return tuple(self._transmission(inner.collective, inner.axis, inner.priced_bytes) for inner in real)
+
+    def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
+        """What the operator takes for a while, beside its operands and results."""
+        values = self.program.values
+        sizes = Sizes(
+            tuple([values[value].shape for value in inputs]),
+            tuple([values[value].shape for value in outputs]),
+            max((self.shapes.itemsize(name) for name in node.results), default=0),
+            tuple([values[value].differentiable for value in inputs]),
+            self.profile.device_type,
+            communicates,
+        )
+        return workspace_bytes(node.op, sizes)
 
     def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""
@@ -435,14 +461,16 @@ class _Lowering:
             whole = self.graph.tensors[name]
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
             held.append((math.prod(local) * whole.itemsize, "inputs"))
-        moved = tensors = 0
+        moved = tensors = largest = 0
         for item in self.graph.stored:
             tensor, shape = self.graph.kept(item.tensor), self._stored_shape(item.tensor)
             held.append((math.prod(shape) * tensor.itemsize, "parameters"))
             if item.requires_grad and self.trains:
                 held.append((optimizer_state_bytes(self.plan.optimizer, shape, tensor.dtype), "optimizer"))
                 moved += optimizer_moved_bytes(self.plan.optimizer, shape, tensor.dtype)
+                largest = max(largest, optimizer_workspace_bytes(self.plan.optimizer, shape, tensor.dtype))
                 tensors += 1
+        self.program.optimizer_workspace = largest
         if moved:
             kernels = tensors * OPTIMIZER_KERNELS[self.profile.device_type]
             self.program.optimizer_ns = optimizer_time_ns(moved, kernels, self.profile)
@@ -489,7 +517,8 @@ class _Lowering:
         first = self.program.slots[slots[0]]
         rows = [self.program.slots[number].sizes for number in slots]
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
-        return Bucket(slots, self._transmissions(first.steps, sizes, 0 if forward else 1))
+        has_buffer = not forward and _is_summed_first(first)
+        return Bucket(slots, self._transmissions(first.steps, sizes, 0 if forward else 1), has_buffer)
 
 
 def _is_summed_first(slot: Slot) -> bool:
