@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,20 @@ class Event(NamedTuple):
     kind: str
 
 
+class Moment(IntEnum):
+    """What happens to memory at one time, in this order.
+
+    A task ends; what several tasks have made is summed; hooks of the end take memory, and are done; the next starts.
+    """
+
+    END = 0
+    SUM = 1
+    SUMMED = 2
+    HOOK = 3
+    HOOKED = 4
+    START = 5
+
+
 _BEGIN = Event((0, COMPUTE), "", 0, 0, "")
 
 
@@ -40,7 +55,7 @@ class Engine:
         self._slowdown = overlap_slowdown
         self._free: dict[Stream, int] = defaultdict(int)
         self._in_flight: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._allocations: list[tuple[int, int, str]] = []
+        self._allocations: list[tuple[int, Moment, int, str]] = []
 
     def submit(self, stream: Stream, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()) -> int:
         """Places a task; returns its number, to be given in `after` of those that depend on it."""
@@ -79,40 +94,39 @@ class Engine:
             now = end
         return round(now + left)
 
-    def allocate(self, task: int, num_bytes: int, kind: str, at_end: bool = False) -> None:
-        """Memory taken when a task starts, or ends; task −1 is the begin."""
+    def allocate(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.START) -> None:
+        """Memory taken when a task starts, or at a moment of its end; task −1 is the begin."""
         if num_bytes:
             event = self.events[task] if task >= 0 else _BEGIN
-            self._allocations.append((event.end_ns if at_end else event.start_ns, num_bytes, kind))
+            time = event.start_ns if moment is Moment.START else event.end_ns
+            self._allocations.append((time, moment, num_bytes, kind))
 
     def later(self, first: int, second: int) -> int:
         """The task that ends later; −1 is the begin."""
         return max(first, second, key=lambda task: self.events[task].end_ns if task >= 0 else 0)
 
-    def release(self, task: int, num_bytes: int, kind: str) -> None:
-        """Memory given back when a task ends."""
+    def release(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.END) -> None:
+        """Memory given back at a moment of a task's end."""
         if num_bytes:
             event = self.events[task] if task >= 0 else _BEGIN
-            self._allocations.append((event.end_ns, -num_bytes, kind))
+            self._allocations.append((event.end_ns, moment, -num_bytes, kind))
 
     @property
     def makespan_ns(self) -> int:
         return max(self._free.values(), default=0)
 
     def memory(self) -> tuple[list[tuple[int, int]], int, dict[str, int]]:
-        """(time, bytes) after each change; the peak; and what the peak consists of, by kind.
-
-        At equal times memory is given back before more is taken.
-        """
+        """(time, bytes) after each change; the peak; and what the peak consists of, by kind."""
         if not self._allocations:
             return [(0, 0)], 0, {}
-        times = np.array([time for time, _, _ in self._allocations], dtype=np.int64)
-        deltas = np.array([delta for _, delta, _ in self._allocations], dtype=np.int64)
-        order = np.lexsort((deltas, times))
+        times, moments, deltas = (
+            np.array([row[column] for row in self._allocations], dtype=np.int64) for column in range(3)
+        )
+        order = np.lexsort((deltas, moments, times))
         totals = np.cumsum(deltas[order])
         highest = int(np.argmax(totals))
         by_kind: dict[str, int] = defaultdict(int)
         for position in order[: highest + 1].tolist():
-            by_kind[self._allocations[position][2]] += self._allocations[position][1]
+            by_kind[self._allocations[position][3]] += self._allocations[position][2]
         series = list(zip(times[order].tolist(), totals.tolist(), strict=True))
         return series, int(totals[highest]), {kind: size for kind, size in sorted(by_kind.items()) if size}

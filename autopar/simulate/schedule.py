@@ -8,7 +8,7 @@ link level queue.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
 from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.engine import COMPUTE, Engine
+from autopar.simulate.engine import COMPUTE, Engine, Moment
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
 from autopar.simulate.program import Bucket, Item, Slot, Transmission, lower
@@ -46,12 +46,11 @@ def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
 
 
 class Journey(NamedTuple):
-    """Gradients on their way to smaller shards: the last task, and the bytes that it ends the use of."""
+    """Gradients on their way to smaller shards: the last task, and bytes of copies that travel."""
 
+    bucket: Bucket
     task: int
     copied_bytes: int
-    whole_bytes: int
-    kind: str
 
 
 class Player:
@@ -73,10 +72,12 @@ class Player:
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
         self._buckets = {slot: bucket for bucket in self.program.reductions for slot in bucket.slots}
         self._number = {slot.value: number for number, slot in enumerate(self.program.slots)}
+        self._pinned: set[int] = set()  # regathered slots that something outside their unit has asked for
         self._held: set[str] = set()  # stored tensors that have memory for their gradient
         self._buffered: set[int] = set()  # first slots of the buckets that have a buffer
         self._whole: set[int] = set()  # slots whose gradient waits to be sent
-        self._in_flight: deque[Journey] = deque()  # gradients on their way to smaller shards
+        self._in_flight: list[Journey] = []
+        self._added: list[tuple[Bucket, int]] = []  # shards that are added to those of earlier microbatches
         self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes) of packed gathers
         self._awaited: list[int] = []  # tasks that compute has to wait for before it goes on
         self._home: list[int] = []  # the tasks that bring gradients home
@@ -129,13 +130,16 @@ class Player:
         """Forgets the microbatch's values."""
         for unit in list(self._live):
             self._release(unit)
+        for number in self._pinned:
+            self.engine.release(self._last, self.program.slots[number].used_bytes, "gathered")
+        self._pinned.clear()
         slots = {slot.value for slot in self.program.slots}
         self._gradients = defaultdict(list, {v: t for v, t in self._gradients.items() if v in slots})
 
     def optimize(self) -> None:
         """Waits until all gradients are home, then updates the parameters."""
         while self._in_flight:
-            self._finish_journey()
+            self._finish_journey(self._in_flight[0])
         task = self._submit("optimizer", "optimizer", self.program.optimizer_ns, self._home)
         self.engine.allocate(task, self.program.optimizer_workspace, "workspace")
         self.engine.release(task, self.program.optimizer_workspace, "workspace")
@@ -144,6 +148,7 @@ class Player:
 
     def _run(self, number: int, item: Item, kind: str, memory: Changes) -> None:
         ready = self._ready
+        self._fetch(item)
         after = [ready[value] for value in item.inputs if value in ready]
         if item.forward:
             first, last = self._transmit(item.name, "activation", item.forward, after)
@@ -157,6 +162,8 @@ class Player:
 
     def _run_backward(self, number: int, item: Item, microbatch: int) -> None:
         after = [task for value in item.outputs for task in self._gradients[value]]
+        if item.inner:
+            after += [self._ready[value] for value in item.outputs]
         added = self.orders.added_ns.get(number, 0)
         if microbatch:
             added += self.orders.kept_ns.get(number, 0)
@@ -217,7 +224,7 @@ class Player:
     def _unpack(self, unit: int) -> None:
         """Waits for a unit's parameters; then the buffers that they came in are given back."""
         for task, num_bytes in self._arriving.pop(unit, ()):
-            self.engine.release(self.engine.later(task, self._last), num_bytes, "gathered")
+            self.engine.release(self.engine.later(task, self._last), num_bytes, "gathered", Moment.HOOKED)
 
     def _launch(self, unit: int) -> None:
         if unit not in self._launched and unit not in self._live and self.orders.gathers.get(unit):
@@ -229,18 +236,38 @@ class Player:
     def _convert(self, bucket: Bucket, after: Iterable[int]) -> None:
         """Brings a bucket's slots from the stored placement to the used one."""
         slots = [self.program.slots[number] for number in bucket.slots]
-        copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
+        copied = self._copied(bucket)
         if not bucket.transmissions:
-            self.engine.allocate(self._last, copied, "gathered", at_end=True)
+            self.engine.allocate(self._last, copied, "gathered", Moment.HOOK)
             return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
         _, last = self._transmit(name, "parameter", bucket.transmissions, after)
-        self.engine.allocate(self._last, copied, "gathered", at_end=True)
+        self.engine.allocate(self._last, copied, "gathered", Moment.HOOK)
         for slot in slots:
             self._ready[slot.value] = last
             if slot.gather_bytes:
-                self.engine.allocate(self._last, slot.gather_bytes, "gathered", at_end=True)
-                self._arriving[slot.unit if slot.unit in self.orders.last else ROOT].append((last, slot.gather_bytes))
+                self.engine.allocate(self._last, slot.gather_bytes, "gathered", Moment.HOOK)
+                self._arriving[self._unit_of(slot)].append((last, slot.gather_bytes))
+
+    def _fetch(self, item: Item) -> None:
+        """A regathered parameter of another unit is gathered for the item, and stays until the microbatch ends."""
+        for value in item.inputs:
+            number = self.program.values[value].slot
+            if number < 0 or number in self._pinned:
+                continue
+            slot = self.program.slots[number]
+            unit = self._unit_of(slot)
+            if slot.storage.regather and not slot.is_alias and unit not in (ROOT, item.unit) and unit not in self._live:
+                self._pinned.add(number)
+                self.engine.allocate(self._last, slot.used_bytes, "gathered", Moment.HOOK)
+
+    def _unit_of(self, slot: Slot) -> int:
+        return slot.unit if slot.unit in self.orders.last else ROOT
+
+    def _copied(self, bucket: Bucket) -> int:
+        """Bytes that a bucket's slots have where they are used, without those that are there for another reason."""
+        slots = {number: self.program.slots[number] for number in bucket.slots if number not in self._pinned}
+        return sum(slot.used_bytes for slot in slots.values() if not slot.is_alias)
 
     def _release(self, unit: int) -> None:
         if unit not in self._live:
@@ -248,9 +275,7 @@ class Player:
         self._live.discard(unit)
         self._unpack(unit)
         for bucket in self.orders.gathers[unit]:
-            slots = [self.program.slots[number] for number in bucket.slots]
-            copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
-            self.engine.release(self._last, copied, "gathered")
+            self.engine.release(self._last, self._copied(bucket), "gathered", Moment.HOOKED)
 
     # Gradients ----------------------------------------
 
@@ -269,17 +294,18 @@ class Player:
         number = self._number[slot.value]
         bucket = self._buckets.get(number)
         if several:
-            self.engine.allocate(first, 2 * slot.gradient_bytes, UNDER_WAY)
-            self.engine.release(last, 2 * slot.gradient_bytes, UNDER_WAY)
+            self.engine.allocate(first, slot.gradient_bytes, UNDER_WAY)
+            self.engine.allocate(last, slot.gradient_bytes, UNDER_WAY, Moment.SUM)
+            self.engine.release(last, 2 * slot.gradient_bytes, UNDER_WAY, Moment.SUMMED)
         if bucket is not None and bucket.has_buffer and bucket.slots[0] not in self._buffered:
             self._buffered.add(bucket.slots[0])
-            self.engine.allocate(first, self._buffer_bytes(bucket), "gradients")
+            self.engine.allocate(last, self._buffer_bytes(bucket), "gradients", Moment.HOOK)
         if bucket is None:
             if number in self._whole:
-                self.engine.release(last, slot.gradient_bytes, UNDER_WAY)
+                self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.HOOKED)
             self._whole.add(number)
         elif bucket.has_buffer or number in self._whole:
-            self.engine.release(last, slot.gradient_bytes, UNDER_WAY)
+            self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.HOOKED)
         else:
             self._whole.add(number)
 
@@ -296,8 +322,7 @@ class Player:
         if not slots[0].reduces_each and microbatch < self.plan.microbatches - 1:
             return
         shrinks = slots[0].shrinks
-        while shrinks and len(self._in_flight) >= MAX_IN_FLIGHT:
-            self._finish_journey()
+        self._go_on(shrinks)
         after = [task for slot in slots for task in self._gradients.pop(slot.value, ())]
         last = max(after)
         if bucket.transmissions:
@@ -305,32 +330,51 @@ class Player:
             _, last = self._transmit(name, "gradient", bucket.transmissions, after)
             self._home.append(last)
         if shrinks:
-            self._begin_journey(bucket, slots, last)
+            self._begin_journey(bucket, last)
 
-    def _begin_journey(self, bucket: Bucket, slots: list[Slot], last: int) -> None:
-        """Whole gradients stay until the runtime waits for their journey's end; what is left of them has memory."""
-        made = self.engine.later(self._last, -1)
-        arrives = 0
-        for slot in slots:
-            if slot.tensor in self._held:  # added to what earlier microbatches have brought
-                arrives += slot.stored_bytes
-            else:
-                self._held.add(slot.tensor)
-                self.engine.allocate(made, slot.stored_bytes, "gradients", at_end=True)
-        copies = arrives + sum(slot.scatter_bytes for slot in slots)
-        self.engine.allocate(made, copies, UNDER_WAY, at_end=True)
-        kind = "gradients" if bucket.has_buffer else UNDER_WAY
-        self._in_flight.append(Journey(last, copies, self._buffer_bytes(bucket), kind))
+    def _go_on(self, shrinks: bool) -> None:
+        """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
+        waiting = [journey for journey in self._in_flight if journey.bucket.has_buffer]
+        for journey in waiting:
+            self._finish_journey(journey)
+        while shrinks and len(self._in_flight) >= MAX_IN_FLIGHT:
+            self._finish_journey(self._in_flight[0])
+
+    def _begin_journey(self, bucket: Bucket, last: int) -> None:
+        """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.
+
+        What is summed in a buffer is cut afterwards.
+        """
+        copies = sum(self.program.slots[number].scatter_bytes for number in bucket.slots)
+        self.engine.allocate(self._last, copies, UNDER_WAY, Moment.HOOK)
+        self._in_flight.append(Journey(bucket, last, copies))
+        if not bucket.has_buffer:
+            self._arrive(bucket, self._last)
         self._whole.difference_update(bucket.slots)
         self._buffered.discard(bucket.slots[0])
 
-    def _finish_journey(self) -> None:
-        """Compute waits for the oldest journey; its whole gradients are given back."""
-        journey = self._in_flight.popleft()
+    def _arrive(self, bucket: Bucket, task: int) -> None:
+        """Memory of the shards; those added to what earlier microbatches have brought stay for a while."""
+        for slot in (self.program.slots[number] for number in bucket.slots):
+            kind = UNDER_WAY if slot.tensor in self._held else "gradients"
+            self.engine.allocate(task, slot.stored_bytes, kind, Moment.HOOK)
+            if kind == UNDER_WAY:
+                self._added.append((bucket, slot.stored_bytes))
+            self._held.add(slot.tensor)
+
+    def _finish_journey(self, journey: Journey) -> None:
+        """Compute waits for a journey; its whole gradients are given back."""
+        self._in_flight.remove(journey)
         self._awaited.append(journey.task)
         end = self.engine.later(journey.task, self._last)
+        if journey.bucket.has_buffer:
+            self._arrive(journey.bucket, end)
         self.engine.release(end, journey.copied_bytes, UNDER_WAY)
-        self.engine.release(end, journey.whole_bytes, journey.kind)
+        kind = "gradients" if journey.bucket.has_buffer else UNDER_WAY
+        self.engine.release(end, self._buffer_bytes(journey.bucket), kind)
+        for added in [added for added in self._added if added[0] is journey.bucket]:
+            self._added.remove(added)
+            self.engine.release(end, added[1], UNDER_WAY)
 
     # Result ----------------------------------------
 
