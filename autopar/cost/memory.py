@@ -26,7 +26,7 @@ class Optimizer(NamedTuple):
     """State of an optimizer: whole copies of the parameter, and whether a second moment is factored.
 
     `temporaries`: tensors as large as a parameter that its update takes for a while, one parameter after the other
-    (as torch does for DTensors): Adam's √v and √v / √(1 − β₂ᵗ).
+    (as torch does for DTensors): Adam's √v and √v / √(1 − β₂ᵗ). The last of them stays until the next parameter's.
     """
 
     copies: int
@@ -67,9 +67,10 @@ def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32"
     return elements * DTYPE_BYTES[dtype]
 
 
-def optimizer_workspace_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
-    """Bytes that updating a parameter slice takes for a while."""
-    return optimizer_of(name).temporaries * math.prod(shape) * DTYPE_BYTES[dtype]
+def optimizer_workspace_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> tuple[int, int]:
+    """Bytes that updating a parameter slice takes for a while, and those of them that stay until the next one's."""
+    size, temporaries = math.prod(shape) * DTYPE_BYTES[dtype], optimizer_of(name).temporaries
+    return temporaries * size, size if temporaries else 0
 
 
 def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
@@ -95,28 +96,11 @@ def is_view(node: Node, graph: Graph) -> bool:
     return base_name(node.op) in VIEWS and bool(node.operands) and node.name not in copied_reshapes(graph)
 
 
-_PASSING = RESHAPES | frozenset(
-    [
-        "permute",
-        "transpose",
-        "t",
-        "mT",
-        "unsqueeze",
-        "squeeze",
-        "alias",
-        "detach",
-        "movedim",
-        "swapaxes",
-        "identity",
-        "clone",
-        "contiguous",
-        "add",
-        "sub",
-        "cat",
-        "stack",
-        "sum",
-    ]
-)
+_PASSING_NAMES = """
+    permute transpose t mT unsqueeze squeeze alias detach movedim swapaxes identity
+    clone contiguous add sub cat stack sum
+"""
+_PASSING = RESHAPES | frozenset(_PASSING_NAMES.split())
 
 
 def passes_gradient(node: Node, graph: Graph) -> tuple[bool, ...]:
@@ -298,12 +282,18 @@ def _batch_normalization(node: Node, graph: Graph) -> list[Saved]:
 def _attention(node: Node, graph: Graph) -> list[Saved]:
     """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention).
 
+    A boolean mask is made one of numbers to add, which is kept instead.
     GPUs draw a dropout mask inside the kernel. On a CPU, attention with dropout runs unfused and keeps the scores:
     that is not counted.
     """
     query = graph.tensors[node.operands[0]]
     rows = tuple(range(len(query.shape) - 1))
-    return [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]
+    kept: list[Saved] = [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]
+    for name in node.operands[3:]:
+        mask = graph.tensors[name]
+        if mask.dtype == "bool":
+            kept[kept.index(name)] = Extra(name, tuple(range(len(mask.shape))), query.itemsize)
+    return kept
 
 
 def _cross_entropy(node: Node, graph: Graph) -> list[Saved]:

@@ -115,7 +115,7 @@ class Journey:
         if kinds == ("S", "R"):
             return coalesce.reduce_scatter(self.tensors, [s.step.source.dim for s in steps], axis)
         self.tensors = [
-            backward_step(tensor, axis, s.step.source, s.step.target, s.sizes)
+            _without_rest(backward_step(tensor, axis, s.step.source, s.step.target, s.sizes))
             for tensor, s in zip(self.tensors, steps, strict=True)
         ]
         return None
@@ -235,6 +235,11 @@ def is_summed_first(slot: Slot) -> bool:
 def on_gradient(leaf: Tensor, function: Callable[[], None]) -> None:
     """Calls the function whenever the leaf's gradient has been accumulated."""
     leaf.register_post_accumulate_grad_hook(lambda leaf: function())  # type: ignore[no-untyped-call] # torch's
+
+
+def _without_rest(part: Tensor) -> Tensor:
+    """The tensor in memory of its own, so that a slice does not keep the whole gradient for the rest of the step."""
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def _keep_gradient(slot: Slot) -> None:

@@ -10,12 +10,31 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import NamedTuple
 
 COMPUTE = "compute"
 
 Task = tuple[str, str, int, int, str]
 """Stream, name, start and end in ns, kind."""
+
+Change = tuple[int, int, int, str]
+"""Of memory: time in ns, moment, bytes taken or (negative) given back, kind."""
+
+
+class Moment(IntEnum):
+    """What happens to memory at one time, in this order.
+
+    A task ends; what several tasks have made is summed; hooks of the end take memory, and are done; the next starts.
+    """
+
+    END = 0
+    SUM = 1
+    SUMMED = 2
+    HOOK = 3
+    HOOKED = 4
+    START = 5
+
 
 LAST = 0  # the number of the compute stream's latest task before the pass
 
@@ -36,7 +55,7 @@ class Engine:
     def __init__(self, overlap_slowdown: float, carried: Carried) -> None:
         self.tasks: list[Task] = [(COMPUTE, "", 0, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
-        self.allocations: list[tuple[int, int, str]] = []  # time, bytes taken or (negative) given back, kind
+        self.allocations: list[Change] = []
         self.free_ns = 0
         self.last = LAST  # the compute stream's latest task
         self.links: dict[str, int] = dict(carried.links)
@@ -100,17 +119,17 @@ class Engine:
             now = end
         return now + round(left)
 
-    def allocate(self, task: int, num_bytes: int, kind: str, at_end: bool = False) -> None:
-        """Memory taken when a task starts, or ends."""
+    def allocate(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.START) -> None:
+        """Memory taken when a task starts, or at a moment of its end."""
         if num_bytes:
             _, _, start, end, _ = self.tasks[task]
-            self.allocations.append((end if at_end else start, num_bytes, kind))
+            self.allocations.append((start if moment is Moment.START else end, moment, num_bytes, kind))
 
     def later(self, first: int, second: int) -> int:
         """The task that ends later."""
         return first if self.tasks[first][3] >= self.tasks[second][3] else second
 
-    def release(self, task: int, num_bytes: int, kind: str) -> None:
-        """Memory given back when a task ends."""
+    def release(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.END) -> None:
+        """Memory given back at a moment of a task's end."""
         if num_bytes:
-            self.allocations.append((self.tasks[task][3], -num_bytes, kind))
+            self.allocations.append((self.tasks[task][3], moment, -num_bytes, kind))

@@ -38,10 +38,10 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
     regions = {item.region for item in program.items if item.runs_backward}
-    returns = {item.unit: number for number, item in enumerate(program.items)}
+    frames = Frames(program)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
-            readers[storage].append(returns[program.items[memory.owner].unit])
+            readers[storage].append(frames.end(memory.owner, readers[storage]))
             uses = readers[storage], savers[storage]
             _place(lifetimes, program.items, regions, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
@@ -51,6 +51,36 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
         _place_gradients(program, lifetimes.gradients)
     _place_workspace(program, lifetimes)
     return lifetimes
+
+
+class Frames:
+    """When the functions of an emitted program return, each the forward of a unit: until then they keep variables."""
+
+    def __init__(self, program: Program) -> None:
+        self._unit_of = [item.unit for item in program.items]
+        self._enclosing = [_enclosing(path, program.units) for path in program.units]
+        self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
+        last = {unit: number for number, unit in enumerate(self._unit_of)}
+        for unit, number in last.items():
+            for around in self._enclosing[unit]:
+                self._returns[around] = max(self._returns[around], number)
+        self._ends: dict[frozenset[int], int] = {}
+
+    def end(self, owner: int, readers: list[int]) -> int:
+        """The item after which no function holds a value: the innermost that calls all who make and read it returns."""
+        units = frozenset([self._unit_of[owner], *(self._unit_of[reader] for reader in readers)])
+        if units not in self._ends:
+            shared = [set(self._enclosing[unit]) for unit in units]
+            innermost = max(set.intersection(*shared), key=lambda unit: len(self._enclosing[unit]))
+            self._ends[units] = self._returns[innermost]
+        return self._ends[units]
+
+
+def _enclosing(path: str, units: list[str]) -> list[int]:
+    """The units around one, and itself."""
+    parts = path.split(".") if path else []
+    prefixes = {".".join(parts[:count]) for count in range(len(parts) + 1)}
+    return [number for number, unit in enumerate(units) if unit in prefixes]
 
 
 def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:

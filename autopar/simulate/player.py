@@ -10,14 +10,14 @@ A pass that begins in the same state as an earlier one of its kind is that one, 
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.engine import LAST, Carried, Engine, Task
+from autopar.simulate.engine import LAST, Carried, Change, Engine, Moment, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
@@ -35,14 +35,14 @@ class PassKind(NamedTuple):
 
 
 class Journey(NamedTuple):
-    """Gradients on their way to smaller shards: when and with what kind of task it ends, and the bytes that are given
-    back when the runtime has waited for it."""
+    """Gradients of a bucket on their way to smaller shards: its first slot, when and with what kind of task it ends,
+    bytes of copies that travel, and of shards that are added to those of earlier microbatches."""
 
+    bucket: int
     end_ns: int
     cause: str
     copied_bytes: int
-    whole_bytes: int
-    kind: str
+    added_bytes: int = 0
 
 
 class Gradients(NamedTuple):
@@ -69,13 +69,14 @@ class Standing(NamedTuple):
     """What a stage has under way when a pass begins, in ns after that.
 
     ready: values whose conversion has not ended, with the kind of task; live: units whose regathered parameters are in
-    place; arriving: by unit, when packed gathers arrive and the bytes of their buffers; awaited: tasks that compute has
-    to wait for before it goes on.
+    place; arriving: by unit, when packed gathers arrive and the bytes of their buffers; pinned: regathered slots that
+    something outside their unit has asked for; awaited: tasks that compute has to wait for before it goes on.
     """
 
     ready: tuple[tuple[int, int, str], ...] = ()
     live: frozenset[int] = frozenset()
     arriving: tuple[tuple[int, int, int], ...] = ()
+    pinned: frozenset[int] = frozenset()
     awaited: tuple[tuple[int, str], ...] = ()
     gradients: Gradients = Gradients()
 
@@ -85,6 +86,7 @@ class Standing(NamedTuple):
             tuple((value, end - ns, kind) for value, end, kind in self.ready if end > ns),
             self.live,
             tuple((unit, max(0, end - ns), num_bytes) for unit, end, num_bytes in self.arriving),
+            self.pinned,
             _later_pairs(self.awaited, ns),
             self.gradients.later(ns),
         )
@@ -103,7 +105,7 @@ class Pass:
 
     kind: PassKind
     tasks: list[Task]
-    allocations: list[tuple[int, int, str]]
+    allocations: list[Change]
     waited: dict[str, int]
     spent: dict[str, int]  # compute's time by kind
     sent: dict[str, int]  # bytes by collective
@@ -145,6 +147,7 @@ class Player:
         self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes) of packed gathers
         for unit, end, num_bytes in standing.arriving:
             self._arriving[unit].append((engine.carry(end, ""), num_bytes))
+        self._pinned = set(standing.pinned)
         self._awaited = [engine.carry(end, cause) for end, cause in standing.awaited]
         self._take_gradients(standing.gradients)
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
@@ -159,7 +162,7 @@ class Player:
         self._held, self._buffered, self._whole = (
             set(gradients.held), set(gradients.buffered), set(gradients.whole)
         )  # fmt: skip
-        self._journeys = deque((carry(journey.end_ns, journey.cause), journey) for journey in gradients.journeys)
+        self._journeys = [(carry(journey.end_ns, journey.cause), journey) for journey in gradients.journeys]
         self._home = [carry(end, cause) for end, cause in gradients.home]
 
     def _result(self) -> Pass:
@@ -190,6 +193,7 @@ class Player:
             tuple((value, task[3], task[4]) for value, task in ends if task[3] > length),
             frozenset(self._live),
             tuple((unit, tasks[task][3], size) for unit, rows in self._arriving.items() for task, size in rows),
+            frozenset(self._pinned),
             self._ends(self._awaited, length),
             Gradients(
                 frozenset(self._held),
@@ -262,11 +266,14 @@ class Player:
     def _end_microbatch(self) -> None:
         for unit in list(self._live):
             self._release(unit)
+        for number in sorted(self._pinned):
+            self.engine.release(self.engine.last, self.program.slots[number].used_bytes, "gathered")
+        self._pinned.clear()
 
     def _optimize(self) -> None:
         """Waits until all gradients are home, then updates the parameters."""
         while self._journeys:
-            self._finish_journey()
+            self._finish_journey(0)
         task = self._compute("optimizer", "optimizer", self.program.optimizer_ns, self._home)
         self.engine.allocate(task, self.program.optimizer_workspace, "workspace")
         self.engine.release(task, self.program.optimizer_workspace, "workspace")
@@ -276,6 +283,7 @@ class Player:
 
     def _run(self, number: int, item: Item, kind: str, memory: Changes) -> None:
         ready = self._ready
+        self._fetch(item)
         after = [ready[value] for value in item.inputs if value in ready]
         if item.forward:
             first, last = self._transmit(item.name, "activation", item.forward, after)
@@ -289,6 +297,8 @@ class Player:
 
     def _run_backward(self, number: int, item: Item) -> None:
         after = [task for value in item.outputs for task in self._gradients[value]]
+        if item.inner:
+            after += [self._ready[value] for value in item.outputs if value in self._ready]
         added = self.orders.added_ns.get(number, 0)
         if not self._kind.is_first:
             added += self.orders.kept_ns.get(number, 0)
@@ -351,7 +361,7 @@ class Player:
     def _unpack(self, unit: int) -> None:
         """Waits for a unit's parameters; then the buffers that they came in are given back."""
         for task, num_bytes in self._arriving.pop(unit, ()):
-            self.engine.release(self.engine.later(task, self.engine.last), num_bytes, "gathered")
+            self.engine.release(self.engine.later(task, self.engine.last), num_bytes, "gathered", Moment.HOOKED)
 
     def _launch(self, unit: int) -> None:
         if unit not in self._launched and unit not in self._live and self.orders.gathers.get(unit):
@@ -363,18 +373,38 @@ class Player:
     def _convert(self, bucket: Bucket, after: Iterable[int]) -> None:
         """Brings a bucket's slots from the stored placement to the used one."""
         slots = [self.program.slots[number] for number in bucket.slots]
-        copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
+        copied = self._copied(bucket)
         if not bucket.transmissions:
-            self.engine.allocate(self.engine.last, copied, "gathered", at_end=True)
+            self.engine.allocate(self.engine.last, copied, "gathered", Moment.HOOK)
             return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
         _, last = self._transmit(name, "parameter", bucket.transmissions, after)
-        self.engine.allocate(self.engine.last, copied, "gathered", at_end=True)
+        self.engine.allocate(self.engine.last, copied, "gathered", Moment.HOOK)
         for slot in slots:
             self._ready[slot.value] = last
             if slot.gather_bytes:
-                self.engine.allocate(self.engine.last, slot.gather_bytes, "gathered", at_end=True)
-                self._arriving[slot.unit if slot.unit in self.orders.last else ROOT].append((last, slot.gather_bytes))
+                self.engine.allocate(self.engine.last, slot.gather_bytes, "gathered", Moment.HOOK)
+                self._arriving[self._unit_of(slot)].append((last, slot.gather_bytes))
+
+    def _fetch(self, item: Item) -> None:
+        """A regathered parameter of another unit is gathered for the item, and stays until the microbatch ends."""
+        for value in item.inputs:
+            number = self.program.values[value].slot
+            if number < 0 or number in self._pinned:
+                continue
+            slot = self.program.slots[number]
+            unit = self._unit_of(slot)
+            if slot.storage.regather and not slot.is_alias and unit not in (ROOT, item.unit) and unit not in self._live:
+                self._pinned.add(number)
+                self.engine.allocate(self.engine.last, slot.used_bytes, "gathered", Moment.HOOK)
+
+    def _unit_of(self, slot: Slot) -> int:
+        return slot.unit if slot.unit in self.orders.last else ROOT
+
+    def _copied(self, bucket: Bucket) -> int:
+        """Bytes that a bucket's slots have where they are used, without those that are there for another reason."""
+        slots = {number: self.program.slots[number] for number in bucket.slots if number not in self._pinned}
+        return sum(slot.used_bytes for slot in slots.values() if not slot.is_alias)
 
     def _release(self, unit: int) -> None:
         if unit not in self._live:
@@ -382,9 +412,7 @@ class Player:
         self._live.discard(unit)
         self._unpack(unit)
         for bucket in self.orders.gathers[unit]:
-            slots = [self.program.slots[number] for number in bucket.slots]
-            copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
-            self.engine.release(self.engine.last, copied, "gathered")
+            self.engine.release(self.engine.last, self._copied(bucket), "gathered", Moment.HOOKED)
 
     # Gradients ----------------------------------------
 
@@ -403,17 +431,18 @@ class Player:
         number = self._number[slot.value]
         bucket = self._buckets.get(number)
         if several:
-            self.engine.allocate(first, 2 * slot.gradient_bytes, UNDER_WAY)
-            self.engine.release(last, 2 * slot.gradient_bytes, UNDER_WAY)
+            self.engine.allocate(first, slot.gradient_bytes, UNDER_WAY)
+            self.engine.allocate(last, slot.gradient_bytes, UNDER_WAY, Moment.SUM)
+            self.engine.release(last, 2 * slot.gradient_bytes, UNDER_WAY, Moment.SUMMED)
         if bucket is not None and bucket.has_buffer and bucket.slots[0] not in self._buffered:
             self._buffered.add(bucket.slots[0])
-            self.engine.allocate(first, self._buffer_bytes(bucket), "gradients")
+            self.engine.allocate(last, self._buffer_bytes(bucket), "gradients", Moment.HOOK)
         if bucket is None:
             if number in self._whole:
-                self.engine.release(last, slot.gradient_bytes, UNDER_WAY)
+                self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.HOOKED)
             self._whole.add(number)
         elif bucket.has_buffer or number in self._whole:
-            self.engine.release(last, slot.gradient_bytes, UNDER_WAY)
+            self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.HOOKED)
         else:
             self._whole.add(number)
 
@@ -430,8 +459,7 @@ class Player:
         if not slots[0].reduces_each and not self._kind.is_last:
             return
         shrinks = slots[0].shrinks
-        while shrinks and len(self._journeys) >= MAX_IN_FLIGHT:
-            self._finish_journey()
+        self._go_on(shrinks)
         after = [task for slot in slots for task in self._gradients.pop(slot.value, ())]
         last = max(after)
         if bucket.transmissions:
@@ -439,30 +467,47 @@ class Player:
             _, last = self._transmit(name, "gradient", bucket.transmissions, after)
             self._home.append(last)
         if shrinks:
-            self._begin_journey(bucket, slots, last)
+            self._begin_journey(bucket, last)
 
-    def _begin_journey(self, bucket: Bucket, slots: list[Slot], last: int) -> None:
-        """Whole gradients stay until the runtime waits for their journey's end; what is left of them has memory."""
-        made = self.engine.last
-        arrives = 0
-        for slot in slots:
-            if slot.tensor in self._held:  # added to what earlier microbatches have brought
-                arrives += slot.stored_bytes
-            else:
-                self._held.add(slot.tensor)
-                self.engine.allocate(made, slot.stored_bytes, "gradients", at_end=True)
-        copies = arrives + sum(slot.scatter_bytes for slot in slots)
-        self.engine.allocate(made, copies, UNDER_WAY, at_end=True)
-        kind = "gradients" if bucket.has_buffer else UNDER_WAY
-        cause = self.engine.tasks[last][4]
-        self._journeys.append((last, Journey(0, cause, copies, self._buffer_bytes(bucket), kind)))
+    def _go_on(self, shrinks: bool) -> None:
+        """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
+        for position in reversed([n for n, (_, journey) in enumerate(self._journeys) if self._has_buffer(journey)]):
+            self._finish_journey(position)
+        while shrinks and len(self._journeys) >= MAX_IN_FLIGHT:
+            self._finish_journey(0)
+
+    def _has_buffer(self, journey: Journey) -> bool:
+        return self._buckets[journey.bucket].has_buffer
+
+    def _begin_journey(self, bucket: Bucket, last: int) -> None:
+        """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.
+
+        What is summed in a buffer is cut afterwards.
+        """
+        copies = sum(self.program.slots[number].scatter_bytes for number in bucket.slots)
+        self.engine.allocate(self.engine.last, copies, UNDER_WAY, Moment.HOOK)
+        added = 0 if bucket.has_buffer else self._arrive(bucket, self.engine.last)
+        self._journeys.append((last, Journey(bucket.slots[0], 0, self.engine.tasks[last][4], copies, added)))
         self._whole.difference_update(bucket.slots)
         self._buffered.discard(bucket.slots[0])
 
-    def _finish_journey(self) -> None:
-        """Compute waits for the oldest journey; its whole gradients are given back."""
-        task, journey = self._journeys.popleft()
+    def _arrive(self, bucket: Bucket, task: int) -> int:
+        """Memory of the shards; the bytes of those that are added to what earlier microbatches have brought."""
+        added = 0
+        for slot in (self.program.slots[number] for number in bucket.slots):
+            kind = UNDER_WAY if slot.tensor in self._held else "gradients"
+            self.engine.allocate(task, slot.stored_bytes, kind, Moment.HOOK)
+            added += slot.stored_bytes if kind == UNDER_WAY else 0
+            self._held.add(slot.tensor)
+        return added
+
+    def _finish_journey(self, position: int) -> None:
+        """Compute waits for a journey; its whole gradients, and shards that are added to others, are given back."""
+        task, journey = self._journeys.pop(position)
+        bucket = self._buckets[journey.bucket]
         self._awaited.append(task)
         end = self.engine.later(task, self.engine.last)
+        added = journey.added_bytes + (self._arrive(bucket, end) if bucket.has_buffer else 0)
         self.engine.release(end, journey.copied_bytes, UNDER_WAY)
-        self.engine.release(end, journey.whole_bytes, journey.kind)
+        self.engine.release(end, self._buffer_bytes(bucket), "gradients" if bucket.has_buffer else UNDER_WAY)
+        self.engine.release(end, added, UNDER_WAY)

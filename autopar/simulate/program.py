@@ -37,6 +37,8 @@ OPTIMIZER_KERNELS = {
     "cuda": 1,
 }  # a tensor's launches: one by one on CPUs, fused over tensors on GPUs
 
+CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
+
 
 class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds."""
@@ -142,7 +144,7 @@ class Program:
     sends: dict[str, int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
-    optimizer_workspace: int = 0  # bytes taken for a while by the largest parameter's update
+    optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
 
 
 def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
@@ -410,6 +412,8 @@ class _Lowering:
     def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
         """What the operator takes for a while, beside its operands and results."""
         values = self.program.values
+        if node.op in CROSS_ENTROPIES:  # sums over samples leave it as it is, those over classes do not
+            communicates = values[inputs[0]].shape[1:2] != self.graph.tensors[node.operands[0]].shape[1:2]
         sizes = Sizes(
             tuple([values[value].shape for value in inputs]),
             tuple([values[value].shape for value in outputs]),
@@ -461,16 +465,17 @@ class _Lowering:
             whole = self.graph.tensors[name]
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
             held.append((math.prod(local) * whole.itemsize, "inputs"))
-        moved = tensors = largest = 0
+        moved = tensors = before = 0
         for item in self.graph.stored:
             tensor, shape = self.graph.kept(item.tensor), self._stored_shape(item.tensor)
             held.append((math.prod(shape) * tensor.itemsize, "parameters"))
             if item.requires_grad and self.trains:
                 held.append((optimizer_state_bytes(self.plan.optimizer, shape, tensor.dtype), "optimizer"))
                 moved += optimizer_moved_bytes(self.plan.optimizer, shape, tensor.dtype)
-                largest = max(largest, optimizer_workspace_bytes(self.plan.optimizer, shape, tensor.dtype))
+                taken, kept = optimizer_workspace_bytes(self.plan.optimizer, shape, tensor.dtype)
+                self.program.optimizer_workspace = max(self.program.optimizer_workspace, before + taken)
+                before = kept
                 tensors += 1
-        self.program.optimizer_workspace = largest
         if moved:
             kernels = tensors * OPTIMIZER_KERNELS[self.profile.device_type]
             self.program.optimizer_ns = optimizer_time_ns(moved, kernels, self.profile)

@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 class Lifetimes:
     """Bytes live before the work, at its highest point and after it, and what was live there, by what made it.
 
-    `unseen_bytes`: blocks whose release the record does not show, which are left out. Gloo's threads make such: they
-    gather into a buffer of their own and then copy. What was there before the work and is gone after it counts, too.
+    `unseen_bytes`: blocks that are left out. Gloo's threads make them: they gather into a buffer of their own and then
+    copy, and their releases are mostly missing in the record. What was there before the work and is gone after it
+    counts, too: when that was is not known.
     """
 
     resident_bytes: int
@@ -92,9 +93,9 @@ def _maker(event: Any) -> str:
 
 
 def _without_release(changes: list[_Change], alive: set[int]) -> set[int]:
-    """The changes that take a block which is gone later, though no change gives it back."""
+    """The changes that take a block which is gone later, though no change gives it back; and those of gloo's own."""
     taken: dict[int, int] = {}  # address -> the change that took it
-    unseen = set()
+    unseen = {number for number, change in enumerate(changes) if "gloo:" in change.maker or "c10d::" in change.maker}
     for number, change in enumerate(changes):
         before = taken.pop(change.address, None)
         if change.num_bytes > 0:
