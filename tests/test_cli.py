@@ -85,14 +85,16 @@ def test_simulate_prints_the_prediction_and_writes_a_trace(
 def test_simulate_takes_plans_of_several_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They cannot be emitted yet."""
     file, trace = tmp_path / "stages.json", tmp_path / "trace.json"
-    assert cli.main(["plan", MODEL, "--mesh", "a100:2", "--template", "pp=2,microbatches=2", "-o", str(file)]) == 0
-    assert cli.main(["simulate", MODEL, str(file), "--trace", str(trace)]) == 0
+    assert (
+        cli.main(["plan", "models.gpt", "--mesh", "a100:2", "--template", "pp=2,microbatches=2", "-o", str(file)]) == 0
+    )
+    assert cli.main(["simulate", "models.gpt", str(file), "--trace", str(trace)]) == 0
     printed = capsys.readouterr().out
     assert "bubble" in printed and "exposed     send" in printed
     events = json.loads(trace.read_text())["traceEvents"]
     lanes = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
     assert {(0, "rank 0"), (1, "rank 1"), (0, "compute"), (1, "compute"), (0, "send intra_node")} <= lanes
-    assert cli.main(["emit", MODEL, str(file), "-o", str(tmp_path / "out")]) == 2
+    assert cli.main(["emit", "models.gpt", str(file), "-o", str(tmp_path / "out")]) == 2
     assert "not emitted yet" in capsys.readouterr().err
 
 
