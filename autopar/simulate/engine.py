@@ -32,15 +32,19 @@ class Event(NamedTuple):
 class Moment(IntEnum):
     """What happens to memory at one time, in this order.
 
-    A task ends; what several tasks have made is summed; hooks of the end take memory, and are done; the next starts.
+    A task ends; what several tasks have made is summed; hooks collect gradients; journeys end, which leaves shards;
+    new ones and gathers start; the next task starts.
     """
 
     END = 0
     SUM = 1
     SUMMED = 2
-    HOOK = 3
-    HOOKED = 4
-    START = 5
+    COLLECT = 3
+    COLLECTED = 4
+    ARRIVE = 5
+    ARRIVED = 6
+    SEND = 7
+    START = 8
 
 
 _BEGIN = Event((0, COMPUTE), "", 0, 0, "")

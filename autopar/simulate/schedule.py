@@ -72,6 +72,7 @@ class Player:
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
         self._buckets = {slot: bucket for bucket in self.program.reductions for slot in bucket.slots}
         self._number = {slot.value: number for number, slot in enumerate(self.program.slots)}
+        self._undone: dict[int, int] = {}  # unit -> its regathered slots whose gradient is still to come
         self._pinned: set[int] = set()  # regathered slots that something outside their unit has asked for
         self._held: set[str] = set()  # stored tensors that have memory for their gradient
         self._buffered: set[int] = set()  # first slots of the buckets that have a buffer
@@ -111,6 +112,9 @@ class Player:
     def backward(self, microbatch: int) -> None:
         """One microbatch backward, from the loss."""
         self._launched.clear()
+        self._undone = {
+            unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
+        }
         current, recomputed = ROOT, set()
         for number in range(len(self.program.items) - 1, -1, -1):
             item = self.program.items[number]
@@ -130,9 +134,7 @@ class Player:
         """Forgets the microbatch's values."""
         for unit in list(self._live):
             self._release(unit)
-        for number in self._pinned:
-            self.engine.release(self._last, self.program.slots[number].used_bytes, "gathered")
-        self._pinned.clear()
+        self._unpin(set(self._pinned))
         slots = {slot.value for slot in self.program.slots}
         self._gradients = defaultdict(list, {v: t for v, t in self._gradients.items() if v in slots})
 
@@ -224,7 +226,7 @@ class Player:
     def _unpack(self, unit: int) -> None:
         """Waits for a unit's parameters; then the buffers that they came in are given back."""
         for task, num_bytes in self._arriving.pop(unit, ()):
-            self.engine.release(self.engine.later(task, self._last), num_bytes, "gathered", Moment.HOOKED)
+            self.engine.release(self.engine.later(task, self._last), num_bytes, "gathered", Moment.START)
 
     def _launch(self, unit: int) -> None:
         if unit not in self._launched and unit not in self._live and self.orders.gathers.get(unit):
@@ -238,15 +240,15 @@ class Player:
         slots = [self.program.slots[number] for number in bucket.slots]
         copied = self._copied(bucket)
         if not bucket.transmissions:
-            self.engine.allocate(self._last, copied, "gathered", Moment.HOOK)
+            self.engine.allocate(self._last, copied, "gathered", Moment.SEND)
             return
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
         _, last = self._transmit(name, "parameter", bucket.transmissions, after)
-        self.engine.allocate(self._last, copied, "gathered", Moment.HOOK)
+        self.engine.allocate(self._last, copied, "gathered", Moment.SEND)
         for slot in slots:
             self._ready[slot.value] = last
             if slot.gather_bytes:
-                self.engine.allocate(self._last, slot.gather_bytes, "gathered", Moment.HOOK)
+                self.engine.allocate(self._last, slot.gather_bytes, "gathered", Moment.SEND)
                 self._arriving[self._unit_of(slot)].append((last, slot.gather_bytes))
 
     def _fetch(self, item: Item) -> None:
@@ -259,7 +261,12 @@ class Player:
             unit = self._unit_of(slot)
             if slot.storage.regather and not slot.is_alias and unit not in (ROOT, item.unit) and unit not in self._live:
                 self._pinned.add(number)
-                self.engine.allocate(self._last, slot.used_bytes, "gathered", Moment.HOOK)
+                self.engine.allocate(self._last, slot.used_bytes, "gathered", Moment.SEND)
+
+    def _unpin(self, numbers: set[int]) -> None:
+        for number in numbers & self._pinned:
+            self.engine.release(self._last, self.program.slots[number].used_bytes, "gathered", Moment.START)
+        self._pinned -= numbers
 
     def _unit_of(self, slot: Slot) -> int:
         return slot.unit if slot.unit in self.orders.last else ROOT
@@ -275,7 +282,7 @@ class Player:
         self._live.discard(unit)
         self._unpack(unit)
         for bucket in self.orders.gathers[unit]:
-            self.engine.release(self._last, self._copied(bucket), "gathered", Moment.HOOKED)
+            self.engine.release(self._last, self._copied(bucket), "gathered", Moment.START)
 
     # Gradients ----------------------------------------
 
@@ -293,21 +300,30 @@ class Player:
         """
         number = self._number[slot.value]
         bucket = self._buckets.get(number)
+        self._count_done(self._unit_of(slot), slot)
         if several:
             self.engine.allocate(first, slot.gradient_bytes, UNDER_WAY)
             self.engine.allocate(last, slot.gradient_bytes, UNDER_WAY, Moment.SUM)
             self.engine.release(last, 2 * slot.gradient_bytes, UNDER_WAY, Moment.SUMMED)
         if bucket is not None and bucket.has_buffer and bucket.slots[0] not in self._buffered:
             self._buffered.add(bucket.slots[0])
-            self.engine.allocate(last, self._buffer_bytes(bucket), "gradients", Moment.HOOK)
+            self.engine.allocate(last, self._buffer_bytes(bucket), "gradients", Moment.COLLECT)
         if bucket is None:
             if number in self._whole:
-                self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.HOOKED)
+                self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.COLLECTED)
             self._whole.add(number)
         elif bucket.has_buffer or number in self._whole:
-            self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.HOOKED)
+            self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.COLLECTED)
         else:
             self._whole.add(number)
+
+    def _count_done(self, unit: int, slot: Slot) -> None:
+        """Regathered parameters whose gradients are all done are of no more use."""
+        if slot.storage.regather:
+            self._undone[unit] -= 1
+            if not self._undone[unit]:
+                self._release(unit)
+                self._unpin({number for bucket in self.orders.gathers[unit] for number in bucket.slots})
 
     def _buffer_bytes(self, bucket: Bucket) -> int:
         return sum(self.program.slots[number].gradient_bytes for number in bucket.slots)
@@ -346,7 +362,7 @@ class Player:
         What is summed in a buffer is cut afterwards.
         """
         copies = sum(self.program.slots[number].scatter_bytes for number in bucket.slots)
-        self.engine.allocate(self._last, copies, UNDER_WAY, Moment.HOOK)
+        self.engine.allocate(self._last, copies, UNDER_WAY, Moment.SEND)
         self._in_flight.append(Journey(bucket, last, copies))
         if not bucket.has_buffer:
             self._arrive(bucket, self._last)
@@ -357,7 +373,7 @@ class Player:
         """Memory of the shards; those added to what earlier microbatches have brought stay for a while."""
         for slot in (self.program.slots[number] for number in bucket.slots):
             kind = UNDER_WAY if slot.tensor in self._held else "gradients"
-            self.engine.allocate(task, slot.stored_bytes, kind, Moment.HOOK)
+            self.engine.allocate(task, slot.stored_bytes, kind, Moment.ARRIVE)
             if kind == UNDER_WAY:
                 self._added.append((bucket, slot.stored_bytes))
             self._held.add(slot.tensor)
@@ -369,12 +385,12 @@ class Player:
         end = self.engine.later(journey.task, self._last)
         if journey.bucket.has_buffer:
             self._arrive(journey.bucket, end)
-        self.engine.release(end, journey.copied_bytes, UNDER_WAY)
+        self.engine.release(end, journey.copied_bytes, UNDER_WAY, Moment.ARRIVED)
         kind = "gradients" if journey.bucket.has_buffer else UNDER_WAY
-        self.engine.release(end, self._buffer_bytes(journey.bucket), kind)
+        self.engine.release(end, self._buffer_bytes(journey.bucket), kind, Moment.ARRIVED)
         for added in [added for added in self._added if added[0] is journey.bucket]:
             self._added.remove(added)
-            self.engine.release(end, added[1], UNDER_WAY)
+            self.engine.release(end, added[1], UNDER_WAY, Moment.ARRIVED)
 
     # Result ----------------------------------------
 
