@@ -110,10 +110,10 @@ class OperatorCurve:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to use a link: `alpha_ns` a message, `bandwidth` bytes a second."""
+    """Another way to use a link: `alpha_ns` a message, at a `share` of the link's bandwidth."""
 
     alpha_ns: float
-    bandwidth: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,8 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
     if isinstance(data, Mapping) and data.get("format", FORMAT) != FORMAT:
         raise ProfileError(
-            f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew with "
-            "`autopar profile`, or write it anew after the files of cost_profiles/"
+            f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew "
+            "with `autopar profile`, or write it anew after the files of cost_profiles/"
         )
     error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
     if error is not None:
