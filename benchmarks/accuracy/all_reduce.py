@@ -2,8 +2,8 @@
 
     python -m benchmarks.accuracy.all_reduce TABLE [--ship] [--output FILE]
 
-TABLE is a CSV with the columns gpu, n_gpus, bytes and time_ns_in_place, such as what github.com/VIA-Research/vTrain (MIT)
-publishes. Printed for each device, and written to benchmarks/accuracy/all_reduce.json:
+TABLE is a CSV with the columns gpu, n_gpus, bytes and time_ns_in_place, such as what github.com/VIA-Research/vTrain
+(MIT) publishes. Printed for each device, and written to benchmarks/accuracy/all_reduce.json:
 
 - shipped: what `autopar.cost` says, over all rows. The targets are about these.
 - sizes not shipped: the same over the sizes that the profile has no measured point of, which are interpolated.
