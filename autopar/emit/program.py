@@ -7,10 +7,10 @@ from autopar.emit.classes import INDENT, ClassWriter, Module, access
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.names import Names
-from autopar.emit.statements import Flat, Value, flatten
 from autopar.emit.tree import Region, build_tree
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
+from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops import defining_module
