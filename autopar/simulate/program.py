@@ -1,6 +1,6 @@
 """What one rank does in a microbatch, as flat lists: values, operators, conversions, parameter slots.
 
-`lower` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
+`lower_stages` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
 A *value* is a tensor in one placement. A *slot* is a stored tensor in the placement that operators use it in,
 converted once a step or around each use. *Storage* is memory: views and
 free conversions share their base's.
@@ -9,7 +9,7 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -22,9 +22,11 @@ from autopar.ir.mesh import ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.stages import stage_graph
+from autopar.ir.structure import region_of
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
-from autopar.simulate.facts import graph_facts
+from autopar.simulate.facts import GraphFacts, graph_facts
 from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.traffic import inner_collectives
 
@@ -133,42 +135,66 @@ class Program:
     gathers: list[Bucket] = field(default_factory=list)
     reductions: list[Bucket] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
+    receives: dict[str, int] = field(default_factory=dict)  # tensors of earlier stages -> value
+    sends: dict[str, int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
 
 
-def lower(graph: Graph, plan: Plan, profile: Profile) -> Program:
-    """The rank's program under a plan. Raises PlanError when the plan lacks a redistribution."""
-    return _Lowering(graph, plan, profile).run()
+def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
+    """The program of each stage's first rank. Raises PlanError when the plan lacks a redistribution."""
+    facts = graph_facts(graph)
+    return [
+        _Lowering(stage_graph(graph, plan, index), part, profile, facts, _sent(plan, index)).run()
+        for index, part in enumerate(plan.parts)
+    ]
+
+
+def _sent(plan: Plan, index: int) -> dict[str, Placement]:
+    """The placement that each tensor arrives in at later stages; the first counts."""
+    found: dict[str, Placement] = {}
+    for later in plan.stages[index + 1 :]:
+        found = dict(later.inputs) | found
+    return found
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, arriving: Mapping[str, Placement]
+    ) -> None:
         self.graph, self.plan, self.profile = graph, plan, profile
+        self.facts, self.arriving = facts, arriving
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
-        self.facts = graph_facts(graph)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
         self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
-        self.trains = plan.mode == "train" and graph.loss is not None
+        self.regions: dict[str, int] = {}
+        self.trains = plan.mode == "train" and bool(graph.gradient_sources)
 
     def run(self) -> Program:
         program = self.program
         self._unit("")
         for name in self.graph.inputs:
-            self._source(name, self.plan.inputs[name])
+            if name in self.graph.received:
+                self._receive(name)
+            else:
+                self._source(name, self.plan.inputs[name])
         for item in self.graph.stored:
             self._source(item.tensor, self.plan.storage[item.tensor].placement)
         for node in self.graph.nodes:
             self._operator(node)
+        for name in self.graph.sent:
+            self._send(name)
         made = [name for name in self.graph.outputs if name in self.placements]
         program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
         if self.trains:
-            _mark_gradients(program, self.known[self.graph.loss or "", self.placements[self.graph.loss or ""]])
+            loss = self.graph.loss
+            sent = [value for value in program.sends.values() if program.values[value].differentiable]
+            _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
         self._residents()
         program.gathers = self._buckets(forward=True)
         program.reductions = self._buckets(forward=False)
@@ -272,6 +298,23 @@ class _Lowering:
         )
 
     # Items ----------------------------------------
+
+    def _receive(self, name: str) -> None:
+        """A tensor of an earlier stage: an item without operands, which takes its memory."""
+        program, placement = self.program, self.plan.inputs[name]
+        self.placements[name] = placement
+        number = len(program.items)
+        storage = self._memory(self.shapes.local(name, placement)[1], number)
+        program.receives[name] = self._value(name, placement, storage, item=number)
+        program.items.append(Item(f"receive {name}", inputs=(), outputs=(program.receives[name],)))
+
+    def _send(self, name: str) -> None:
+        """A tensor for a later stage: an item without results, which keeps its memory until its gradient is there."""
+        program, placement = self.program, self.arriving[name]
+        value = self._operand(name, placement, 0, -1)
+        program.sends[name] = value
+        storage = program.values[value].storage
+        program.items.append(Item(f"send {name}", inputs=(value,), outputs=(), saved=(storage,)))
 
     def _conversion(self, tensor: str, target: Placement, unit: int, region: int) -> int:
         program = self.program
@@ -381,18 +424,17 @@ class _Lowering:
         return self.units[path]
 
     def _region(self, module: str) -> int:
-        """Which recomputed module path a node lies in; −1 for none. The outermost path counts."""
-        for index, path in enumerate(self.plan.recompute):
-            if not path or module == path or module.startswith(path + "."):
-                return index
-        return -1
+        """Which recomputed module path a node lies in; −1 for none."""
+        if module not in self.regions:
+            self.regions[module] = region_of(self.plan.recompute, module)
+        return self.regions[module]
 
     # What stays ----------------------------------------
 
     def _residents(self) -> None:
         """Parameters and buffers, optimizer state, this rank's inputs; and the optimizer's time."""
         held = self.program.residents
-        for name in self.graph.inputs:
+        for name in (name for name in self.graph.inputs if name not in self.graph.received):
             whole = self.graph.tensors[name]
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
             held.append((math.prod(local) * whole.itemsize, "inputs"))
@@ -459,12 +501,15 @@ def _is_summed_first(slot: Slot) -> bool:
     return (step.before.kind, step.after.kind) == ("I", "R")
 
 
-def _mark_gradients(program: Program, loss: int) -> None:
-    """Which values have a gradient: those that the loss depends on and that lead to a parameter or input."""
-    program.values[loss].wants_gradient = True
+def _mark_gradients(program: Program, ends: list[int]) -> None:
+    """Which values have a gradient: those that an end (the loss, what is sent) depends on and that lead to a parameter
+    or input."""
+    for value in ends:
+        program.values[value].wants_gradient = True
     for item in reversed(program.items):
-        if not any(program.values[v].wants_gradient for v in item.outputs):
+        if not any(program.values[v].wants_gradient for v in item.outputs or item.inputs):
             continue
+        item.runs_backward = item.runs_backward or not item.inputs or not item.outputs
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True
