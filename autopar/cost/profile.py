@@ -54,6 +54,21 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Host:
+    """What a process spends to keep a device of its own busy, while that computes: nanoseconds a launch.
+
+    operator_ns: an operator of the forward pass; gradient_ns: a kernel of the backward pass; collective_ns: a
+    collective; pass_ns: before the first operator of a forward or backward pass.
+    """
+
+    operator_ns: int
+    gradient_ns: int
+    collective_ns: int
+    pass_ns: int
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
 class Curve:
     """The share of peak that a kernel reaches, by its work; time is interpolated between knots in log-log."""
 
@@ -164,6 +179,7 @@ class Profile:
     links: Mapping[str, Link]
     collectives: Mapping[tuple[str, str, int], CollectivePoints]
     aliases: tuple[str, ...] = ()
+    host: Host | None = None  # None: operators cost their launch and nothing else
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -203,6 +219,7 @@ class Profile:
     def provenance(self) -> dict[str, str]:
         """The source of each block, for plans and reports."""
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
+        blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
@@ -246,6 +263,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         links={item.level: item for item in links},
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
+        host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
     )
     _check(profile, origin)
     return profile
@@ -260,6 +278,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "title": profile.title,
         "device_type": profile.device_type,
         "facts": asdict(profile.facts),
+        "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "links": [asdict(item) for item in profile.links.values()],
         "collectives": [asdict(item) for item in profile.collectives.values()],

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
-from autopar.cost.compute import node_time_ns, optimizer_time_ns
+from autopar.cost.compute import node_issue_ns, node_time_ns, optimizer_time_ns
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
@@ -77,6 +77,7 @@ class Item:
     outputs: tuple[int, ...]
     forward_ns: int = 0
     backward_ns: int = 0
+    issue_ns: tuple[int, int] = (0, 0)  # of the host, to launch it forward and backward
     forward: tuple[Transmission, ...] = ()
     backward: tuple[Transmission, ...] = ()
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
@@ -356,13 +357,8 @@ class _Lowering:
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
         values = program.values
-        forward_ns, backward_ns = node_time_ns(
-            node,
-            tuple([values[value].shape for value in inputs]),
-            tuple([values[value].shape for value in outputs]),
-            self.graph.tensors,
-            self.profile,
-        )
+        shapes = tuple([values[value].shape for value in inputs]), tuple([values[value].shape for value in outputs])
+        forward_ns, backward_ns = node_time_ns(node, *shapes, self.graph.tensors, self.profile)
         saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
         inner, inner_backward = self._inner(node)
         program.items.append(
@@ -372,6 +368,7 @@ class _Lowering:
                 outputs=tuple(outputs),
                 forward_ns=forward_ns,
                 backward_ns=backward_ns,
+                issue_ns=node_issue_ns(node, *shapes, self.graph.tensors, self.profile),
                 passes_gradient=facts.passes_gradient,
                 inner=inner,
                 inner_backward=inner_backward,
