@@ -36,7 +36,7 @@ from autopar.ir.placement import Axis, Placement
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
 
 Shape = tuple[int, ...]
-INSIDE, ACROSS = "intra_node", "inter_node"
+LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 
 
 class Wire(NamedTuple):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -224,6 +224,14 @@ class Profile:
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
         return {name: str(block) for name, block in blocks.items()}
+
+    def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
+        """The source of each block that serves operators of these families and links of these levels."""
+        wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        wanted |= {f"links/{self.link(level).level}" for level in levels}
+        found = {name: source for name, source in self.provenance.items() if name in wanted}
+        measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
+        return found | {f"collectives/{item.collective}": str(item.provenance) for item in measured}
 
 
 def _slowed(facts: Facts, slowdown: float) -> Facts:

@@ -250,9 +250,7 @@ class Player:
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
             waits = tasks[-1:] or after
-            tasks.append(
-                self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns)
-            )
+            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns))
             self.comm_bytes[sent.collective] += sent.num_bytes
         return tasks[0], tasks[-1]
 

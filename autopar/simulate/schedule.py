@@ -29,8 +29,9 @@ def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. sums_early: gradients are summed over ranks while the backward pass goes on,
-    as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a redistribution.
+    its first, which has the longest slices. sums_early: gradients are summed over ranks while the backward pass
+    goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
+    that lacks a redistribution.
     """
     step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
     step.run()

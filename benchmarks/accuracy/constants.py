@@ -53,7 +53,9 @@ def with_constants(profile: Profile, constants: Mapping[str, float], source: str
     provenance = Provenance("fitted", source, datetime.date.today().isoformat())
     names = ("operator_ns", "gradient_ns", "collective_ns", "pass_ns")
     host = Host(*(round(constants[name]) for name in names), provenance=provenance)
-    far = replace(profile.links["inter_node"], node_bandwidth=float(f"{constants['node_bandwidth']:.4g}"), provenance=provenance)
+    far = replace(
+        profile.links["inter_node"], node_bandwidth=float(f"{constants['node_bandwidth']:.4g}"), provenance=provenance
+    )
     operators = {family: _curve(old, constants, provenance) for family, old in profile.operators.items()}
     links = {**profile.links, "inter_node": far}
     return replace(profile, host=host, links=links, operators=operators, _shared={})
@@ -84,10 +86,16 @@ def shipped_constants(profile: Profile) -> dict[str, float]:
     inverse = (1 / least - 1 / most) / (1 / least_work - 1 / most_work)
     found["matmul_efficiency"] = 1 / (1 / most - inverse / most_work)
     found["matmul_half_flops"] = inverse * found["matmul_efficiency"]
-    for name, family in (("memory_efficiency", "pointwise"), ("cross_entropy", "cross_entropy"), ("optimizer", "optimizer")):
+    for name, family in (
+        ("memory_efficiency", "pointwise"),
+        ("cross_entropy", "cross_entropy"),
+        ("optimizer", "optimizer"),
+    ):
         work, share = profile.operators[family].forward.knots[-1]
         found[name] = share * (1 + HALF_BYTES / work)
-    found |= {name: float(getattr(profile.host, name)) for name in ("operator_ns", "gradient_ns", "collective_ns", "pass_ns")}
+    found |= {
+        name: float(getattr(profile.host, name)) for name in ("operator_ns", "gradient_ns", "collective_ns", "pass_ns")
+    }
     found["node_bandwidth"] = float(profile.links["inter_node"].node_bandwidth or CONSTANTS["node_bandwidth"])
     return found
 
@@ -97,7 +105,7 @@ def write_profile(path: Path, constants: Mapping[str, float], rows: str) -> None
     profile = profile_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     source = (
         f"{len(CONSTANTS)} constants fitted to {rows}: iteration times of Megatron-DeepSpeed GPT training published at "
-        "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; the host's are those of that software"
+        "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; the host's are that software's"
     )
     data: dict[str, Any] = profile_to_json(with_constants(profile, constants, source))
     path.write_text(profile_text(_without_defaults(data)) + "\n", encoding="utf-8")
@@ -106,5 +114,7 @@ def write_profile(path: Path, constants: Mapping[str, float], rows: str) -> None
 def _without_defaults(data: Any) -> Any:
     """Tuples as lists, and links without what they do not state."""
     data = json.loads(json.dumps(data))
-    data["links"] = [{name: value for name, value in link.items() if value not in (None, 0, [])} for link in data["links"]]
+    data["links"] = [
+        {name: value for name, value in link.items() if value not in (None, 0, [])} for link in data["links"]
+    ]
     return data

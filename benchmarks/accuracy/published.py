@@ -42,14 +42,14 @@ from autopar.pipeline import template_of_graph
 from autopar.simulate import simulate
 from autopar.trace import trace
 from benchmarks.accuracy import megatron
-from benchmarks.accuracy.constants import CONSTANTS, shipped_constants, with_constants, write_profile
+from benchmarks.accuracy.constants import CONSTANTS, MOST, shipped_constants, with_constants, write_profile
 from benchmarks.accuracy.fitting import Array, gauss_newton_step
+from benchmarks.accuracy.profile_text import profile_text
 
 HERE = Path(__file__).parent
 PROFILE = HERE.parents[1] / "cost_profiles" / "a100.json"
 DEVICES_PER_NODE = 8
 ANY_MEMORY = 1 << 50  # what was measured did fit; how far its states were sharded is not published
-EARLY = False
 TARGETS = {"mape": 0.07, "spearman": 0.985, "worst": 0.20}
 COLUMNS = {
     "gpus": "# GPUs", "global_batch": "global batch", "micro_batch": "micro batch", "hidden": "hidden size",
@@ -144,7 +144,7 @@ def plans_of(rows: Sequence[Row]) -> dict[Row, tuple[Graph, Plan]]:
 
 def predict_ms(plans: Mapping[Row, tuple[Graph, Plan]], rows: Iterable[Row], profile: Profile) -> Array:
     """Simulated milliseconds."""
-    times = [simulate(*plans[row], profile, sums_early=EARLY).step_time_ns / 1e6 for row in rows]
+    times = [simulate(*plans[row], profile, sums_early=False).step_time_ns / 1e6 for row in rows]
     return np.array(times)
 
 
@@ -159,8 +159,7 @@ def _progress(text: str) -> None:
 
 def log_errors(plans: Mapping[Row, tuple[Graph, Plan]], rows: Sequence[Row], logs: Array) -> Array:
     """Logarithm of predicted over measured, for constants given by their logarithms."""
-    profile = with_constants(load_profile("a100"), dict(zip(CONSTANTS, np.exp(logs).tolist(), strict=True)))
-    return np.log(predict_ms(plans, rows, profile) / [row.measured_ms for row in rows])
+    return np.log(predict_ms(plans, rows, _profile(logs)) / [row.measured_ms for row in rows])
 
 
 def jacobian(plans: Mapping[Row, tuple[Graph, Plan]], rows: Sequence[Row], logs: Array) -> tuple[Array, Array]:
@@ -176,33 +175,46 @@ def jacobian(plans: Mapping[Row, tuple[Graph, Plan]], rows: Sequence[Row], logs:
 
 def fit(plans: Mapping[Row, tuple[Graph, Plan]], rows: Sequence[Row], rounds: int) -> dict[str, float]:
     """The constants that fit the rows, from the shipped ones on."""
-    logs = np.log([shipped_constants(load_profile("a100"))[name] for name in CONSTANTS])
-    prior = np.log(list(CONSTANTS.values()))
+    logs, prior = _shipped_logs(), np.log(list(CONSTANTS.values()))
     for number in range(rounds):
         errors, slopes = jacobian(plans, rows, logs)
-        print(f"round {number + 1}: mean error {np.mean(np.abs(np.expm1(errors))):.2%}", flush=True)
-        logs = logs + gauss_newton_step(errors, slopes, logs - prior)
+        print(f"round {number + 1}: mean error before {np.mean(np.abs(np.expm1(errors))):.2%}", flush=True)
+        logs = bounded(logs + gauss_newton_step(errors, slopes, logs - prior))
     return dict(zip(CONSTANTS, np.exp(logs).tolist(), strict=True))
 
 
-def cross_validate(plans: Mapping[Row, tuple[Graph, Plan]], rows: Sequence[Row]) -> dict[str, Any]:
-    """Errors of each model size under constants fitted to the rows of all others.
+def cross_validate(plans: Mapping[Row, tuple[Graph, Plan]], rows: Sequence[Row]) -> Array:
+    """Milliseconds of each row under constants fitted to the rows of all other model sizes.
 
     The fit is a Gauss-Newton step from the shipped constants, where the derivatives are taken once: as the shipped
     constants fit all rows best, leaving a few out moves them little.
     """
-    logs = np.log([shipped_constants(load_profile("a100"))[name] for name in CONSTANTS])
+    logs, prior = _shipped_logs(), np.log(list(CONSTANTS.values()))
     errors, slopes = jacobian(plans, rows, logs)
-    prior = np.log(list(CONSTANTS.values()))
     predicted = np.zeros(len(rows))
     for size in sorted({row.size for row in rows}):
         held = np.array([row.size == size for row in rows])
-        moved = logs + gauss_newton_step(errors[~held], slopes[~held], logs - prior)
-        constants = dict(zip(CONSTANTS, np.exp(moved).tolist(), strict=True))
+        moved = bounded(logs + gauss_newton_step(errors[~held], slopes[~held], logs - prior))
         inside = [row for row in rows if row.size == size]
-        predicted[held] = predict_ms(plans, inside, with_constants(load_profile("a100"), constants))
-    by_size = {f"hidden {h}, layers {n}": summary([r for r in rows if r.size == (h, n)], predicted[[r.size == (h, n) for r in rows]]) for h, n in sorted({row.size for row in rows})}
-    return {"all": summary(rows, predicted), "by size": by_size}
+        predicted[held] = predict_ms(plans, inside, _profile(moved))
+    return predicted
+
+
+def bounded(logs: Array) -> Array:
+    """Efficiencies no higher than any kernel's."""
+    limits = [np.log(MOST.get(name, np.inf)) for name in CONSTANTS]
+    limited: Array = np.minimum(logs, limits)
+    return limited
+
+
+def _shipped_logs() -> Array:
+    shipped = shipped_constants(load_profile("a100"))
+    logs: Array = np.log([shipped[name] for name in CONSTANTS])
+    return logs
+
+
+def _profile(logs: Array) -> Profile:
+    return with_constants(load_profile("a100"), dict(zip(CONSTANTS, np.exp(logs).tolist(), strict=True)))
 
 
 # The report ----------------------------------------
@@ -212,7 +224,12 @@ def summary(rows: Sequence[Row], predicted: Array) -> dict[str, float]:
     """The figures that the targets are about."""
     measured = np.array([row.measured_ms for row in rows])
     errors = np.abs(predicted / measured - 1)
-    figures = {"rows": len(rows), "mape": errors.mean(), "spearman": _spearman(predicted, measured), "worst": errors.max()}
+    figures = {
+        "rows": len(rows),
+        "mape": errors.mean(),
+        "spearman": _spearman(predicted, measured),
+        "worst": errors.max(),
+    }
     return {name: round(float(value), 4) for name, value in figures.items()}
 
 
@@ -233,49 +250,74 @@ def _table(rows: Sequence[Row], predicted: Array) -> list[dict[str, Any]]:
     ]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Prints and writes the predictions; 1 when a target is missed."""
+def _print(table: Sequence[Mapping[str, Any]], errors: Mapping[str, Mapping[str, float]]) -> None:
+    print("  ".join(f"{name:>12}" for name in table[0]))
+    for line in table:
+        print("  ".join(f"{value:>12}" for value in line.values()))
+    for name, figures in errors.items():
+        mape, spearman, worst = (figures[key] for key in TARGETS)
+        print(f"{name:40} {figures['rows']:4.0f} rows  MAPE {mape:7.2%}  Spearman {spearman:.4f}  worst {worst:7.2%}")
+
+
+def _errors(files: Mapping[str, list[Row]], rows: Sequence[Row], predicted: Array, what: str) -> dict[str, Any]:
+    """The summary of all rows and of each group."""
+    found = {f"all{what}": summary(rows, predicted)}
+    for name, group in files.items():
+        chosen = np.array([row in set(group) for row in rows])
+        found[f"{name}{what}"] = summary([row for row in rows if row in set(group)], predicted[chosen])
+    return found
+
+
+def _by_size(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    sizes = sorted({row.size for row in rows})
+    return {f"hidden {h}, layers {n}": [row for row in rows if row.size == (h, n)] for h, n in sizes}
+
+
+def _is_met(figures: Mapping[str, float]) -> bool:
+    errors = all(figures[name] <= TARGETS[name] for name in ("mape", "worst"))
+    return errors and figures["spearman"] >= TARGETS["spearman"]
+
+
+def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.accuracy.published", description=__doc__)
     parser.add_argument("csv", type=Path, nargs="+")
     parser.add_argument("--cross-validate", action="store_true", help="leave out each model size in turn")
     parser.add_argument("--fit", type=int, default=0, metavar="ROUNDS", help="fit the constants and write the profile")
     parser.add_argument("--output", type=Path)
-    options = parser.parse_args(arguments)
-    started = time.monotonic()
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prints and writes the predictions; 1 when a target is missed."""
+    options, started = _options(arguments), time.monotonic()
     files = {path.name: read_rows(path) for path in options.csv}
     rows = [row for group in files.values() for row in group]
     plans = plans_of(rows)
     if options.fit:
         write_profile(PROFILE, fit(plans, rows, options.fit), f"{len(rows)} rows of {', '.join(files)}")
-    profile = profile_from_json(json.loads(PROFILE.read_text(encoding="utf-8")), str(PROFILE))
-    predicted = predict_ms(plans, rows, profile)
-    table = _table(rows, predicted)
-    print("  ".join(f"{name:>11}" for name in table[0]))
-    for line in table:
-        print("  ".join(f"{value:>11}" for value in line.values()))
-    found = {"all": summary(rows, predicted)}
-    for name, group in files.items():
-        found[name] = summary(group, predicted[[row in set(group) for row in rows]])
-    crossed = cross_validate(plans, rows) if options.cross_validate else None
-    for name, figures in {**found, **({"cross-validated": crossed["all"], **crossed["by size"]} if crossed else {})}.items():
-        print(f"{name:28} {figures['rows']:5.0f} rows  MAPE {figures['mape']:7.2%}  Spearman {figures['spearman']:.4f}  worst {figures['worst']:7.2%}")
-    met = _is_met(found["all"])
-    print(f"targets (MAPE ≤ 7%, Spearman ≥ 0.985, worst ≤ 20%) {'met' if met else 'MISSED'}; {time.monotonic() - started:.0f} s")
+    predicted = predict_ms(
+        plans, rows, profile_from_json(json.loads(PROFILE.read_text(encoding="utf-8")), str(PROFILE))
+    )
+    table, errors = _table(rows, predicted), _errors(files, rows, predicted, "")
+    if options.cross_validate:
+        errors |= _errors({**files, **_by_size(rows)}, rows, cross_validate(plans, rows), ", cross-validated")
+    _print(table, errors)
+    met, seconds = _is_met(errors["all"]), round(time.monotonic() - started)
+    print(f"targets (MAPE ≤ 7%, Spearman ≥ 0.985, worst ≤ 20%) {'met' if met else 'MISSED'}; {seconds} s")
     if options.output:
+        command = " ".join([*files, *(["--cross-validate"] if options.cross_validate else [])])
         head = {
-            "command": f"python -m benchmarks.accuracy.published {' '.join(files)}" + (" --cross-validate" if crossed else ""),
+            "command": f"python -m benchmarks.accuracy.published {command}",
             "machine": f"{platform.machine()}, Python {platform.python_version()}",
             "date": datetime.date.today().isoformat(),
-            "seconds": round(time.monotonic() - started),
+            "seconds": seconds,
             "targets": TARGETS,
         }
-        result = {**head, "errors": found, "cross_validated": crossed, "rows": table}
-        options.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        text = profile_text(
+            {**head, "errors": errors, "rows": [list(table[0]), *(list(line.values()) for line in table)]}
+        )
+        options.output.write_text(text + "\n", encoding="utf-8")
     return 0 if met else 1
-
-
-def _is_met(figures: Mapping[str, float]) -> bool:
-    return figures["mape"] <= TARGETS["mape"] and figures["worst"] <= TARGETS["worst"] and figures["spearman"] >= TARGETS["spearman"]
 
 
 if __name__ == "__main__":

@@ -127,3 +127,22 @@ def test_more_ranks_than_cores_compute_slower() -> None:
 def test_devices_of_their_own_are_not_shared() -> None:
     assert load_profile("h100").shared_by(8) is load_profile("h100")
     assert template_profile().facts.cores is None
+
+
+def test_a_profile_tells_the_sources_of_what_a_plan_uses() -> None:
+    profile = load_profile("a100")
+    found = profile.sources({"matmul", "unheard of"}, ["intra_node"])
+    assert [*found] == [
+        name
+        for name in (
+            "facts",
+            "host",
+            "operators/matmul",
+            "operators/pointwise",
+            "links/intra_node",
+            "collectives/all_reduce",
+        )
+        if name != "host" or profile.host
+    ]
+    assert found["collectives/all_reduce"].startswith("published: NCCL")
+    assert "links/inter_node" in profile.sources((), ["intra_node", "inter_node"])
