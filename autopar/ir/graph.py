@@ -185,7 +185,8 @@ class Graph:
 
     def kept(self, name: str) -> Tensor:
         """A stored tensor as it is kept between steps, or an input as it is given."""
-        return replace(self.tensors[name], dtype=self.kept_dtypes.get(name, self.tensors[name].dtype))
+        dtype = self.kept_dtypes.get(name)
+        return self.tensors[name] if dtype is None else replace(self.tensors[name], dtype=dtype)
 
     def itemsizes(self, name: str) -> tuple[int, int]:
         """Bytes of an element of a tensor and of its gradient on its way home, which has the dtype it is kept in."""

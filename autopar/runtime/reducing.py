@@ -99,6 +99,12 @@ class Journey:
         while self.slots:
             self.advance()
 
+    def wrap_ahead(self) -> None:
+        """While the last sum is under way, which leaves the gradients where they are."""
+        if self.buffer is not None and self.steps_left == 0:
+            for slot, tensor in zip(self.slots, self.tensors, strict=True):
+                slot.parameter.wrap_ahead(tensor)
+
     def _start(self, steps: list[SizedStep]) -> Callable[[], list[Tensor]] | None:
         step = steps[0].step
         axis = self.mesh.axes[step.axis]
@@ -172,6 +178,8 @@ class Reducer:
 
     def end_step(self) -> None:
         """Waits until every gradient is home."""
+        for journey in self._in_flight:
+            journey.wrap_ahead()
         for journey in self._in_flight:
             journey.finish()
         self._in_flight.clear()

@@ -26,15 +26,15 @@ class GraphFacts:
 
     def __init__(self, graph: Graph) -> None:
         self.nodes = {node.name: _node_facts(node, graph) for node in graph.nodes}
-        self.blocks = sorted(block_paths(graph), key=len, reverse=True)
+        self.blocks = block_paths(graph)
         self._block_of: dict[str, str] = {}
 
     def block_of(self, name: str) -> str:
         """The innermost block that a module path or parameter's name lies in; "" is the program itself."""
         known = self._block_of.get(name)
         if known is None:
-            inside = (path for path in self.blocks if name == path or name.startswith(path + "."))
-            known = self._block_of[name] = next(inside, "")
+            found = not name or name in self.blocks
+            known = self._block_of[name] = name if found else self.block_of(name.rpartition(".")[0])
         return known
 
 

@@ -36,12 +36,14 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     """Plans the memory of one microbatch."""
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
+    regions = {item.region for item in program.items if item.runs_backward}
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
-            _place(lifetimes, program.items, memory.owner, memory.num_bytes, readers[storage], savers[storage])
+            uses = readers[storage], savers[storage]
+            _place(lifetimes, program.items, regions, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
-            _place(lifetimes, program.items, number, item.extra_bytes, [number], [number])
+            _place(lifetimes, program.items, regions, number, item.extra_bytes, [number], [number])
     if trains:
         _place_gradients(program, lifetimes.gradients)
     return lifetimes
@@ -63,9 +65,13 @@ def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[in
 
 
 def _place(
-    lifetimes: Lifetimes, items: list[Item], owner: int, size: int, readers: list[int], savers: list[int]
-) -> None:
-    """One piece of memory: kept from the forward pass, or made again in its region, or both."""
+    lifetimes: Lifetimes, items: list[Item], regions: set[int], owner: int, size: int, readers: list[int],
+    savers: list[int],
+) -> None:  # fmt: skip
+    """One piece of memory: kept from the forward pass, or made again in its region, or both.
+
+    regions: those that are recomputed.
+    """
     region = items[owner].region
     kept = [number for number in savers if region < 0 or items[number].region != region]
     if region < 0:
@@ -76,7 +82,7 @@ def _place(
         lifetimes.backward.given[min(kept)] += size
     else:
         lifetimes.forward.given[max(readers)] += size
-    if region < 0 or not _is_recomputed(items, region):
+    if region < 0 or region not in regions:
         return
     inside = [number for number in savers if items[number].region == region]
     lifetimes.recompute.taken[owner] += size
@@ -84,10 +90,6 @@ def _place(
         lifetimes.backward.given[min(inside)] += size
     else:
         lifetimes.recompute.given[max(n for n in readers if items[n].region == region)] += size
-
-
-def _is_recomputed(items: list[Item], region: int) -> bool:
-    return any(item.region == region and item.runs_backward for item in items)
 
 
 def _place_gradients(program: Program, changes: Changes) -> None:

@@ -76,10 +76,16 @@ class Player:
         self.orders = find_orders(program, profile)
         self.lifetimes = find_lifetimes(program, trains)
         self._slowdown = profile.facts.overlap_slowdown
+        self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
 
     def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        """The pass, from what the device and the stage have under way."""
+        """The pass, from what the device and the stage have under way. A forward pass leaves gradients as they are:
+        its `standing` says nothing of them."""
+        if kind.name == "forward":
+            standing = standing._replace(held=frozenset(), home=())
+        if not self._copies:
+            carried = carried._replace(last_ns=0)
         key = (kind, carried, standing)
         known = self._known.get(key)
         if known is None:
@@ -239,8 +245,10 @@ class Player:
             self._run(number, self.program.items[number], "recompute", self.lifetimes.recompute)
 
     def _change(self, changes: Changes, number: int, first: int, last: int, kind: str) -> None:
-        self.engine.allocate(first, changes.taken.get(number, 0), kind)
-        self.engine.release(last, changes.given.get(number, 0), kind)
+        if number in changes.taken:
+            self.engine.allocate(first, changes.taken[number], kind)
+        if number in changes.given:
+            self.engine.release(last, changes.given[number], kind)
 
     def _transmit(
         self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]

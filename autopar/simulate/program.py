@@ -105,15 +105,12 @@ class Slot:
     is_alias: bool
     requires_grad: bool
     sizes: tuple[tuple[int, int], ...] = ()  # bytes of each step, forward and backward
+    shrinks: bool = field(init=False)  # its gradient is smaller at home than where it is made
+    reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether its gradient is smaller at home than where it is made."""
-        return any(step.before.kind == "S" for step in self.steps)
-
-    @property
-    def reduces_each(self) -> bool:
-        return self.storage.regather or self.storage.reduce_each_microbatch
+    def __post_init__(self) -> None:
+        self.shrinks = any(step.before.kind == "S" for step in self.steps)
+        self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
 
 
 @dataclass(slots=True)

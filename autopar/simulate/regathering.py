@@ -92,8 +92,9 @@ class Regathering:
 
     @cached_property
     def _losses(self) -> set[Value]:
+        """The values that gradients start from: the loss, and what later stages hand one back for."""
         pairs = zip(self.graph.outputs, self._flat.outputs, strict=True)
-        return {value for name, value in pairs if name == self.graph.loss and self.reached}
+        return {value for name, value in pairs if name in self.graph.gradient_sources and self.reached}
 
     def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
         """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""

@@ -23,6 +23,7 @@ from autopar.simulate.timeline import Lane, Piece, Timeline
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers
 
 WORK = ("forward", "backward")
+TIED = "gradient all_reduce"
 
 
 def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True) -> Timeline:
@@ -101,8 +102,11 @@ class _Progress:
 
     def take(self, done: Pass, begin: int) -> None:
         new = done.standing
+        held, home = new.held, tuple((end + begin, kind) for end, kind in new.home)
+        if done.kind.name == "forward":
+            held, home = self.standing.held, self.standing.home
         ready = tuple((value, end + begin, kind) for value, end, kind in new.ready)
-        self.standing = Standing(ready, new.live, new.held, tuple((end + begin, kind) for end, kind in new.home))
+        self.standing = Standing(ready, new.live, held, home)
 
 
 class _Step:
@@ -192,27 +196,25 @@ class _Step:
                 self._play(submesh, stage, PassKind("optimizer"), submesh.free_ns, "")
 
     def _sum_tied(self, tie: Tie) -> None:
-        """An all-reduce between the stages that keep a tensor, once its gradient is home on all of them."""
+        """An all-reduce between the stages that keep a tensor, once the last gradient is home on all of them."""
         members = {self.home_of[stage].ranks.start: self.home_of[stage] for stage in tie.stages}.values()
-        ready = {submesh.ranks.start: self._ready_ns(submesh) for submesh in members}
-        start = max([*ready.values(), *(submesh.links.get(tie.link, 0) for submesh in members)])
-        end = start + tie.duration_ns
         for submesh in members:
-            idle = start - ready[submesh.ranks.start]
-            submesh.bubble_ns += idle
-            submesh.waited["gradient all_reduce"] -= idle
-            submesh.links[tie.link] = end
-            task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, "gradient all_reduce")
+            self._wait_for_home(submesh)
+        start = max(submesh.free_ns for submesh in members)
+        for submesh in members:
+            submesh.bubble_ns += start - submesh.free_ns
+            submesh.waited[TIED] += tie.duration_ns
+            submesh.free_ns = submesh.links[tie.link] = start + tie.duration_ns
+            task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
             submesh.pieces.append(Piece(start, "", [task], []))
             submesh.sent["all_reduce"] += tie.num_bytes
-        for stage in tie.stages:
-            progress = self.stages[stage]
-            home = (*progress.standing.home, (end, "gradient all_reduce"))
-            progress.standing = progress.standing._replace(home=home)
 
-    def _ready_ns(self, submesh: _Submesh) -> int:
-        """When the last gradient of a submesh is home."""
-        return max([submesh.free_ns, *(end for stage in submesh.stages for end, _ in self.stages[stage].standing.home)])
+    def _wait_for_home(self, submesh: _Submesh) -> None:
+        """Compute stands still until the submesh's gradients are home."""
+        for stage in submesh.stages:
+            for end, kind in self.stages[stage].standing.home:
+                submesh.waited[kind] += max(0, end - submesh.free_ns)
+                submesh.free_ns = max(end, submesh.free_ns)
 
     # Result ----------------------------------------
 
