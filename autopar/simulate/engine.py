@@ -38,7 +38,7 @@ class Carried(NamedTuple):
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
-    def __init__(self, overlap_slowdown: float, carried: Carried, host_ns: int = 0) -> None:
+    def __init__(self, overlap_slowdown: float, carried: Carried, host_ns: int = 0, kind: str = "forward") -> None:
         self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
         self.allocations: list[tuple[int, int, str]] = []  # time, bytes taken or (negative) given back, kind
@@ -49,7 +49,7 @@ class Engine:
         self._slowdown = overlap_slowdown
         self.num_carried = 1
         self.host_ns = host_ns  # until when the host is busy launching what was submitted
-        self._kind = ""
+        self._kind = kind  # of the compute that waits for launches
 
     def carry(self, end_ns: int, kind: str) -> int:
         """A task of an earlier pass that ends after this one has begun, to depend on."""

@@ -94,7 +94,8 @@ class Player:
 
     def _played(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
         busy_ns = self._pass_ns if kind.name in ("forward", "backward") else 0
-        self.engine = engine = Engine(self._slowdown, carried, busy_ns)
+        waiting = "forward" if kind.name == "begin" else kind.name
+        self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
         self._late: list[Bucket] = []  # buckets that go home after the pass
         self.comm_bytes: dict[str, int] = defaultdict(int)
         self._ready = {value: engine.carry(end, cause) for value, end, cause in standing.ready}
