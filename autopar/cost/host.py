@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.fit import profile_from_points
-from autopar.cost.profile import Profile, profile_from_json
+from autopar.cost.profile import FORMAT, Profile, profile_from_json
 from autopar.errors import ProfileError
 
 REVISION = 2  # of the measurements: a new one measures every host anew
@@ -54,7 +54,7 @@ def measure_profile(path: Path | None = None) -> tuple[Profile, Path]:
 
 def cache_path() -> Path:
     """Where this host's profile is kept."""
-    key = f"{cpu_model()}|{num_cores()}|{version('torch')}|{REVISION}"
+    key = f"{cpu_model()}|{num_cores()}|{version('torch')}|{FORMAT}.{REVISION}"
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return root / "autopar" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 

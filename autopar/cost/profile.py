@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -22,13 +22,13 @@ import jsonschema
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.errors import ProfileError
 
-FORMAT = 1
+FORMAT = 2
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a block's numbers come from: `kind` is measured, datasheet, published or assumed."""
+    """Where a block's numbers come from: `kind` is measured, datasheet, published, fitted or assumed."""
 
     kind: str
     source: str
@@ -51,6 +51,21 @@ class Facts:
     provenance: Provenance
     cores: int | None = None
     overlap_slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a process spends to keep a device of its own busy, while that computes: nanoseconds a launch.
+
+    operator_ns: an operator of the forward pass; gradient_ns: a kernel of the backward pass; collective_ns: a
+    collective; pass_ns: before the first operator of a forward or backward pass.
+    """
+
+    operator_ns: int
+    gradient_ns: int
+    collective_ns: int
+    pass_ns: int
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -109,13 +124,35 @@ class OperatorCurve:
 
 
 @dataclass(frozen=True)
+class Protocol:
+    """Another way to use a link: `alpha_ns` a message, at a `share` of the link's bandwidth."""
+
+    alpha_ns: float
+    share: float
+
+
+@dataclass(frozen=True)
 class Link:
-    """A network level: `alpha_ns` a message, `bandwidth` bytes a second that one device can send."""
+    """A network level: `alpha_ns` a message, `bandwidth` bytes a second that one device can send.
+
+    Optional: `start_ns` of any collective; `low_latency`, a protocol of cheaper messages and less bandwidth;
+    `pass_bandwidth`, at which a rank passes once over its own bytes; `bandwidth_by_ranks`, where the wiring gives
+    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together.
+    """
 
     level: str
-    alpha_ns: int
+    alpha_ns: float
     bandwidth: float
     provenance: Provenance
+    start_ns: float = 0
+    low_latency: Protocol | None = None
+    pass_bandwidth: float | None = None
+    bandwidth_by_ranks: tuple[tuple[int, float], ...] = ()
+    node_bandwidth: float | None = None
+
+    def bandwidth_of(self, ranks: int) -> float:
+        """Bytes a second within a group of so many ranks of this level."""
+        return dict(self.bandwidth_by_ranks).get(ranks, self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -142,6 +179,7 @@ class Profile:
     links: Mapping[str, Link]
     collectives: Mapping[tuple[str, str, int], CollectivePoints]
     aliases: tuple[str, ...] = ()
+    host: Host | None = None  # None: operators cost their launch and nothing else
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -181,10 +219,19 @@ class Profile:
     def provenance(self) -> dict[str, str]:
         """The source of each block, for plans and reports."""
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
+        blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
         return {name: str(block) for name, block in blocks.items()}
+
+    def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
+        """The source of each block that serves operators of these families and links of these levels."""
+        wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        wanted |= {f"links/{self.link(level).level}" for level in levels}
+        found = {name: source for name, source in self.provenance.items() if name in wanted}
+        measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
+        return found | {f"collectives/{item.collective}": str(item.provenance) for item in measured}
 
 
 def _slowed(facts: Facts, slowdown: float) -> Facts:
@@ -203,12 +250,17 @@ def _slowed(facts: Facts, slowdown: float) -> Facts:
 
 def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
+    if isinstance(data, Mapping) and data.get("format", FORMAT) != FORMAT:
+        raise ProfileError(
+            f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew "
+            "with `autopar profile`, or write it anew after the files of cost_profiles/"
+        )
     error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "the top level"
         raise ProfileError(f"{origin} is no cost profile: at {where}: {error.message}")
     operators = [_read_operator(item) for item in data["operators"]]
-    links = [Link(**_with_provenance(item)) for item in data["links"]]
+    links = [_read_link(item) for item in data["links"]]
     collectives = [_read_collective(item) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],
@@ -219,6 +271,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         links={item.level: item for item in links},
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
+        host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
     )
     _check(profile, origin)
     return profile
@@ -233,6 +286,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "title": profile.title,
         "device_type": profile.device_type,
         "facts": asdict(profile.facts),
+        "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "links": [asdict(item) for item in profile.links.values()],
         "collectives": [asdict(item) for item in profile.collectives.values()],
@@ -262,6 +316,13 @@ def _read_operator(item: Mapping[str, Any]) -> OperatorCurve:
 
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:
     return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
+
+
+def _read_link(item: Mapping[str, Any]) -> Link:
+    fields = _with_provenance(item)
+    fast = item.get("low_latency")
+    by_ranks = _pairs(item.get("bandwidth_by_ranks", ()))
+    return Link(**{**fields, "low_latency": fast and Protocol(**fast), "bandwidth_by_ranks": by_ranks})
 
 
 def _read_collective(item: Mapping[str, Any]) -> CollectivePoints:

@@ -4,6 +4,9 @@ A task runs on its stream when the tasks that it depends on have ended and the s
 submitted after those they depend on, so each is placed once, in order of submission: streams are first-in, first-out,
 as on the device. While a collective is in flight, compute progresses `overlap_slowdown` times slower. Times count from
 the begin of the pass, which is when the compute stream is free; what is still under way then is *carried*.
+
+Where the host takes time to launch, it launches tasks in the order of submission from the begin of the pass on, ahead
+of the device when that is slower.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ class Moment(IntEnum):
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
-    def __init__(self, overlap_slowdown: float, carried: Carried) -> None:
+    def __init__(self, overlap_slowdown: float, carried: Carried, host_ns: int = 0, kind: str = "forward") -> None:
         self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
         self.allocations: list[Change] = []
@@ -67,6 +70,8 @@ class Engine:
         self.in_flight = list(carried.in_flight)
         self._slowdown = overlap_slowdown
         self.num_carried = 1
+        self.host_ns = host_ns  # until when the host is busy launching what was submitted
+        self._kind = kind  # of the compute that waits for launches
 
     def carry(self, end_ns: int, kind: str) -> int:
         """A task of an earlier pass that ends after this one has begun, to depend on."""
@@ -74,8 +79,18 @@ class Engine:
         self.num_carried += 1
         return len(self.tasks) - 1
 
-    def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()) -> int:
+    def launch(self, issue_ns: int) -> None:
+        """The host launches the next task. A device that is idle until then counts as computing: it is launch-bound."""
+        if issue_ns:
+            self.host_ns += issue_ns
+            if self.host_ns > self.free_ns:
+                self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
+                self.free_ns = self.host_ns
+
+    def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0) -> int:
         """Places a task on the compute stream; returns its number, for `after` of those that depend on it."""
+        self._kind = kind
+        self.launch(issue_ns)
         tasks, free = self.tasks, self.free_ns
         start, cause = free, ""
         for number in after:
@@ -92,10 +107,13 @@ class Engine:
         tasks.append((COMPUTE, name, start, end, kind))
         return self.last
 
-    def transmit(self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()) -> int:
+    def transmit(
+        self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0
+    ) -> int:
         """Places a collective on a communication stream; returns its number."""
+        self.launch(issue_ns)
         tasks = self.tasks
-        start = self.links.get(link, 0)
+        start = max(self.links.get(link, 0), self.host_ns)
         for number in after:
             end = tasks[number][3]
             if end > start:

@@ -94,8 +94,10 @@ class Pass:
 class Player:
     """One stage's state while its program is played."""
 
-    def __init__(self, program: Program, profile: Profile, trains: bool) -> None:
-        self.program, self.trains = program, trains
+    def __init__(self, program: Program, profile: Profile, trains: bool, sums_early: bool = True) -> None:
+        self.program, self.trains, self.sums_early = program, trains, sums_early
+        self._pass_ns = profile.host.pass_ns if profile.host else 0
+        self._collective_ns = profile.host.collective_ns if profile.host else 0
         self.orders = find_orders(program, profile)
         self.lifetimes = find_lifetimes(program, trains)
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
@@ -122,7 +124,10 @@ class Player:
         return known
 
     def _played(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        self.engine = engine = Engine(self._slowdown, carried)
+        busy_ns = self._pass_ns if kind.name in ("forward", "backward") else 0
+        waiting = "forward" if kind.name == "begin" else kind.name
+        self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
+        self._late: list[Bucket] = []  # buckets that go home after the pass
         self.comm_bytes: dict[str, int] = defaultdict(int)
         self._ready = {value: engine.carry(end, cause) for value, end, cause in standing.ready}
         self._live, self._pinned = set(standing.live), set(standing.pinned)
@@ -233,6 +238,8 @@ class Player:
             self._run_backward(number, item)
             if number == self.orders.first[item.unit] and item.unit != ROOT:
                 self._release(item.unit)
+        for bucket in self._late:
+            self._send_home(bucket, [self.engine.last])
         self._end_microbatch()
 
     def _end_microbatch(self) -> None:
@@ -258,7 +265,7 @@ class Player:
         if item.forward:
             first, last = self._transmit(item.name, "activation", item.forward, after)
         else:
-            first = last = self._compute(item.name, kind, item.forward_ns, after)
+            first = last = self._compute(item.name, kind, item.forward_ns, after, item.issue_ns[0])
         if item.inner:
             _, last = self._transmit(item.name, "operator", item.inner, [last])
         for value in item.outputs:
@@ -276,7 +283,8 @@ class Player:
             first, last = self._transmit(item.name, "activation", item.backward, after)
         else:
             after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
-            first = last = self._compute(item.name, "backward", item.backward_ns + added, after)
+            duration = item.backward_ns + added
+            first = last = self._compute(item.name, "backward", duration, after, item.issue_ns[1])
         if item.inner_backward:
             _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
         for value in item.inputs:
@@ -289,7 +297,10 @@ class Player:
         for slot, several in self.orders.ended_at.get(number, ()):
             self._end_gradient(slot, several, first, last)
         for bucket in self.orders.complete_at.get(number, ()):
-            self._send_home(bucket)
+            if self.sums_early:
+                self._send_home(bucket)
+            else:
+                self._late.append(bucket)
 
     def _recompute(self, region: int) -> None:
         for number in self.orders.regions[region]:
@@ -301,10 +312,10 @@ class Player:
         if number in changes.given:
             self.engine.release(last, changes.given[number], kind)
 
-    def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int]) -> int:
+    def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
         if self._awaited:
             after, self._awaited = [*after, *self._awaited], []
-        return self.engine.compute(name, kind, duration_ns, after)
+        return self.engine.compute(name, kind, duration_ns, after, issue_ns)
 
     def _transmit(
         self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
@@ -313,7 +324,8 @@ class Player:
         tasks: list[int] = []
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
-            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, tasks[-1:] or after))
+            waits = tasks[-1:] or after
+            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns))
             self.comm_bytes[sent.collective] += sent.num_bytes
         return tasks[0], tasks[-1]
 
@@ -431,12 +443,12 @@ class Player:
     def _whole_bytes(self, index: int) -> int:
         return sum(self.program.slots[number].gradient_bytes for number in self.program.reductions[index].slots)
 
-    def _send_home(self, bucket: Bucket) -> None:
+    def _send_home(self, bucket: Bucket, after: Sequence[int] = ()) -> None:
         slots = [self.program.slots[number] for number in bucket.slots]
         if not slots[0].reduces_each and not self._kind.is_last:
             return
         self._go_on(slots[0].shrinks)
-        after = [task for slot in slots for task in self._gradients.pop(slot.value, ())]
+        after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
         if bucket.transmissions:
             name = f"gradient of {slots[0].tensor}"

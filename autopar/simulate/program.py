@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
-from autopar.cost.compute import node_time_ns, optimizer_time_ns
+from autopar.cost.compute import node_issue_ns, node_time_ns, optimizer_time_ns
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
@@ -81,6 +81,7 @@ class Item:
     outputs: tuple[int, ...]
     forward_ns: int = 0
     backward_ns: int = 0
+    issue_ns: tuple[int, int] = (0, 0)  # of the host, to launch it forward and backward
     forward: tuple[Transmission, ...] = ()
     backward: tuple[Transmission, ...] = ()
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
@@ -174,6 +175,7 @@ class _OperatorPrice(NamedTuple):
     placements: NodePlan
     forward_ns: int
     backward_ns: int
+    issue_ns: tuple[int, int]
     inner: tuple[Transmission, ...]
     inner_backward: tuple[Transmission, ...]
     workspace: tuple[int, int]
@@ -436,6 +438,7 @@ class _Lowering:
                 outputs=tuple(outputs),
                 forward_ns=price.forward_ns,
                 backward_ns=price.backward_ns,
+                issue_ns=price.issue_ns,
                 passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
                 workspace=price.workspace,
                 inner=price.inner,
@@ -457,9 +460,10 @@ class _Lowering:
             values = self.program.values
             operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+            issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
             inner, inner_backward = self._inner(node)
             workspace = self._workspace(node, inputs, outputs, bool(inner))
-            known = _OperatorPrice(placements, *times, inner, inner_backward, workspace)
+            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace)
             self.prices.operators[key] = known
         return known
 

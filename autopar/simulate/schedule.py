@@ -26,13 +26,15 @@ WORK = ("forward", "backward")
 TIED = "gradient all_reduce"
 
 
-def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
+def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True) -> Timeline:
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. Raises PlanError for a plan that lacks a redistribution.
+    its first, which has the longest slices. sums_early: gradients are summed over ranks while the backward pass
+    goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
+    that lacks a redistribution.
     """
-    step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node))
+    step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
     step.run()
     return step.timeline()
 
@@ -114,11 +116,11 @@ class _Progress:
 
 
 class _Step:
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
+    def __init__(self, graph: Graph, plan: Plan, profile: Profile, sums_early: bool) -> None:
         self.plan = plan
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = lower_stages(graph, plan, profile)
-        self.stages = [_Progress(Player(program, profile, self.trains)) for program in programs]
+        self.stages = [_Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
         self.submeshes = _submeshes(plan)
         self.transfers = find_transfers(plan, programs, profile)
         self.ties = find_ties(graph, plan, programs, profile) if self.trains else []
