@@ -24,6 +24,11 @@ from autopar.errors import ProfileError
 
 FORMAT = 2
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
+#: families that a profile may know apart from a wider one
+LIKE = {
+    "gelu": "transcendental", "gelu_tanh": "transcendental", "silu": "transcendental",
+    "rms_norm": "normalization", "batch_norm": "normalization", "column_sum": "reduction", "straight_copy": "copy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -112,7 +117,10 @@ class Point:
 
 @dataclass(frozen=True)
 class OperatorCurve:
-    """Efficiency of a family of operators, against peak FLOP/s (`compute`) or memory bandwidth (`memory`)."""
+    """Efficiency of a family of operators, against peak FLOP/s (`compute`) or memory bandwidth (`memory`).
+
+    `call_ns`: what a call costs however little it works, (forward, backward); None where it is `Facts.launch_ns`.
+    """
 
     family: str
     bound: str
@@ -121,6 +129,59 @@ class OperatorCurve:
     provenance: Provenance
     residual: float | None = None
     points: tuple[Point, ...] = ()
+    call_ns: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Nanoseconds a FLOP of a kernel by its shape, at the vertices of a grid; between them linear in logarithms.
+
+    `axes` are the grid's coordinates in increasing order, `rates` the values in row-major order. Outside the grid the
+    nearest value on its border holds.
+    """
+
+    name: str
+    axes: tuple[tuple[float, ...], ...]
+    rates: tuple[float, ...]
+    provenance: Provenance
+
+    @cached_property
+    def _logs(self) -> tuple[list[list[float]], list[float]]:
+        return [list(map(math.log, axis)) for axis in self.axes], list(map(math.log, self.rates))
+
+    def ns_per_flop(self, coordinates: Sequence[float]) -> float:
+        """The rate of a kernel of that shape."""
+        axes, rates = self._logs
+        corners = [(0, 1.0)]
+        for axis, coordinate in zip(axes, coordinates, strict=True):
+            near = _neighbours(axis, math.log(max(coordinate, 1e-9)))
+            corners = [(base * len(axis) + n, weight * w) for base, weight in corners for n, w in near]
+        return math.exp(sum(rates[corner] * weight for corner, weight in corners))
+
+
+def _neighbours(axis: Sequence[float], x: float) -> list[tuple[int, float]]:
+    """The positions on both sides of x and their weights."""
+    right = bisect_right(axis, x)
+    if right == 0 or right == len(axis):
+        return [(min(right, len(axis) - 1), 1.0)]
+    share = (x - axis[right - 1]) / (axis[right] - axis[right - 1])
+    return [(right - 1, 1 - share), (right, share)]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank's runtime does beside operators and collectives, in nanoseconds of its thread.
+
+    `optimizer_ns`: a parameter's part of the update (of a plain tensor, of a DTensor). `parameter_ns`: a gradient's
+    hook and its wrapping. `convert_ns`: a parameter's way through a gather. `function_ns`: a redistribution as an
+    autograd function, (forward, backward).
+    """
+
+    optimizer_ns: tuple[int, int]
+    parameter_ns: int
+    convert_ns: int
+    function_ns: tuple[int, int]
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -180,6 +241,8 @@ class Profile:
     collectives: Mapping[tuple[str, str, int], CollectivePoints]
     aliases: tuple[str, ...] = ()
     host: Host | None = None  # None: operators cost their launch and nothing else
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    runtime: Runtime | None = None
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -193,8 +256,8 @@ class Profile:
         return self.links.get(level) or next(iter(self.links.values()))
 
     def curve(self, family: str) -> OperatorCurve:
-        """The family's curve; a family without one is taken for a pointwise operator."""
-        return self.operators.get(family) or self.operators["pointwise"]
+        """The family's curve, or that of the family that it is like; else it is taken for a pointwise operator."""
+        return self.operators.get(family) or self.operators.get(LIKE.get(family, "")) or self.operators["pointwise"]
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s for a dtype; the slowest known rate when the profile does not list it."""
@@ -211,8 +274,15 @@ class Profile:
         if slowdown <= 1.0 or self.ranks_sharing > 1:
             return self
         if devices_per_node not in self._shared:
-            slowed = _slowed(self.facts, slowdown)
-            self._shared[devices_per_node] = replace(self, facts=slowed, ranks_sharing=devices_per_node, _shared={})
+            self._shared[devices_per_node] = replace(
+                self,
+                facts=_slowed(self.facts, slowdown),
+                operators={name: _slowed_calls(curve, slowdown) for name, curve in self.operators.items()},
+                tables={name: _slowed_table(table, slowdown) for name, table in self.tables.items()},
+                runtime=self.runtime and _slowed_runtime(self.runtime, slowdown),
+                ranks_sharing=devices_per_node,
+                _shared={},
+            )
         return self._shared[devices_per_node]
 
     @property
@@ -221,6 +291,8 @@ class Profile:
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
         blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
+        blocks |= {f"tables/{name}": table.provenance for name, table in self.tables.items()}
+        blocks |= {"runtime": self.runtime.provenance} if self.runtime else {}
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
         return {name: str(block) for name, block in blocks.items()}
@@ -248,6 +320,28 @@ def _slowed(facts: Facts, slowdown: float) -> Facts:
     )
 
 
+def _slowed_pair(pair: tuple[int, int], slowdown: float) -> tuple[int, int]:
+    return round(pair[0] * slowdown), round(pair[1] * slowdown)
+
+
+def _slowed_calls(curve: OperatorCurve, slowdown: float) -> OperatorCurve:
+    return replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
+
+
+def _slowed_table(table: Table, slowdown: float) -> Table:
+    return replace(table, rates=tuple(rate * slowdown for rate in table.rates))
+
+
+def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
+    return replace(
+        runtime,
+        optimizer_ns=_slowed_pair(runtime.optimizer_ns, slowdown),
+        parameter_ns=round(runtime.parameter_ns * slowdown),
+        convert_ns=round(runtime.convert_ns * slowdown),
+        function_ns=_slowed_pair(runtime.function_ns, slowdown),
+    )
+
+
 def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
     if isinstance(data, Mapping) and data.get("format", FORMAT) != FORMAT:
@@ -272,6 +366,8 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
         host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
+        tables={item["name"]: _read_table(item) for item in data.get("tables", ())},
+        runtime=_read_runtime(data["runtime"]) if data.get("runtime") else None,
     )
     _check(profile, origin)
     return profile
@@ -290,6 +386,8 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "links": [asdict(item) for item in profile.links.values()],
         "collectives": [asdict(item) for item in profile.collectives.values()],
+        "tables": [asdict(item) for item in profile.tables.values()],
+        "runtime": profile.runtime and asdict(profile.runtime),
     }
 
 
@@ -311,7 +409,18 @@ def _read_operator(item: Mapping[str, Any]) -> OperatorCurve:
     fields = _with_provenance(item)
     points = tuple(Point(**{**point, "shape": tuple(point["shape"])}) for point in item.get("points", ()))
     curves = {side: Curve(_pairs(item[side])) for side in ("forward", "backward")}
-    return OperatorCurve(**{**fields, **curves, "points": points})
+    call_ns = tuple(item["call_ns"]) if item.get("call_ns") else None
+    return OperatorCurve(**{**fields, **curves, "points": points, "call_ns": call_ns})
+
+
+def _read_table(item: Mapping[str, Any]) -> Table:
+    axes = tuple(tuple(axis) for axis in item["axes"])
+    return Table(**{**_with_provenance(item), "axes": axes, "rates": tuple(item["rates"])})
+
+
+def _read_runtime(item: Mapping[str, Any]) -> Runtime:
+    pairs = {name: tuple(item[name]) for name in ("optimizer_ns", "function_ns")}
+    return Runtime(**{**_with_provenance(item), **pairs})
 
 
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:
@@ -341,6 +450,9 @@ def _check(profile: Profile, origin: str) -> None:
         for curve in (operator.forward, operator.backward):
             times = [(work, work / efficiency) for work, efficiency in curve.knots]
             _check_increasing(times, f"{origin}: {operator.family}")
+    for table in profile.tables.values():
+        if len(table.rates) != math.prod(map(len, table.axes)):
+            raise ProfileError(f"{origin}: {table.name}: expected a rate for each vertex, found {len(table.rates)}")
     for measured in profile.collectives.values():
         _check_increasing(measured.points, f"{origin}: {measured.collective} of {measured.ranks}")
 

@@ -263,7 +263,8 @@ class Player:
         self._fetch(item)
         after = [ready[value] for value in item.inputs if value in ready]
         if item.forward:
-            first, last = self._transmit(item.name, "activation", item.forward, after)
+            handled = [self._compute(item.name, kind, item.forward_ns, after)] if item.forward_ns else after
+            first, last = self._transmit(item.name, "activation", item.forward, handled)
         else:
             first = last = self._compute(item.name, kind, item.forward_ns, after, item.issue_ns[0])
         if item.inner:
@@ -279,8 +280,11 @@ class Player:
         added = self.orders.added_ns.get(number, 0)
         if not self._kind.is_first:
             added += self.orders.kept_ns.get(number, 0)
+        added += self.orders.home_ns(number, self._kind.is_last)
         if item.backward:
-            first, last = self._transmit(item.name, "activation", item.backward, after)
+            own = item.backward_ns + added
+            handled = [self._compute(item.name, "backward", own, after)] if own else after
+            first, last = self._transmit(item.name, "activation", item.backward, handled)
         else:
             after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
             duration = item.backward_ns + added
@@ -357,6 +361,8 @@ class Player:
         self.engine.allocate(self.engine.last, self._copied_bytes(bucket), "gathered", Moment.SEND)
         if not bucket.transmissions:
             return
+        if bucket.convert_ns:
+            after = [self._compute(f"{slots[0].tensor} packed", "forward", bucket.convert_ns, ())]
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
         _, last = self._transmit(name, "parameter", bucket.transmissions, after)
         for slot in slots:
