@@ -63,7 +63,7 @@ class ProfiledCosts:
         sent = inner_communication(self.graph, node, strategy.operands, self.axes, self.train)
         return sum(
             collective_time_ns(
-                inner.collective, inner.num_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
+                inner.collective, inner.priced_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
             )
             for direction in sent
             for inner in direction
@@ -90,7 +90,7 @@ class ProfiledCosts:
             if region_of(self.recompute, node.scope.module) >= 0:
                 continue
             own = []
-            for saved in saved_values(node, self.graph):
+            for saved in saved_values(node, self.graph, self.profile.device_type):
                 root = None if isinstance(saved, Extra) else storage_root(saved, self.graph)
                 if root not in known:
                     own.append(saved)

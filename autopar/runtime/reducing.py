@@ -5,7 +5,8 @@ pass goes on. A parameter's gradient is sent once a step, in the last microbatch
 every microbatch where it is declared so.
 
 A bucket that is summed as it is has one buffer. Each gradient is copied there as it comes, while it is still in
-the cache, and its own memory serves the next one; the sums stay where they are, so nothing is copied back.
+the cache, and its own memory serves the next one; the sums stay where they are, so nothing is copied back. Several
+microbatches add up there, too.
 """
 
 from __future__ import annotations
@@ -19,11 +20,9 @@ from torch import Tensor
 
 from autopar.runtime import coalesce, comm
 from autopar.runtime.mesh import Axis, RankMesh
-from autopar.runtime.packing import pack_gradients
+from autopar.runtime.packing import MAX_IN_FLIGHT, pack_gradients
 from autopar.runtime.redistribute import backward_step
 from autopar.runtime.stored import SizedStep, Slot
-
-MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 
 class Bucket:
@@ -35,6 +34,7 @@ class Bucket:
         declared = slots[0].parameter.declared
         self.each_microbatch = declared.regather or declared.reduce_each_microbatch
         self.dtype, self.is_cast = declared.dtype, slots[0].is_cast
+        self.has_buffer = is_summed_first(slots[0])
         self._offsets = dict(zip(slots, accumulate((s.leaf.numel() for s in slots), initial=0), strict=False))
         self._gradients: dict[Slot, Tensor] = {}
         self._buffer: Tensor | None = None
@@ -45,7 +45,7 @@ class Bucket:
         gradient = _take_gradient(slot)
         if slot in self._gradients:
             self._gradients[slot].add_(gradient)
-        elif is_summed_first(slot):
+        elif self.has_buffer:
             start, length = self._offsets[slot], gradient.numel()
             self._gradients[slot] = self._make_buffer(gradient)[start : start + length].view(slot.shape)
             self._gradients[slot].copy_(gradient)
@@ -115,7 +115,7 @@ class Journey:
         if kinds == ("S", "R"):
             return coalesce.reduce_scatter(self.tensors, [s.step.source.dim for s in steps], axis)
         self.tensors = [
-            backward_step(tensor, axis, s.step.source, s.step.target, s.sizes)
+            _without_rest(backward_step(tensor, axis, s.step.source, s.step.target, s.sizes))
             for tensor, s in zip(self.tensors, steps, strict=True)
         ]
         return None
@@ -189,7 +189,8 @@ class Reducer:
 
     def _gradient_done(self, bucket: Bucket, slot: Slot) -> None:
         bucket.missing -= 1
-        if self._is_due(bucket) or bucket.is_cast:  # microbatches add up in the dtype that is stored
+        # Microbatches add up where the sum is sent from, so that it is held once, and in the dtype that is stored.
+        if self._is_due(bucket) or bucket.has_buffer or bucket.is_cast:
             bucket.collect(slot)
         if self._is_due(bucket) and bucket.missing == 0:
             self._send(bucket)
@@ -234,6 +235,11 @@ def is_summed_first(slot: Slot) -> bool:
 def on_gradient(leaf: Tensor, function: Callable[[], None]) -> None:
     """Calls the function whenever the leaf's gradient has been accumulated."""
     leaf.register_post_accumulate_grad_hook(lambda leaf: function())  # type: ignore[no-untyped-call] # torch's
+
+
+def _without_rest(part: Tensor) -> Tensor:
+    """The tensor in memory of its own, so that a slice does not keep the whole gradient for the rest of the step."""
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def _keep_gradient(slot: Slot) -> None:

@@ -126,7 +126,9 @@ class Slot:
         return self.leaf.numel() * self.parameter.declared.dtype.itemsize
 
     def allocate(self) -> None:
-        self.leaf.untyped_storage().resize_(self.num_bytes)
+        storage = self.leaf.untyped_storage()
+        if storage.nbytes() != self.num_bytes:  # torch takes new memory and copies even where the size stays
+            storage.resize_(self.num_bytes)
 
     def free(self) -> None:
         """Gives the leaf's memory back and hides the leaf, so that nobody reads it by mistake."""

@@ -1,7 +1,8 @@
 """When an activation's memory is taken and given back within a microbatch, forward and backward.
 
-The forward pass takes an item's memory when it runs and gives it back after its last reader, unless autograd
-saved it: then after the backward of the first item (in forward order) that saved it. In a recomputed region
+The forward pass takes an item's memory when it runs and gives it back when its block returns (a function keeps its
+variables) or after its last reader, unless autograd saved it: then after the backward of the first item (in forward
+order) that saved it. In a recomputed region
 nothing but what enters it is kept; when the backward pass arrives, its items run again and their memory lives
 as without recomputation. Gradients of activations live from the first reader's backward to that of the maker.
 """
@@ -37,8 +38,10 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
     regions = {item.region for item in program.items if item.runs_backward}
+    frames = Frames(program)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
+            readers[storage].append(frames.end(memory.owner, readers[storage]))
             uses = readers[storage], savers[storage]
             _place(lifetimes, program.items, regions, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
@@ -46,7 +49,49 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
             _place(lifetimes, program.items, regions, number, item.extra_bytes, [number], [number])
     if trains:
         _place_gradients(program, lifetimes.gradients)
+    _place_workspace(program, lifetimes)
     return lifetimes
+
+
+class Frames:
+    """When the functions of an emitted program return, each the forward of a unit: until then they keep variables."""
+
+    def __init__(self, program: Program) -> None:
+        self._unit_of = [item.unit for item in program.items]
+        self._enclosing = [_enclosing(path, program.units) for path in program.units]
+        self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
+        last = {unit: number for number, unit in enumerate(self._unit_of)}
+        for unit, number in last.items():
+            for around in self._enclosing[unit]:
+                self._returns[around] = max(self._returns[around], number)
+        self._ends: dict[frozenset[int], int] = {}
+
+    def end(self, owner: int, readers: list[int]) -> int:
+        """The item after which no function holds a value: the innermost that calls all who make and read it returns."""
+        units = frozenset([self._unit_of[owner], *(self._unit_of[reader] for reader in readers)])
+        if units not in self._ends:
+            shared = [set(self._enclosing[unit]) for unit in units]
+            innermost = max(set.intersection(*shared), key=lambda unit: len(self._enclosing[unit]))
+            self._ends[units] = self._returns[innermost]
+        return self._ends[units]
+
+
+def _enclosing(path: str, units: list[str]) -> list[int]:
+    """The units around one, and itself."""
+    parts = path.split(".") if path else []
+    prefixes = {".".join(parts[:count]) for count in range(len(parts) + 1)}
+    return [number for number, unit in enumerate(units) if unit in prefixes]
+
+
+def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
+    """What an item takes and gives back itself."""
+    for number, item in enumerate(program.items):
+        forward, backward = item.workspace
+        for changes, size in ((lifetimes.forward, forward), (lifetimes.recompute, forward)):
+            changes.taken[number] += size
+            changes.given[number] += size
+        lifetimes.gradients.taken[number] += backward
+        lifetimes.gradients.given[number] += backward
 
 
 def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
@@ -89,7 +134,7 @@ def _place(
     if inside:
         lifetimes.backward.given[min(inside)] += size
     else:
-        lifetimes.recompute.given[max(n for n in readers if items[n].region == region)] += size
+        lifetimes.recompute.given[max(n for n in (owner, *readers) if items[n].region == region)] += size
 
 
 def _place_gradients(program: Program, changes: Changes) -> None:
@@ -121,10 +166,10 @@ def _contribute(
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return
     if value in buffer:  # added to what is there, from memory that is given back at once
-        if not item.passes_gradient:
+        if value not in item.passing:
             changes.taken[number] += made.num_bytes
             changes.given[number] += made.num_bytes
-    elif item.passes_gradient and held:
+    elif value in item.passing and held:
         held[0][1] += 1
         buffer[value] = held[0]
     else:

@@ -15,17 +15,19 @@ from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
 from autopar.cost.compute import node_issue_ns, node_time_ns, optimizer_time_ns
-from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes
+from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
+from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.mesh import ranks_within_node
+from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
-from autopar.ir.plan import Plan, Storage
+from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
 from autopar.ir.structure import region_of
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
+from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, graph_facts
 from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.traffic import inner_collectives
@@ -34,6 +36,8 @@ OPTIMIZER_KERNELS = {
     "cpu": 8,
     "cuda": 1,
 }  # a tensor's launches: one by one on CPUs, fused over tensors on GPUs
+
+CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
 
 class Transmission(NamedTuple):
@@ -82,7 +86,8 @@ class Item:
     backward: tuple[Transmission, ...] = ()
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
     inner_backward: tuple[Transmission, ...] = ()
-    passes_gradient: bool = False
+    passing: frozenset[int] = frozenset()  # inputs whose gradient is the result's own, in the same memory
+    workspace: tuple[int, int] = (0, 0)  # bytes taken for a while, forward and backward
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
     unit: int = 0
@@ -105,6 +110,8 @@ class Slot:
     is_alias: bool
     requires_grad: bool
     sizes: tuple[tuple[int, int], ...] = ()  # bytes of each step, forward and backward
+    gather_bytes: int = 0  # of copies while it is gathered: what travels packed, or does not lie as it is used
+    scatter_bytes: int = 0  # of copies while its gradient is scattered
     shrinks: bool = field(init=False)  # its gradient is smaller at home than where it is made
     reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
 
@@ -119,6 +126,7 @@ class Bucket:
 
     slots: list[int]
     transmissions: tuple[Transmission, ...]
+    has_buffer: bool = False  # gradients that are summed in one buffer, which is there from the first one on
 
 
 @dataclass(slots=True)
@@ -137,15 +145,20 @@ class Program:
     sends: dict[str, int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
+    optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
 
 
 def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
     """The program of each stage's first rank. Raises PlanError when the plan lacks a redistribution."""
-    facts = graph_facts(graph)
+    facts = graph_facts(graph, profile.device_type)
+    prices: dict[LogicalMesh, _Prices] = {}
     return [
-        _Lowering(stage_graph(graph, plan, index), part, profile, facts, _sent(plan, index)).run()
+        _Lowering(
+            stage_graph(graph, plan, index), part, profile, facts, prices.setdefault(part.axes, _Prices()),
+            _sent(plan, index),
+        ).run()
         for index, part in enumerate(plan.parts)
-    ]
+    ]  # fmt: skip
 
 
 def _sent(plan: Plan, index: int) -> dict[str, Placement]:
@@ -156,14 +169,58 @@ def _sent(plan: Plan, index: int) -> dict[str, Placement]:
     return found
 
 
+class _OperatorPrice(NamedTuple):
+    """What an operator costs with some placements."""
+
+    placements: NodePlan
+    forward_ns: int
+    backward_ns: int
+    issue_ns: tuple[int, int]
+    inner: tuple[Transmission, ...]
+    inner_backward: tuple[Transmission, ...]
+    workspace: tuple[int, int]
+
+
+class _SlotPrice(NamedTuple):
+    """Bytes of a stored tensor on the way to one of its uses; fields as in `Slot`."""
+
+    stored_bytes: int
+    gradient_bytes: int
+    is_alias: bool
+    sizes: tuple[tuple[int, int], ...]
+    gather_bytes: int
+    scatter_bytes: int
+
+
+class _StoredPrice(NamedTuple):
+    """Bytes of a stored tensor, its optimizer state, what its update moves, and takes for a while."""
+
+    stored_bytes: int
+    state_bytes: int
+    moved_bytes: int
+    workspace: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Prices:
+    """What is known of equal things on equal axes: nodes by their place in a repeated block, stored tensors by form."""
+
+    operators: dict[Hashable, _OperatorPrice] = field(default_factory=dict)
+    slots: dict[Hashable, _SlotPrice] = field(default_factory=dict)
+    stored: dict[Hashable, _StoredPrice] = field(default_factory=dict)
+
+
 class _Lowering:
     def __init__(
-        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, arriving: Mapping[str, Placement]
-    ) -> None:
+        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, prices: _Prices,
+        arriving: Mapping[str, Placement],
+    ) -> None:  # fmt: skip
         self.graph, self.plan, self.profile = graph, plan, profile
-        self.facts, self.arriving = facts, arriving
+        self.facts, self.prices, self.arriving = facts, prices, arriving
+        self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
+        self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
         self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
@@ -241,26 +298,43 @@ class _Lowering:
         if known is not None and program.values[known].slot >= 0:
             return known
         steps = self._route(tensor, placement)
-        is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
         value = self._value(tensor, placement, storage, slot=len(program.slots))
-        stored = self.graph.stored_by_tensor[tensor]
+        stored, price = self.graph.stored_by_tensor[tensor], self._slot_price(tensor, steps, program.values[value])
         program.slots.append(
             Slot(
                 tensor=tensor,
                 value=value,
                 storage=self.plan.storage[tensor],
                 steps=steps,
-                stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.kept(tensor).itemsize,
+                stored_bytes=price.stored_bytes,
                 used_bytes=program.values[value].num_bytes,
-                gradient_bytes=math.prod(program.values[value].shape) * self.graph.kept(tensor).itemsize,
+                gradient_bytes=price.gradient_bytes,
                 unit=self._unit(stored.name),
-                is_alias=is_alias and tensor not in self.graph.kept_dtypes,
+                is_alias=price.is_alias,
                 requires_grad=stored.requires_grad and self.trains,
-                sizes=self._step_bytes(tensor, steps),
+                sizes=price.sizes,
+                gather_bytes=price.gather_bytes,
+                scatter_bytes=price.scatter_bytes,
             )
         )
         return value
+
+    def _slot_price(self, tensor: str, steps: tuple[Step, ...], value: Value) -> _SlotPrice:
+        source, kept = self.placements[tensor], self.graph.kept(tensor)
+        key = (value.shape, source, steps, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype)
+        known = self.prices.slots.get(key)
+        if known is None:
+            is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
+            known = self.prices.slots[key] = _SlotPrice(
+                stored_bytes=math.prod(self._stored_shape(tensor)) * kept.itemsize,
+                gradient_bytes=math.prod(value.shape) * kept.itemsize,
+                is_alias=is_alias and tensor not in self.graph.kept_dtypes,
+                sizes=self._step_bytes(tensor, steps),
+                gather_bytes=self.copies.gather_bytes(tensor, source, steps),
+                scatter_bytes=self.copies.scatter_bytes(tensor, source, steps),
+            )
+        return known
 
     def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
         shape, itemsize = self.shapes.shapes[tensor], self.graph.itemsizes(tensor)
@@ -336,6 +410,8 @@ class _Lowering:
                 backward_ns=views[1],
                 forward=forward,
                 backward=self._transmissions(steps, sizes, 1),
+                passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
+                workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
                 region=region,
             )
@@ -353,28 +429,43 @@ class _Lowering:
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        values = program.values
-        shapes = tuple([values[value].shape for value in inputs]), tuple([values[value].shape for value in outputs])
-        forward_ns, backward_ns = node_time_ns(node, *shapes, self.graph.tensors, self.profile)
         saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
-        inner, inner_backward = self._inner(node)
+        price = self._operator_price(node, placements, inputs, outputs)
         program.items.append(
             Item(
                 name=node.name,
                 inputs=tuple(dict.fromkeys(inputs)),
                 outputs=tuple(outputs),
-                forward_ns=forward_ns,
-                backward_ns=backward_ns,
-                issue_ns=node_issue_ns(node, *shapes, self.graph.tensors, self.profile),
-                passes_gradient=facts.passes_gradient,
-                inner=inner,
-                inner_backward=inner_backward,
+                forward_ns=price.forward_ns,
+                backward_ns=price.backward_ns,
+                issue_ns=price.issue_ns,
+                passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
+                workspace=price.workspace,
+                inner=price.inner,
+                inner_backward=price.inner_backward,
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
                 region=region,
             )
         )
+
+    def _operator_price(
+        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
+    ) -> _OperatorPrice:
+        """That of a twin in an equal block with equal placements, if one is known."""
+        key = self.twins.get(node.name, node.name)
+        known = self.prices.operators.get(key)
+        if known is None or known.placements != placements:
+            values = self.program.values
+            operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
+            times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+            issue = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
+            inner, inner_backward = self._inner(node)
+            workspace = self._workspace(node, inputs, outputs, bool(inner))
+            known = _OperatorPrice(placements, *times, issue, inner, inner_backward, workspace)
+            self.prices.operators[key] = known
+        return known
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
         self.placements[name] = placement
@@ -390,6 +481,21 @@ class _Lowering:
     def _inner_transmissions(self, sent: Sequence[Inner]) -> tuple[Transmission, ...]:
         real = [inner for inner in sent if self.plan.axes[inner.axis].size > 1]
         return tuple(self._transmission(inner.collective, inner.axis, inner.priced_bytes) for inner in real)
+
+    def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
+        """What the operator takes for a while, beside its operands and results."""
+        values = self.program.values
+        if node.op in CROSS_ENTROPIES:  # sums over samples leave it as it is, those over classes do not
+            communicates = values[inputs[0]].shape[1:2] != self.graph.tensors[node.operands[0]].shape[1:2]
+        sizes = Sizes(
+            tuple([values[value].shape for value in inputs]),
+            tuple([values[value].shape for value in outputs]),
+            max((self.shapes.itemsize(name) for name in node.results), default=0),
+            tuple([values[value].differentiable for value in inputs]),
+            self.profile.device_type,
+            communicates,
+        )
+        return workspace_bytes(node.op, sizes)
 
     def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""
@@ -432,17 +538,34 @@ class _Lowering:
             whole = self.graph.tensors[name]
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
             held.append((math.prod(local) * whole.itemsize, "inputs"))
-        moved = tensors = 0
+        moved = tensors = before = 0
         for item in self.graph.stored:
-            tensor, shape = self.graph.kept(item.tensor), self._stored_shape(item.tensor)
-            held.append((math.prod(shape) * tensor.itemsize, "parameters"))
+            price = self._stored_price(item.tensor)
+            held.append((price.stored_bytes, "parameters"))
             if item.requires_grad and self.trains:
-                held.append((optimizer_state_bytes(self.plan.optimizer, shape, tensor.dtype), "optimizer"))
-                moved += optimizer_moved_bytes(self.plan.optimizer, shape, tensor.dtype)
+                held.append((price.state_bytes, "optimizer"))
+                moved += price.moved_bytes
+                taken, kept = price.workspace
+                self.program.optimizer_workspace = max(self.program.optimizer_workspace, before + taken)
+                before = kept
                 tensors += 1
         if moved:
             kernels = tensors * OPTIMIZER_KERNELS[self.profile.device_type]
             self.program.optimizer_ns = optimizer_time_ns(moved, kernels, self.profile)
+
+    def _stored_price(self, name: str) -> _StoredPrice:
+        tensor, optimizer = self.graph.kept(name), self.plan.optimizer
+        key = (tensor.shape, tensor.dtype, self.plan.storage[name].placement)
+        known = self.prices.stored.get(key)
+        if known is None:
+            shape = self._stored_shape(name)
+            known = self.prices.stored[key] = _StoredPrice(
+                math.prod(shape) * tensor.itemsize,
+                optimizer_state_bytes(optimizer, shape, tensor.dtype),
+                optimizer_moved_bytes(optimizer, shape, tensor.dtype),
+                optimizer_workspace_bytes(optimizer, shape, tensor.dtype),
+            )
+        return known
 
     def _stored_shape(self, tensor: str) -> tuple[int, ...]:
         placement = self.plan.storage[tensor].placement
@@ -486,7 +609,8 @@ class _Lowering:
         first = self.program.slots[slots[0]]
         rows = [self.program.slots[number].sizes for number in slots]
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
-        return Bucket(slots, self._transmissions(first.steps, sizes, 0 if forward else 1))
+        has_buffer = not forward and _is_summed_first(first)
+        return Bucket(slots, self._transmissions(first.steps, sizes, 0 if forward else 1), has_buffer)
 
 
 def _is_summed_first(slot: Slot) -> bool:

@@ -54,7 +54,6 @@ class _Submesh:
     stages: list[int]
     turns: list[Turn] = field(default_factory=list)
     free_ns: int = 0
-    last_ns: int = 0
     links: dict[str, int] = field(default_factory=dict)
     sends: dict[str, int] = field(default_factory=dict)
     in_flight: list[tuple[int, int]] = field(default_factory=list)
@@ -67,12 +66,11 @@ class _Submesh:
     def carried(self, now: int) -> Carried:
         links = tuple(sorted((link, end - now) for link, end in self.links.items() if end > now))
         in_flight = tuple((begin - now, end - now) for begin, end in self.in_flight if end > now)
-        return Carried(links, in_flight, self.last_ns)
+        return Carried(links, in_flight)
 
     def take(self, done: Pass, begin: int, label: str) -> None:
         """Adds a pass that began then."""
         self.free_ns = begin + done.length_ns
-        self.last_ns = done.last_ns
         self.links.update((link, begin + end) for link, end in done.links.items())
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
         self.pieces.append(Piece(begin, label, done.tasks, done.allocations))
@@ -94,19 +92,11 @@ class _Progress:
     standing: Standing = field(default_factory=Standing)
     made: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
-    def at(self, now: int) -> Standing:
-        old = self.standing
-        ready = tuple((value, end - now, kind) for value, end, kind in old.ready if end > now)
-        home = tuple((end - now, kind) for end, kind in old.home if end > now)
-        return Standing(ready, old.live, old.held, home)
-
     def take(self, done: Pass, begin: int) -> None:
-        new = done.standing
-        held, home = new.held, tuple((end + begin, kind) for end, kind in new.home)
-        if done.kind.name == "forward":
-            held, home = self.standing.held, self.standing.home
-        ready = tuple((value, end + begin, kind) for value, end, kind in new.ready)
-        self.standing = Standing(ready, new.live, held, home)
+        """Adds a pass that began then."""
+        new = done.standing.later(-begin)
+        is_forward = done.kind.name == "forward"
+        self.standing = new._replace(gradients=self.standing.gradients) if is_forward else new
 
 
 class _Step:
@@ -170,7 +160,7 @@ class _Step:
 
     def _play(self, submesh: _Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
         progress = self.stages[stage]
-        done = progress.player.play(kind, submesh.carried(begin), progress.at(begin))
+        done = progress.player.play(kind, submesh.carried(begin), progress.standing.later(begin))
         submesh.take(done, begin, label)
         progress.take(done, begin)
         return done
@@ -212,7 +202,7 @@ class _Step:
     def _wait_for_home(self, submesh: _Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
         for stage in submesh.stages:
-            for end, kind in self.stages[stage].standing.home:
+            for end, kind in self.stages[stage].standing.gradients.home:
                 submesh.waited[kind] += max(0, end - submesh.free_ns)
                 submesh.free_ns = max(end, submesh.free_ns)
 

@@ -7,10 +7,12 @@ one device's, whatever the mean. Their backward passes take as many. Half precis
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.runtime import comm
 from autopar.runtime.mesh import Axis
 from autopar.runtime.redistribute import redistribute
 
@@ -38,16 +40,44 @@ def batch_norm(
     `count` is the global number of elements a channel. `weight` and `bias` are R on the axes. Returns (result, mean,
     1 / deviation, new running mean, new running variance), as ATen's functional batch norm does.
     """
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    wide = widen(x)
-    average = _sum_over(wide.sum(dims), axes) / count
-    centred = wide - _channels(average, x)
-    variance = _sum_over(centred.square().sum(dims), axes) / count
-    scale = (variance + eps).rsqrt()
-    new_mean = _blend(running_mean, average.detach(), momentum)
-    new_variance = _blend(running_var, variance.detach() * (count / (count - 1)), momentum)
-    result = _affine(centred * _channels(scale, x), weight, bias).to(x.dtype)
+    result, average, scale, variance = _BatchNorm.apply(x, weight, bias, eps, tuple(axes), count)  # type: ignore[no-untyped-call]
+    new_mean = _blend(running_mean, average, momentum)
+    new_variance = _blend(running_var, variance * (count / (count - 1)), momentum)
     return result, average, scale, new_mean, new_variance
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Saves its input alone, and the statistics of each channel: what is left of the mean is computed again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, axes: tuple[Axis, ...], count: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide = widen(x)
+        average = _summed(wide.sum(dims), axes) / count
+        variance = _summed((wide - _channels(average, x)).square_().sum(dims), axes) / count
+        scale = (variance + eps).rsqrt()
+        result = (wide - _channels(average, x)).mul_(_channels(scale if weight is None else scale * weight, x))
+        if bias is not None:
+            result.add_(_channels(bias, x))
+        ctx.save_for_backward(x, weight, average, scale)
+        ctx.axes, ctx.count, ctx.has_bias = axes, count, bias is not None
+        ctx.mark_non_differentiable(average, scale, variance)
+        return result.to(x.dtype), average, scale, variance
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, average, scale = ctx.saved_tensors
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        wide_grad, centred = widen(grad), widen(x) - _channels(average, x)
+        total, product = wide_grad.sum(dims), (wide_grad * centred).sum(dims) * scale
+        mean_total, mean_product = (_summed(local.clone(), ctx.axes) / ctx.count for local in (total, product))
+        result = centred.mul_(_channels(-scale * mean_product, x)).add_(wide_grad).sub_(_channels(mean_total, x))
+        result.mul_(_channels(scale if weight is None else scale * weight, x))
+        own_weight = None if weight is None else product.to(weight.dtype)
+        own_bias = total.to(scale.dtype if weight is None else weight.dtype) if ctx.has_bias else None
+        return result.to(x.dtype), own_weight, own_bias, None, None, None
 
 
 def group_norm(
@@ -80,6 +110,13 @@ def widen(x: Tensor) -> Tensor:
 def _sum_over(x: Tensor, axes: Sequence[Axis]) -> Tensor:
     for axis in axes:
         x = redistribute(x, axis, "P -> R")
+    return x
+
+
+def _summed(x: Tensor, axes: Sequence[Axis]) -> Tensor:
+    """Sums over the axes, in place."""
+    for axis in axes:
+        comm.all_reduce(x, axis)
     return x
 
 
