@@ -19,13 +19,13 @@ from autopar.cost import measure_profile
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
-from autopar.ir.text import prediction_text
-from autopar.pipeline import parallelize, template_plan, verify
-from autopar.simulate import Timeline, predict
+from autopar.ir.text import prediction_text, time_text
+from autopar.pipeline import parallelize, template_plan, timeline_of, verify
+from autopar.simulate import predict
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "sequence_parallel": int,
-             "zero": int, "recompute": str}  # fmt: skip
+_TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
+             "sequence_parallel": int, "zero": int, "recompute": str}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -190,9 +190,10 @@ def _diff(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     model, inputs = load_model(options.model, options.meta)
-    timeline = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).plan.timeline()
-    assert isinstance(timeline, Timeline)
+    timeline = timeline_of(plan, model, inputs)
     print(f"{plan.model} on {plan.mesh}\n{prediction_text(predict(timeline), plan.memory_limit)}")
+    exposed = ", ".join(f"{kind} {time_text(spent)}" for kind, spent in timeline.exposed.items())
+    print(f"  exposed     {exposed or 'no communication'}")
     if options.trace:
         timeline.save(options.trace)
         print(f"  timeline    {options.trace} (open it in https://ui.perfetto.dev)")

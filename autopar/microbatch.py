@@ -12,14 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
-from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
+from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, cheapest_path
-from autopar.ir.verifier import MICROBATCH
 from autopar.ops import axis_rules
 from autopar.ops.call import Call
 
@@ -245,15 +246,21 @@ def one_microbatch_plan(plan: Plan) -> Plan:
     """The plan as one microbatch sees it, without the microbatch axis: what is simulated `plan.microbatches` times."""
     if plan.microbatches == 1:
         return plan
-    kept = (replace(item, target=item.target[1:], steps=_inner_steps(item.steps)) for item in plan.redistributes)
-    return replace(
-        plan,
-        axes=plan.axes[1:],
-        inputs={name: placement[1:] for name, placement in plan.inputs.items()},
-        storage={name: _inner_storage(storage) for name, storage in plan.storage.items()},
-        nodes={name: _inner_node(node) for name, node in plan.nodes.items()},
-        redistributes=tuple(item for item in kept if item.steps),
-    )
+    if plan.stages:
+        return replace(plan, stages=tuple(replace(stage, **_inner(stage)) for stage in plan.stages))
+    return replace(plan, **_inner(plan))
+
+
+def _inner(placed: Plan | Stage) -> dict[str, Any]:
+    """Everything that has the microbatch axis, without it."""
+    kept = (replace(item, target=item.target[1:], steps=_inner_steps(item.steps)) for item in placed.redistributes)
+    return {
+        "axes": placed.axes[1:],
+        "inputs": {name: placement[1:] for name, placement in placed.inputs.items()},
+        "storage": {name: _inner_storage(storage) for name, storage in placed.storage.items()},
+        "nodes": {name: _inner_node(node) for name, node in placed.nodes.items()},
+        "redistributes": tuple(item for item in kept if item.steps),
+    }
 
 
 def _inner_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -272,5 +279,6 @@ def types_of(plan: Plan) -> Types:
     """What a plan says of each node on the microbatch axis."""
     return {
         name: NodePlan(tuple(p[:1] for p in node.operands), tuple(p[:1] for p in node.results))
-        for name, node in plan.nodes.items()
+        for placed in (plan.stages or (plan,))
+        for name, node in placed.nodes.items()
     }

@@ -27,7 +27,8 @@ from autopar.planning import Place, Request, SearchBudget, best_plan, divided, f
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.simulate import Timeline, simulate
-from autopar.template import template_axes, template_constraints
+from autopar.staging import cut, equal_stages
+from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -71,23 +72,48 @@ def parallelize(
 
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
-    schedule: str = "1f1b", sequence_parallel: bool = False, zero: int = 0, recompute: str = "none",
+    schedule: str = "1f1b", chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none",
     loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
     precision: str | None = None, memory_limit: int | None = None,
 ) -> Plan:  # fmt: skip
-    """The plan that people write by hand for dp × tp devices, as constraints around which the rest is solved.
+    """The plan that people write by hand for dp × tp × pp devices, as constraints around which the rest is solved.
 
-    Raises PlanError for what is not available yet: pp > 1, recompute other than "none".
+    pp: stages of equally many repeated blocks, the embedding with the first, head and loss with the last, each on
+    neighbouring ranks. schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
+    keep the stages busy) or "interleaved" (1f1b with `chunks` stages a submesh, in turn). microbatches: the global
+    batch is cut into so many, each split over dp.
+    recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
+    before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
+    modules around each block's attention operator alone (selective recomputation).
+    Plans of several stages, and with recomputation, can be simulated but not yet emitted.
     """
-    if recompute != "none":
-        raise PlanError(f'expected recompute="none", found {recompute!r}: it is not available yet')
+    template_axes(mesh, dp, tp, pp)  # refused before the model is traced
+    template_ranks(mesh, pp, chunks, schedule)
+    return template_of_graph(
+        _trace(model, example_inputs, loss_fn, mode, _precision(precision)), mesh, dp=dp, tp=tp, pp=pp,
+        microbatches=microbatches, schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel, zero=zero,
+        recompute=recompute, mode=mode, optimizer=optimizer, precision=precision, memory_limit=memory_limit,
+    )  # fmt: skip
+
+
+def template_of_graph(
+    graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
+    chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none", mode: str = "train",
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    constraints: Sequence[Constraint] = (),
+) -> Plan:  # fmt: skip
+    """`template_plan` of a traced model, under further constraints."""
     axes = template_axes(mesh, dp, tp, pp)
-    graph = _trace(model, example_inputs, loss_fn, mode, _precision(precision))
+    first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
+    if pp > 1:
+        members = equal_stages(graph, paths, len(first_ranks))
+        part = replace(part, cut=lambda plan: cut(graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
-    rules = template_constraints(axes, zero, sequence_parallel, paths, batch)
-    request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision)
+    rules = [*template_constraints(axes, zero, sequence_parallel, paths, batch), *constraints]
+    again = template_recompute(graph, paths, recompute)
+    request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
     place = Place(part, axes, request, load_profile(mesh.profile))
     try:
         plan = place.fit(request.budget.seconds)
@@ -101,6 +127,15 @@ def template_plan(
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
     verifier.verify(_trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)), plan, admits)
+
+
+def timeline_of(
+    plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
+) -> Timeline:
+    """The simulated step of a plan that was read from a file. Raises like `verify`."""
+    graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
+    verifier.verify(graph, plan, admits)
+    return _simulated(graph, plan)
 
 
 def _with_simulator(plan: Plan, graph: Graph) -> Plan:

@@ -12,13 +12,23 @@ from functools import cached_property, partial
 from typing import Any
 
 from autopar.cost import Profile
+from autopar.cost.collectives import LEVELS
+from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import LeastMemory, Placements, prepare_placements
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, Storage
-from autopar.microbatch import Types, cut_constraints, divisible, microbatch_types, one_microbatch, over_microbatches
+from autopar.microbatch import (
+    Types,
+    cut_constraints,
+    divisible,
+    microbatch_types,
+    one_microbatch,
+    one_microbatch_plan,
+    over_microbatches,
+)
 from autopar.ops import coverage
 from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
@@ -50,11 +60,15 @@ class Request:
     constraints: tuple[Constraint, ...]
     budget: SearchBudget
     precision: str | None = None
+    recompute: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Part:
-    """The graph of a step, and that of one of its microbatches, which is what is searched and simulated."""
+    """The graph of a step, and that of one of its microbatches, which is what is searched and simulated.
+
+    cut: makes a plan of `num_submeshes` submeshes of one for the whole graph on one of these.
+    """
 
     whole: Graph
     graph: Graph
@@ -62,10 +76,18 @@ class Part:
     microbatches: int
     types: Types
     constraints: tuple[Constraint, ...] = ()
+    cut: Callable[[Plan], Plan] | None = None
+    num_submeshes: int = 1
+
+    def in_stages(self, plan: Plan) -> Plan:
+        """A plan for one microbatch of the whole graph as one of several stages, stated on all axes."""
+        if self.cut is None:
+            return plan
+        return self.cut(over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan)
 
     def on_all_axes(self, plan: Plan) -> Plan:
         """A plan for one microbatch as one for the step."""
-        if not self.types:
+        if not self.types or plan.stages:
             return plan
         full = over_microbatches(self.whole, plan, self.types, self.microbatches)
         sent = traffic_over_microbatches(self.whole, full, self.graph, plan)
@@ -174,9 +196,15 @@ class Place:
         raise InfeasibleError(f"found no plan within {limit:,} bytes a device")
 
     def within(self, usage_limit: int, seconds: float) -> Plan:
-        """The intra-op plan of at most that usage in bytes, with the simulator's prediction."""
+        """The intra-op plan of at most that usage in bytes, with the simulator's prediction.
+
+        Of several stages, the whole model's usage is limited to what all submeshes together have.
+        """
         budget, graph = self.request.budget, self.part.graph
-        plan = self.placements.plan(usage_limit, seconds, budget.seed, budget.gap)
+        plan = self.placements.plan(usage_limit * self.part.num_submeshes, seconds, budget.seed, budget.gap)
+        if self.part.cut is not None:
+            plan = self.part.in_stages(plan)
+            return replace(plan, predicted=predict(simulate(graph, one_microbatch_plan(plan), self._shared)))
         plan = replace(plan, predicted=predict(simulate(graph, plan, self._shared)))
         return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
 
@@ -202,6 +230,14 @@ class Place:
     def _storages(self) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
         return partial(storage_options, microbatches=self.part.microbatches)
 
+    def _sources(self, graph: Graph) -> dict[str, str]:
+        """Where the profile's blocks come from that this graph and mesh make use of."""
+        mesh = self.request.mesh
+        levels = [level for level, count in zip(LEVELS, (mesh.devices_per_node, mesh.nodes), strict=True) if count > 1]
+        trains = self.request.optimizer is not None and self.request.mode == "train"
+        families = {operator(node.op).family for node in graph.nodes} | ({"optimizer"} if trains else set())
+        return self.profile.sources(families, levels)
+
     def _draft(self) -> Plan:
         """Everything of the plan that is known before the search."""
         graph, request = self.part.whole, self.request
@@ -215,11 +251,13 @@ class Place:
             nodes={},
             redistributes=(),
             microbatches=self.part.microbatches,
+            recompute=request.recompute,
             mode=request.mode,
             optimizer=request.optimizer or "none",
             precision=request.precision,
             memory_limit=request.memory_limit or self._shared.usable_bytes,
             coverage=coverage(graph),
+            sources=self._sources(graph),
             parameters={s.tensor: s.name for s in graph.stored},
             types={name: str(graph.kept(name)) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
             scopes={node.name: f"{node.scope.module}|{node.op}|{node.source}" for node in graph.nodes},

@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.errors import MeshError, PlanError
 from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import Type
+from autopar.ir.plan import SCHEDULES
 
 
 def template_axes(mesh: Mesh, dp: int, tp: int, pp: int) -> LogicalMesh:
-    """The axes dp (outer) and tp (inner). Raises MeshError unless dp × tp × pp is the number of devices."""
+    """The axes dp (outer) and tp (inner) of a stage. Raises MeshError unless dp × tp × pp is the number of devices."""
     if dp * tp * pp != mesh.num_devices or min(dp, tp, pp) < 1:
         raise MeshError(
             f"expected dp × tp × pp = {mesh.num_devices} devices of {mesh}, found {dp} × {tp} × {pp} = {dp * tp * pp}"
         )
-    if pp > 1:
-        raise PlanError(f"expected pp=1, found pp={pp}: plans of several pipeline stages are not available yet")
     sizes = {name: size for name, size in (("dp", dp), ("tp", tp)) if size > 1}
     return make_axes(tuple(sizes), tuple(sizes.values()))
+
+
+def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int, ...]:
+    """The first rank of each stage: pp submeshes of neighbouring ranks; interleaved, each has `chunks` stages in turn.
+
+    Raises PlanError for a schedule that is unknown, or has nothing to interleave.
+    """
+    if schedule not in SCHEDULES:
+        raise PlanError(f"expected schedule as one of {', '.join(SCHEDULES)}, found {schedule!r}")
+    if schedule == "interleaved" and (chunks < 2 or pp < 2):
+        raise PlanError(
+            f"expected at least 2 chunks a rank and pp > 1 to interleave, found chunks={chunks}, pp={pp}; "
+            'use schedule="1f1b"'
+        )
+    firsts = range(0, mesh.num_devices, mesh.num_devices // pp)
+    return tuple(firsts) * (chunks if schedule == "interleaved" else 1)
+
+
+def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str) -> tuple[str, ...]:
+    """The module paths of what is computed again in the backward pass.
+
+    "full": each repeated block, of which only what enters it is kept. "block": of each repeated block the attention
+    alone, that is the innermost modules with an attention operator in them. Raises PlanError for another word, or when
+    there is nothing of the kind.
+    """
+    if recompute not in ("none", "block", "full"):
+        raise PlanError(f'expected recompute as "none", "block" or "full", found {recompute!r}')
+    if recompute == "none":
+        return ()
+    inside = [(node, path) for node in graph.nodes for path, _ in node.scope.path if path in set(block_paths)]
+    if recompute == "full":
+        found = dict.fromkeys(path for _, path in inside)
+    else:
+        found = dict.fromkeys(node.scope.module for node, _ in inside if "attention" in node.op)
+    if not found:
+        what = "repeated blocks" if recompute == "full" else "attention operators in repeated blocks"
+        raise PlanError(f"expected a model with {what} for recompute={recompute!r}, found none")
+    return tuple(found)
 
 
 def template_constraints(

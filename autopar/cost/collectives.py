@@ -15,7 +15,8 @@ A link may have two protocols, as NCCL's do: one of cheap messages, one of full 
 better one at its size.
 
 Hierarchical: reduce-scatter inside the nodes, all-reduce across on 1/m of the bytes, all-gather inside
-(BlueConnect, MLSys'19). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL, MLSys'23).
+(BlueConnect, MLSys'19). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
+MLSys'23).
 A ring over several nodes uses the adapters of all its m ranks in a node, so it crosses at m times one adapter's
 bandwidth, or at the speed inside the node if that is less (NCCL's channels).
 
@@ -35,7 +36,7 @@ from autopar.ir.placement import Axis, Placement
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
 
 Shape = tuple[int, ...]
-INSIDE, ACROSS = "intra_node", "inter_node"
+LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 
 
 class Wire(NamedTuple):
@@ -78,7 +79,7 @@ class Group(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _ring_across(inside: int, near: Level, far: Level) -> Level:
-    """Messages wait for the slow level; its bytes go through `inside` adapters, and at most as fast as the near level."""
+    """Messages wait for the far level; bytes go through `inside` adapters, at most as fast as the near level."""
     least = min(wire.ns_per_byte for wire in near.wires)
     wires = tuple(Wire(wire.alpha_ns, max(least, wire.ns_per_byte / inside)) for wire in far.wires)
     return Level(wires, far.start_ns, near.pass_ns_per_byte)
@@ -111,7 +112,7 @@ def _level(link: Link, ranks: int, devices_per_node: int) -> Level:
     """The link's protocols for a group of so many ranks, while all devices of the nodes talk."""
     rates = [(link.alpha_ns, link.bandwidth_of(ranks))]
     if link.low_latency is not None:
-        rates.append((link.low_latency.alpha_ns, link.low_latency.bandwidth))
+        rates.append((link.low_latency.alpha_ns, link.low_latency.share * rates[0][1]))
     share = math.inf if link.node_bandwidth is None else link.node_bandwidth / devices_per_node
     wires = tuple(Wire(alpha, 1e9 / min(rate, share)) for alpha, rate in rates)
     return Level(wires, link.start_ns, 1e9 / link.pass_bandwidth if link.pass_bandwidth else 0.0)

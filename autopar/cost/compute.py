@@ -41,6 +41,17 @@ def node_time_ns(
     return _call_time_ns(node_call(node, operand_shapes, result_shapes, tensors), profile)
 
 
+def node_issue_ns(
+    node: Node,
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    tensors: Mapping[str, Tensor],
+    profile: Profile,
+) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) that the host needs to launch an operator: what `Profile.host` says."""
+    return _call_issue_ns(node_call(node, operand_shapes, result_shapes, tensors), profile) if profile.host else (0, 0)
+
+
 def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> int:
     """Forward floating-point operations of one operator on local shapes."""
     sizes = tuple(4 for _ in operand_shapes), tuple(4 for _ in result_shapes)
@@ -134,6 +145,15 @@ def _call_time_ns(call: Call, profile: Profile) -> tuple[int, int]:
     forward = _work_ns(call, forward_work(call), row.family, 0, profile)
     backward = _work_ns(call, backward_work(call), row.family, 1, profile) if any(call.differentiable) else 0
     return (view_forward if row.family == "view" else forward), backward
+
+
+@lru_cache(maxsize=1 << 18)
+def _call_issue_ns(call: Call, profile: Profile) -> tuple[int, int]:
+    """Views launch nothing; the backward pass launches a kernel for each gradient."""
+    host = profile.host
+    if host is None or operator(call.op) is VIEW:
+        return 0, 0
+    return host.operator_ns, backward_work(call).kernels * host.gradient_ns
 
 
 def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profile) -> int:

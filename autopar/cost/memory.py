@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from autopar.cost.compute import argument
+from autopar.cost.layout import RESHAPES, copied_reshapes
 from autopar.cost.work import base_name
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
@@ -22,22 +23,30 @@ Shape = tuple[int, ...]
 
 
 class Optimizer(NamedTuple):
-    """State of an optimizer: whole copies of the parameter, and whether a second moment is factored."""
+    """State of an optimizer: whole copies of the parameter, whether a second moment is factored, and whether the state
+    is float32 whatever the parameter is.
+
+    `temporaries`: tensors as large as a parameter that its update takes for a while, one parameter after the other
+    (as torch does for DTensors): Adam's √v and √v / √(1 − β₂ᵗ). The last of them stays until the next parameter's.
+    """
 
     copies: int
     factored: bool = False
+    temporaries: int = 0
+    in_float32: bool = False
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
-    "adamw": Optimizer(2),
-    "adam": Optimizer(2),
-    "lamb": Optimizer(2),
-    "lion": Optimizer(1),
-    "lars": Optimizer(1),
+    "adamw": Optimizer(2, temporaries=2),
+    "adam": Optimizer(2, temporaries=2),
+    "adamw_master": Optimizer(3, in_float32=True),  # of 16-bit parameters: both moments and a float32 master copy
+    "lamb": Optimizer(2, temporaries=2),
+    "lion": Optimizer(1, temporaries=1),
+    "lars": Optimizer(1, temporaries=1),
     "sgd_momentum": Optimizer(1),
-    "adagrad": Optimizer(1),
-    "rmsprop": Optimizer(1),
-    "adafactor": Optimizer(0, factored=True),
+    "adagrad": Optimizer(1, temporaries=1),
+    "rmsprop": Optimizer(1, temporaries=1),
+    "adafactor": Optimizer(0, factored=True, temporaries=2),
     "sgd": Optimizer(0),
 }
 
@@ -53,12 +62,18 @@ def optimizer_of(name: str | None) -> Optimizer:
 
 
 def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
-    """Bytes of optimizer state of a parameter slice: torch keeps state in the parameter's own dtype."""
+    """Bytes of optimizer state of a parameter slice: torch keeps state in the parameter's own dtype, masters aside."""
     kind = optimizer_of(name)
     elements = kind.copies * math.prod(shape)
     if kind.factored:
         elements += math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1])) if len(shape) > 1 else math.prod(shape)
-    return elements * DTYPE_BYTES[dtype]
+    return elements * DTYPE_BYTES["float32" if kind.in_float32 else dtype]
+
+
+def optimizer_workspace_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> tuple[int, int]:
+    """Bytes that updating a parameter slice takes for a while, and those of them that stay until the next one's."""
+    size, temporaries = math.prod(shape) * DTYPE_BYTES[dtype], optimizer_of(name).temporaries
+    return temporaries * size, size if temporaries else 0
 
 
 def optimizer_moved_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
@@ -79,15 +94,33 @@ _VIEW_NAMES = """
 VIEWS = frozenset(_VIEW_NAMES.split())
 
 
-def is_view(node: Node) -> bool:
+def is_view(node: Node, graph: Graph) -> bool:
     """Whether the results share the memory of the first operand."""
-    return base_name(node.op) in VIEWS and bool(node.operands)
+    return base_name(node.op) in VIEWS and bool(node.operands) and node.name not in copied_reshapes(graph)
+
+
+_PASSING_NAMES = """
+    permute transpose t mT unsqueeze squeeze alias detach movedim swapaxes identity
+    clone contiguous add sub cat stack sum
+"""
+_PASSING = RESHAPES | frozenset(_PASSING_NAMES.split())
+
+
+def passes_gradient(node: Node, graph: Graph) -> tuple[bool, ...]:
+    """Of each operand: whether its gradient is the result's, or a view of it, and takes no memory of its own."""
+    if base_name(node.op) not in _PASSING or not node.results:
+        return (False,) * len(node.operands)
+    shape, name = graph.tensors[node.results[0]].shape, base_name(node.op)
+    if name in ("add", "sub"):
+        own = [graph.tensors[operand].shape == shape for operand in node.operands]
+        return (own[0], *(same and name == "add" for same in own[1:]))
+    return (True,) * len(node.operands)
 
 
 def storage_root(tensor: str, graph: Graph) -> str:
     """The tensor that owns the memory: itself, or the base of a chain of views."""
     producer = graph.producers.get(tensor)
-    while producer is not None and is_view(producer):
+    while producer is not None and is_view(producer, graph):
         tensor = producer.operands[0]
         producer = graph.producers.get(tensor)
     return tensor
@@ -112,14 +145,18 @@ Saved = str | Extra
 SaveRule = Callable[[Node, Graph], list[Saved]]
 
 
-def saved_values(node: Node, graph: Graph) -> tuple[Saved, ...]:
+def saved_values(node: Node, graph: Graph, device_type: str = "cuda") -> tuple[Saved, ...]:
     """What the operator keeps for its backward pass: operands and results by name, each once, and extras.
 
-    Empty when no operand is differentiable. A name may be that of a view; see `storage_root`.
+    Empty when no operand is differentiable. A name may be that of a view; see `storage_root`. `device_type` counts
+    where a CPU has no fused kernel.
     """
     if not any(graph.tensors[name].differentiable for name in node.operands):
         return ()
-    rule = SAVED.get(base_name(node.op), _everything)
+    name = base_name(node.op)
+    rule = SAVED.get(name, _everything)
+    if device_type == "cpu":
+        rule = SAVED_ON_CPU.get(name, rule)
     return tuple(dict.fromkeys(rule(node, graph)))
 
 
@@ -233,6 +270,13 @@ def _row_normalization(node: Node, graph: Graph) -> list[Saved]:
     return [node.operands[0], *node.operands[1:2], Extra(tensor.name, rows, 4 * statistics)]
 
 
+def _composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
+    """As products and powers, one after the other: the normalised input is kept, too."""
+    dims = tuple(range(len(graph.tensors[node.operands[0]].shape)))
+    tensor = graph.tensors[node.operands[0]]
+    return [*_row_normalization(node, graph), Extra(tensor.name, dims, tensor.itemsize)]
+
+
 def _batch_normalization(node: Node, graph: Graph) -> list[Saved]:
     """Input, weight, and the statistics of each channel, which are results when the operator names them."""
     return [*node.operands[:2], Extra(node.operands[0], (1,), 8)]
@@ -241,12 +285,18 @@ def _batch_normalization(node: Node, graph: Graph) -> list[Saved]:
 def _attention(node: Node, graph: Graph) -> list[Saved]:
     """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention).
 
+    A boolean mask is made one of numbers to add, which is kept instead.
     GPUs draw a dropout mask inside the kernel. On a CPU, attention with dropout runs unfused and keeps the scores:
     that is not counted.
     """
     query = graph.tensors[node.operands[0]]
     rows = tuple(range(len(query.shape) - 1))
-    return [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]
+    kept: list[Saved] = [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]
+    for name in node.operands[3:]:
+        mask = graph.tensors[name]
+        if mask.dtype == "bool":
+            kept[kept.index(name)] = Extra(name, tuple(range(len(mask.shape))), query.itemsize)
+    return kept
 
 
 def _cross_entropy(node: Node, graph: Graph) -> list[Saved]:
@@ -308,3 +358,5 @@ SAVED: dict[str, SaveRule] = {
     **_rows("cross_entropy_loss", _cross_entropy),
     **_rows("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _pooled),
 }
+
+SAVED_ON_CPU: dict[str, SaveRule] = {"rms_norm": _composed_rms_norm}

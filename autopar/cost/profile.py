@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -56,6 +56,21 @@ class Facts:
     provenance: Provenance
     cores: int | None = None
     overlap_slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a process spends to keep a device of its own busy, while that computes: nanoseconds a launch.
+
+    operator_ns: an operator of the forward pass; gradient_ns: a kernel of the backward pass; collective_ns: a
+    collective; pass_ns: before the first operator of a forward or backward pass.
+    """
+
+    operator_ns: int
+    gradient_ns: int
+    collective_ns: int
+    pass_ns: int
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -171,10 +186,10 @@ class Runtime:
 
 @dataclass(frozen=True)
 class Protocol:
-    """A way to use a link: `alpha_ns` a message, `bandwidth` bytes a second."""
+    """Another way to use a link: `alpha_ns` a message, at a `share` of the link's bandwidth."""
 
     alpha_ns: float
-    bandwidth: float
+    share: float
 
 
 @dataclass(frozen=True)
@@ -225,6 +240,7 @@ class Profile:
     links: Mapping[str, Link]
     collectives: Mapping[tuple[str, str, int], CollectivePoints]
     aliases: tuple[str, ...] = ()
+    host: Host | None = None  # None: operators cost their launch and nothing else
     tables: Mapping[str, Table] = field(default_factory=dict)
     runtime: Runtime | None = None
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
@@ -273,12 +289,21 @@ class Profile:
     def provenance(self) -> dict[str, str]:
         """The source of each block, for plans and reports."""
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
+        blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
         blocks |= {f"tables/{name}": table.provenance for name, table in self.tables.items()}
         blocks |= {"runtime": self.runtime.provenance} if self.runtime else {}
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
         return {name: str(block) for name, block in blocks.items()}
+
+    def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
+        """The source of each block that serves operators of these families and links of these levels."""
+        wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        wanted |= {f"links/{self.link(level).level}" for level in levels}
+        found = {name: source for name, source in self.provenance.items() if name in wanted}
+        measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
+        return found | {f"collectives/{item.collective}": str(item.provenance) for item in measured}
 
 
 def _slowed(facts: Facts, slowdown: float) -> Facts:
@@ -340,6 +365,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         links={item.level: item for item in links},
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
+        host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
         tables={item["name"]: _read_table(item) for item in data.get("tables", ())},
         runtime=_read_runtime(data["runtime"]) if data.get("runtime") else None,
     )
@@ -356,6 +382,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "title": profile.title,
         "device_type": profile.device_type,
         "facts": asdict(profile.facts),
+        "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "links": [asdict(item) for item in profile.links.values()],
         "collectives": [asdict(item) for item in profile.collectives.values()],

@@ -14,10 +14,10 @@ from typing import Any
 
 from autopar.emit.heads import HEADS
 from autopar.emit.spatial import SPATIAL
-from autopar.emit.statements import Operate, Value
 from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
 from autopar.ir.plan import PlanData
+from autopar.ir.statements import Operate, Value
 from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.bags import EMBEDDING_BAG

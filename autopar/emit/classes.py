@@ -10,12 +10,12 @@ from dataclasses import dataclass, field
 from autopar.emit.calls import CallWriter, rank_length
 from autopar.emit.literals import constant_text
 from autopar.emit.names import Names
-from autopar.emit.statements import Convert, Flat, Operate, Statement, Value
 from autopar.emit.tree import Region
 from autopar.ir.graph import Graph, Stored, Tensor
 from autopar.ir.placement import Placement, format_placement, num_shards
 from autopar.ir.plan import PlanData
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.communication import inner_communication
 

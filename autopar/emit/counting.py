@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from autopar.emit.classes import INDENT, ClassWriter
 from autopar.emit.early import chain, makers
 from autopar.emit.names import Names
-from autopar.emit.statements import Flat, Operate, Value
 from autopar.errors import PlanError
+from autopar.ir.statements import Flat, Operate, Value
 from autopar.ops.call import Call
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from autopar.emit.calls import CallWriter
 from autopar.emit.names import Names
-from autopar.emit.statements import Operate, Statement, Value
 from autopar.emit.tree import Region
+from autopar.ir.statements import Operate, Statement, Value
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autopar.emit.statements import Operate
 from autopar.ir.placement import S
+from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 
 if TYPE_CHECKING:

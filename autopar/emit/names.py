@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import re
 
-from autopar.emit.statements import Value
+from autopar.ir.statements import Value
 
 _RESERVED = {"self", "torch", "aten", "rt", "nn", "redistribute", "block", "float"}
 

@@ -7,10 +7,11 @@ from autopar.emit.classes import INDENT, ClassWriter, Module, access
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.names import Names
-from autopar.emit.statements import Flat, Value, flatten
 from autopar.emit.tree import Region, build_tree
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
+from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops import defining_module
@@ -35,8 +36,14 @@ aten = torch.ops.aten
 def emit(graph: Graph, plan: PlanData) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
-    The plan must have been verified.
+    The plan must have been verified. Raises PlanError for several stages and for recomputation: not available yet.
     """
+    if plan.stages or plan.recompute:
+        what = f"{len(plan.stages)} stages" if plan.stages else f"recomputation of {len(plan.recompute)} modules"
+        raise PlanError(
+            f"expected a plan of one stage without recomputation, found {what}: such plans can be shown and simulated, "
+            "but not emitted yet"
+        )
     flat = flatten(graph, plan)
     root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program", block_paths(graph))
     writer = ClassWriter(graph, plan, flat)

@@ -6,8 +6,8 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from autopar.emit.statements import Operate
 from autopar.ir.placement import S
+from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.windows import halos, pads_split_dim, spatial_dims, windows
 

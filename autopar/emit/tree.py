@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from autopar.emit.statements import Statement, Value
 from autopar.ir.graph import Scope
+from autopar.ir.statements import Statement, Value
 
 
 @dataclass

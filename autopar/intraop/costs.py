@@ -18,6 +18,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
+from autopar.ir.structure import region_of
 from autopar.ops.communication import inner_communication
 
 Times = npt.NDArray[np.int64]
@@ -38,8 +39,10 @@ class ProfiledCosts:
         mode: str,
         optimizer: str | None,
         microbatches: int = 1,
+        recompute: tuple[str, ...] = (),
     ) -> None:
         self.graph, self.axes, self.profile = graph, axes, profile
+        self.recompute = recompute  # module paths that keep nothing for the backward pass
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
@@ -60,7 +63,7 @@ class ProfiledCosts:
         sent = inner_communication(self.graph, node, strategy.operands, self.axes, self.train)
         return sum(
             collective_time_ns(
-                inner.collective, inner.num_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
+                inner.collective, inner.priced_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
             )
             for direction in sent
             for inner in direction
@@ -84,8 +87,10 @@ class ProfiledCosts:
         known = {*self.graph.inputs, *(item.tensor for item in self.graph.stored)}
         found = {}
         for node in self.graph.nodes:
+            if region_of(self.recompute, node.scope.module) >= 0:
+                continue
             own = []
-            for saved in saved_values(node, self.graph):
+            for saved in saved_values(node, self.graph, self.profile.device_type):
                 root = None if isinstance(saved, Extra) else storage_root(saved, self.graph)
                 if root not in known:
                     own.append(saved)

@@ -37,7 +37,9 @@ def prepare_placements(
     Raises InfeasibleError when the constraints leave no strategy.
     """
     per_node = draft.mesh.devices_per_node
-    costs = ProfiledCosts(graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches)
+    costs = ProfiledCosts(
+        graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches, draft.recompute
+    )
     built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole)
     return Placements(graph, blocks, draft, costs, built)
 

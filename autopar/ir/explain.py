@@ -25,8 +25,10 @@ def explain_text(plan: Plan, pattern: str) -> str:
     pattern: a module path, a parameter's or node's name, or an fnmatch pattern of these. As many alternatives are
     shown as fit on a screen, the cheapest first. "×4": the figures are of four equal blocks together.
     """
-    found = [*_inputs(plan, pattern), *_parameters(plan, pattern), *_operators(plan, pattern)]
-    conversions = list(_redistributions(plan, pattern))
+    parts = plan.parts
+    found = [item for part in parts for item in (*_inputs(part, pattern), *_parameters(part, pattern))]
+    found += [item for part in parts for item in _operators(part, pattern)]
+    conversions = [line for part in parts for line in _redistributions(part, pattern)]
     if not found and not conversions:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
     shown = (SCREEN_LINES - 2 - len(conversions)) // max(1, len(found)) - 1
@@ -73,7 +75,7 @@ def _inputs(plan: Plan, pattern: str) -> Iterator[Decision]:
 def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
     uses, choices = used_placements(plan), _choices(plan, "stored")
     for tensor, name in plan.parameters.items():
-        if _matches(name, pattern):
+        if tensor in plan.storage and _matches(name, pattern):
             stored, used = storage_text(plan.storage[tensor]), " | ".join(sorted(uses[tensor]))
             yield f"parameter {name}: stored {stored}, used {used}", choices.get(_first_twin(plan, tensor))
 

@@ -131,6 +131,9 @@ class Graph:
     model_name: str = "Model"
     #: dtype outside of the graph where it is another one: of what is stored (the master weights), of inputs as given
     kept_dtypes: Mapping[str, str] = field(default_factory=dict)
+    #: of one stage's graph (`ir.stages`): inputs that earlier stages made, and outputs that later stages read
+    received: tuple[str, ...] = ()
+    sent: tuple[str, ...] = ()
     training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
 
     @cached_property
@@ -174,9 +177,16 @@ class Graph:
             digest.update(repr(sorted(self.kept_dtypes.items())).encode())
         return digest.hexdigest()[:16]
 
+    @cached_property
+    def gradient_sources(self) -> tuple[str, ...]:
+        """Where gradients come in: the loss, and of a stage's graph what later stages send the gradient of."""
+        loss = () if self.loss is None else (self.loss,)
+        return loss + tuple(name for name in self.sent if self.tensors[name].differentiable)
+
     def kept(self, name: str) -> Tensor:
         """A stored tensor as it is kept between steps, or an input as it is given."""
-        return replace(self.tensors[name], dtype=self.kept_dtypes.get(name, self.tensors[name].dtype))
+        dtype = self.kept_dtypes.get(name)
+        return self.tensors[name] if dtype is None else replace(self.tensors[name], dtype=dtype)
 
     def itemsizes(self, name: str) -> tuple[int, int]:
         """Bytes of an element of a tensor and of its gradient on its way home, which has the dtype it is kept in."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 LogicalMesh = tuple[Axis, ...]
+MICROBATCH = "microbatch"  # the axis, outermost, whose "ranks" are microbatches that run one after another
 MAX_AXES = 3
 
 

@@ -6,13 +6,15 @@ and result placements, each redistribution with its steps, each parameter's stor
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
-from autopar.ir.mesh import LogicalMesh, Mesh
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
 
@@ -50,12 +52,17 @@ class Redistribute:
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the predicted step time goes; the parts add up to `step_time_ns` of the prediction."""
+    """Where the predicted step time goes, on the device that ends last; the parts add up to `step_time_ns`.
+
+    exposed_communication_ns: compute stands still for a collective or a send. bubble_ns: for the work of another
+    stage. recompute_ns: activations made again for the backward pass, no part of compute_ns.
+    """
 
     compute_ns: int = 0
+    recompute_ns: int = 0
     exposed_communication_ns: int = 0
-    optimizer_ns: int = 0
     bubble_ns: int = 0
+    optimizer_ns: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,6 +88,38 @@ class SearchReport:
     seconds: float = 0.0
     seed: int = 0
     tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
+
+
+SCHEDULES = ("gpipe", "1f1b", "interleaved")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A part of the model that runs on a submesh: as many ranks as its axes hold, from `first_rank` on, row-major.
+
+    A plan's stages are in the order in which a microbatch visits them; stages that share a submesh are chunks of an
+    interleaved schedule. `axes` and all placements are those of the stage alone, the microbatch axis included.
+    inputs: what comes in, as it comes in: inputs of the model, and tensors that earlier stages made and that are sent.
+    storage: a trained tensor in several stages is tied: each keeps it, and their gradients are summed.
+    nodes: what the stage runs. A node that needs no activation (a mask of the inputs) may run in several.
+    """
+
+    first_rank: int
+    axes: LogicalMesh
+    inputs: Mapping[str, Placement]
+    storage: Mapping[str, Storage]
+    nodes: Mapping[str, NodePlan]
+    redistributes: tuple[Redistribute, ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the submesh."""
+        return math.prod(axis.size for axis in self.axes if axis.name != MICROBATCH)
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the submesh."""
+        return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
 class Timeline(Protocol):
@@ -123,7 +162,11 @@ class Choice:
 
 @dataclass(frozen=True)
 class Plan:
-    """A sharding plan for one model and mesh; pure data, see the module's docstring."""
+    """A sharding plan for one model and mesh; pure data, see the module's docstring.
+
+    A plan of several stages has `stages` instead of axes, inputs, storage, nodes and redistributes of its own, which
+    are then empty; `parts` looks at every plan alike.
+    """
 
     fingerprint: str
     model: str
@@ -133,6 +176,8 @@ class Plan:
     storage: Mapping[str, Storage]  # by the tensor's name in the graph
     nodes: Mapping[str, NodePlan]
     redistributes: tuple[Redistribute, ...]
+    stages: tuple[Stage, ...] = ()
+    schedule: str = "1f1b"  # the order of forward and backward passes on each stage, one of SCHEDULES
     microbatches: int = 1
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
     recompute: tuple[str, ...] = ()  # module paths whose activations are computed again in the backward pass
@@ -143,12 +188,26 @@ class Plan:
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
+    sources: Mapping[str, str] = field(default_factory=dict)  # block of the cost profile -> "kind: source (date)"
     parameters: Mapping[str, str] = field(default_factory=dict)  # tensor's name in the graph -> name in the model
     types: Mapping[str, str] = field(default_factory=dict)  # input or stored tensor -> "float32[256, 64]"
     scopes: Mapping[str, str] = field(default_factory=dict)  # node -> "module path|operator|source line"
     choices: tuple[Choice, ...] = ()
     blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
     simulator: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON
+
+    @cached_property
+    def parts(self) -> tuple[Plan, ...]:
+        """Each stage as a plan of one stage, whose axes hold a part of the mesh; the plan itself if it has one."""
+        if not self.stages:
+            return (self,)
+        return tuple(
+            replace(
+                self, stages=(), axes=stage.axes, inputs=stage.inputs, storage=stage.storage, nodes=stage.nodes,
+                redistributes=stage.redistributes,
+            )
+            for stage in self.stages
+        )  # fmt: skip
 
     def __str__(self) -> str:
         from autopar.ir.text import plan_text

@@ -25,12 +25,13 @@ from autopar.ir.plan import (
     Prediction,
     Redistribute,
     SearchReport,
+    Stage,
     Storage,
 )
 from autopar.ir.redistribution import Step
 
-VERSION = 1
-_PLAIN = ("fingerprint", "model", "microbatches", "mode", "optimizer", "precision", "memory_limit")
+VERSION = 2
+_PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer", "precision", "memory_limit")
 
 
 @lru_cache(maxsize=1)
@@ -44,24 +45,14 @@ def to_json(plan: Plan) -> str:
     data: dict[str, Any] = {"autopar_plan": VERSION}
     data.update({name: getattr(plan, name) for name in _PLAIN})
     data["mesh"] = plan.mesh.to_json()
-    data["axes"] = [list(axis) for axis in plan.axes]
-    data["inputs"] = {name: format_placement(placement) for name, placement in plan.inputs.items()}
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
-    data["storage"] = {
-        name: [format_placement(s.placement), s.regather, s.reduce_each_microbatch] for name, s in plan.storage.items()
-    }
-    data["nodes"] = {
-        name: [[format_placement(p) for p in node.operands], [format_placement(p) for p in node.results]]
-        for name, node in plan.nodes.items()
-    }
-    data["redistributes"] = [
-        [r.tensor, format_placement(r.target), [[s.axis, str(s.before), str(s.after)] for s in r.steps]]
-        for r in plan.redistributes
-    ]
+    data.update(_placed_to_json(plan))
+    data["stages"] = [{"first_rank": stage.first_rank, **_placed_to_json(stage)} for stage in plan.stages]
     data["predicted"] = asdict(plan.predicted)
     data["search"] = asdict(plan.search)
     data["coverage"] = dict(plan.coverage)
+    data["sources"] = dict(plan.sources)
     data["parameters"] = dict(plan.parameters)
     data["types"] = dict(plan.types)
     data["scopes"] = dict(plan.scopes)
@@ -71,6 +62,26 @@ def to_json(plan: Plan) -> str:
     ]
     data["blocks"] = [list(paths) for paths in plan.blocks]
     return json.dumps(data, indent=1) + "\n"
+
+
+def _placed_to_json(placed: Plan | Stage) -> dict[str, Any]:
+    """What a stage has, and a plan of one stage has itself."""
+    return {
+        "axes": [list(axis) for axis in placed.axes],
+        "inputs": {name: format_placement(placement) for name, placement in placed.inputs.items()},
+        "storage": {
+            name: [format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch]
+            for name, kept in placed.storage.items()
+        },
+        "nodes": {
+            name: [[format_placement(p) for p in node.operands], [format_placement(p) for p in node.results]]
+            for name, node in placed.nodes.items()
+        },
+        "redistributes": [
+            [r.tensor, format_placement(r.target), [[s.axis, str(s.before), str(s.after)] for s in r.steps]]
+            for r in placed.redistributes
+        ],
+    }
 
 
 def from_json(text: str) -> Plan:
@@ -99,28 +110,37 @@ def _plan(data: dict[str, Any]) -> Plan:
     return Plan(
         **{name: data[name] for name in _PLAIN},
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
-        axes=tuple(Axis(*axis) for axis in data["axes"]),
-        inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
+        **_placed(data),
+        stages=tuple(Stage(first_rank=row["first_rank"], **_placed(row)) for row in data["stages"]),
         microbatch_inputs=tuple(data["microbatch_inputs"]),
         recompute=tuple(data["recompute"]),
-        storage={name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
-        nodes={
-            name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])))
-            for name, row in data["nodes"].items()
-        },
-        redistributes=tuple(
-            Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
-            for tensor, target, steps in data["redistributes"]
-        ),
         predicted=_prediction(data["predicted"]),
         search=SearchReport(**{**data["search"], "tried": tuple(data["search"]["tried"])}),
         coverage=data["coverage"],
+        sources=data["sources"],
         parameters=data["parameters"],
         types=data["types"],
         scopes=data["scopes"],
         choices=tuple(map(_choice, data["choices"])),
         blocks=tuple(tuple(paths) for paths in data["blocks"]),
     )
+
+
+def _placed(data: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_placed_to_json`: fields of a Plan or Stage."""
+    return {
+        "axes": tuple(Axis(*axis) for axis in data["axes"]),
+        "inputs": {name: parse_placement(text) for name, text in data["inputs"].items()},
+        "storage": {name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
+        "nodes": {
+            name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])))
+            for name, row in data["nodes"].items()
+        },
+        "redistributes": tuple(
+            Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
+            for tensor, target, steps in data["redistributes"]
+        ),
+    }
 
 
 def _step(row: list[Any]) -> Step:

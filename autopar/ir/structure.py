@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from autopar.ir.graph import IDENTITY, Graph, Node
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Placement
 from autopar.ir.plan import PlanData
-from autopar.ir.verifier import MICROBATCH
 
 #: operators, without their overloads, that draw random numbers (those that write in place never get here)
 RANDOM = frozenset({
@@ -15,6 +15,16 @@ RANDOM = frozenset({
     "rrelu_with_noise", "rrelu_with_noise_functional", "uniform", "_sample_dirichlet", "_standard_gamma",
     "_fused_dropout",
 })  # fmt: skip
+
+
+def region_of(recompute: tuple[str, ...], module: str) -> int:
+    """Which of the recomputed module paths a module lies in; −1 for none. The first that holds it counts."""
+    for index, path in enumerate(recompute):
+        if not path or module == path or module.startswith(path + "."):
+            return index
+    return -1
+
+
 _RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
 

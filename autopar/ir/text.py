@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Breakdown, Plan, Prediction, Storage
@@ -23,8 +24,51 @@ def plan_text(plan: Plan) -> str:
         f"  coverage    {len(plan.coverage)} operators"
         + (f", replicated: {', '.join(replicated)}" if replicated else ", all with rules")
     )
-    placements = ["", *_inputs(plan), *_parameters(plan)] if plan.axes else []
+    if plan.sources:
+        lines.append(f"  costs       {sources_text(plan.sources)}")
+    if plan.recompute:
+        again = Counter(_folded(path) for path in plan.recompute)
+        lines.append("  recompute   " + ", ".join(f"{path}  ×{count}" for path, count in again.items()))
+    lines += [_stage(plan, number) for number in range(len(plan.stages))]
+    placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def sources_text(sources: Mapping[str, str]) -> str:
+    """ "facts datasheet; operators measured (matmul, softmax), assumed (gather); links fitted": kinds by block."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for block, source in sources.items():
+        group, _, name = block.partition("/")
+        found.setdefault(group, {}).setdefault(source.partition(":")[0], []).append(name)
+    return "; ".join(f"{group} {_kinds(kinds)}" for group, kinds in found.items())
+
+
+def _kinds(kinds: Mapping[str, list[str]]) -> str:
+    """Names only where blocks of a group differ in kind."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({', '.join(names)})" for kind, names in kinds.items())
+
+
+def _stage(plan: Plan, number: int) -> str:
+    """ "stage 1     ranks 4 to 7: 6 blocks, layers.6 to layers.11"."""
+    stage = plan.stages[number]
+    inside = dict.fromkeys(
+        path for name in stage.nodes for path in _block_paths(plan) if f"{_module(plan, name)}.".startswith(f"{path}.")
+    )
+    first, last = stage.ranks.start, stage.ranks.stop - 1
+    ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    blocks = [*inside]
+    span = blocks[0] if len(blocks) == 1 else f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if blocks else "none"
+    return f"  {f'stage {number}'.ljust(11)} {ranks}: {span}"
+
+
+def _block_paths(plan: Plan) -> list[str]:
+    return [path for paths in plan.blocks for path in paths]
+
+
+def _module(plan: Plan, node: str) -> str:
+    return plan.scopes.get(node, "").split("|")[0]
 
 
 def prediction_text(predicted: Prediction, memory_limit: int) -> str:
@@ -44,16 +88,21 @@ def prediction_text(predicted: Prediction, memory_limit: int) -> str:
 
 
 def _inputs(plan: Plan) -> list[str]:
-    return ["  input " + ", ".join(f"{name} [{format_placement(p)}]" for name, p in plan.inputs.items())]
+    """The model's inputs; of several stages, as the first stage that reads it has it."""
+    placed = {name: p for part in reversed(plan.parts) for name, p in part.inputs.items()}
+    texts = [f"{name} [{format_placement(placed[name])}]" for name in plan.types if name in placed]
+    return ["  input " + ", ".join(texts)]
 
 
 def _parameters(plan: Plan) -> list[str]:
     """One line for each distinct parameter: numbered blocks with equal storage are folded."""
-    uses = used_placements(plan)
-    rows: dict[tuple[str, str], list[str]] = {}
-    for tensor, name in plan.parameters.items():
-        text = f"{storage_text(plan.storage[tensor])} → {' | '.join(sorted(uses.get(tensor, {'unused'})))}"
-        rows.setdefault((_folded(name), text), []).append(name)
+    rows: dict[tuple[str, str], dict[str, None]] = {}
+    for part in plan.parts:
+        uses = used_placements(part)
+        for tensor, name in plan.parameters.items():
+            if tensor in part.storage:
+                text = f"{storage_text(part.storage[tensor])} → {' | '.join(sorted(uses.get(tensor, {'unused'})))}"
+                rows.setdefault((_folded(name), text), {})[name] = None
     width = max([len(name) for name, _ in rows] or [0]) + 1
     header = f"  {'parameter'.ljust(width)} stored → used"
     body = [
@@ -86,12 +135,14 @@ def diff_text(plan: Plan, other: Plan) -> str:
     for name in ("model", "mesh", "microbatches", "mode", "optimizer", "precision", "memory_limit"):
         if getattr(plan, name) != getattr(other, name):
             lines.append(f"{name}: {getattr(plan, name)} | {getattr(other, name)}")
-    if plan.axes != other.axes:
+    if _axes(plan) != _axes(other):
         lines.append(f"axes: {_axes(plan)} | {_axes(other)}")
+    if plan.recompute != other.recompute:
+        lines.append(f"recompute: {len(plan.recompute)} modules | {len(other.recompute)} modules")
     for name, number in (("step_time_ns", time_text), ("peak_bytes", bytes_text)):
         values = [getattr(item.predicted, name) for item in (plan, other)]
         lines.append(f"{name.rpartition('_')[0].replace('_', ' ')}: {number(values[0])} | {number(values[1])}")
-    storages = Counter(_storage_difference(plan, other, tensor) for tensor in plan.storage)
+    storages = Counter(_storage_difference(plan, other, tensor) for tensor in _stored(plan))
     lines += [line + (f"  ×{count}" if count > 1 else "") for line, count in storages.items() if line]
     modules = Counter(_folded(module) for module in _modules_placed_differently(plan, other))
     lines += [f"{module or '(root)'}: {count} operators placed differently" for module, count in modules.items()]
@@ -100,7 +151,7 @@ def diff_text(plan: Plan, other: Plan) -> str:
 
 def _storage_difference(plan: Plan, other: Plan, tensor: str) -> str:
     """ "layers.*.weight: [I] | [S(0)]", or "" where both store it alike."""
-    storage, twin = plan.storage[tensor], other.storage.get(tensor)
+    storage, twin = _stored(plan)[tensor], _stored(other).get(tensor)
     if twin == storage:
         return ""
     now = storage_text(twin) if twin else "absent"
@@ -108,8 +159,13 @@ def _storage_difference(plan: Plan, other: Plan, tensor: str) -> str:
 
 
 def _modules_placed_differently(plan: Plan, other: Plan) -> list[str]:
-    pairs = plan.nodes.items()
-    return [plan.scopes.get(name, "").split("|")[0] for name, node in pairs if other.nodes.get(name) != node]
+    nodes, others = ({name: node for part in p.parts for name, node in part.nodes.items()} for p in (plan, other))
+    return [_module(plan, name) for name, node in nodes.items() if others.get(name) != node]
+
+
+def _stored(plan: Plan) -> dict[str, Storage]:
+    """Every stored tensor as the first stage that has it keeps it."""
+    return {name: kept for part in reversed(plan.parts) for name, kept in part.storage.items()}
 
 
 def _folded(name: str) -> str:
@@ -118,12 +174,16 @@ def _folded(name: str) -> str:
 
 
 def _axes(plan: Plan) -> str:
-    return " × ".join(f"{axis.name}={axis.size}" for axis in plan.axes) or "one device"
+    text = " × ".join(f"{axis.name}={axis.size}" for axis in plan.parts[0].axes) or "one device"
+    return f"{len(plan.stages)} stages, {plan.schedule}, each {text}" if plan.stages else text
 
 
 def _breakdown(parts: Breakdown) -> str:
+    again = f"recomputation {time_text(parts.recompute_ns)}, " if parts.recompute_ns else ""
+    bubble = f"bubble {time_text(parts.bubble_ns)}, " if parts.bubble_ns else ""
     return (
-        f"compute {time_text(parts.compute_ns)}, exposed communication {time_text(parts.exposed_communication_ns)}, "
+        f"compute {time_text(parts.compute_ns)}, {again}"
+        f"exposed communication {time_text(parts.exposed_communication_ns)}, {bubble}"
         f"optimizer {time_text(parts.optimizer_ns)}"
     )
 

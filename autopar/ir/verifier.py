@@ -5,7 +5,8 @@ A plan is well typed when
   2. every operand has the placement that its producer left, or one that a listed redistribution brings it to;
   3. every redistribution is a sequence of legal steps of the table from the producer's placement to its target;
   4. every node's placements follow one of its operator's rules on each axis, and its local shapes exist;
-  5. the outputs end whole: I where a gradient enters, R elsewhere.
+  5. the outputs end whole: I where a gradient enters, R elsewhere;
+  6. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
 Together with the rules' own proofs this makes the emitted program equal to the model.
 """
 
@@ -17,13 +18,14 @@ from collections.abc import Callable
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.mesh import MICROBATCH as MICROBATCH
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
-from autopar.ir.plan import PlanData, Redistribute, Storage
+from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
 from autopar.ir.redistribution import apply, is_legal
+from autopar.ir.stages import check_stages, stage_graph
 
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
-MICROBATCH = "microbatch"
 
 
 def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
@@ -32,6 +34,14 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
     `admits(graph, node, operands, results, axes)` says why a node must not run so, or None (`ops.admits`).
     """
     _check_identity(graph, plan)
+    if plan.stages:
+        check_stages(graph, plan)
+    for index, part in enumerate(plan.parts):
+        _verify_stage(stage_graph(graph, plan, index), part, admits)
+
+
+def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:
+    """One stage by itself; what it receives comes in as `check_stages` has found it to be sent."""
     placements = _sources(graph, plan)
     arrived = {(r.tensor, r.target) for r in plan.redistributes}
     if len(arrived) != len(plan.redistributes):
@@ -58,7 +68,11 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
 def _check_identity(graph: Graph, plan: PlanData) -> None:
     if plan.fingerprint != graph.fingerprint:
         raise PlanError(_difference(graph, plan))
-    _check_axes(plan)
+    num_devices = plan.mesh.num_devices
+    for placed in plan.stages or (plan,):
+        _check_axes(plan, placed.axes, placed.num_ranks if isinstance(placed, Stage) else num_devices)
+    if plan.stages:
+        return
     expected = {node.name for node in graph.nodes}
     if set(plan.nodes) != expected:
         odd = sorted(set(plan.nodes) ^ expected)[:3]
@@ -69,18 +83,18 @@ def _check_identity(graph: Graph, plan: PlanData) -> None:
         raise PlanError(f"expected a storage for each parameter and a placement for each input, found {odd} to differ")
 
 
-def _check_axes(plan: PlanData) -> None:
+def _check_axes(plan: PlanData, axes: LogicalMesh, num_devices: int) -> None:
     """The axes other than the microbatches' are the mesh, row-major; the microbatches' is as long as there are."""
-    microbatches = [axis.size for axis in plan.axes if axis.name == MICROBATCH] or [1]
+    microbatches = [axis.size for axis in axes if axis.name == MICROBATCH] or [1]
     if microbatches != [plan.microbatches]:
         raise PlanError(f"expected an axis of {plan.microbatches} microbatches, found {microbatches}")
-    sizes = [axis.size for axis in plan.axes if axis.name != MICROBATCH]
-    strides = [axis.stride for axis in plan.axes if axis.name != MICROBATCH]
+    sizes = [axis.size for axis in axes if axis.name != MICROBATCH]
+    strides = [axis.stride for axis in axes if axis.name != MICROBATCH]
     row_major = [math.prod(sizes[position + 1 :]) for position in range(len(sizes))]
-    if math.prod(sizes) != plan.mesh.num_devices or strides != row_major:
-        found = " × ".join(f"{axis.name}={axis.size} (stride {axis.stride})" for axis in plan.axes) or "none"
+    if math.prod(sizes) != num_devices or strides != row_major:
+        found = " × ".join(f"{axis.name}={axis.size} (stride {axis.stride})" for axis in axes) or "none"
         raise PlanError(
-            f"expected axes whose sizes multiply to the {plan.mesh.num_devices} devices of {plan.mesh}, the last one "
+            f"expected axes whose sizes multiply to the {num_devices} devices of {plan.mesh}, the last one "
             f"of stride 1, found {found}; plan again for this mesh"
         )
 
@@ -89,7 +103,7 @@ def _difference(graph: Graph, plan: PlanData) -> str:
     planned_operators = Counter(scope.split("|")[1] for scope in plan.scopes.values() if scope.count("|") >= 2)
     details = [
         *_names("parameters", Counter(plan.parameters.keys()), Counter(s.tensor for s in graph.stored)),
-        *_names("inputs", Counter(plan.inputs.keys()), Counter(graph.inputs)),
+        *([] if plan.stages else _names("inputs", Counter(plan.inputs.keys()), Counter(graph.inputs))),
         *_other_types(graph, plan),
         *_names("operators", planned_operators, Counter(node.op for node in graph.nodes)),
     ]
@@ -129,6 +143,8 @@ def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
         sources[stored.tensor] = storage.placement
     for name, placement in plan.inputs.items():
         tensor = graph.tensors[name]
+        if name in graph.received:
+            continue
         if any(type_.kind not in "RS" for type_ in placement) or not _dims_exist(tensor, placement, plan.axes):
             where = _maker(graph, name)
             raise PlacementError(f"expected input {name}{where} as R or S(d) on each axis, found {_text(placement)}")
@@ -221,7 +237,8 @@ def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Ty
 def _check_outputs(
     graph: Graph, plan: PlanData, placements: dict[str, Placement], arrived: set[tuple[str, Placement]]
 ) -> None:
-    for name in (*graph.outputs, *graph.mutations.values()):
+    ends = (name for name in graph.outputs if name not in graph.sent)
+    for name in (*ends, *graph.mutations.values()):
         target = output_placement(graph, plan, name)
         if placements[name] != target and (name, target) not in arrived:
             raise PlacementError(

@@ -3,9 +3,9 @@
 A *unit* is a block with a forward of its own, together with all parameters below it that no inner unit has.
 A regathered parameter is converted when its unit runs forward, freed after it, converted again when the
 backward pass reaches the unit, and freed when its gradients are done; one unit ahead is already under way
-meanwhile. The program itself is a unit, too, but keeps its own parameters between the forward and the
-backward pass: they are converted once a microbatch. All other converted parameters are converted once a
-step, at its begin, and kept.
+meanwhile, in the order and for the passes that the microbatch before showed. The program itself is a unit, too,
+but keeps its own parameters between the forward and the backward pass: they are converted once a microbatch.
+All other converted parameters are converted once a step, at its begin, and kept.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ class Unit:
         self.regathered = [slot for slot in slots if slot.parameter.declared.regather]
         self.has_run = False  # forward, in this microbatch
         self.awaits_backward = False
+        self.runs_backward = False  # seen in the microbatch before: it is prefetched for the backward pass
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
         self._under_way: list[Callable[[], None]] = []
 
@@ -51,6 +52,11 @@ class Unit:
             for slot in missing:
                 slot.is_live = True
             self._under_way.append(start_conversion(missing))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether every regathered leaf has its gradient, so that no node of the unit is left to run."""
+        return self.undone == 0 and all(slot.leaf.requires_grad for slot in self.regathered)
 
     def finish(self) -> None:
         """Waits for what is under way; then the leaves are in place."""
@@ -112,9 +118,9 @@ class Gatherer:
             unit.release(all_slots=True)
 
     def gradient_done(self, unit: Unit) -> None:
-        """One more leaf of the unit has its gradient; after the last, no node of the unit is left to run."""
+        """One more leaf of the unit has its gradient."""
         unit.undone -= 1
-        if unit.undone == 0 and all(slot.leaf.requires_grad for slot in unit.regathered):
+        if unit.is_done:
             unit.release(all_slots=True)
 
     def _before_forward(self, unit: Unit) -> None:
@@ -135,8 +141,9 @@ class Gatherer:
         unit.release()
 
     def _before_backward(self, unit: Unit) -> None:
-        unit.awaits_backward = False
-        unit.launch()
+        unit.awaits_backward, unit.runs_backward = False, True
+        if not unit.is_done:  # a block may run in pieces, of which the later ones have brought all gradients
+            unit.launch()
         self._launch_neighbour(unit, -1)
         unit.finish()
 
@@ -144,7 +151,7 @@ class Gatherer:
         index = self._order.index(unit) + direction if unit in self._order else -1
         if 0 <= index < len(self._order):
             neighbour = self._order[index]
-            if neighbour.awaits_backward if direction < 0 else not neighbour.has_run:
+            if neighbour.awaits_backward and neighbour.runs_backward if direction < 0 else not neighbour.has_run:
                 neighbour.launch()
 
 

@@ -95,11 +95,29 @@ def _make_device_mesh(sizes: Mapping[str, int], device: torch.device, timeout_s:
     groups = []
     for dim in range(ranks.dim()):
         rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
-        timeout = timedelta(seconds=timeout_s)
-        group, _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call] # torch's
-        assert group is not None, "every rank is in one group of each axis"
-        groups.append(group)
+        groups.append(_own_group(tuple(map(tuple, rows)), timeout_s))
     return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(sizes))
+
+
+Rows = tuple[tuple[int, ...], ...]
+_groups: dict[tuple[Rows, float], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # world, this rank's group
+
+
+def _own_group(rows: Rows, timeout_s: float) -> dist.ProcessGroup:
+    """The group that this rank is in of those that split the ranks into rows.
+
+    All programs of a process share it: each group costs connections and threads until the process ends.
+    """
+    world = dist.group.WORLD
+    known = _groups.get((rows, timeout_s))
+    if known is not None and known[0] is world:
+        return known[1]
+    timeout = timedelta(seconds=timeout_s)
+    made = dist.new_subgroups_by_enumeration(list(map(list, rows)), timeout=timeout)  # type: ignore[no-untyped-call] # torch's
+    group: dist.ProcessGroup | None = made[0]
+    assert group is not None and world is not None, "every rank is in one group of each axis"
+    _groups[rows, timeout_s] = world, group
+    return group
 
 
 def _default_device(device_mesh: DeviceMesh | None) -> torch.device:

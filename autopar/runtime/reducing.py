@@ -20,11 +20,9 @@ from torch import Tensor
 
 from autopar.runtime import coalesce, comm
 from autopar.runtime.mesh import Axis, RankMesh
-from autopar.runtime.packing import pack_gradients
+from autopar.runtime.packing import MAX_IN_FLIGHT, pack_gradients
 from autopar.runtime.redistribute import backward_step
 from autopar.runtime.stored import SizedStep, Slot
-
-MAX_IN_FLIGHT = 3  # buckets that hold a whole gradient while only its shard is wanted
 
 
 class Bucket:
@@ -101,6 +99,12 @@ class Journey:
         while self.slots:
             self.advance()
 
+    def wrap_ahead(self) -> None:
+        """While the last sum is under way, which leaves the gradients where they are."""
+        if self.buffer is not None and self.steps_left == 0:
+            for slot, tensor in zip(self.slots, self.tensors, strict=True):
+                slot.parameter.wrap_ahead(tensor)
+
     def _start(self, steps: list[SizedStep]) -> Callable[[], list[Tensor]] | None:
         step = steps[0].step
         axis = self.mesh.axes[step.axis]
@@ -111,7 +115,7 @@ class Journey:
         if kinds == ("S", "R"):
             return coalesce.reduce_scatter(self.tensors, [s.step.source.dim for s in steps], axis)
         self.tensors = [
-            backward_step(tensor, axis, s.step.source, s.step.target, s.sizes)
+            _without_rest(backward_step(tensor, axis, s.step.source, s.step.target, s.sizes))
             for tensor, s in zip(self.tensors, steps, strict=True)
         ]
         return None
@@ -175,6 +179,8 @@ class Reducer:
     def end_step(self) -> None:
         """Waits until every gradient is home."""
         for journey in self._in_flight:
+            journey.wrap_ahead()
+        for journey in self._in_flight:
             journey.finish()
         self._in_flight.clear()
         for slot in self._local:
@@ -229,6 +235,11 @@ def is_summed_first(slot: Slot) -> bool:
 def on_gradient(leaf: Tensor, function: Callable[[], None]) -> None:
     """Calls the function whenever the leaf's gradient has been accumulated."""
     leaf.register_post_accumulate_grad_hook(lambda leaf: function())  # type: ignore[no-untyped-call] # torch's
+
+
+def _without_rest(part: Tensor) -> Tensor:
+    """The tensor in memory of its own, so that a slice does not keep the whole gradient for the rest of the step."""
+    return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
 def _keep_gradient(slot: Slot) -> None:

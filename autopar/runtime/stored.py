@@ -54,6 +54,11 @@ class StoredParameter:
         if mesh.device_mesh is None:
             self.local = self.tensor.data
         self.gradient: Tensor | None = None
+        self._wrapped: tuple[Tensor, Tensor] | None = None  # what may become the gradient, and its DTensor
+
+    def wrap_ahead(self, local: Tensor) -> None:
+        """Makes the DTensor of what will be the step's gradient, while its values are still being summed."""
+        self._wrapped = local, wrap(local, self.declared.shape, self.types, self.mesh)
 
     def add_gradient(self, local: Tensor) -> None:
         """Adds this rank's part of a gradient, in the stored placement."""
@@ -61,12 +66,15 @@ class StoredParameter:
 
     def publish_gradient(self) -> None:
         """Hands the step's gradient over to the parameter, unless frozen since, adding to what it holds already."""
+        wrapped, self._wrapped = self._wrapped, None
         if self.gradient is None or not self.tensor.requires_grad:
             self.gradient = None
             return
         held = self.tensor.grad
         if held is not None:
             local_part(held).add_(self.gradient)
+        elif wrapped is not None and wrapped[0] is self.gradient:
+            self.tensor.grad = wrapped[1]
         else:
             self.tensor.grad = wrap(self.gradient, self.declared.shape, self.types, self.mesh)
         self.gradient = None
@@ -118,7 +126,9 @@ class Slot:
         return self.leaf.numel() * self.parameter.declared.dtype.itemsize
 
     def allocate(self) -> None:
-        self.leaf.untyped_storage().resize_(self.num_bytes)
+        storage = self.leaf.untyped_storage()
+        if storage.nbytes() != self.num_bytes:  # torch takes new memory and copies even where the size stays
+            storage.resize_(self.num_bytes)
 
     def free(self) -> None:
         """Gives the leaf's memory back and hides the leaf, so that nobody reads it by mistake."""

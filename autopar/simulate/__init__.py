@@ -1,4 +1,4 @@
-"""Plays a plan on a device's streams: step time, what is exposed, bytes sent, memory over time."""
+"""Plays a plan on the streams of its devices: step time, what is exposed, bytes sent, memory over time."""
 
 from autopar.simulate.schedule import simulate as simulate
 from autopar.simulate.timeline import Timeline as Timeline

@@ -1,69 +1,135 @@
-"""Streams, tasks and memory over time: the event-driven core, which knows nothing of plans.
+"""Streams and tasks of one device while it makes one pass: the core, which knows nothing of plans.
 
-A task runs on the stream of a device when the tasks that it depends on have ended and the stream's earlier
-tasks have. Tasks are submitted after those they depend on, so each is placed once, in order of submission:
-streams are first-in, first-out, as on the device. While a collective is in flight on a device, its compute
-progresses `overlap_slowdown` times slower.
+A task runs on its stream when the tasks that it depends on have ended and the stream's earlier tasks have. Tasks are
+submitted after those they depend on, so each is placed once, in order of submission: streams are first-in, first-out,
+as on the device. While a collective is in flight, compute progresses `overlap_slowdown` times slower. Times count from
+the begin of the pass, which is when the compute stream is free; what is still under way then is *carried*.
+
+Where the host takes time to launch, it launches tasks in the order of submission from the begin of the pass on, ahead
+of the device when that is slower.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import NamedTuple
 
-import numpy as np
-
-Stream = tuple[int, str]  # device, name
 COMPUTE = "compute"
 
+Task = tuple[str, str, int, int, str]
+"""Stream, name, start and end in ns, kind."""
 
-class Event(NamedTuple):
-    """A task as it ran: half-open interval of nanoseconds on a stream."""
+Change = tuple[int, int, str, int]
+"""Of memory: time in ns, bytes taken or (negative) given back, kind, and moment of that time."""
 
-    stream: Stream
-    name: str
-    start_ns: int
-    end_ns: int
-    kind: str
+LAST = 0  # the number of the compute stream's latest task before the pass
+
+
+class Carried(NamedTuple):
+    """What a device has under way when a pass begins, in ns after that.
+
+    links: when each communication stream is free; in_flight: its collectives, as intervals; last_ns: how long the
+    compute stream's latest task took, which ended at 0.
+    """
+
+    links: tuple[tuple[str, int], ...] = ()
+    in_flight: tuple[tuple[int, int], ...] = ()
+    last_ns: int = 0
+
+
+class Moment(IntEnum):
+    """What happens to memory at one time, in this order.
+
+    A task ends; what several tasks have made is summed; hooks collect gradients; journeys end, which leaves shards;
+    new ones and gathers start; the next task starts.
+    """
+
+    END = 0
+    SUM = 1
+    SUMMED = 2
+    COLLECT = 3
+    COLLECTED = 4
+    ARRIVE = 5
+    ARRIVED = 6
+    SEND = 7
+    START = 8
 
 
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
-    def __init__(self, overlap_slowdown: float = 1.0) -> None:
-        self.events: list[Event] = []
+    def __init__(self, overlap_slowdown: float, carried: Carried, host_ns: int = 0, kind: str = "forward") -> None:
+        self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
+        self.allocations: list[Change] = []
+        self.free_ns = 0
+        self.last = LAST  # the compute stream's latest task
+        self.links: dict[str, int] = dict(carried.links)
+        self.in_flight = list(carried.in_flight)
         self._slowdown = overlap_slowdown
-        self._free: dict[Stream, int] = defaultdict(int)
-        self._in_flight: dict[int, list[tuple[int, int]]] = defaultdict(list)
-        self._allocations: list[tuple[int, int, str]] = []
+        self.num_carried = 1
+        self.host_ns = host_ns  # until when the host is busy launching what was submitted
+        self._kind = kind  # of the compute that waits for launches
 
-    def submit(self, stream: Stream, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()) -> int:
-        """Places a task; returns its number, to be given in `after` of those that depend on it."""
-        events = self.events
-        free = self._free[stream]
-        start, cause = free, -1
+    def carry(self, end_ns: int, kind: str) -> int:
+        """A task of an earlier pass that ends after this one has begun, to depend on."""
+        self.tasks.append(("", "", 0, end_ns, kind))
+        self.num_carried += 1
+        return len(self.tasks) - 1
+
+    def launch(self, issue_ns: int) -> None:
+        """The host launches the next task. A device that is idle until then counts as computing: it is launch-bound."""
+        if issue_ns:
+            self.host_ns += issue_ns
+            if self.host_ns > self.free_ns:
+                self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
+                self.free_ns = self.host_ns
+
+    def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0) -> int:
+        """Places a task on the compute stream; returns its number, for `after` of those that depend on it."""
+        self._kind = kind
+        self.launch(issue_ns)
+        tasks, free = self.tasks, self.free_ns
+        start, cause = free, ""
         for number in after:
-            if events[number].end_ns > start:
-                start, cause = events[number].end_ns, number
+            task = tasks[number]
+            if task[3] > start:
+                start, cause = task[3], task[4]
+        if start > free:
+            self.waited[cause] += start - free
         end = start + duration_ns
-        if stream[1] != COMPUTE:
-            self._in_flight[stream[0]].append((start, end))
-        else:
-            if cause >= 0:
-                self.waited[events[cause].kind] += start - free
-            if self._slowdown > 1.0:
-                end = self._slowed_end(stream[0], start, duration_ns)
-        self._free[stream] = end
-        events.append(Event(stream, name, start, end, kind))
-        return len(events) - 1
+        if self.in_flight and self._slowdown > 1.0:
+            end = self._slowed_end(start, duration_ns)
+        self.free_ns = end
+        self.last = len(tasks)
+        tasks.append((COMPUTE, name, start, end, kind))
+        return self.last
 
-    def _slowed_end(self, device: int, start: int, duration_ns: int) -> int:
+    def transmit(
+        self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0
+    ) -> int:
+        """Places a collective on a communication stream; returns its number."""
+        self.launch(issue_ns)
+        tasks = self.tasks
+        start = max(self.links.get(link, 0), self.host_ns)
+        for number in after:
+            end = tasks[number][3]
+            if end > start:
+                start = end
+        end = start + duration_ns
+        self.links[link] = end
+        if self._slowdown > 1.0:
+            self.in_flight.append((start, end))
+        tasks.append((link, name, start, end, kind))
+        return len(tasks) - 1
+
+    def _slowed_end(self, start: int, duration_ns: int) -> int:
         """When compute ends that makes 1/slowdown of its progress while any collective is in flight."""
         left, now = float(duration_ns), start
-        pending = [span for span in self._in_flight[device] if span[1] > start]
-        self._in_flight[device] = pending  # compute starts in order: what ended before is of no more use
+        pending = [span for span in self.in_flight if span[1] > start]
+        self.in_flight = pending  # compute starts in order: what ended before is of no more use
         for begin, end in sorted(pending):
             begin, end = max(begin, now), max(end, now)
             if left <= begin - now:
@@ -71,39 +137,22 @@ class Engine:
             left -= begin - now
             now = begin
             if left * self._slowdown <= end - now:
-                return round(now + left * self._slowdown)
+                return now + round(left * self._slowdown)
             left -= (end - now) / self._slowdown
             now = end
-        return round(now + left)
+        return now + round(left)
 
-    def allocate(self, task: int, num_bytes: int, kind: str) -> None:
-        """Memory taken when a task starts; task −1 is the begin."""
+    def later(self, first: int, second: int) -> int:
+        """The task that ends later."""
+        return max(first, second, key=lambda task: self.tasks[task][3])
+
+    def allocate(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.START) -> None:
+        """Memory taken when a task starts, or at a moment of its end."""
         if num_bytes:
-            self._allocations.append((self.events[task].start_ns if task >= 0 else 0, num_bytes, kind))
+            _, _, start, end, _ = self.tasks[task]
+            self.allocations.append((start if moment is Moment.START else end, num_bytes, kind, moment))
 
-    def release(self, task: int, num_bytes: int, kind: str) -> None:
-        """Memory given back when a task ends."""
+    def release(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.END) -> None:
+        """Memory given back at a moment of a task's end."""
         if num_bytes:
-            self._allocations.append((self.events[task].end_ns, -num_bytes, kind))
-
-    @property
-    def makespan_ns(self) -> int:
-        return max(self._free.values(), default=0)
-
-    def memory(self) -> tuple[list[tuple[int, int]], int, dict[str, int]]:
-        """(time, bytes) after each change; the peak; and what the peak consists of, by kind.
-
-        At equal times memory is given back before more is taken.
-        """
-        if not self._allocations:
-            return [(0, 0)], 0, {}
-        times = np.array([time for time, _, _ in self._allocations], dtype=np.int64)
-        deltas = np.array([delta for _, delta, _ in self._allocations], dtype=np.int64)
-        order = np.lexsort((deltas, times))
-        totals = np.cumsum(deltas[order])
-        highest = int(np.argmax(totals))
-        by_kind: dict[str, int] = defaultdict(int)
-        for position in order[: highest + 1].tolist():
-            by_kind[self._allocations[position][2]] += self._allocations[position][1]
-        series = list(zip(times[order].tolist(), totals.tolist(), strict=True))
-        return series, int(totals[highest]), {kind: size for kind, size in sorted(by_kind.items()) if size}
+            self.allocations.append((self.tasks[task][3], -num_bytes, kind, moment))

@@ -3,55 +3,77 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import NamedTuple
 
-from autopar.cost.memory import Saved, is_view, saved_values
-from autopar.cost.work import base_name
+from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
 from autopar.ir.structure import block_paths
 
-PASSING = frozenset(("add", "sub"))  # operators whose gradient is the result's gradient itself
-
 
 class NodeFacts(NamedTuple):
-    """Whether results share the operand's memory, gradients pass unchanged, and what autograd saves."""
+    """Whether results share the operand's memory, which operands' gradients do, and what autograd saves."""
 
     is_view: bool
-    passes_gradient: bool
+    passes_gradient: tuple[bool, ...]  # by operand
     saved: tuple[Saved, ...]
 
 
 class GraphFacts:
     """Facts of each node by name, and the blocks that parameters and nodes belong to."""
 
-    def __init__(self, graph: Graph) -> None:
-        self.nodes = {node.name: _node_facts(node, graph) for node in graph.nodes}
-        self.blocks = sorted(block_paths(graph), key=len, reverse=True)
+    def __init__(self, graph: Graph, device_type: str) -> None:
+        self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
+        self.blocks = block_paths(graph)
         self._block_of: dict[str, str] = {}
+        self._graph = weakref.ref(graph)
+        self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
+
+    def twins(self, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:
+        """For each node in a repeated block, the number of the distinct block and the node's place in it.
+
+        blocks: the module paths of the instances of each.
+        """
+        if self._twins is None or self._twins[0] != blocks:
+            graph = self._graph()
+            assert graph is not None, "the facts of a graph are asked for while it lives"
+            self._twins = blocks, _twins(graph, blocks)
+        return self._twins[1]
 
     def block_of(self, name: str) -> str:
         """The innermost block that a module path or parameter's name lies in; "" is the program itself."""
         known = self._block_of.get(name)
         if known is None:
-            inside = (path for path in self.blocks if name == path or name.startswith(path + "."))
-            known = self._block_of[name] = next(inside, "")
+            found = not name or name in self.blocks
+            known = self._block_of[name] = name if found else self.block_of(name.rpartition(".")[0])
         return known
 
 
-def _node_facts(node: Node, graph: Graph) -> NodeFacts:
-    passes = is_view(node) or base_name(node.op) in PASSING
-    return NodeFacts(is_view(node), passes, saved_values(node, graph))
+def _twins(graph: Graph, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:
+    number = {path: position for position, paths in enumerate(blocks) for path in paths}
+    counts: dict[str, int] = defaultdict(int)
+    found = {}
+    for node in graph.nodes:
+        path = next((path for path, _ in node.scope.path if path in number), None)
+        if path is not None:
+            found[node.name] = number[path], counts[path]
+            counts[path] += 1
+    return found
 
 
-_known: dict[int, tuple[weakref.ref[Graph], GraphFacts]] = {}
+def _node_facts(node: Node, graph: Graph, device_type: str) -> NodeFacts:
+    return NodeFacts(is_view(node, graph), passes_gradient(node, graph), saved_values(node, graph, device_type))
 
 
-def graph_facts(graph: Graph) -> GraphFacts:
-    """The graph's facts, remembered as long as it lives."""
-    key = id(graph)
+_known: dict[tuple[int, str], tuple[weakref.ref[Graph], GraphFacts]] = {}
+
+
+def graph_facts(graph: Graph, device_type: str) -> GraphFacts:
+    """The graph's facts on a kind of device, remembered as long as it lives."""
+    key = id(graph), device_type
     known = _known.get(key)
     if known is not None and known[0]() is graph:
         return known[1]
-    facts = GraphFacts(graph)
+    facts = GraphFacts(graph, device_type)
     _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), facts)
     return facts

@@ -1,9 +1,10 @@
 """When an activation's memory is taken and given back within a microbatch, forward and backward.
 
-The forward pass takes an item's memory when it runs and gives it back after its last reader, unless autograd
-saved it: then after the backward of the first item (in forward order) that saved it. In a recomputed region
-nothing but what enters it is kept; when the backward pass arrives, its items run again and their memory lives
-as without recomputation. Gradients of activations live from the first reader's backward to that of the maker.
+The forward pass takes an item's memory when it runs and gives it back when the function returns in which it has a
+name, unless autograd saved it: then after the backward of the first item (in forward order) that saved it. In a
+recomputed region nothing but what enters it is kept; when the backward pass arrives, its items run again and their
+memory lives as without recomputation. Gradients of activations live from the first reader's backward to that of the
+maker.
 """
 
 from __future__ import annotations
@@ -36,15 +37,60 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     """Plans the memory of one microbatch."""
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
+    regions = {item.region for item in program.items if item.runs_backward}
+    frames = Frames(program)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
-            _place(lifetimes, program.items, memory.owner, memory.num_bytes, readers[storage], savers[storage])
+            uses = readers[storage], savers[storage], frames.end(memory.owner, readers[storage])
+            _place(lifetimes, program.items, regions, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
-            _place(lifetimes, program.items, number, item.extra_bytes, [number], [number])
+            _place(lifetimes, program.items, regions, number, item.extra_bytes, [number], [number], number)
     if trains:
         _place_gradients(program, lifetimes.gradients)
+    _place_workspace(program, lifetimes)
     return lifetimes
+
+
+class Frames:
+    """When the functions of an emitted program return, each the forward of a unit: until then they keep variables."""
+
+    def __init__(self, program: Program) -> None:
+        self._unit_of = [item.unit for item in program.items]
+        self._enclosing = [_enclosing(path, program.units) for path in program.units]
+        self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
+        last = {unit: number for number, unit in enumerate(self._unit_of)}
+        for unit, number in last.items():
+            for around in self._enclosing[unit]:
+                self._returns[around] = max(self._returns[around], number)
+        self._ends: dict[frozenset[int], int] = {}
+
+    def end(self, owner: int, readers: list[int]) -> int:
+        """The item after which no function holds a value: the innermost that calls all who make and read it returns."""
+        units = frozenset([self._unit_of[owner], *(self._unit_of[reader] for reader in readers)])
+        if units not in self._ends:
+            shared = [set(self._enclosing[unit]) for unit in units]
+            innermost = max(set.intersection(*shared), key=lambda unit: len(self._enclosing[unit]))
+            self._ends[units] = self._returns[innermost]
+        return self._ends[units]
+
+
+def _enclosing(path: str, units: list[str]) -> list[int]:
+    """The units around one, and itself."""
+    parts = path.split(".") if path else []
+    prefixes = {".".join(parts[:count]) for count in range(len(parts) + 1)}
+    return [number for number, unit in enumerate(units) if unit in prefixes]
+
+
+def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
+    """What an item takes and gives back itself."""
+    for number, item in enumerate(program.items):
+        forward, backward = item.workspace
+        for changes, size in ((lifetimes.forward, forward), (lifetimes.recompute, forward)):
+            changes.taken[number] += size
+            changes.given[number] += size
+        lifetimes.gradients.taken[number] += backward
+        lifetimes.gradients.given[number] += backward
 
 
 def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
@@ -63,9 +109,13 @@ def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[in
 
 
 def _place(
-    lifetimes: Lifetimes, items: list[Item], owner: int, size: int, readers: list[int], savers: list[int]
-) -> None:
-    """One piece of memory: kept from the forward pass, or made again in its region, or both."""
+    lifetimes: Lifetimes, items: list[Item], regions: set[int], owner: int, size: int, readers: list[int],
+    savers: list[int], returned: int,
+) -> None:  # fmt: skip
+    """One piece of memory: kept from the forward pass, or made again in its region, or both.
+
+    regions: those that are recomputed; returned: the item after which no function holds it.
+    """
     region = items[owner].region
     kept = [number for number in savers if region < 0 or items[number].region != region]
     if region < 0:
@@ -75,19 +125,16 @@ def _place(
     if kept:
         lifetimes.backward.given[min(kept)] += size
     else:
-        lifetimes.forward.given[max(readers)] += size
-    if region < 0 or not _is_recomputed(items, region):
+        lifetimes.forward.given[max(*readers, returned)] += size
+    if region < 0 or region not in regions:
         return
     inside = [number for number in savers if items[number].region == region]
     lifetimes.recompute.taken[owner] += size
     if inside:
         lifetimes.backward.given[min(inside)] += size
     else:
-        lifetimes.recompute.given[max(n for n in readers if items[n].region == region)] += size
-
-
-def _is_recomputed(items: list[Item], region: int) -> bool:
-    return any(item.region == region and item.runs_backward for item in items)
+        held = [n for n in (*readers, returned) if items[n].region == region]
+        lifetimes.recompute.given[max(held)] += size
 
 
 def _place_gradients(program: Program, changes: Changes) -> None:
@@ -119,10 +166,10 @@ def _contribute(
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return
     if value in buffer:  # added to what is there, from memory that is given back at once
-        if not item.passes_gradient:
+        if value not in item.passing:
             changes.taken[number] += made.num_bytes
             changes.given[number] += made.num_bytes
-    elif item.passes_gradient and held:
+    elif value in item.passing and held:
         held[0][1] += 1
         buffer[value] = held[0]
     else:

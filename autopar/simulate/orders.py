@@ -14,7 +14,8 @@ from autopar.simulate.program import Bucket, Program, Slot
 class Orders:
     """Items are meant by their number in forward order; the backward pass visits them in reverse.
 
-    `begun_at`: slots whose gradient the backward pass begins there; `complete_at`: buckets complete after it;
+    `begun_at`: slots whose gradient the backward pass begins there; `ended_at`: those whose gradient is there after
+    it, and whether several items have contributed; `complete_at`: buckets complete after it;
     `home_each_ns`, `home_last_ns`: hooks of complete gradients and their copies into buckets;
     `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
     gradient of earlier microbatches.
@@ -26,6 +27,7 @@ class Orders:
     gathers: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))  # regathered, by unit
     regions: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     begun_at: dict[int, list[Slot]] = field(default_factory=lambda: defaultdict(list))
+    ended_at: dict[int, list[tuple[Slot, bool]]] = field(default_factory=lambda: defaultdict(list))
     complete_at: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
     added_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     kept_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
@@ -63,7 +65,9 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
             orders.added_ns[place] += (len(items) - 1) * pointwise_time_ns(3 * made.num_bytes, profile)
     for slot in program.slots:
         if slot.requires_grad and slot.value in readers:
-            orders.begun_at[readers[slot.value][-1]].append(slot)
+            items = readers[slot.value]
+            orders.begun_at[items[-1]].append(slot)
+            orders.ended_at[items[0]].append((slot, len(items) > 1))
             moved = slot.stored_bytes if slot.reduces_each else slot.gradient_bytes
             orders.kept_ns[readers[slot.value][0]] += pointwise_time_ns(3 * moved, profile)
             if slot.steps and profile.runtime:

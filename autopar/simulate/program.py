@@ -1,6 +1,6 @@
 """What one rank does in a microbatch, as flat lists: values, operators, conversions, parameter slots.
 
-`lower` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
+`lower_stages` reads graph and plan once, with costs from the profile; `schedule` plays the lists over microbatches.
 A *value* is a tensor in one placement. A *slot* is a stored tensor in the placement that operators use it in,
 converted once a step or around each use. *Storage* is memory: views and
 free conversions share their base's.
@@ -9,23 +9,27 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
-from autopar.cost.compute import copy_time_ns, node_time_ns, optimizer_time_ns, split_norm_time_ns
-from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes
+from autopar.cost.compute import copy_time_ns, node_issue_ns, node_time_ns, optimizer_time_ns, split_norm_time_ns
+from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
 from autopar.cost.work import operator
+from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.mesh import ranks_within_node
+from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
-from autopar.ir.plan import Plan, Storage
+from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.stages import stage_graph
+from autopar.ir.structure import region_of
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
-from autopar.simulate.facts import graph_facts
+from autopar.simulate.copies import Copies, keeps_gradient
+from autopar.simulate.facts import GraphFacts, graph_facts
 from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.traffic import inner_collectives
 
@@ -33,6 +37,8 @@ OPTIMIZER_KERNELS = {
     "cpu": 8,
     "cuda": 1,
 }  # a tensor's launches: one by one on CPUs, fused over tensors on GPUs
+
+CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
 
 class Transmission(NamedTuple):
@@ -76,11 +82,13 @@ class Item:
     outputs: tuple[int, ...]
     forward_ns: int = 0
     backward_ns: int = 0
+    issue_ns: tuple[int, int] = (0, 0)  # of the host, to launch it forward and backward
     forward: tuple[Transmission, ...] = ()
     backward: tuple[Transmission, ...] = ()
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
     inner_backward: tuple[Transmission, ...] = ()
-    passes_gradient: bool = False
+    passing: frozenset[int] = frozenset()  # inputs whose gradient is the result's own, in the same memory
+    workspace: tuple[int, int] = (0, 0)  # bytes taken for a while, forward and backward
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
     unit: int = 0
@@ -103,15 +111,14 @@ class Slot:
     is_alias: bool
     requires_grad: bool
     sizes: tuple[tuple[int, int], ...] = ()  # bytes of each step, forward and backward
+    gather_bytes: int = 0  # of copies while it is gathered: what travels packed, or does not lie as it is used
+    scatter_bytes: int = 0  # of copies while its gradient is scattered
+    shrinks: bool = field(init=False)  # its gradient is smaller at home than where it is made
+    reduces_each: bool = field(init=False)  # its gradient goes home in each microbatch
 
-    @property
-    def shrinks(self) -> bool:
-        """Whether its gradient is smaller at home than where it is made."""
-        return any(step.before.kind == "S" for step in self.steps)
-
-    @property
-    def reduces_each(self) -> bool:
-        return self.storage.regather or self.storage.reduce_each_microbatch
+    def __post_init__(self) -> None:
+        self.shrinks = any(step.before.kind == "S" for step in self.steps)
+        self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
 
 
 @dataclass(slots=True)
@@ -120,6 +127,7 @@ class Bucket:
 
     slots: list[int]
     transmissions: tuple[Transmission, ...]
+    has_buffer: bool = False  # gradients that are summed in one buffer, which is there from the first one on
     convert_ns: int = 0  # of a gather: packing and joining on the rank itself
 
 
@@ -135,42 +143,115 @@ class Program:
     gathers: list[Bucket] = field(default_factory=list)
     reductions: list[Bucket] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
+    receives: dict[str, int] = field(default_factory=dict)  # tensors of earlier stages -> value
+    sends: dict[str, int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
+    optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
 
 
-def lower(graph: Graph, plan: Plan, profile: Profile) -> Program:
-    """The rank's program under a plan. Raises PlanError when the plan lacks a redistribution."""
-    return _Lowering(graph, plan, profile).run()
+def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
+    """The program of each stage's first rank. Raises PlanError when the plan lacks a redistribution."""
+    facts = graph_facts(graph, profile.device_type)
+    prices: dict[LogicalMesh, _Prices] = {}
+    return [
+        _Lowering(
+            stage_graph(graph, plan, index), part, profile, facts, prices.setdefault(part.axes, _Prices()),
+            _sent(plan, index),
+        ).run()
+        for index, part in enumerate(plan.parts)
+    ]  # fmt: skip
+
+
+def _sent(plan: Plan, index: int) -> dict[str, Placement]:
+    """The placement that each tensor arrives in at later stages; the first counts."""
+    found: dict[str, Placement] = {}
+    for later in plan.stages[index + 1 :]:
+        found = dict(later.inputs) | found
+    return found
+
+
+class _OperatorPrice(NamedTuple):
+    """What an operator costs with some placements."""
+
+    placements: NodePlan
+    forward_ns: int
+    backward_ns: int
+    issue_ns: tuple[int, int]
+    inner: tuple[Transmission, ...]
+    inner_backward: tuple[Transmission, ...]
+    workspace: tuple[int, int]
+
+
+class _SlotPrice(NamedTuple):
+    """Bytes of a stored tensor on the way to one of its uses; fields as in `Slot`."""
+
+    stored_bytes: int
+    gradient_bytes: int
+    is_alias: bool
+    sizes: tuple[tuple[int, int], ...]
+    gather_bytes: int
+    scatter_bytes: int
+
+
+class _StoredPrice(NamedTuple):
+    """Bytes of a stored tensor, its optimizer state, what its update moves, and takes for a while."""
+
+    stored_bytes: int
+    state_bytes: int
+    moved_bytes: int
+    workspace: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Prices:
+    """What is known of equal things on equal axes: nodes by their place in a repeated block, stored tensors by form."""
+
+    operators: dict[Hashable, _OperatorPrice] = field(default_factory=dict)
+    slots: dict[Hashable, _SlotPrice] = field(default_factory=dict)
+    stored: dict[Hashable, _StoredPrice] = field(default_factory=dict)
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
+    def __init__(
+        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, prices: _Prices,
+        arriving: Mapping[str, Placement],
+    ) -> None:  # fmt: skip
         self.graph, self.plan, self.profile = graph, plan, profile
+        self.facts, self.prices, self.arriving = facts, prices, arriving
+        self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
-        self.facts = graph_facts(graph)
+        self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
         self.step_bytes: dict[object, tuple[tuple[int, int], ...]] = {}
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
-        self.trains = plan.mode == "train" and graph.loss is not None
+        self.regions: dict[str, int] = {}
+        self.trains = plan.mode == "train" and bool(graph.gradient_sources)
 
     def run(self) -> Program:
         program = self.program
         self._unit("")
         for name in self.graph.inputs:
-            self._source(name, self.plan.inputs[name])
+            if name in self.graph.received:
+                self._receive(name)
+            else:
+                self._source(name, self.plan.inputs[name])
         for item in self.graph.stored:
             self._source(item.tensor, self.plan.storage[item.tensor].placement)
         for node in self.graph.nodes:
             self._operator(node)
+        for name in self.graph.sent:
+            self._send(name)
         made = [name for name in self.graph.outputs if name in self.placements]
         program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
         if self.trains:
-            _mark_gradients(program, self.known[self.graph.loss or "", self.placements[self.graph.loss or ""]])
+            loss = self.graph.loss
+            sent = [value for value in program.sends.values() if program.values[value].differentiable]
+            _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
         self._residents()
         program.gathers = self._buckets(forward=True)
         program.reductions = self._buckets(forward=False)
@@ -219,26 +300,43 @@ class _Lowering:
         if known is not None and program.values[known].slot >= 0:
             return known
         steps = self._route(tensor, placement)
-        is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
         value = self._value(tensor, placement, storage, slot=len(program.slots))
-        stored = self.graph.stored_by_tensor[tensor]
+        stored, price = self.graph.stored_by_tensor[tensor], self._slot_price(tensor, steps, program.values[value])
         program.slots.append(
             Slot(
                 tensor=tensor,
                 value=value,
                 storage=self.plan.storage[tensor],
                 steps=steps,
-                stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.kept(tensor).itemsize,
+                stored_bytes=price.stored_bytes,
                 used_bytes=program.values[value].num_bytes,
-                gradient_bytes=math.prod(program.values[value].shape) * self.graph.kept(tensor).itemsize,
+                gradient_bytes=price.gradient_bytes,
                 unit=self._unit(stored.name),
-                is_alias=is_alias and tensor not in self.graph.kept_dtypes,
+                is_alias=price.is_alias,
                 requires_grad=stored.requires_grad and self.trains,
-                sizes=self._step_bytes(tensor, steps),
+                sizes=price.sizes,
+                gather_bytes=price.gather_bytes,
+                scatter_bytes=price.scatter_bytes,
             )
         )
         return value
+
+    def _slot_price(self, tensor: str, steps: tuple[Step, ...], value: Value) -> _SlotPrice:
+        source, kept = self.placements[tensor], self.graph.kept(tensor)
+        key = (value.shape, source, steps, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype)
+        known = self.prices.slots.get(key)
+        if known is None:
+            is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
+            known = self.prices.slots[key] = _SlotPrice(
+                stored_bytes=math.prod(self._stored_shape(tensor)) * kept.itemsize,
+                gradient_bytes=math.prod(value.shape) * kept.itemsize,
+                is_alias=is_alias and tensor not in self.graph.kept_dtypes,
+                sizes=self._step_bytes(tensor, steps),
+                gather_bytes=self.copies.gather_bytes(tensor, source, steps),
+                scatter_bytes=self.copies.scatter_bytes(tensor, source, steps),
+            )
+        return known
 
     def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
         shape, itemsize = self.shapes.shapes[tensor], self.graph.itemsizes(tensor)
@@ -275,6 +373,23 @@ class _Lowering:
 
     # Items ----------------------------------------
 
+    def _receive(self, name: str) -> None:
+        """A tensor of an earlier stage: an item without operands, which takes its memory."""
+        program, placement = self.program, self.plan.inputs[name]
+        self.placements[name] = placement
+        number = len(program.items)
+        storage = self._memory(self.shapes.local(name, placement)[1], number)
+        program.receives[name] = self._value(name, placement, storage, item=number)
+        program.items.append(Item(f"receive {name}", inputs=(), outputs=(program.receives[name],)))
+
+    def _send(self, name: str) -> None:
+        """A tensor for a later stage: an item without results, which keeps its memory until its gradient is there."""
+        program, placement = self.program, self.arriving[name]
+        value = self._operand(name, placement, 0, -1)
+        program.sends[name] = value
+        storage = program.values[value].storage
+        program.items.append(Item(f"send {name}", inputs=(value,), outputs=(), saved=(storage,)))
+
     def _conversion(self, tensor: str, target: Placement, unit: int, region: int) -> int:
         program = self.program
         source = self.known[tensor, self.placements[tensor]]
@@ -298,6 +413,8 @@ class _Lowering:
                 backward_ns=self._handling_ns(steps, sizes, 1) if backward else views[1],
                 forward=forward,
                 backward=backward,
+                passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
+                workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
                 region=region,
             )
@@ -322,34 +439,45 @@ class _Lowering:
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        values = program.values
-        forward_ns, backward_ns = node_time_ns(
-            node,
-            tuple([values[value].shape for value in inputs]),
-            tuple([values[value].shape for value in outputs]),
-            self.graph.tensors,
-            self.profile,
-        )
         saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
-        inner, inner_backward = self._inner(node)
-        if inner and self.profile.runtime and operator(node.op).family == "batch_norm":
-            forward_ns, backward_ns = split_norm_time_ns(values[inputs[0]].num_bytes, self.profile)
+        price = self._operator_price(node, placements, inputs, outputs)
         program.items.append(
             Item(
                 name=node.name,
                 inputs=tuple(dict.fromkeys(inputs)),
                 outputs=tuple(outputs),
-                forward_ns=forward_ns,
-                backward_ns=backward_ns,
-                passes_gradient=facts.passes_gradient,
-                inner=inner,
-                inner_backward=inner_backward,
+                forward_ns=price.forward_ns,
+                backward_ns=price.backward_ns,
+                issue_ns=price.issue_ns,
+                passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
+                workspace=price.workspace,
+                inner=price.inner,
+                inner_backward=price.inner_backward,
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
                 region=region,
             )
         )
+
+    def _operator_price(
+        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
+    ) -> _OperatorPrice:
+        """That of a twin in an equal block with equal placements, if one is known."""
+        key = self.twins.get(node.name, node.name)
+        known = self.prices.operators.get(key)
+        if known is None or known.placements != placements:
+            values = self.program.values
+            operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
+            times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+            issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
+            inner, inner_backward = self._inner(node)
+            if inner and self.profile.runtime and operator(node.op).family == "batch_norm":
+                times = split_norm_time_ns(values[inputs[0]].num_bytes, self.profile)
+            workspace = self._workspace(node, inputs, outputs, bool(inner))
+            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace)
+            self.prices.operators[key] = known
+        return known
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
         self.placements[name] = placement
@@ -365,6 +493,21 @@ class _Lowering:
     def _inner_transmissions(self, sent: Sequence[Inner]) -> tuple[Transmission, ...]:
         real = [inner for inner in sent if self.plan.axes[inner.axis].size > 1]
         return tuple(self._transmission(inner.collective, inner.axis, inner.priced_bytes) for inner in real)
+
+    def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
+        """What the operator takes for a while, beside its operands and results."""
+        values = self.program.values
+        if node.op in CROSS_ENTROPIES:  # sums over samples leave it as it is, those over classes do not
+            communicates = values[inputs[0]].shape[1:2] != self.graph.tensors[node.operands[0]].shape[1:2]
+        sizes = Sizes(
+            tuple([values[value].shape for value in inputs]),
+            tuple([values[value].shape for value in outputs]),
+            max((self.shapes.itemsize(name) for name in node.results), default=0),
+            tuple([values[value].differentiable for value in inputs]),
+            self.profile.device_type,
+            communicates,
+        )
+        return workspace_bytes(node.op, sizes)
 
     def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""
@@ -393,32 +536,48 @@ class _Lowering:
         return self.units[path]
 
     def _region(self, module: str) -> int:
-        """Which recomputed module path a node lies in; −1 for none. The outermost path counts."""
-        for index, path in enumerate(self.plan.recompute):
-            if not path or module == path or module.startswith(path + "."):
-                return index
-        return -1
+        """Which recomputed module path a node lies in; −1 for none."""
+        if module not in self.regions:
+            self.regions[module] = region_of(self.plan.recompute, module)
+        return self.regions[module]
 
     # What stays ----------------------------------------
 
     def _residents(self) -> None:
         """Parameters and buffers, optimizer state, this rank's inputs; and the optimizer's time."""
         held = self.program.residents
-        for name in self.graph.inputs:
+        for name in (name for name in self.graph.inputs if name not in self.graph.received):
             whole = self.graph.tensors[name]
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
             held.append((math.prod(local) * whole.itemsize, "inputs"))
-        moved = tensors = 0
+        moved = tensors = before = 0
         for item in self.graph.stored:
-            tensor, shape = self.graph.kept(item.tensor), self._stored_shape(item.tensor)
-            held.append((math.prod(shape) * tensor.itemsize, "parameters"))
+            price = self._stored_price(item.tensor)
+            held.append((price.stored_bytes, "parameters"))
             if item.requires_grad and self.trains:
-                held.append((optimizer_state_bytes(self.plan.optimizer, shape, tensor.dtype), "optimizer"))
-                moved += optimizer_moved_bytes(self.plan.optimizer, shape, tensor.dtype)
+                held.append((price.state_bytes, "optimizer"))
+                moved += price.moved_bytes
+                taken, kept = price.workspace
+                self.program.optimizer_workspace = max(self.program.optimizer_workspace, before + taken)
+                before = kept
                 tensors += 1
         if moved:
             kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
             self.program.optimizer_ns = optimizer_time_ns(moved, tensors, kernels, sharded, self.profile)
+
+    def _stored_price(self, name: str) -> _StoredPrice:
+        tensor, optimizer = self.graph.kept(name), self.plan.optimizer
+        key = (tensor.shape, tensor.dtype, self.plan.storage[name].placement)
+        known = self.prices.stored.get(key)
+        if known is None:
+            shape = self._stored_shape(name)
+            known = self.prices.stored[key] = _StoredPrice(
+                math.prod(shape) * tensor.itemsize,
+                optimizer_state_bytes(optimizer, shape, tensor.dtype),
+                optimizer_moved_bytes(optimizer, shape, tensor.dtype),
+                optimizer_workspace_bytes(optimizer, shape, tensor.dtype),
+            )
+        return known
 
     def _stored_shape(self, tensor: str) -> tuple[int, ...]:
         placement = self.plan.storage[tensor].placement
@@ -463,7 +622,8 @@ class _Lowering:
         rows = [self.program.slots[number].sizes for number in slots]
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
         sent = self._transmissions(first.steps, sizes, 0 if forward else 1)
-        return Bucket(slots, sent, self._convert_ns(slots) if forward and sent else 0)
+        has_buffer = not forward and _is_summed_first(first)
+        return Bucket(slots, sent, has_buffer, self._convert_ns(slots) if forward and sent else 0)
 
     def _convert_ns(self, slots: list[int]) -> int:
         """Small and inner-dim shards are packed, joined and copied into place; others land there."""
@@ -492,12 +652,15 @@ def _is_summed_first(slot: Slot) -> bool:
     return (step.before.kind, step.after.kind) == ("I", "R")
 
 
-def _mark_gradients(program: Program, loss: int) -> None:
-    """Which values have a gradient: those that the loss depends on and that lead to a parameter or input."""
-    program.values[loss].wants_gradient = True
+def _mark_gradients(program: Program, ends: list[int]) -> None:
+    """Which values have a gradient: those that an end (the loss, what is sent) depends on and that lead to a parameter
+    or input."""
+    for value in ends:
+        program.values[value].wants_gradient = True
     for item in reversed(program.items):
-        if not any(program.values[v].wants_gradient for v in item.outputs):
+        if not any(program.values[v].wants_gradient for v in item.outputs or item.inputs):
             continue
+        item.runs_backward = item.runs_backward or not item.inputs or not item.outputs
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True

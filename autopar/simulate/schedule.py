@@ -1,287 +1,268 @@
-"""Plays a lowered program over the microbatches of a step on one rank's streams.
+"""Plays a step: each submesh makes its passes in the schedule's order, tensors travel between stages.
 
-Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the
-unit before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon
-as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
-link level queue.
+A pass (`player`) begins when the submesh has made the one before and what it reads has arrived. What a rank sends to
+another stage queues on its stream to the level of link that joins the two; it does not disturb collectives.
+Gradients of tied parameters are summed over their stages once all of them are home. Then the optimizer runs.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
-from autopar.simulate.engine import COMPUTE, Engine
-from autopar.simulate.lifetime import Changes, find_lifetimes
-from autopar.simulate.orders import find_orders
-from autopar.simulate.program import Bucket, Item, Slot, Transmission, lower
-from autopar.simulate.timeline import Timeline
+from autopar.simulate.engine import Carried
+from autopar.simulate.passes import Turn, turns
+from autopar.simulate.player import Pass, PassKind, Player, Standing
+from autopar.simulate.program import lower_stages
+from autopar.simulate.timeline import Lane, Piece, Timeline
+from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers
 
-ROOT = 0  # the unit of parameters that belong to no block
-WORK = ("forward", "backward", "recompute")
+WORK = ("forward", "backward")
+TIED = "gradient all_reduce"
 
 
-def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
+def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True) -> Timeline:
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
-    In a plan of one stage every rank does the same; simulated is rank 0, which has the longest slices.
-    Raises PlanError for a plan that lacks a redistribution.
+    graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
+    its first, which has the longest slices. sums_early: gradients are summed over ranks while the backward pass
+    goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
+    that lacks a redistribution.
     """
-    player = Player(graph, plan, profile.shared_by(plan.mesh.devices_per_node))
-    player.begin_step()
-    for microbatch in range(plan.microbatches):
-        player.forward()
-        if player.trains:
-            player.backward(microbatch)
-        player.end_microbatch()
-    if player.trains:
-        player.optimize()
-    return player.timeline()
+    step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
+    step.run()
+    return step.timeline()
 
 
-class Player:
-    """One rank's state while its program is played."""
+class _Arrival(NamedTuple):
+    """When a tensor is there, and for how long it has been under way."""
 
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile, rank: int = 0) -> None:
+    time_ns: int
+    travelled_ns: int
+
+
+@dataclass(eq=False)
+class _Submesh:
+    """A rank's streams in absolute time: when each is free, what is in flight, what was played, what waited for."""
+
+    ranks: range
+    stages: list[int]
+    turns: list[Turn] = field(default_factory=list)
+    free_ns: int = 0
+    last_ns: int = 0
+    links: dict[str, int] = field(default_factory=dict)
+    sends: dict[str, int] = field(default_factory=dict)
+    in_flight: list[tuple[int, int]] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)
+    spent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    bubble_ns: int = 0
+
+    def carried(self, now: int) -> Carried:
+        links = tuple(sorted((link, end - now) for link, end in self.links.items() if end > now))
+        in_flight = tuple((begin - now, end - now) for begin, end in self.in_flight if end > now)
+        return Carried(links, in_flight, self.last_ns)
+
+    def take(self, done: Pass, begin: int, label: str) -> None:
+        """Adds a pass that began then."""
+        self.free_ns = begin + done.length_ns
+        self.last_ns = done.last_ns
+        self.links.update((link, begin + end) for link, end in done.links.items())
+        self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
+        self.pieces.append(Piece(begin, label, done.tasks, done.allocations))
+        for total, part in ((self.spent, done.spent), (self.waited, done.waited), (self.sent, done.sent)):
+            for kind, amount in part.items():
+                total[kind] += amount
+
+    @property
+    def end_ns(self) -> int:
+        """When all of its streams are free."""
+        return max([self.free_ns, *self.links.values(), *self.sends.values()])
+
+
+@dataclass(eq=False)
+class _Progress:
+    """How far a stage is: what it has under way in absolute time, how many passes it has made of each direction."""
+
+    player: Player
+    standing: Standing = field(default_factory=Standing)
+    made: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+
+    def at(self, now: int) -> Standing:
+        old = self.standing
+        ready = tuple((value, end - now, kind) for value, end, kind in old.ready if end > now)
+        home = tuple((end - now, kind) for end, kind in old.home if end > now)
+        arriving = tuple((unit, max(0, end - now), size) for unit, end, size in old.arriving)
+        journeys = tuple(journey._replace(task=max(0, journey.task - now)) for journey in old.journeys)
+        return old._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
+
+    def take(self, done: Pass, begin: int) -> None:
+        new = done.standing
+        ready = tuple((value, end + begin, kind) for value, end, kind in new.ready)
+        arriving = tuple((unit, end + begin, size) for unit, end, size in new.arriving)
+        if done.kind.name == "forward":  # leaves gradients as they are
+            old = self.standing
+            self.standing = old._replace(ready=ready, live=new.live, pinned=new.pinned, arriving=arriving)
+            return
+        journeys = tuple(journey._replace(task=journey.task + begin) for journey in new.journeys)
+        home = tuple((end + begin, kind) for end, kind in new.home)
+        self.standing = new._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
+
+
+class _Step:
+    def __init__(self, graph: Graph, plan: Plan, profile: Profile, sums_early: bool) -> None:
+        self.plan = plan
         self.trains = plan.mode == "train" and graph.loss is not None
-        self.rank, self.plan = rank, plan
-        self.program = lower(graph, plan, profile)
-        self.orders = find_orders(self.program, profile)
-        self.lifetimes = find_lifetimes(self.program, self.trains)
-        self.engine = Engine(profile.facts.overlap_slowdown)
-        self.comm_bytes: dict[str, int] = defaultdict(int)
-        self._compute = (rank, COMPUTE)
-        self._last = -1  # the latest task on the compute stream
-        self._ready: dict[int, int] = {}  # value -> the task after which it is there
-        self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
-        self._live: set[int] = set()  # units whose regathered parameters are in place or under way
-        self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
-        self._held: set[str] = set()  # stored tensors that have memory for their gradient
-        self._home: list[int] = []  # the tasks that bring gradients home
+        programs = lower_stages(graph, plan, profile)
+        self.stages = [_Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
+        self.submeshes = _submeshes(plan)
+        self.transfers = find_transfers(plan, programs, profile)
+        self.ties = find_ties(graph, plan, programs, profile) if self.trains else []
+        self.home_of = {stage: submesh for submesh in self.submeshes for stage in submesh.stages}
+        self.arrived: dict[Turn, list[_Arrival]] = defaultdict(list)
+        orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
+        for submesh, order in zip(self.submeshes, orders, strict=True):
+            submesh.turns = order
 
-    # Passes ----------------------------------------
+    def run(self) -> None:
+        """The whole step."""
+        for submesh in self.submeshes:
+            for stage in submesh.stages:
+                self._play(submesh, stage, PassKind("begin"), 0, "")
+        waiting = [(submesh, iter([*submesh.turns, None])) for submesh in self.submeshes]
+        heads = [next(order) for _, order in waiting]
+        while any(head is not None for head in heads):
+            stuck = True
+            for position, (submesh, order) in enumerate(waiting):
+                while (turn := heads[position]) is not None and self._is_possible(turn):
+                    self._take_turn(submesh, turn)
+                    heads[position], stuck = next(order), False
+            assert not stuck, f"the schedule {self.plan.schedule!r} waits for itself at {heads}"
+        if self.trains:
+            self._end_step()
 
-    def begin_step(self) -> None:
-        """Residents, and the parameters that are converted once a step."""
-        for num_bytes, kind in self.program.residents:
-            self.engine.allocate(-1, num_bytes, kind)
-        for bucket in self.program.gathers:
-            if not self.program.slots[bucket.slots[0]].storage.regather:
-                self._convert(bucket, ())
+    def _is_possible(self, turn: Turn) -> bool:
+        return len(self.arrived.get(turn, ())) == self.transfers.num_awaited(turn.stage, turn.is_forward)
 
-    def forward(self) -> None:
-        """One microbatch forward."""
-        self._launched.clear()
-        self._launch(ROOT)
-        if self.orders.visits:
-            self._launch(self.orders.visits[0])
-        current = ROOT
-        for number, item in enumerate(self.program.items):
-            if item.unit not in (current, ROOT):
-                current = item.unit
-                self._enter(current, +1)
-            self._run(number, item, "forward", self.lifetimes.forward)
-            if number == self.orders.last[item.unit] and item.unit != ROOT:
-                self._release(item.unit)
+    def _take_turn(self, submesh: _Submesh, turn: Turn) -> None:
+        """A forward or backward pass, and the sending of what it makes for others."""
+        begin = self._wait(submesh, self.arrived.pop(turn, []))
+        stage, direction = self.stages[turn.stage], turn.is_forward
+        stage.made[direction] += 1
+        number = stage.made[direction]
+        is_last = not direction and number == self.plan.microbatches
+        kind = PassKind("forward") if direction else PassKind("backward", number == 1, is_last)
+        label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
+        done = self._play(submesh, turn.stage, kind, begin, label)
+        for transfer in self.transfers.of(turn.stage, direction):
+            ready = begin + max(done.ready_ns[name] for name in transfer.names)
+            self._send(submesh, transfer, ready, turn.microbatch, label)
 
-    def backward(self, microbatch: int) -> None:
-        """One microbatch backward, from the loss."""
-        self._launched.clear()
-        current, recomputed = ROOT, set()
-        for number in range(len(self.program.items) - 1, -1, -1):
-            item = self.program.items[number]
-            if not item.runs_backward:
-                continue
-            if item.unit not in (current, ROOT):
-                current = item.unit
-                self._enter(current, -1)
-            if item.region >= 0 and item.region not in recomputed:
-                recomputed.add(item.region)
-                self._recompute(item.region)
-            self._run_backward(number, item, microbatch)
-            if number == self.orders.first[item.unit] and item.unit != ROOT:
-                self._release(item.unit)
+    def _wait(self, submesh: _Submesh, arrivals: Sequence[_Arrival]) -> int:
+        """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
+        latest = max(arrivals, default=_Arrival(0, 0))
+        idle = max(0, latest.time_ns - submesh.free_ns)
+        travelling = min(idle, latest.travelled_ns)
+        if travelling:
+            submesh.waited["send"] += travelling
+        submesh.bubble_ns += idle - travelling
+        return submesh.free_ns + idle
 
-    def end_microbatch(self) -> None:
-        """Forgets the microbatch's values."""
-        for unit in list(self._live):
-            self._release(unit)
-        slots = {slot.value for slot in self.program.slots}
-        self._gradients = defaultdict(list, {v: t for v, t in self._gradients.items() if v in slots})
+    def _play(self, submesh: _Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
+        progress = self.stages[stage]
+        done = progress.player.play(kind, submesh.carried(begin), progress.at(begin))
+        submesh.take(done, begin, label)
+        progress.take(done, begin)
+        return done
 
-    def optimize(self) -> None:
-        """Waits until all gradients are home, then updates the parameters."""
-        self._submit("optimizer", "optimizer", self.program.optimizer_ns, self._home)
+    def _send(self, submesh: _Submesh, transfer: Transfer, ready: int, microbatch: int, label: str) -> None:
+        end = ready
+        if transfer.link:
+            start = max(ready, submesh.sends.get(transfer.link, 0))
+            end = submesh.sends[transfer.link] = start + transfer.duration_ns
+            task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
+            submesh.pieces.append(Piece(start, label, [task], []))
+            submesh.sent["send"] += transfer.num_bytes
+        turn = Turn(transfer.target, transfer.is_forward, microbatch)
+        self.arrived[turn].append(_Arrival(end, end - ready))
 
-    # Items ----------------------------------------
+    # The end of a step ----------------------------------------
 
-    def _run(self, number: int, item: Item, kind: str, memory: Changes) -> None:
-        ready = self._ready
-        after = [ready[value] for value in item.inputs if value in ready]
-        if item.forward:
-            handled = [self._submit(item.name, kind, item.forward_ns, after)] if item.forward_ns else after
-            first, last = self._transmit(item.name, "activation", item.forward, handled)
-        else:
-            first = last = self._submit(item.name, kind, item.forward_ns, after)
-        if item.inner:
-            _, last = self._transmit(item.name, "operator", item.inner, [last])
-        for value in item.outputs:
-            ready[value] = last
-        self._change(memory, number, first, last, "activations")
+    def _end_step(self) -> None:
+        for tie in self.ties:
+            self._sum_tied(tie)
+        for submesh in self.submeshes:
+            for stage in submesh.stages:
+                self._play(submesh, stage, PassKind("optimizer"), submesh.free_ns, "")
 
-    def _run_backward(self, number: int, item: Item, microbatch: int) -> None:
-        after = [task for value in item.outputs for task in self._gradients[value]]
-        added = self.orders.added_ns.get(number, 0)
-        if microbatch:
-            added += self.orders.kept_ns.get(number, 0)
-        added += self.orders.home_ns(number, microbatch == self.plan.microbatches - 1)
-        if item.backward:
-            own = item.backward_ns + added
-            handled = [self._submit(item.name, "backward", own, after)] if own else after
-            first, last = self._transmit(item.name, "activation", item.backward, handled)
-        else:
-            after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
-            first = last = self._submit(item.name, "backward", item.backward_ns + added, after)
-        if item.inner_backward:
-            _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
-        for value in item.inputs:
-            if self.program.values[value].wants_gradient:
-                self._gradients[value].append(last)
-        self._change(self.lifetimes.backward, number, first, last, "activations")
-        self._change(self.lifetimes.gradients, number, first, last, "activation gradients")
-        for slot in self.orders.begun_at.get(number, ()):
-            self._begin_gradient(slot, first, microbatch)
-        for bucket in self.orders.complete_at.get(number, ()):
-            self._send_home(bucket, microbatch)
+    def _sum_tied(self, tie: Tie) -> None:
+        """An all-reduce between the stages that keep a tensor, once the last gradient is home on all of them."""
+        members = {self.home_of[stage].ranks.start: self.home_of[stage] for stage in tie.stages}.values()
+        for submesh in members:
+            self._wait_for_home(submesh)
+        start = max(submesh.free_ns for submesh in members)
+        for submesh in members:
+            submesh.bubble_ns += start - submesh.free_ns
+            submesh.waited[TIED] += tie.duration_ns
+            submesh.free_ns = submesh.links[tie.link] = start + tie.duration_ns
+            task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
+            submesh.pieces.append(Piece(start, "", [task], []))
+            submesh.sent["all_reduce"] += tie.num_bytes
 
-    def _recompute(self, region: int) -> None:
-        for number in self.orders.regions[region]:
-            self._run(number, self.program.items[number], "recompute", self.lifetimes.recompute)
-
-    def _change(self, changes: Changes, number: int, first: int, last: int, kind: str) -> None:
-        self.engine.allocate(first, changes.taken.get(number, 0), kind)
-        self.engine.release(last, changes.given.get(number, 0), kind)
-
-    def _submit(self, name: str, kind: str, duration_ns: int, after: Iterable[int]) -> int:
-        self._last = self.engine.submit(self._compute, name, kind, duration_ns, after)
-        return self._last
-
-    def _transmit(
-        self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
-    ) -> tuple[int, int]:
-        """Collectives one after another; the first and the last task."""
-        tasks: list[int] = []
-        for sent in transmissions:
-            stream = (self.rank, sent.level)
-            kind = f"{purpose} {sent.collective}"
-            tasks.append(self.engine.submit(stream, name, kind, sent.duration_ns, tasks[-1:] or after))
-            self.comm_bytes[sent.collective] += sent.num_bytes
-        return tasks[0], tasks[-1]
-
-    # Parameters ----------------------------------------
-
-    def _enter(self, unit: int, direction: int) -> None:
-        """A unit begins: its parameters must be under way, and its neighbour's start now."""
-        self._launch(unit)
-        neighbour = self.orders.visits.index(unit) + direction
-        if 0 <= neighbour < len(self.orders.visits):
-            self._launch(self.orders.visits[neighbour])
-
-    def _launch(self, unit: int) -> None:
-        if unit not in self._launched and unit not in self._live and self.orders.gathers.get(unit):
-            self._launched.add(unit)
-            self._live.add(unit)
-            for bucket in self.orders.gathers[unit]:
-                self._convert(bucket, [self._last] if self._last >= 0 else ())
-
-    def _convert(self, bucket: Bucket, after: Iterable[int]) -> None:
-        """Brings a bucket's slots from the stored placement to the used one."""
-        slots = [self.program.slots[number] for number in bucket.slots]
-        copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
-        if not bucket.transmissions:
-            self.engine.allocate(self._last, copied, "gathered")
-            return
-        if bucket.convert_ns:
-            after = [self._submit(f"{slots[0].tensor} packed", "forward", bucket.convert_ns, ())]
-        name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
-        first, last = self._transmit(name, "parameter", bucket.transmissions, after)
-        self.engine.allocate(first, copied, "gathered")
-        for slot in slots:
-            self._ready[slot.value] = last
-
-    def _release(self, unit: int) -> None:
-        if unit not in self._live:
-            return
-        self._live.discard(unit)
-        for bucket in self.orders.gathers[unit]:
-            slots = [self.program.slots[number] for number in bucket.slots]
-            copied = sum(slot.used_bytes for slot in slots if not slot.is_alias)
-            self.engine.release(self._last, copied, "gathered")
-
-    # Gradients ----------------------------------------
-
-    def _is_transient(self, slot: Slot, microbatch: int) -> bool:
-        """Whether a slot's gradient is made in memory of its own, to be sent or added from there."""
-        return slot.shrinks or (slot.reduces_each and microbatch > 0)
-
-    def _begin_gradient(self, slot: Slot, task: int, microbatch: int) -> None:
-        if self._is_transient(slot, microbatch):
-            if microbatch == 0 or slot.reduces_each:
-                self.engine.allocate(task, slot.gradient_bytes, "gradients under way")
-        else:
-            self._hold_gradient(slot, task)
-
-    def _hold_gradient(self, slot: Slot, task: int) -> None:
-        if slot.tensor not in self._held:
-            self._held.add(slot.tensor)
-            self.engine.allocate(task, slot.stored_bytes, "gradients")
-
-    def _send_home(self, bucket: Bucket, microbatch: int) -> None:
-        slots = [self.program.slots[number] for number in bucket.slots]
-        if not slots[0].reduces_each and microbatch < self.plan.microbatches - 1:
-            return
-        after = [task for slot in slots for task in self._gradients.pop(slot.value, ())]
-        first = last = max(after)
-        if bucket.transmissions:
-            name = f"gradient of {slots[0].tensor}"
-            first, last = self._transmit(name, "gradient", bucket.transmissions, after)
-            self._home.append(last)
-        for slot in slots:
-            self._hold_gradient(slot, first)
-            if self._is_transient(slot, microbatch):
-                self.engine.release(last, slot.gradient_bytes, "gradients under way")
+    def _wait_for_home(self, submesh: _Submesh) -> None:
+        """Compute stands still until the submesh's gradients are home."""
+        for stage in submesh.stages:
+            for end, kind in self.stages[stage].standing.home:
+                submesh.waited[kind] += max(0, end - submesh.free_ns)
+                submesh.free_ns = max(end, submesh.free_ns)
 
     # Result ----------------------------------------
 
     def timeline(self) -> Timeline:
         """Everything that was played."""
-        engine = self.engine
-        spent: dict[str, int] = defaultdict(int)
-        for event in engine.events:
-            if event.stream[1] == COMPUTE:
-                spent[event.kind] += event.end_ns - event.start_ns
-        compute = sum(spent[kind] for kind in WORK)
-        idle = engine.makespan_ns - compute - spent["optimizer"]
-        series, peak, at_peak = engine.memory()
-        return Timeline(
-            events=tuple(engine.events),
-            step_time_ns=engine.makespan_ns,
-            breakdown=Breakdown(compute, idle, spent["optimizer"], 0),
-            exposed=self._exposed(idle),
-            memory=tuple(series),
-            peak_bytes=peak,
-            memory_at_peak=at_peak,
-            comm_bytes=dict(sorted(self.comm_bytes.items())),
-        )
+        makespan = max(submesh.end_ns for submesh in self.submeshes)
+        lanes = tuple(_lane(submesh, makespan) for submesh in self.submeshes)
+        last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
+        most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
+        return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
 
-    def _exposed(self, idle: int) -> dict[str, int]:
-        """Compute's idle time by the kind of communication that it waited for; the rest ended the step."""
-        waited = dict(self.engine.waited)
-        rest = idle - sum(waited.values())
-        if rest:
-            last = max(self.engine.events, key=lambda event: event.end_ns)
-            waited[last.kind] = waited.get(last.kind, 0) + rest
-        return {kind: spent for kind, spent in sorted(waited.items()) if spent}
+
+def _submeshes(plan: Plan) -> list[_Submesh]:
+    """In the order of their first stages."""
+    if not plan.stages:
+        return [_Submesh(range(plan.mesh.num_devices), [0])]
+    found: dict[int, _Submesh] = {}
+    for number, stage in enumerate(plan.stages):
+        found.setdefault(stage.first_rank, _Submesh(stage.ranks, [])).stages.append(number)
+    return list(found.values())
+
+
+def _lane(submesh: _Submesh, makespan: int) -> Lane:
+    """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
+    waited = dict(submesh.waited)
+    tail = submesh.end_ns - submesh.free_ns
+    if tail:
+        kind = _last_kind(submesh.pieces)
+        waited[kind] = waited.get(kind, 0) + tail
+    exposed = {kind: spent for kind, spent in sorted(waited.items()) if spent}
+    spent: Mapping[str, int] = submesh.spent
+    breakdown = Breakdown(
+        compute_ns=sum(spent.get(kind, 0) for kind in WORK),
+        recompute_ns=spent.get("recompute", 0),
+        exposed_communication_ns=sum(exposed.values()),
+        bubble_ns=submesh.bubble_ns + makespan - submesh.end_ns,
+        optimizer_ns=spent.get("optimizer", 0),
+    )
+    return Lane(submesh.ranks, tuple(submesh.pieces), breakdown, exposed, dict(sorted(submesh.sent.items())))
+
+
+def _last_kind(pieces: Sequence[Piece]) -> str:
+    """The kind of the task that ends last."""
+    ends = ((piece.begin_ns + task[3], -number, task[4]) for number, piece in enumerate(pieces) for task in piece.tasks)
+    return max(ends)[2]

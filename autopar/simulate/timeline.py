@@ -6,44 +6,133 @@ import json
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from autopar.ir.plan import Breakdown, Prediction
-from autopar.simulate.engine import COMPUTE, Event, Stream
+from autopar.simulate.engine import COMPUTE, Change, Task
+
+Stream = tuple[int, str]  # rank, name
+Changes = list[Change]
 
 
-@dataclass(frozen=True)
+class Event(NamedTuple):
+    """A task as it ran: half-open interval of nanoseconds on a stream of a rank."""
+
+    stream: Stream
+    name: str
+    start_ns: int
+    end_ns: int
+    kind: str
+
+
+class Piece(NamedTuple):
+    """Tasks and changes of memory whose times count from `begin_ns`; the same lists may stand for several pieces."""
+
+    begin_ns: int
+    label: str
+    tasks: list[Task]
+    changes: Changes
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """What one rank did; the other ranks of its submesh do the same."""
+
+    ranks: range
+    pieces: tuple[Piece, ...]
+    breakdown: Breakdown
+    exposed: Mapping[str, int]
+    comm_bytes: Mapping[str, int]
+
+    @cached_property
+    def _memory(self) -> tuple[tuple[tuple[int, int], ...], int, dict[str, int]]:
+        return _played_memory(self.pieces)
+
+    @property
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        """(ns, bytes) after each change."""
+        return self._memory[0]
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._memory[1]
+
+    @property
+    def memory_at_peak(self) -> dict[str, int]:
+        """Bytes by kind."""
+        return self._memory[2]
+
+
+@dataclass(frozen=True, eq=False)
 class Timeline:
-    """One training step (or inference batch) of each simulated rank.
+    """One training step (or inference batch): a lane for each submesh of equal ranks.
 
-    `exposed` says by kind of communication how long compute stood still for it; `memory` is the number of
-    bytes after each change; `comm_bytes` is what a rank hands to each collective in a step.
+    breakdown, exposed: of the lane that ends last. `exposed` says by kind of communication how long compute stood
+    still for it. peak_bytes, memory, memory_at_peak: of the lane with the highest peak. comm_bytes: what a rank hands
+    to each collective in a step, of the lane that sends most.
     """
 
-    events: tuple[Event, ...]
+    lanes: tuple[Lane, ...]
     step_time_ns: int
     breakdown: Breakdown
     exposed: Mapping[str, int]
-    memory: tuple[tuple[int, int], ...]
-    peak_bytes: int
-    memory_at_peak: Mapping[str, int]
     comm_bytes: Mapping[str, int]
+
+    @cached_property
+    def _fullest(self) -> Lane:
+        return max(self.lanes, key=lambda lane: lane.peak_bytes)
+
+    @property
+    def memory(self) -> tuple[tuple[int, int], ...]:
+        return self._fullest.memory
+
+    @property
+    def peak_bytes(self) -> int:
+        return self._fullest.peak_bytes
+
+    @property
+    def memory_at_peak(self) -> Mapping[str, int]:
+        return self._fullest.memory_at_peak
+
+    @cached_property
+    def events(self) -> tuple[Event, ...]:
+        """Every task of every lane."""
+        return tuple(
+            Event(
+                (lane.ranks.start, stream), f"{name}{piece.label}", piece.begin_ns + start, piece.begin_ns + end, kind
+            )
+            for lane in self.lanes
+            for piece in lane.pieces
+            for stream, name, start, end, kind in piece.tasks
+        )
 
     def work_ns(self) -> dict[Stream, int]:
         """How long each stream was busy."""
         busy: dict[Stream, int] = defaultdict(int)
-        for event in self.events:
-            busy[event.stream] += event.end_ns - event.start_ns
+        known: dict[int, dict[str, int]] = {}
+        for lane in self.lanes:
+            for piece in lane.pieces:
+                if id(piece.tasks) not in known:
+                    known[id(piece.tasks)] = _work(piece.tasks)
+                for stream, spent in known[id(piece.tasks)].items():
+                    busy[lane.ranks.start, stream] += spent
         return dict(busy)
 
     def to_chrome(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format (microseconds), which Perfetto and chrome://tracing open."""
+        """The timeline in the Trace Event Format (microseconds), which Perfetto and chrome://tracing open.
+
+        A process for each lane, with a thread for each of its streams and its memory as a counter.
+        """
         streams = sorted({event.stream for event in self.events}, key=lambda s: (s[0], s[1] != COMPUTE, s[1]))
-        lanes = {stream: lane for lane, stream in enumerate(streams)}
-        names = [_lane_name(stream, lane) for stream, lane in lanes.items()]
-        spans = [_span(event, lanes[event.stream]) for event in self.events if event.end_ns > event.start_ns]
-        return {"traceEvents": [*names, *spans, *map(_memory_sample, self.memory)], "displayTimeUnit": "ms"}
+        threads = {stream: number for number, stream in enumerate(streams)}
+        names = [name for lane in self.lanes for name in _lane_names(lane, threads)]
+        spans = [_span(event, threads[event.stream]) for event in self.events if event.end_ns > event.start_ns]
+        samples = [_memory_sample(lane, *sample) for lane in self.lanes for sample in lane.memory]
+        return {"traceEvents": [*names, *spans, *samples], "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
         """Writes the timeline for Perfetto."""
@@ -62,23 +151,64 @@ def predict(timeline: Timeline) -> Prediction:
     )
 
 
-def _lane_name(stream: Stream, lane: int) -> dict[str, Any]:
-    device, name = stream
-    return {"ph": "M", "name": "thread_name", "pid": device, "tid": lane, "args": {"name": name}}
+def _work(tasks: list[Task]) -> dict[str, int]:
+    busy: dict[str, int] = defaultdict(int)
+    for stream, _, start, end, _ in tasks:
+        busy[stream] += end - start
+    return busy
 
 
-def _span(event: Event, lane: int) -> dict[str, Any]:
+def _played_memory(pieces: tuple[Piece, ...]) -> tuple[tuple[tuple[int, int], ...], int, dict[str, int]]:
+    """(ns, bytes) after each change; the peak; and what the peak consists of, by kind.
+
+    At equal times changes go by their moments; at equal moments memory is given back before more is taken.
+    """
+    kinds: dict[str, int] = {}
+    known: dict[int, tuple[Any, ...]] = {}
+    for piece in pieces:
+        if id(piece.changes) not in known:
+            rows = [(time, size, kinds.setdefault(kind, len(kinds)), at) for time, size, kind, at in piece.changes]
+            known[id(piece.changes)] = tuple(np.array(rows, dtype=np.int64).reshape(-1, 4).T)
+    found = [(piece.begin_ns, known[id(piece.changes)]) for piece in pieces]
+    times = np.concatenate([begin + columns[0] for begin, columns in found]) if found else np.zeros(0, np.int64)
+    if not len(times):
+        return ((0, 0),), 0, {}
+    sizes, numbers, moments = (np.concatenate([columns[which] for _, columns in found]) for which in (1, 2, 3))
+    order = np.lexsort((sizes, moments, times))
+    totals = np.cumsum(sizes[order])
+    highest = int(np.argmax(totals))
+    at_peak = np.zeros(len(kinds), np.int64)
+    np.add.at(at_peak, numbers[order[: highest + 1]], sizes[order[: highest + 1]])
+    by_kind = {kind: int(at_peak[number]) for kind, number in sorted(kinds.items()) if at_peak[number]}
+    series = tuple(zip(times[order].tolist(), totals.tolist(), strict=True))
+    return series, int(totals[highest]), by_kind
+
+
+def _lane_names(lane: Lane, threads: Mapping[Stream, int]) -> list[dict[str, Any]]:
+    first, last = lane.ranks.start, lane.ranks.stop - 1
+    text = f"rank {first}" if first == last else f"ranks {first} to {last}"
+    process = {"ph": "M", "name": "process_name", "pid": first, "tid": 0, "args": {"name": text}}
+    own = [(name, number) for (rank, name), number in threads.items() if rank == first]
+    return [
+        process,
+        *(
+            {"ph": "M", "name": "thread_name", "pid": first, "tid": number, "args": {"name": name}}
+            for name, number in own
+        ),
+    ]
+
+
+def _span(event: Event, thread: int) -> dict[str, Any]:
     return {
         "ph": "X",
         "name": event.name,
         "cat": event.kind,
         "pid": event.stream[0],
-        "tid": lane,
+        "tid": thread,
         "ts": event.start_ns / 1000,
         "dur": (event.end_ns - event.start_ns) / 1000,
     }
 
 
-def _memory_sample(sample: tuple[int, int]) -> dict[str, Any]:
-    time, size = sample
-    return {"ph": "C", "name": "memory", "pid": 0, "ts": time / 1000, "args": {"bytes": size}}
+def _memory_sample(lane: Lane, time_ns: int, size: int) -> dict[str, Any]:
+    return {"ph": "C", "name": "memory", "pid": lane.ranks.start, "ts": time_ns / 1000, "args": {"bytes": size}}

@@ -1,7 +1,7 @@
 """The bytes that one rank hands to each collective in a step, exactly as the emitted program sends them.
 
 Activations: each redistribution once a microbatch, both directions where a gradient flows. Parameters: once a step;
-gathered again for the backward pass, each microbatch, when regathered inside a block (the root block keeps its own).
+regathered ones as often as `regathering` counts, each microbatch.
 Operators that communicate inside add what they declare. Byte conventions: `ir.redistribution.transfer_bytes`.
 """
 
@@ -13,10 +13,11 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.structure import block_paths, computed_once, is_cut
+from autopar.ir.structure import computed_once, is_cut, region_of
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication
+from autopar.simulate.regathering import Regathering
 
 
 def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
@@ -40,12 +41,13 @@ def _moved(graph: Graph, plan: Plan) -> Counter[str]:
     """What redistributions send."""
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
-    units, once = block_paths(graph), computed_once(graph, plan)
+    once = computed_once(graph, plan)
     reached = _reached(graph) if plan.mode == "train" else set()
+    regathering = Regathering(graph, plan, reached)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         name = redistribute.tensor
-        forward, backward = _step_counts(graph, plan, redistribute, units, reached, once)
+        forward, backward = _step_counts(graph, plan, redistribute, regathering, reached, once)
         if (name, redistribute.target) in counted:
             forward += plan.microbatches
         _add(counts, graph, plan, name, placements[name], redistribute.steps, forward, backward)
@@ -58,7 +60,9 @@ def _inside(graph: Graph, plan: Plan) -> Counter[str]:
     reached = _reached(graph) if plan.mode == "train" else set()
     for node in graph.nodes:
         forward, backward = inner_collectives(graph, node, plan)
-        for inner in [*forward, *([] if reached.isdisjoint(node.results) else backward)]:
+        trains = not reached.isdisjoint(node.results)
+        again = trains and region_of(plan.recompute, node.scope.module) >= 0
+        for inner in [*forward, *(forward if again else []), *(backward if trains else [])]:
             counts[inner.collective] += inner.num_bytes * plan.microbatches
         if plan.microbatches > 1:  # once for all of them
             for inner in count_of_targets(Call(graph, node), plan.nodes[node.name].operands):
@@ -74,9 +78,9 @@ def _placements(graph: Graph, plan: Plan) -> dict[str, Placement]:
 
 
 def _reached(graph: Graph) -> set[str]:
-    """The tensors whose gradient the backward pass computes: those that the loss depends on, but for what is cut off
-    by a comparison or a detached value."""
-    found = {graph.loss} if graph.loss is not None else set()
+    """The tensors whose gradient the backward pass computes: those that the loss (or what a stage sends) depends on,
+    but for what is cut off by a comparison or a detached value."""
+    found = set(graph.gradient_sources)
     for node in reversed(graph.nodes):
         if not found.isdisjoint(node.results):
             found.update(name for name in node.operands if graph.tensors[name].differentiable)
@@ -84,7 +88,7 @@ def _reached(graph: Graph) -> set[str]:
 
 
 def _step_counts(
-    graph: Graph, plan: Plan, redistribute: Redistribute, units: set[str], reached: set[str], once: set[str]
+    graph: Graph, plan: Plan, redistribute: Redistribute, regathering: Regathering, reached: set[str], once: set[str]
 ) -> tuple[int, int]:
     """How often a step a redistribution runs forward and backward."""
     name = redistribute.tensor
@@ -93,13 +97,10 @@ def _step_counts(
     if name in once and not is_cut(plan, redistribute.target):
         return 1, 0  # in the first step; the later ones keep the result
     if stored is None or stored.kind != "parameter":
-        return plan.microbatches, plan.microbatches if trains else 0
+        again = trains and _is_recomputed(graph, plan, redistribute)
+        return plan.microbatches * (2 if again else 1), plan.microbatches if trains else 0
     storage = plan.storage[name]
-    unit = max((unit for unit in units if stored.name.startswith(unit + ".")), key=len, default=None)
-    again = unit is not None and any(
-        _runs_in(node, unit) and not reached.isdisjoint(node.results) for node in graph.nodes
-    )
-    gathers = plan.microbatches * (2 if again else 1) if storage.regather else 1
+    gathers = plan.microbatches * regathering.count(redistribute) if storage.regather else 1
     reductions = plan.microbatches if storage.regather or storage.reduce_each_microbatch else 1
     return gathers, reductions if trains else 0
 
@@ -110,11 +111,18 @@ def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reach
         node for node, position in graph.consumers[redistribute.tensor]
         if plan.nodes[node.name].operands[position] == redistribute.target
     ]  # fmt: skip
-    return redistribute.tensor == graph.loss or any(not reached.isdisjoint(node.results) for node in readers)
+    return redistribute.tensor in graph.gradient_sources or any(
+        not reached.isdisjoint(node.results) for node in readers
+    )
 
 
-def _runs_in(node: Node, unit: str) -> bool:
-    return any(path == unit for path, _ in node.scope.path)
+def _is_recomputed(graph: Graph, plan: Plan, redistribute: Redistribute) -> bool:
+    """Whether the first reader of a redistributed tensor, with which it is converted, runs again before the backward
+    pass."""
+    for node, position in graph.consumers[redistribute.tensor]:
+        if plan.nodes[node.name].operands[position] == redistribute.target:
+            return region_of(plan.recompute, node.scope.module) >= 0
+    return False
 
 
 def _add(

@@ -23,8 +23,9 @@ from torch.profiler import ProfilerActivity, profile
 class Lifetimes:
     """Bytes live before the work, at its highest point and after it, and what was live there, by what made it.
 
-    `unseen_bytes`: blocks whose release the record does not show, which are left out. Gloo's threads make such: they
-    gather into a buffer of their own and then copy.
+    `unseen_bytes`: blocks that are left out. Gloo's threads make them: they gather into a buffer of their own and then
+    copy, and their releases are mostly missing in the record. What was there before the work and is gone after it
+    counts, too: when that was is not known.
     """
 
     resident_bytes: int
@@ -69,7 +70,8 @@ def track(work: Callable[[], object], but: Iterable[int] = ()) -> Lifetimes:
     events = sorted(_memory_events(profiler), key=lambda event: event.start_time_ns)
     changes = [_Change(e.extra_fields.ptr, e.extra_fields.alloc_size, _maker(e)) for e in events]
     unseen = _without_release(changes, set(after))
-    return _play(changes, before, unseen)
+    kept = {address: size for address, size in before.items() if address in after}
+    return _play(changes, kept, unseen, sum(before.values()) - sum(kept.values()))
 
 
 def _memory_events(profiler: Any) -> Iterator[Any]:
@@ -91,9 +93,9 @@ def _maker(event: Any) -> str:
 
 
 def _without_release(changes: list[_Change], alive: set[int]) -> set[int]:
-    """The changes that take a block which is gone later, though no change gives it back."""
+    """The changes that take a block which is gone later, though no change gives it back; and those of gloo's own."""
     taken: dict[int, int] = {}  # address -> the change that took it
-    unseen = set()
+    unseen = {number for number, change in enumerate(changes) if "gloo:" in change.maker or "c10d::" in change.maker}
     for number, change in enumerate(changes):
         before = taken.pop(change.address, None)
         if change.num_bytes > 0:
@@ -103,7 +105,7 @@ def _without_release(changes: list[_Change], alive: set[int]) -> set[int]:
     return unseen | {number for address, number in taken.items() if address not in alive}
 
 
-def _play(changes: list[_Change], live: dict[int, int], unseen: set[int]) -> Lifetimes:
+def _play(changes: list[_Change], live: dict[int, int], unseen: set[int], vanished: int) -> Lifetimes:
     blocks = {address: (size, "resident") for address, size in live.items()}
     resident = total = peak = sum(live.values())
     at_peak, peak_in = dict(blocks), ""
@@ -117,5 +119,5 @@ def _play(changes: list[_Change], live: dict[int, int], unseen: set[int]) -> Lif
     by_maker: Counter[str] = Counter()
     for size, maker in at_peak.values():
         by_maker[maker] += size
-    lost = sum(changes[number].num_bytes for number in unseen)
+    lost = vanished + sum(changes[number].num_bytes for number in unseen)
     return Lifetimes(resident, peak, tuple(by_maker.most_common()), peak_in, total, lost)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from autopar import runtime as rt
 from autopar.emit.calls import CallWriter
-from autopar.emit.statements import Operate
 from autopar.ir.placement import gradient_type
+from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.communication import count_of_targets, inner_communication
 from autopar.runtime.mesh import RankMesh

@@ -72,3 +72,11 @@ def refusal(rank: int, world: int, source: str, shape: tuple[int, ...], names: t
     except WorldError as error:
         return str(error)
     return "built"
+
+
+def groups_of_meshes(rank: int, world: int) -> list[int]:
+    """The groups that meshes made one after another talk to; the last is that of none."""
+    from autopar.runtime.mesh import make_rank_mesh
+
+    meshes = [make_rank_mesh({name: world}) for name in ("dp", "tp", "dp")]
+    return [*(id(mesh.axes[0].group) for mesh in meshes), id(None)]

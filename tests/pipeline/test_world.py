@@ -6,7 +6,7 @@ import pytest
 
 import autopar
 from models import mlp
-from tests.pipeline.jobs import refusal
+from tests.pipeline.jobs import groups_of_meshes, refusal
 from tests.rank_pool import pool
 
 
@@ -44,3 +44,9 @@ def test_another_device_mesh_is_refused(shape: tuple[int, ...], names: tuple[str
 @pytest.mark.ranks
 def test_the_device_mesh_of_the_plan_is_taken() -> None:
     assert pool(2).run(refusal, source_for(2), (2,), ("tp",)) == ["built", "built"]
+
+
+@pytest.mark.ranks
+def test_programs_of_a_process_share_their_groups() -> None:
+    for first, *others, none in pool(2).run(groups_of_meshes):
+        assert others == [first, first] != [none, none]

@@ -216,7 +216,7 @@ def is_usable(program: Program) -> bool:
     """Whether the model runs, and its loss is a finite number that depends on a parameter."""
     try:
         found = make_model(program)(**make_inputs(program))
-    except (RuntimeError, ValueError, IndexError, AssertionError, KeyError, AttributeError):
+    except (RuntimeError, ValueError, IndexError, AssertionError, KeyError, AttributeError, NameError):
         return False
     loss = found[0] if isinstance(found, tuple) else found
     return bool(loss.requires_grad and loss.dim() == 0 and loss.isfinite() and loss.abs() < 1e15)

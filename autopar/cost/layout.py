@@ -1,0 +1,128 @@
+"""Which reshapes copy: how tensors lie in memory, followed through the graph.
+
+A reshape shares its operand's memory where the new dims can be stepped through with fixed strides, and copies
+otherwise: after a transpose, say. Strides are those that torch gives results: of views by their arithmetic, of
+pointwise operators in the order of their first operand's dims, of attention in that of its queries; contiguous
+everywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+
+from autopar.cost.compute import argument
+from autopar.cost.work import base_name
+from autopar.ir.graph import Graph, Node
+
+Shape = tuple[int, ...]
+Strides = tuple[int, ...]
+
+RESHAPES = frozenset(["view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"])
+_LIKE_FIRST_NAMES = """
+    scaled_dot_product_attention mul add sub div neg exp gelu silu relu tanh sigmoid clone dropout pow rsqrt sqrt
+    masked_fill where _to_copy sin cos clamp softmax
+"""
+_LIKE_FIRST = frozenset(_LIKE_FIRST_NAMES.split())
+_SAME = frozenset(["alias", "detach", "identity", "split", "split_with_sizes", "chunk", "slice", "narrow"])
+
+
+def copied_reshapes(graph: Graph) -> frozenset[str]:
+    """The names of the nodes that reshape into new memory; remembered as long as the graph lives."""
+    key = id(graph)
+    known = _known.get(key)
+    if known is None or known[0]() is not graph:
+        known = _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), _find(graph))
+    return known[1]
+
+
+_known: dict[int, tuple[weakref.ref[Graph], frozenset[str]]] = {}
+
+
+def _find(graph: Graph) -> frozenset[str]:
+    strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
+    copied = set()
+    for node in graph.nodes:
+        found = _view(node, graph, strides) if node.operands else None
+        if found is not None:
+            strides.update((name, found) for name in node.results)
+        elif node.operands and base_name(node.op) in RESHAPES:
+            copied.add(node.name)
+    return frozenset(copied)
+
+
+def _view(node: Node, graph: Graph, strides: dict[str, Strides]) -> Strides | None:
+    """The strides of the results; None for contiguous ones in memory of their own."""
+    name, operand = base_name(node.op), node.operands[0]
+    before, shape = strides[operand], graph.tensors[operand].shape
+    after = graph.tensors[node.results[0]].shape if node.results else ()
+    if name in RESHAPES:
+        return reshaped_strides(shape, before, after)
+    if name == "transpose":
+        return _transposed(before, argument(node, 1, "dim0", 0), argument(node, 2, "dim1", 1))
+    if name == "t":
+        return before[::-1]
+    if name == "permute":
+        return tuple(before[dim] for dim in argument(node, 1, "dims", ()))
+    if name in _SAME and len(after) == len(before):
+        return before
+    if name == "expand" and len(after) == len(before):
+        return tuple(0 if n != m else stride for n, m, stride in zip(shape, after, before, strict=True))
+    if name in _LIKE_FIRST and after[:-1] == shape[:-1] and len(after) == len(shape):
+        return dense_strides(after, before)
+    return None
+
+
+def _transposed(strides: Strides, first: int, second: int) -> Strides:
+    swapped = list(strides)
+    swapped[first], swapped[second] = strides[second], strides[first]
+    return tuple(swapped)
+
+
+def contiguous_strides(shape: Shape) -> Strides:
+    """Of a tensor whose last dim is the innermost."""
+    return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def dense_strides(shape: Shape, like: Strides) -> Strides:
+    """Without gaps, the dims in the order of the strides `like`."""
+    order = sorted(range(len(shape)), key=lambda dim: -like[dim])
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * shape[dim]
+    return tuple(strides)
+
+
+def reshaped_strides(shape: Shape, strides: Strides, new: Shape) -> Strides | None:
+    """The strides under which the same memory has the new shape; None where there are none.
+
+    Runs of dims that lie in memory one after the other are one dim; each new dim must lie inside of such a run.
+    """
+    if 0 in shape:
+        return contiguous_strides(new)
+    runs = _runs(shape, strides)
+    found: list[int] = []
+    left, step = runs.pop() if runs else (1, 1)
+    for size in reversed(new):
+        while left == 1 and size > 1:
+            if not runs:
+                return None
+            left, step = runs.pop()
+        if left % size:
+            return None
+        found.append(step)
+        left, step = left // size, step * size
+    return tuple(reversed(found))
+
+
+def _runs(shape: Shape, strides: Strides) -> list[tuple[int, int]]:
+    """(length, innermost stride) of each run of dims, outermost first."""
+    runs: list[tuple[int, int]] = []
+    for size, stride in zip(shape, strides, strict=True):
+        if size == 1:
+            continue
+        if runs and runs[-1][1] == stride * size:
+            runs[-1] = (runs[-1][0] * size, stride)
+        else:
+            runs.append((size, stride))
+    return runs

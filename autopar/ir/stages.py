@@ -1,0 +1,144 @@
+"""What one stage of a plan computes, as a graph of its own, and what must hold between stages.
+
+A stage reads inputs of the model, stored tensors, and tensors that earlier stages made and *send*; the gradients of
+these come back. Rank k of a stage sends to rank k of another stage of equal axes: the placement stays what it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.errors import PlacementError, PlanError
+from autopar.ir.graph import Graph, Node
+from autopar.ir.placement import Placement, format_placement
+from autopar.ir.plan import SCHEDULES, PlanData, Stage
+from autopar.ir.structure import is_random
+
+
+def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
+    """The graph of one stage: `received` are inputs that earlier stages made, `sent` are outputs that later ones read.
+
+    The whole graph for a plan of one stage.
+    """
+    if not plan.stages:
+        return graph
+    stage = plan.stages[index]
+    nodes = tuple(node for node in graph.nodes if node.name in stage.nodes)
+    made = {name: None for node in nodes for name in node.results}
+    wanted = {name for later in plan.stages[index + 1 :] for name in later.inputs}
+    sent = tuple(name for name in made if name in wanted)
+    passed = (*stage.inputs, *stage.storage) if index == len(plan.stages) - 1 else ()
+    ends = tuple(name for name in graph.outputs if name in made or (name in passed and name not in graph.producers))
+    names = dict.fromkeys((*stage.inputs, *stage.storage, *(name for node in nodes for name in node.operands), *made))
+    return replace(
+        graph,
+        inputs=tuple(stage.inputs),
+        stored=tuple(item for item in graph.stored if item.tensor in stage.storage),
+        nodes=nodes,
+        outputs=tuple(dict.fromkeys((*ends, *sent))),
+        tensors={name: graph.tensors[name] for name in names},
+        loss=graph.loss if graph.loss in made else None,
+        mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
+        received=tuple(name for name in stage.inputs if name not in graph.inputs),
+        sent=sent,
+    )
+
+
+def tied_tensors(graph: Graph, plan: PlanData) -> dict[str, tuple[int, ...]]:
+    """Trained tensors that several stages keep, with the stages: their gradients are summed over these."""
+    kept = {
+        item.tensor: tuple(index for index, stage in enumerate(plan.stages) if item.tensor in stage.storage)
+        for item in graph.stored
+        if item.requires_grad
+    }
+    return {tensor: stages for tensor, stages in kept.items() if len(stages) > 1}
+
+
+def check_stages(graph: Graph, plan: PlanData) -> None:
+    """That the stages compute the graph, on submeshes of the mesh, and receive what they read as it was sent.
+
+    Raises PlanError or PlacementError naming what is wrong with which stage.
+    """
+    if plan.axes or plan.inputs or plan.storage or plan.nodes or plan.redistributes:
+        raise PlanError("expected placements in the stages of the plan alone, found some in the plan itself")
+    _check_submeshes(plan)
+    _check_nodes(graph, plan)
+    for index in range(len(plan.stages)):
+        _check_reads(graph, plan, index)
+        _check_received(graph, plan, index)
+
+
+def _check_submeshes(plan: PlanData) -> None:
+    if plan.schedule not in SCHEDULES:
+        raise PlanError(f"expected a schedule as one of {', '.join(SCHEDULES)}, found {plan.schedule!r}")
+    submeshes = sorted({(stage.ranks.start, stage.ranks.stop) for stage in plan.stages})
+    ends = [0, *(stop for _, stop in submeshes)]
+    for end, (start, stop) in zip(ends, submeshes, strict=False):
+        if start != end:
+            raise PlanError(
+                f"expected stages on equal or disjoint ranks that leave none of {plan.mesh} out, "
+                f"found one on ranks {start} to {stop - 1} after rank {end - 1}"
+            )
+    if ends[-1] != plan.mesh.num_devices:
+        raise PlanError(f"expected stages on all {plan.mesh.num_devices} devices of {plan.mesh}, found {ends[-1]}")
+    if len(submeshes) < len(plan.stages) and plan.schedule != "interleaved":
+        raise PlanError(f"expected stages on submeshes of their own with schedule {plan.schedule!r}, found shared ones")
+
+
+def _check_nodes(graph: Graph, plan: PlanData) -> None:
+    """Each node runs somewhere; one that draws random numbers or changes a buffer runs once."""
+    changed = set(graph.mutations.values())
+    for node in graph.nodes:
+        count = sum(node.name in stage.nodes for stage in plan.stages)
+        single = is_random(node) or not changed.isdisjoint(node.results)
+        if count == 0 or (single and count > 1):
+            raise PlanError(f"expected node {node.name} ({node.op}) at {node.source} in one stage, found it in {count}")
+    unknown = {name for stage in plan.stages for name in stage.nodes} - {node.name for node in graph.nodes}
+    if unknown:
+        raise PlanError(f"expected nodes of the model, found {sorted(unknown)[:3]}")
+
+
+def _check_reads(graph: Graph, plan: PlanData, index: int) -> None:
+    stage = plan.stages[index]
+    known = {*stage.inputs, *stage.storage}
+    missing = (set(stage.storage) - set(graph.stored_by_tensor)) | (set(stage.inputs) & set(graph.stored_by_tensor))
+    if missing:
+        raise PlanError(f"expected stage {index} to store what the model stores, found {sorted(missing)[:3]}")
+    for node in graph.nodes:
+        if node.name in stage.nodes:
+            for name in node.operands:
+                if name not in known:
+                    raise PlanError(f"{_where(node, index)}: expected {name} made or received before it, found neither")
+            known.update(node.results)
+
+
+def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
+    """Each tensor of an earlier stage arrives in a placement that it has there."""
+    stage = plan.stages[index]
+    for name, placement in stage.inputs.items():
+        if name in graph.inputs:
+            continue
+        node = graph.producers.get(name)
+        maker = next((s for s in plan.stages[:index] if node is not None and node.name in s.nodes), None)
+        if node is None or maker is None:
+            raise PlanError(f"expected an input of the model or a tensor of a stage before {index}, found {name}")
+        there = _placements_of(node, maker, name)
+        if maker.axes != stage.axes:
+            raise PlacementError(
+                f"{_where(node, index)}: expected equal axes where {name} is made and received, found others"
+            )
+        if placement not in there:
+            raise PlacementError(
+                f"{_where(node, index)}: expected {name} as it is there, "
+                f"{' or '.join(f'[{format_placement(p)}]' for p in there)}, found [{format_placement(placement)}]"
+            )
+
+
+def _placements_of(node: Node, stage: Stage, name: str) -> list[Placement]:
+    """The placements in which a stage has a tensor that it makes."""
+    made = stage.nodes[node.name].results[node.results.index(name)]
+    return [made, *(item.target for item in stage.redistributes if item.tensor == name)]
+
+
+def _where(node: Node, index: int) -> str:
+    return f"stage {index}, node {node.name} ({node.op})" + (f" at {node.source}" if node.source else "")

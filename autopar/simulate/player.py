@@ -1,0 +1,506 @@
+"""Plays one stage's lowered program, one pass at a time, on the streams of one of its ranks.
+
+Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the
+unit before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon
+as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
+link level queue. A region that is recomputed runs again before its first backward item.
+
+A pass that begins in the same state as an earlier one of its kind is that one, later: it is played once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.cost import Profile
+from autopar.runtime.packing import MAX_IN_FLIGHT
+from autopar.simulate.engine import LAST, Carried, Change, Engine, Moment, Task
+from autopar.simulate.lifetime import Changes, find_lifetimes
+from autopar.simulate.orders import find_orders
+from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
+
+UNDER_WAY = "gradients under way"
+ROOT = 0  # the unit of parameters that belong to no block
+
+
+class PassKind(NamedTuple):
+    """What a pass does: "begin" a step, "forward", "backward" or "optimizer"; of the first or the last microbatch."""
+
+    name: str
+    is_first: bool = False
+    is_last: bool = False
+
+
+class Journey(NamedTuple):
+    """A bucket's gradients on their way to smaller shards: the bucket, the task that ends it, bytes of copies.
+
+    added_bytes: of shards that are added to those of earlier microbatches.
+    """
+
+    bucket: int
+    task: int
+    copied_bytes: int
+    added_bytes: int
+
+
+class Standing(NamedTuple):
+    """What a stage has under way when a pass begins, in ns after that.
+
+    ready: values whose conversion has not ended, with the kind of task; live: units whose regathered parameters are in
+    place; pinned: regathered slots that something outside their unit has asked for; arriving: (unit, ns, bytes) of
+    packed gathers. Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to
+    be sent; buffered: buckets that have a buffer; journeys, with ns instead of tasks; home: what is on its way home.
+    """
+
+    ready: tuple[tuple[int, int, str], ...] = ()
+    live: frozenset[int] = frozenset()
+    pinned: frozenset[int] = frozenset()
+    arriving: tuple[tuple[int, int, int], ...] = ()
+    held: frozenset[str] = frozenset()
+    whole: frozenset[int] = frozenset()
+    buffered: frozenset[int] = frozenset()
+    journeys: tuple[Journey, ...] = ()
+    home: tuple[tuple[int, str], ...] = ()
+
+    def without_gradients(self) -> Standing:
+        """What a forward pass depends on."""
+        return Standing(self.ready, self.live, self.pinned, self.arriving)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pass:
+    """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
+
+    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there.
+    """
+
+    kind: PassKind
+    tasks: list[Task]
+    allocations: list[Change]
+    waited: dict[str, int]
+    spent: dict[str, int]  # compute's time by kind
+    sent: dict[str, int]  # bytes by collective
+    length_ns: int
+    links: dict[str, int]
+    in_flight: list[tuple[int, int]]
+    last_ns: int
+    standing: Standing
+    ready_ns: dict[str, int]
+
+
+class Player:
+    """One stage's state while its program is played."""
+
+    def __init__(self, program: Program, profile: Profile, trains: bool, sums_early: bool = True) -> None:
+        self.program, self.trains, self.sums_early = program, trains, sums_early
+        self._pass_ns = profile.host.pass_ns if profile.host else 0
+        self._collective_ns = profile.host.collective_ns if profile.host else 0
+        self.orders = find_orders(program, profile)
+        self.lifetimes = find_lifetimes(program, trains)
+        self._number = {slot.value: number for number, slot in enumerate(program.slots)}
+        self._bucket_of = {slot: number for number, bucket in enumerate(program.reductions) for slot in bucket.slots}
+        self._moved = {  # slots whose gradient is at home elsewhere than where it is made
+            slot for slot, number in self._bucket_of.items()
+            if program.reductions[number].has_buffer or program.slots[slot].shrinks
+        }  # fmt: skip
+        self._slowdown = profile.facts.overlap_slowdown
+        self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
+        self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
+
+    def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
+        """The pass, from what the device and the stage have under way. A forward pass leaves gradients as they are:
+        its `standing` says nothing of them."""
+        if kind.name == "forward":
+            standing = standing.without_gradients()
+        if not self._copies:
+            carried = carried._replace(last_ns=0)
+        key = (kind, carried, standing)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._played(kind, carried, standing)
+        return known
+
+    def _played(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
+        busy_ns = self._pass_ns if kind.name in ("forward", "backward") else 0
+        waiting = "forward" if kind.name == "begin" else kind.name
+        self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
+        self._late: list[Bucket] = []  # buckets that go home after the pass
+        self.comm_bytes: dict[str, int] = defaultdict(int)
+        self._ready = {value: engine.carry(end, cause) for value, end, cause in standing.ready}
+        self._live, self._pinned = set(standing.live), set(standing.pinned)
+        self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes)
+        for unit, end, num_bytes in standing.arriving:
+            self._arriving[unit].append((engine.carry(end, "parameter"), num_bytes))
+        self._held, self._whole, self._buffered = set(standing.held), set(standing.whole), set(standing.buffered)
+        self._journeys = [j._replace(task=engine.carry(j.task, "gradient")) for j in standing.journeys]
+        self._transient: set[int] = set()  # slots whose gradient is added to what is at home
+        self._undone = {
+            unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
+        }
+        self._awaited: list[int] = []  # tasks that compute waits for before it goes on
+        self._home = [engine.carry(end, cause) for end, cause in standing.home]
+        self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
+        self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
+        self._kind = kind
+        {"begin": self._begin_step, "forward": self._forward, "backward": self._backward,
+         "optimizer": self._optimize}[kind.name]()  # fmt: skip
+        return self._result()
+
+    def _result(self) -> Pass:
+        engine, length = self.engine, self.engine.free_ns
+        spent: dict[str, int] = defaultdict(int)
+        for stream, _, start, end, kind in engine.tasks[engine.num_carried :]:
+            if stream == "compute":
+                spent[kind] += end - start
+        last = engine.tasks[engine.last]
+        ends = ((value, engine.tasks[task]) for value, task in self._ready.items())
+        home = {(engine.tasks[task][3], engine.tasks[task][4]): None for task in self._home}
+        return Pass(
+            kind=self._kind,
+            tasks=engine.tasks[engine.num_carried :],
+            allocations=engine.allocations,
+            waited=dict(engine.waited),
+            spent=dict(spent),
+            sent=dict(self.comm_bytes),
+            length_ns=length,
+            links=engine.links,
+            in_flight=engine.in_flight,
+            last_ns=last[3] - last[2],
+            standing=Standing(
+                tuple((value, task[3], task[4]) for value, task in ends if task[3] > length),
+                frozenset(self._live),
+                frozenset(self._pinned),
+                tuple(
+                    (unit, max(0, engine.tasks[task][3] - length), num_bytes)
+                    for unit, found in self._arriving.items()
+                    for task, num_bytes in found
+                ),
+                frozenset(self._held),
+                frozenset(self._whole),
+                frozenset(self._buffered),
+                tuple(j._replace(task=max(0, engine.tasks[j.task][3] - length)) for j in self._journeys),
+                tuple(pair for pair in home if pair[0] > length),
+            ),
+            ready_ns=self._sent_ns(),
+        )
+
+    def _sent_ns(self) -> dict[str, int]:
+        """When what other stages wait for is there: tensors forward, gradients of what was received backward."""
+        program, tasks = self.program, self.engine.tasks
+        if self._kind.name == "forward":
+            return {name: tasks[self._ready[value]][3] for name, value in program.sends.items()}
+        if self._kind.name == "backward":
+            items = ((name, self._gradients.get(value)) for name, value in program.receives.items())
+            return {name: max(tasks[task][3] for task in made) for name, made in items if made}
+        return {}
+
+    # Passes ----------------------------------------
+
+    def _begin_step(self) -> None:
+        """Residents, and the parameters that are converted once a step."""
+        for num_bytes, kind in self.program.residents:
+            self.engine.allocate(LAST, num_bytes, kind)
+        for bucket in self.program.gathers:
+            if not self.program.slots[bucket.slots[0]].storage.regather:
+                self._convert(bucket, ())
+
+    def _forward(self) -> None:
+        self._launch(ROOT)
+        self._unpack(ROOT)
+        if self.orders.visits:
+            self._launch(self.orders.visits[0])
+        current = ROOT
+        for number, item in enumerate(self.program.items):
+            if item.unit not in (current, ROOT):
+                current = item.unit
+                self._enter(current, +1)
+            self._run(number, item, "forward", self.lifetimes.forward)
+            if number == self.orders.last[item.unit] and item.unit != ROOT:
+                self._release(item.unit)
+        if not self.trains:
+            self._end_microbatch()
+
+    def _backward(self) -> None:
+        current, recomputed = ROOT, set()
+        for number in range(len(self.program.items) - 1, -1, -1):
+            item = self.program.items[number]
+            if not item.runs_backward:
+                continue
+            if item.unit not in (current, ROOT):
+                current = item.unit
+                self._enter(current, -1)
+            if item.region >= 0 and item.region not in recomputed:
+                recomputed.add(item.region)
+                self._recompute(item.region)
+            self._run_backward(number, item)
+            if number == self.orders.first[item.unit] and item.unit != ROOT:
+                self._release(item.unit)
+        for bucket in self._late:
+            self._send_home(bucket, [self.engine.last])
+        self._end_microbatch()
+
+    def _end_microbatch(self) -> None:
+        for unit in list(self._live):
+            self._release(unit)
+        self._unpin(set(self._pinned))
+
+    def _optimize(self) -> None:
+        """Waits until all gradients are home, then updates the parameters."""
+        while self._journeys:
+            self._finish_journey(self._journeys[0])
+        task = self._compute("optimizer", "optimizer", self.program.optimizer_ns, self._home)
+        self.engine.allocate(task, self.program.optimizer_workspace, "workspace")
+        self.engine.release(task, self.program.optimizer_workspace, "workspace")
+        self._home = []
+
+    # Items ----------------------------------------
+
+    def _run(self, number: int, item: Item, kind: str, memory: Changes) -> None:
+        ready = self._ready
+        self._fetch(item)
+        after = [ready[value] for value in item.inputs if value in ready]
+        if item.forward:
+            handled = [self._compute(item.name, kind, item.forward_ns, after)] if item.forward_ns else after
+            first, last = self._transmit(item.name, "activation", item.forward, handled)
+        else:
+            first = last = self._compute(item.name, kind, item.forward_ns, after, item.issue_ns[0])
+        if item.inner:
+            _, last = self._transmit(item.name, "operator", item.inner, [last])
+        for value in item.outputs:
+            ready[value] = last
+        self._change(memory, number, first, last, "activations")
+
+    def _run_backward(self, number: int, item: Item) -> None:
+        after = [task for value in item.outputs for task in self._gradients[value]]
+        if item.inner:  # what it sent in the forward pass may be under way still
+            after += [self._ready[value] for value in item.outputs if value in self._ready]
+        added = self.orders.added_ns.get(number, 0)
+        if not self._kind.is_first:
+            added += self.orders.kept_ns.get(number, 0)
+        added += self.orders.home_ns(number, self._kind.is_last)
+        if item.backward:
+            own = item.backward_ns + added
+            handled = [self._compute(item.name, "backward", own, after)] if own else after
+            first, last = self._transmit(item.name, "activation", item.backward, handled)
+        else:
+            after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
+            duration = item.backward_ns + added
+            first = last = self._compute(item.name, "backward", duration, after, item.issue_ns[1])
+        if item.inner_backward:
+            _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
+        for value in item.inputs:
+            if self.program.values[value].wants_gradient:
+                self._gradients[value].append(last)
+        self._change(self.lifetimes.backward, number, first, last, "activations")
+        self._change(self.lifetimes.gradients, number, first, last, "activation gradients")
+        for slot in self.orders.begun_at.get(number, ()):
+            self._begin_gradient(slot, first)
+        for slot, several in self.orders.ended_at.get(number, ()):
+            self._end_gradient(slot, several, first, last)
+        for bucket in self.orders.complete_at.get(number, ()):
+            if self.sums_early:
+                self._send_home(bucket)
+            else:
+                self._late.append(bucket)
+
+    def _recompute(self, region: int) -> None:
+        for number in self.orders.regions[region]:
+            self._run(number, self.program.items[number], "recompute", self.lifetimes.recompute)
+
+    def _change(self, changes: Changes, number: int, first: int, last: int, kind: str) -> None:
+        if number in changes.taken:
+            self.engine.allocate(first, changes.taken[number], kind)
+        if number in changes.given:
+            self.engine.release(last, changes.given[number], kind)
+
+    def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
+        if self._awaited:
+            after, self._awaited = [*after, *self._awaited], []
+        return self.engine.compute(name, kind, duration_ns, after, issue_ns)
+
+    def _transmit(
+        self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
+    ) -> tuple[int, int]:
+        """Collectives one after another; the first and the last task."""
+        tasks: list[int] = []
+        for sent in transmissions:
+            kind = f"{purpose} {sent.collective}"
+            waits = tasks[-1:] or after
+            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns))
+            self.comm_bytes[sent.collective] += sent.num_bytes
+        return tasks[0], tasks[-1]
+
+    # Parameters ----------------------------------------
+
+    def _enter(self, unit: int, direction: int) -> None:
+        """A unit begins: its parameters must be under way, its neighbour's start now, and its own are unpacked."""
+        self._launch(unit)
+        neighbour = self.orders.visits.index(unit) + direction
+        if 0 <= neighbour < len(self.orders.visits):
+            self._launch(self.orders.visits[neighbour])
+        self._unpack(unit)
+
+    def _unpack(self, unit: int) -> None:
+        """Waits for a unit's parameters; then the buffers that they came in are given back."""
+        for task, num_bytes in self._arriving.pop(unit, ()):
+            self.engine.release(self.engine.later(task, self.engine.last), num_bytes, "gathered", Moment.START)
+
+    def _launch(self, unit: int) -> None:
+        if unit not in self._launched and unit not in self._live and self.orders.gathers.get(unit):
+            self._launched.add(unit)
+            self._live.add(unit)
+            for bucket in self.orders.gathers[unit]:
+                self._convert(bucket, [self.engine.last])
+
+    def _convert(self, bucket: Bucket, after: Iterable[int]) -> None:
+        """Brings a bucket's slots from the stored placement to the used one."""
+        slots = [self.program.slots[number] for number in bucket.slots]
+        self.engine.allocate(self.engine.last, self._copied_bytes(bucket), "gathered", Moment.SEND)
+        if not bucket.transmissions:
+            return
+        if bucket.convert_ns:
+            after = [self._compute(f"{slots[0].tensor} packed", "forward", bucket.convert_ns, ())]
+        name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
+        _, last = self._transmit(name, "parameter", bucket.transmissions, after)
+        for slot in slots:
+            self._ready[slot.value] = last
+            if slot.gather_bytes:
+                self.engine.allocate(self.engine.last, slot.gather_bytes, "gathered", Moment.SEND)
+                self._arriving[self._unit_of(slot)].append((last, slot.gather_bytes))
+
+    def _fetch(self, item: Item) -> None:
+        """A regathered parameter of another unit is gathered for the item, and stays until its gradient is done."""
+        for value in item.inputs:
+            number = self.program.values[value].slot
+            if number < 0 or number in self._pinned or not self.program.slots[number].storage.regather:
+                continue
+            slot = self.program.slots[number]
+            unit = self._unit_of(slot)
+            if not slot.is_alias and unit not in (ROOT, item.unit) and unit not in self._live:
+                self._pinned.add(number)
+                self.engine.allocate(self.engine.last, slot.used_bytes, "gathered", Moment.SEND)
+
+    def _unpin(self, numbers: set[int]) -> None:
+        for number in numbers & self._pinned:
+            self.engine.release(self.engine.last, self.program.slots[number].used_bytes, "gathered", Moment.START)
+        self._pinned -= numbers
+
+    def _unit_of(self, slot: Slot) -> int:
+        return slot.unit if slot.unit in self.orders.last else ROOT
+
+    def _copied_bytes(self, bucket: Bucket) -> int:
+        """Bytes of a bucket's slots where they are used, without those that are there for another reason."""
+        slots = (self.program.slots[number] for number in bucket.slots if number not in self._pinned)
+        return sum(slot.used_bytes for slot in slots if not slot.is_alias)
+
+    def _release(self, unit: int) -> None:
+        if unit not in self._live:
+            return
+        self._live.discard(unit)
+        self._unpack(unit)
+        for bucket in self.orders.gathers[unit]:
+            self.engine.release(self.engine.last, self._copied_bytes(bucket), "gathered", Moment.START)
+
+    # Gradients ----------------------------------------
+
+    def _begin_gradient(self, slot: Slot, task: int) -> None:
+        """The leaf's gradient is made: at home if it stays as it is, else in memory of its own."""
+        number = self._number[slot.value]
+        if number in self._moved or slot.tensor in self._held:
+            self._transient.add(number)
+            self.engine.allocate(task, slot.gradient_bytes, UNDER_WAY)
+        else:
+            self._held.add(slot.tensor)
+            self.engine.allocate(task, slot.stored_bytes, "gradients")
+
+    def _end_gradient(self, slot: Slot, several: bool, first: int, last: int) -> None:
+        """The leaf's gradient is complete, and added to that of earlier microbatches, or copied into its bucket.
+
+        Where several operators contribute, another contribution and their sum are made beside the first.
+        """
+        number, engine, size = self._number[slot.value], self.engine, slot.gradient_bytes
+        if several:
+            engine.allocate(first, size, UNDER_WAY)
+            engine.allocate(last, size, UNDER_WAY, Moment.SUM)
+            engine.release(last, 2 * size, UNDER_WAY, Moment.SUMMED)
+        self._count_done(slot)
+        index = self._bucket_of[number] if number in self._moved else -1
+        if index >= 0 and not self.program.reductions[index].has_buffer and number not in self._whole:
+            self._whole.add(number)
+            return
+        if index >= 0 and self.program.reductions[index].has_buffer and index not in self._buffered:
+            self._buffered.add(index)
+            engine.allocate(last, self._whole_bytes(index), "gradients", Moment.COLLECT)
+        if number in self._transient:
+            engine.release(last, size, UNDER_WAY, Moment.COLLECTED)
+
+    def _count_done(self, slot: Slot) -> None:
+        """Regathered parameters of a unit whose gradients are all done are of no more use."""
+        unit = self._unit_of(slot)
+        if slot.storage.regather and unit in self._undone:
+            self._undone[unit] -= 1
+            if not self._undone[unit]:
+                self._release(unit)
+                self._unpin({number for bucket in self.orders.gathers[unit] for number in bucket.slots})
+
+    def _whole_bytes(self, index: int) -> int:
+        return sum(self.program.slots[number].gradient_bytes for number in self.program.reductions[index].slots)
+
+    def _send_home(self, bucket: Bucket, after: Sequence[int] = ()) -> None:
+        slots = [self.program.slots[number] for number in bucket.slots]
+        if not slots[0].reduces_each and not self._kind.is_last:
+            return
+        self._go_on(slots[0].shrinks)
+        after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
+        last = max(after)
+        if bucket.transmissions:
+            name = f"gradient of {slots[0].tensor}"
+            _, last = self._transmit(name, "gradient", bucket.transmissions, after)
+            self._home.append(last)
+        if slots[0].shrinks:
+            self._begin_journey(self._bucket_of[bucket.slots[0]], last)
+
+    def _go_on(self, shrinks: bool) -> None:
+        """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
+        for journey in [j for j in self._journeys if self.program.reductions[j.bucket].has_buffer]:
+            self._finish_journey(journey)
+        while shrinks and len(self._journeys) >= MAX_IN_FLIGHT:
+            self._finish_journey(self._journeys[0])
+
+    def _begin_journey(self, index: int, task: int) -> None:
+        """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.
+
+        What is summed in a buffer is cut afterwards.
+        """
+        bucket = self.program.reductions[index]
+        copied = sum(self.program.slots[number].scatter_bytes for number in bucket.slots)
+        self.engine.allocate(self.engine.last, copied, UNDER_WAY, Moment.SEND)
+        added = 0 if bucket.has_buffer else self._arrive(bucket, self.engine.last, Moment.SEND)
+        self._journeys.append(Journey(index, task, copied, added))
+        self._whole.difference_update(bucket.slots)
+        self._buffered.discard(index)
+
+    def _arrive(self, bucket: Bucket, task: int, moment: Moment) -> int:
+        """Takes memory for the shards; returns how much of it is for those added to what is at home."""
+        added = 0
+        for slot in (self.program.slots[number] for number in bucket.slots):
+            is_added = slot.tensor in self._held
+            self._held.add(slot.tensor)
+            self.engine.allocate(task, slot.stored_bytes, UNDER_WAY if is_added else "gradients", moment)
+            added += slot.stored_bytes if is_added else 0
+        return added
+
+    def _finish_journey(self, journey: Journey) -> None:
+        """Compute waits for a journey; its whole gradients are given back."""
+        self._journeys.remove(journey)
+        self._awaited.append(journey.task)
+        bucket, engine = self.program.reductions[journey.bucket], self.engine
+        end, added = engine.later(journey.task, engine.last), journey.added_bytes
+        if bucket.has_buffer:
+            added = self._arrive(bucket, end, Moment.ARRIVE)
+        engine.release(end, journey.copied_bytes + added, UNDER_WAY, Moment.ARRIVED)
+        kind = "gradients" if bucket.has_buffer else UNDER_WAY
+        engine.release(end, self._whole_bytes(journey.bucket), kind, Moment.ARRIVED)

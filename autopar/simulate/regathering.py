@@ -1,0 +1,103 @@
+"""How often a regathered parameter is brought into place in one microbatch, as `runtime.gathering` does it.
+
+A block's parameters come when its forward is called and go when it ends. Whoever reads one at another time (a second
+piece of the block that runs apart, another module that shares the parameter) brings it again, and then it stays to the
+end. The backward pass brings what is not in place when the first gradient reaches an output of the block's forward.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from functools import cached_property
+from typing import NamedTuple
+
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan, Redistribute
+from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
+from autopar.ir.structure import block_paths
+
+
+class Span(NamedTuple):
+    """Consecutive statements: the first of them, and the first that is none of them."""
+
+    start: int
+    end: int
+
+
+class Regathering:
+    """Counts of one plan. `reached`: the tensors that get a gradient, none in inference."""
+
+    def __init__(self, graph: Graph, plan: Plan, reached: set[str]) -> None:
+        self.graph, self.plan, self.reached = graph, plan, reached
+
+    def count(self, redistribute: Redistribute) -> int:
+        """How often a microbatch converts a parameter to one of its uses."""
+        span = self._span_of(self.graph.stored_by_tensor[redistribute.tensor].name)
+        if span is None:  # the program keeps its own
+            return 1
+        reads = self._reads[redistribute.tensor, redistribute.target]
+        if any(position < span.start for position in reads):
+            return 1
+        if any(position >= span.end for position in reads):
+            return 2
+        return 2 if self._gets_gradient(span) else 1
+
+    @cached_property
+    def _flat(self) -> Flat:
+        return flatten(self.graph, self.plan)
+
+    @cached_property
+    def _reads(self) -> dict[Value, list[int]]:
+        """Where each value is read."""
+        found: dict[Value, list[int]] = defaultdict(list)
+        for position, statement in enumerate(self._flat.statements):
+            for value in statement.reads:
+                found[value].append(position)
+        return found
+
+    @cached_property
+    def _spans(self) -> dict[str, Span]:
+        """Where the forward of each block runs: the first of its pieces."""
+        blocks, found = block_paths(self.graph), dict[str, Span]()
+        for position, statement in enumerate(self._flat.statements):
+            for path in {path for path, _ in statement.scope.path} & blocks:
+                start, end = found.get(path, (position, position))
+                if end == position:
+                    found[path] = Span(start, position + 1)
+        return found
+
+    def _span_of(self, name: str) -> Span | None:
+        """That of the innermost block that a parameter is in."""
+        within = (path for path in self._spans if name.startswith(path + "."))
+        innermost = max(within, key=len, default=None)
+        return None if innermost is None else self._spans[innermost]
+
+    def _gets_gradient(self, span: Span) -> bool:
+        """Whether a gradient reaches what the statements leave to others."""
+        statements = self._flat.statements
+        made = {value for statement in statements[slice(*span)] for value in statement.makes}
+        others = (*statements[: span.start], *statements[span.end :])
+        handing = (statement for statement in others if self._hands_back(statement, self._trained))
+        handed = {value for statement in handing for value in statement.reads}
+        return not made.isdisjoint((handed | self._losses) & self._trained)
+
+    @cached_property
+    def _trained(self) -> set[Value]:
+        """The values that get a gradient."""
+        found = set(self._losses)
+        for statement in reversed(self._flat.statements):
+            if self._hands_back(statement, found):
+                found.update(value for value in statement.reads if value[0] in self.reached)
+        return found
+
+    @cached_property
+    def _losses(self) -> set[Value]:
+        """The values that gradients start from: the loss, and what later stages hand one back for."""
+        pairs = zip(self.graph.outputs, self._flat.outputs, strict=True)
+        return {value for name, value in pairs if name in self.graph.gradient_sources and self.reached}
+
+    def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
+        """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""
+        if isinstance(statement, Operate) and not self.reached.isdisjoint(statement.node.results):
+            return True
+        return not trained.isdisjoint(statement.makes)

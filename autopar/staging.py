@@ -1,0 +1,155 @@
+"""Cuts a model into stages of equal numbers of repeated blocks, and a plan of its whole into one of these stages.
+
+What comes before the blocks runs with the first of them, what comes after with the last (embedding; head and loss).
+A node that needs no activation, only inputs or only stored tensors (a mask, a rotary table, a view of a weight),
+runs in each stage that reads it, so that nothing of it is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import MICROBATCH
+from autopar.ir.placement import P, Placement
+from autopar.ir.plan import Plan, Stage
+from autopar.ir.structure import is_random
+from autopar.ir.verifier import output_placement
+
+Members = Mapping[str, tuple[int, ...]]
+"""The stages that each node runs in, by its name."""
+
+
+def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Members:
+    """The stages of each node when each of `count` stages has as many blocks as the others.
+
+    block_paths: module paths of the repeated blocks. Raises PlanError when their number is not a multiple of `count`.
+    """
+    order: dict[str, int] = {}
+    block_of = {node.name: _block(node, set(block_paths)) for node in graph.nodes}
+    for path in block_of.values():
+        if path is not None:
+            order.setdefault(path, len(order))
+    if not order or len(order) % count:
+        raise PlanError(
+            f"expected a number of repeated blocks that {count} stages divide equally, found {len(order)} "
+            "(numbered modules that run something); choose a number of stages that divides it"
+        )
+    fixed = {name: order[path] * count // len(order) for name, path in block_of.items() if path is not None}
+    return _spread(graph, fixed, count)
+
+
+def _block(node: Node, paths: set[str]) -> str | None:
+    return next((path for path, _ in node.scope.path if path in paths), None)
+
+
+def _spread(graph: Graph, fixed: Mapping[str, int], count: int) -> Members:
+    """The stages of all nodes, where those of the blocks are given."""
+    portable = _portable(graph)
+    stage: dict[str, int] = {}
+    behind: set[str] = set()  # nodes in a block, or that read what one makes
+    for node in graph.nodes:
+        makers = [graph.producers[name] for name in node.operands if name in graph.producers]
+        before = [maker.name for maker in makers if maker.name not in portable]
+        stage[node.name] = max([fixed.get(node.name, 0), *(stage[name] for name in before)])
+        if node.name in fixed or not behind.isdisjoint(before):
+            behind.add(node.name)
+    found: dict[str, tuple[int, ...]] = {}
+    for node in reversed(graph.nodes):
+        readers = [s for name in node.results for user, _ in graph.consumers[name] for s in found[user.name]]
+        if node.name in portable and readers:
+            found[node.name] = tuple(sorted(set(readers)))
+        elif node.name in behind or not readers:
+            found[node.name] = (stage[node.name] if node.name in behind else count - 1,)
+        else:
+            found[node.name] = (min(readers),)
+    return found
+
+
+def _portable(graph: Graph) -> set[str]:
+    """Nodes that depend on inputs and constants alone, or on stored tensors alone, and not on chance."""
+    kinds: dict[str, str] = dict.fromkeys(graph.inputs, "input")
+    kinds |= {item.tensor: "stored" if item.kind == "parameter" else "constant" for item in graph.stored}
+    kinds |= {item.tensor: "activation" for item in graph.stored if item.name in graph.mutations}
+    found = set()
+    for node in graph.nodes:
+        read = {kinds[name] for name in node.operands} - {"constant"}
+        kind = "activation" if len(read) > 1 or is_random(node) else read.pop() if read else "constant"
+        kinds.update((name, kind) for name in node.results)
+        if kind != "activation":
+            found.add(node.name)
+    return found
+
+
+# The plan ----------------------------------------
+
+Pair = tuple[str, Placement]
+"""A tensor, and a placement that it is needed in."""
+
+
+def cut(graph: Graph, plan: Plan, members: Members, first_ranks: Sequence[int], schedule: str) -> Plan:
+    """The plan of one stage as one of several, each with the plan's axes, from the given ranks on."""
+    reads = [_reads(graph, plan, members, index, len(first_ranks)) for index in range(len(first_ranks))]
+    received = [_received(graph, plan, members, pairs, index) for index, pairs in enumerate(reads)]
+    stages = tuple(_stage(graph, plan, members, reads, received, *item) for item in enumerate(first_ranks))
+    return replace(
+        plan, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=stages, schedule=schedule
+    )  # fmt: skip
+
+
+def _reads(graph: Graph, plan: Plan, members: Members, index: int, count: int) -> dict[Pair, None]:
+    """Everything that the stage's nodes read, and what must leave the model from it."""
+    found: dict[Pair, None] = {}
+    for node in graph.nodes:
+        if index in members[node.name]:
+            found |= dict.fromkeys(zip(node.operands, plan.nodes[node.name].operands, strict=True))
+    for name in (*graph.outputs, *graph.mutations.values()):
+        node_of = graph.producers.get(name)
+        if (index in members[node_of.name]) if node_of else index == count - 1:
+            found[name, output_placement(graph, plan, name)] = None
+    return found
+
+
+def _received(
+    graph: Graph, plan: Plan, members: Members, reads: Mapping[Pair, None], index: int
+) -> dict[str, Placement]:
+    """What comes from earlier stages, as it comes: as it was made, but summands are summed before they are sent."""
+    found: dict[str, Placement] = {}
+    for name in dict.fromkeys(name for name, _ in reads):
+        maker = graph.producers.get(name)
+        if maker is None or index in members[maker.name]:
+            continue
+        made = plan.nodes[maker.name].results[maker.results.index(name)]
+        wanted = [placement for read, placement in reads if read == name]
+        found[name] = wanted[0] if len(wanted) == 1 and _has_summands(made, plan) else made
+    return found
+
+
+def _has_summands(placement: Placement, plan: Plan) -> bool:
+    return any(t == P and axis.name != MICROBATCH for t, axis in zip(placement, plan.axes, strict=True))
+
+
+def _stage(
+    graph: Graph, plan: Plan, members: Members, reads: Sequence[Mapping[Pair, None]],
+    received: Sequence[Mapping[str, Placement]], index: int, first_rank: int,
+) -> Stage:  # fmt: skip
+    nodes = {node.name: plan.nodes[node.name] for node in graph.nodes if index in members[node.name]}
+    have = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+    have.update(received[index])
+    for name, placed in nodes.items():
+        have.update(zip(graph.node_by_name[name].results, placed.results, strict=True))
+    made = {name for node in nodes for name in graph.node_by_name[node].results}
+    sent = [pair for later in received[index + 1 :] for pair in later.items() if pair[0] in made]
+    wanted = dict.fromkeys([*reads[index], *sent])
+    names = {name for name, _ in reads[index]}
+    known = {(item.tensor, item.target): item for item in plan.redistributes}
+    return Stage(
+        first_rank=first_rank,
+        axes=plan.axes,
+        inputs={**{name: plan.inputs[name] for name in graph.inputs if name in names}, **received[index]},
+        storage={name: kept for name, kept in plan.storage.items() if name in names},
+        nodes=nodes,
+        redistributes=tuple(known[pair] for pair in wanted if have[pair[0]] != pair[1]),
+    )

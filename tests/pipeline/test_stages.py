@@ -1,0 +1,185 @@
+"""Plans of several stages: what runs where, what the verifier refuses, files and text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autopar
+from autopar.emit import emit
+from autopar.errors import MeshError, PlacementError, PlanError
+from autopar.ir import verifier
+from autopar.ir.graph import Graph
+from autopar.ir.placement import I, R, S
+from autopar.ir.plan import Plan, Stage
+from autopar.ops import admits
+from autopar.pipeline import template_of_graph
+from autopar.trace import trace
+from models import gpt, mlp
+
+MESH = autopar.Mesh("a100", devices_per_node=4)
+
+
+@cache
+def tied_gpt() -> tuple[nn.Module, Any]:
+    config = gpt.Config(num_layers=4, hidden_size=32, num_heads=2, seq_len=16, vocab_size=64, tie_head=True)
+    return gpt.build(config), gpt.example_inputs(config)
+
+
+@cache
+def graph() -> Graph:
+    return trace(*tied_gpt())
+
+
+@cache
+def staged(**choices: Any) -> Plan:
+    return template_of_graph(graph(), MESH, **choices)
+
+
+def verify(plan: Plan) -> None:
+    verifier.verify(graph(), plan, admits)
+
+
+def two_stages() -> Plan:
+    return staged(pp=2, tp=2, microbatches=2)
+
+
+def test_stages_have_equal_blocks_and_what_is_before_and_behind_them() -> None:
+    plan = two_stages()
+    first, last = plan.stages
+    assert (first.ranks, last.ranks) == (range(2), range(2, 4))
+    modules = [{plan.scopes[node].split("|")[0].partition(".attention")[0] for node in s.nodes} for s in plan.stages]
+    assert {"embedding", "layers.0", "layers.1"} < modules[0] and not {"layers.2", "head"} & modules[0]
+    assert {"layers.2", "layers.3", "final_norm", "head"} < modules[1] and "layers.1" not in modules[1]
+
+
+def test_inputs_go_where_they_are_read_and_tied_weights_are_kept_twice() -> None:
+    first, last = two_stages().stages
+    assert list(first.inputs) == ["tokens"] and "labels" in last.inputs and "tokens" not in last.inputs
+    assert set(first.storage) & set(last.storage) == {"embedding.token.weight"}
+    assert len(last.inputs) == 2, "the labels, and one activation"
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"pp": 2, "tp": 2, "microbatches": 2}, {"pp": 2, "dp": 2, "schedule": "interleaved", "microbatches": 2},
+     {"pp": 4, "schedule": "gpipe", "recompute": "block"}, {"dp": 4, "recompute": "full"}],
+)  # fmt: skip
+def test_plans_are_well_typed_and_keep_every_byte_in_a_file(choices: dict[str, Any]) -> None:
+    plan = staged(**choices)
+    text = plan.to_json()
+    assert Plan.from_json(text) == plan and Plan.from_json(text).to_json() == text
+    verify(Plan.from_json(text))
+    assert plan.timeline().step_time_ns == plan.predicted.step_time_ns > 0
+
+
+def test_stages_of_other_numbers_of_blocks_are_refused() -> None:
+    mesh = autopar.Mesh("a100", devices_per_node=3)
+    with pytest.raises(PlanError, match=r"repeated blocks that 3 stages divide equally, found 4"):
+        template_of_graph(graph(), mesh, pp=3)
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "schedule": ({"pp": 4, "schedule": "2f2b"}, PlanError, r"schedule as one of gpipe, 1f1b, interleaved.*'2f2b'"),
+    "recompute": ({"dp": 4, "recompute": "all"}, PlanError, r'"none", "block" or "full", found \'all\''),
+    "devices": ({"pp": 3}, MeshError, r"dp × tp × pp = 4 devices"),
+    "nothing to interleave": ({"dp": 4, "schedule": "interleaved"}, PlanError, r"at least 2 chunks a rank and pp > 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_choices_that_are_none_are_refused(case: str) -> None:
+    choices, error, message = BAD[case]
+    with pytest.raises(error, match=message):
+        staged(**choices)
+
+
+def test_no_attention_to_recompute_is_refused() -> None:
+    config = mlp.Config()
+    with pytest.raises(PlanError, match=r"expected a model with attention operators in repeated blocks"):
+        autopar.template_plan(mlp.build(config), MESH, mlp.example_inputs(config), dp=4, recompute="block")
+
+
+@pytest.mark.parametrize("choices", [{"pp": 2, "tp": 2, "microbatches": 2}, {"dp": 4, "recompute": "full"}])
+def test_emission_is_refused_for_now(choices: dict[str, Any]) -> None:
+    with pytest.raises(PlanError, match=r"can be shown and simulated, but not emitted yet"):
+        emit(graph(), staged(**choices))
+
+
+def test_printed_plan_names_stages_and_what_is_recomputed() -> None:
+    text = str(staged(pp=2, tp=2, microbatches=2, recompute="full"))
+    assert "as (2 stages, 1f1b, each microbatch=2 × tp=2)" in text
+    assert "stage 1     ranks 2 to 3: 2 blocks, layers.2 to layers.3" in text
+    assert "recompute   layers.*  ×4" in text and "bubble" in text and "recomputation" in text
+    assert "layers.2.attention.query" in two_stages().explain("layers.2")
+
+
+def changed(index: int, change: Callable[[Stage], dict[str, Any]]) -> Plan:
+    plan = two_stages()
+    stages = [replace(s, **change(s)) if number == index else s for number, s in enumerate(plan.stages)]
+    return replace(plan, stages=tuple(stages))
+
+
+def without_a_node(stage: Stage) -> dict[str, Any]:
+    return {"nodes": dict([*stage.nodes.items()][:-1])}
+
+
+def otherwise_received(stage: Stage) -> dict[str, Any]:
+    (name,) = (name for name in stage.inputs if name != "labels")
+    return {"inputs": {**stage.inputs, name: (*stage.inputs[name][:-1], S(2))}}
+
+
+MUTANTS: dict[str, tuple[Callable[[], Plan], type[Exception], str]] = {
+    "a node is missing": (lambda: changed(1, without_a_node), PlanError, r"in one stage, found it in 0"),
+    "ranks overlap": (lambda: changed(1, lambda s: {"first_rank": 1}), PlanError, r"equal or disjoint ranks"),
+    "ranks are shared": (lambda: changed(1, lambda s: {"first_rank": 0}), PlanError, r"on all 4 devices"),
+    "received in another placement": (lambda: changed(1, otherwise_received), PlacementError, r"as it is there"),
+    "nothing received": (
+        lambda: changed(1, lambda s: {"inputs": {"labels": s.inputs["labels"]}}), PlanError, r"made or received"
+    ),
+    "a parameter is not stored": (
+        lambda: changed(0, lambda s: {"storage": dict([*s.storage.items()][1:])}), PlanError, r"made or received"
+    ),
+    "summands are stored": (
+        lambda: changed(0, lambda s: {"storage": {n: replace(k, placement=(I, R)) for n, k in s.storage.items()}}),
+        PlacementError, r"stored as I or S\(d\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", MUTANTS)
+def test_the_verifier_refuses(case: str) -> None:
+    plan, error, message = MUTANTS[case]
+    with pytest.raises(error, match=message):
+        verify(plan())
+
+
+class Masked(nn.Module):
+    """A mask of the inputs that every block reads, and a skip over a stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        mask = keep > 0
+        first = hidden = self.blocks[0](x)
+        for block in list(self.blocks)[1:]:
+            hidden = torch.where(mask, block(hidden), hidden)
+        return (hidden + first).square().mean()
+
+
+def test_masks_are_made_where_they_are_read_and_skips_are_sent() -> None:
+    inputs = (torch.zeros(8, 8), torch.ones(8, 8))
+    plan = autopar.template_plan(Masked(), MESH, inputs, pp=4, microbatches=2)
+    assert all("keep" in stage.inputs for stage in plan.stages[1:])
+    assert "x" not in plan.stages[1].inputs
+    made = {name for name in plan.stages[3].inputs if name not in ("x", "keep")}
+    assert len(made) == 2, "what the stage before made, and the skip of the first"
+    assert plan.timeline().comm_bytes["send"] > 0
