@@ -1,0 +1,46 @@
+"""How predicted step times are judged."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.ir.placement import I, P, R, S
+from autopar.ir.redistribution import Step
+from autopar.simulate.program import copied_bytes
+from benchmarks.accuracy.cpu import Row, best_plan_loss, measured, spearman, summary
+from benchmarks.accuracy.pairs import Pair
+
+
+def row(model: str, plan: str, predicted: float, found: float) -> Row:
+    return Row(Pair(model, plan), predicted, found, 0.0, 0.0, found)
+
+
+ROWS = [row("gpt", "dp", 90, 100), row("gpt", "tp", 100, 80), row("moe", "dp", 50, 40), row("moe", "tp", 55, 50)]
+
+
+def test_the_figures_are_those_of_the_rows() -> None:
+    found = summary(ROWS)
+    assert found["mape"] == pytest.approx((0.1 + 0.25 + 0.25 + 0.1) / 4)
+    assert found["worst"] == pytest.approx(0.25)
+    assert found["best_plan"] == {"gpt": pytest.approx(0.25), "moe": 0.0}
+    assert best_plan_loss(ROWS[2:]) == 0.0
+
+
+def test_rank_correlation_sees_order_alone() -> None:
+    assert spearman([1, 2, 3], [10, 200, 3000]) == pytest.approx(1.0)
+    assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
+
+
+def test_the_rounds_that_others_disturbed_least_count() -> None:
+    rounds = [(100.0, 0.0, 90.0), (300.0, 0.5, 95.0), (104.0, 0.1, 91.0), (250.0, 0.4, 95.0), (240.0, 0.3, 95.0)]
+    assert measured(rounds) == (102.0, pytest.approx(4 / 102), pytest.approx(0.05), 90.5)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "forward", "backward"),
+    [(P, I, 100, 0), (I, R, 0, 100), (S(0), R, 0, 0), (S(2), R, 100, 100), (S(0), S(1), 100, 100), (P, S(1), 100, 100)],
+)
+def test_copies_around_collectives(before: object, after: object, forward: int, backward: int) -> None:
+    """A sum has a buffer of its own; shards along the first dim lie as they are sent."""
+    step = Step(0, before, after)  # type: ignore[arg-type]
+    assert (copied_bytes(step, 100, 0), copied_bytes(step, 100, 1)) == (forward, backward)
