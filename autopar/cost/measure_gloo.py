@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-SECONDS_A_POINT = 0.12
+SECONDS_A_POINT = 0.1
 COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
 COLLECTIVE_RUNS = 24
 RANKS = (2, 4)

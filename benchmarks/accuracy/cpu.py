@@ -146,9 +146,10 @@ def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds:
     file = folder / "times.json"
     times: dict[str, list[Timed]] = json.loads(file.read_text()) if file.exists() else {}
     dist.barrier()
-    for _ in range(PASSES):
+    passes = min(PASSES, rounds)
+    for _ in range(passes):
         for model in dict.fromkeys(pair.model for pair in chosen):
-            time_model([pair for pair in chosen if pair.model == model], folder, -(-rounds // PASSES), times)
+            time_model([pair for pair in chosen if pair.model == model], folder, -(-rounds // passes), times)
             if rank == 0:
                 print(f"timed {model}", flush=True)
                 file.write_text(json.dumps(times))
