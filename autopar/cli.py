@@ -24,8 +24,8 @@ from autopar.pipeline import parallelize, template_plan, timeline_of, verify
 from autopar.simulate import predict
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "sequence_parallel": int,
-             "zero": int, "recompute": str}  # fmt: skip
+_TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
+             "sequence_parallel": int, "zero": int, "recompute": str}  # fmt: skip
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

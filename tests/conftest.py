@@ -1,4 +1,4 @@
-"""What all tests share: golden texts, one thread a process, and tests of several processes at the end."""
+"""What all tests share: golden texts, one thread a process, and the order: unit tests, sweeps, several processes."""
 
 from __future__ import annotations
 
@@ -28,11 +28,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Moves tests of several processes behind the others, so that the simplest failure is seen first."""
+    """Moves sweeps behind the unit tests, and tests of several processes behind both: the simplest failure is seen
+    first."""
     for item in items:
         if RANKS_FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
-    items.sort(key=lambda item: item.get_closest_marker("ranks") is not None)
+    items.sort(key=_part)
+
+
+def _part(item: pytest.Item) -> int:
+    """0 for a unit test, 1 for a sweep, 2 for several processes."""
+    return 2 if item.get_closest_marker("ranks") else 1 if item.get_closest_marker("sweep") else 0
 
 
 @pytest.fixture

@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+START_S = 200.0  # for the first job: processes start slowly on a busy machine
+
 
 class RankPool:
     """N processes with one thread each, joined by gloo."""
@@ -37,11 +39,13 @@ class RankPool:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Runs `fn(rank, world, *args)` on every rank and returns the results by rank."""
+        patience_s = self.timeout_s
         if not self._processes:
             self._start()
+            patience_s = max(START_S, self.timeout_s)
         for pipe in self._pipes:
             pipe.send((fn, args))
-        results = self._collect()
+        results = self._collect(patience_s)
         failures = [(rank, value) for rank, (ok, value) in enumerate(results) if not ok]
         if failures:
             self.stop()  # ranks may disagree now about which collective comes next
@@ -59,10 +63,10 @@ class RankPool:
             self._processes.append(process)
             self._pipes.append(ours)
 
-    def _collect(self) -> list[tuple[bool, Any]]:
+    def _collect(self, patience_s: float) -> list[tuple[bool, Any]]:
         """Waits for all ranks; once one has failed, the others get a second: they may wait for it in vain."""
         results: dict[int, tuple[bool, Any]] = {}
-        patience = self.timeout_s
+        patience = patience_s
         while len(results) < self.world:
             open_pipes = [pipe for rank, pipe in enumerate(self._pipes) if rank not in results]
             ready = wait(open_pipes, patience)
@@ -75,7 +79,7 @@ class RankPool:
         silent = [rank for rank in range(self.world) if rank not in results]
         if silent and all(ok for ok, _ in results.values()):
             self.stop()
-            raise TimeoutError(f"ranks {silent} gave no answer within {self.timeout_s} s")
+            raise TimeoutError(f"ranks {silent} gave no answer within {patience_s} s")
         return [results.get(rank, (True, None)) for rank in range(self.world)]
 
     def stop(self) -> None:

@@ -82,6 +82,22 @@ def test_simulate_prints_the_prediction_and_writes_a_trace(
     assert {"forward", "backward", "gradient all_reduce", "optimizer"} <= {event["cat"] for event in spans}
 
 
+def test_simulate_takes_plans_of_several_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They cannot be emitted yet."""
+    file, trace = tmp_path / "stages.json", tmp_path / "trace.json"
+    assert (
+        cli.main(["plan", "models.gpt", "--mesh", "a100:2", "--template", "pp=2,microbatches=2", "-o", str(file)]) == 0
+    )
+    assert cli.main(["simulate", "models.gpt", str(file), "--trace", str(trace)]) == 0
+    printed = capsys.readouterr().out
+    assert "bubble" in printed and "exposed     send" in printed
+    events = json.loads(trace.read_text())["traceEvents"]
+    lanes = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
+    assert {(0, "rank 0"), (1, "rank 1"), (0, "compute"), (1, "compute"), (0, "send intra_node")} <= lanes
+    assert cli.main(["emit", "models.gpt", str(file), "-o", str(tmp_path / "out")]) == 2
+    assert "not emitted yet" in capsys.readouterr().err
+
+
 def test_timeline_of_a_plan_from_a_file_says_how_to_get_one(plan_file: Path) -> None:
     with pytest.raises(autopar.AutoparError, match=r"found one read from a file.*plan=plan\)\.plan\.timeline\(\)"):
         autopar.Plan.load(plan_file).timeline()

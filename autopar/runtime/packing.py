@@ -26,15 +26,18 @@ def pack_gradients(
     closed: list[list[T]] = []
     open_groups: dict[Hashable, list[T]] = {}
     limits: dict[Hashable, int] = {}
+    filled: dict[Hashable, int] = {}
     for item in items:
-        if num_bytes(item) >= LONE_BYTES and not is_summed_first(item):
+        size = num_bytes(item)
+        if size >= LONE_BYTES and not is_summed_first(item):
             closed.append([item])
             continue
         key = way(item)
         group = open_groups.setdefault(key, [])
-        if group and sum(map(num_bytes, group)) + num_bytes(item) > limits.get(key, FIRST_BUCKET_BYTES):
+        if group and filled[key] + size > limits.get(key, FIRST_BUCKET_BYTES):
             closed.append(group[:])
             limits[key] = BUCKET_BYTES
             group.clear()
+        filled[key] = size + (filled[key] if group else 0)
         group.append(item)
     return closed + [group for group in open_groups.values() if group]

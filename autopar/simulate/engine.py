@@ -18,22 +18,8 @@ COMPUTE = "compute"
 Task = tuple[str, str, int, int, str]
 """Stream, name, start and end in ns, kind."""
 
-Change = tuple[int, int, str, int]
-"""Of memory: time in ns, bytes taken or (negative) given back, kind, and moment of that time."""
-
-LAST = 0  # the number of the compute stream's latest task before the pass
-
-
-class Carried(NamedTuple):
-    """What a device has under way when a pass begins, in ns after that.
-
-    links: when each communication stream is free; in_flight: its collectives, as intervals; last_ns: how long the
-    compute stream's latest task took, which ended at 0.
-    """
-
-    links: tuple[tuple[str, int], ...] = ()
-    in_flight: tuple[tuple[int, int], ...] = ()
-    last_ns: int = 0
+Change = tuple[int, int, int, str]
+"""Of memory: time in ns, moment, bytes taken or (negative) given back, kind."""
 
 
 class Moment(IntEnum):
@@ -54,11 +40,24 @@ class Moment(IntEnum):
     START = 8
 
 
+LAST = 0  # the number of the compute stream's latest task before the pass
+
+
+class Carried(NamedTuple):
+    """What a device has under way when a pass begins, in ns after that.
+
+    links: when each communication stream is free; in_flight: its collectives, as intervals.
+    """
+
+    links: tuple[tuple[str, int], ...] = ()
+    in_flight: tuple[tuple[int, int], ...] = ()
+
+
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
     def __init__(self, overlap_slowdown: float, carried: Carried) -> None:
-        self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
+        self.tasks: list[Task] = [(COMPUTE, "", 0, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
         self.allocations: list[Change] = []
         self.free_ns = 0
@@ -124,17 +123,17 @@ class Engine:
             now = end
         return now + round(left)
 
-    def later(self, first: int, second: int) -> int:
-        """The task that ends later."""
-        return max(first, second, key=lambda task: self.tasks[task][3])
-
     def allocate(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.START) -> None:
         """Memory taken when a task starts, or at a moment of its end."""
         if num_bytes:
             _, _, start, end, _ = self.tasks[task]
-            self.allocations.append((start if moment is Moment.START else end, num_bytes, kind, moment))
+            self.allocations.append((start if moment is Moment.START else end, moment, num_bytes, kind))
+
+    def later(self, first: int, second: int) -> int:
+        """The task that ends later."""
+        return first if self.tasks[first][3] >= self.tasks[second][3] else second
 
     def release(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.END) -> None:
         """Memory given back at a moment of a task's end."""
         if num_bytes:
-            self.allocations.append((self.tasks[task][3], -num_bytes, kind, moment))
+            self.allocations.append((self.tasks[task][3], moment, -num_bytes, kind))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from typing import NamedTuple
 
 from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
@@ -25,6 +26,19 @@ class GraphFacts:
         self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
         self.blocks = block_paths(graph)
         self._block_of: dict[str, str] = {}
+        self._graph = weakref.ref(graph)
+        self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
+
+    def twins(self, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:
+        """For each node in a repeated block, the number of the distinct block and the node's place in it.
+
+        blocks: the module paths of the instances of each.
+        """
+        if self._twins is None or self._twins[0] != blocks:
+            graph = self._graph()
+            assert graph is not None, "the facts of a graph are asked for while it lives"
+            self._twins = blocks, _twins(graph, blocks)
+        return self._twins[1]
 
     def block_of(self, name: str) -> str:
         """The innermost block that a module path or parameter's name lies in; "" is the program itself."""
@@ -33,6 +47,18 @@ class GraphFacts:
             found = not name or name in self.blocks
             known = self._block_of[name] = name if found else self.block_of(name.rpartition(".")[0])
         return known
+
+
+def _twins(graph: Graph, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:
+    number = {path: position for position, paths in enumerate(blocks) for path in paths}
+    counts: dict[str, int] = defaultdict(int)
+    found = {}
+    for node in graph.nodes:
+        path = next((path for path, _ in node.scope.path if path in number), None)
+        if path is not None:
+            found[node.name] = number[path], counts[path]
+            counts[path] += 1
+    return found
 
 
 def _node_facts(node: Node, graph: Graph, device_type: str) -> NodeFacts:

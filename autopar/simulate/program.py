@@ -19,9 +19,9 @@ from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_by
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
-from autopar.ir.mesh import ranks_within_node
+from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
-from autopar.ir.plan import Plan, Storage
+from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
 from autopar.ir.structure import region_of
@@ -150,10 +150,14 @@ class Program:
 def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
     """The program of each stage's first rank. Raises PlanError when the plan lacks a redistribution."""
     facts = graph_facts(graph, profile.device_type)
+    prices: dict[LogicalMesh, _Prices] = {}
     return [
-        _Lowering(stage_graph(graph, plan, index), part, profile, facts, _sent(plan, index)).run()
+        _Lowering(
+            stage_graph(graph, plan, index), part, profile, facts, prices.setdefault(part.axes, _Prices()),
+            _sent(plan, index),
+        ).run()
         for index, part in enumerate(plan.parts)
-    ]
+    ]  # fmt: skip
 
 
 def _sent(plan: Plan, index: int) -> dict[str, Placement]:
@@ -164,12 +168,54 @@ def _sent(plan: Plan, index: int) -> dict[str, Placement]:
     return found
 
 
+class _OperatorPrice(NamedTuple):
+    """What an operator costs with some placements."""
+
+    placements: NodePlan
+    forward_ns: int
+    backward_ns: int
+    inner: tuple[Transmission, ...]
+    inner_backward: tuple[Transmission, ...]
+    workspace: tuple[int, int]
+
+
+class _SlotPrice(NamedTuple):
+    """Bytes of a stored tensor on the way to one of its uses; fields as in `Slot`."""
+
+    stored_bytes: int
+    gradient_bytes: int
+    is_alias: bool
+    sizes: tuple[tuple[int, int], ...]
+    gather_bytes: int
+    scatter_bytes: int
+
+
+class _StoredPrice(NamedTuple):
+    """Bytes of a stored tensor, its optimizer state, what its update moves, and takes for a while."""
+
+    stored_bytes: int
+    state_bytes: int
+    moved_bytes: int
+    workspace: tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Prices:
+    """What is known of equal things on equal axes: nodes by their place in a repeated block, stored tensors by form."""
+
+    operators: dict[Hashable, _OperatorPrice] = field(default_factory=dict)
+    slots: dict[Hashable, _SlotPrice] = field(default_factory=dict)
+    stored: dict[Hashable, _StoredPrice] = field(default_factory=dict)
+
+
 class _Lowering:
     def __init__(
-        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, arriving: Mapping[str, Placement]
-    ) -> None:
+        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, prices: _Prices,
+        arriving: Mapping[str, Placement],
+    ) -> None:  # fmt: skip
         self.graph, self.plan, self.profile = graph, plan, profile
-        self.facts, self.arriving = facts, arriving
+        self.facts, self.prices, self.arriving = facts, prices, arriving
+        self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
@@ -250,28 +296,43 @@ class _Lowering:
         if known is not None and program.values[known].slot >= 0:
             return known
         steps = self._route(tensor, placement)
-        is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
         value = self._value(tensor, placement, storage, slot=len(program.slots))
-        stored = self.graph.stored_by_tensor[tensor]
+        stored, price = self.graph.stored_by_tensor[tensor], self._slot_price(tensor, steps, program.values[value])
         program.slots.append(
             Slot(
                 tensor=tensor,
                 value=value,
                 storage=self.plan.storage[tensor],
                 steps=steps,
-                stored_bytes=math.prod(self._stored_shape(tensor)) * self.graph.kept(tensor).itemsize,
+                stored_bytes=price.stored_bytes,
                 used_bytes=program.values[value].num_bytes,
-                gradient_bytes=math.prod(program.values[value].shape) * self.graph.kept(tensor).itemsize,
+                gradient_bytes=price.gradient_bytes,
                 unit=self._unit(stored.name),
-                is_alias=is_alias and tensor not in self.graph.kept_dtypes,
+                is_alias=price.is_alias,
                 requires_grad=stored.requires_grad and self.trains,
-                sizes=self._step_bytes(tensor, steps),
-                gather_bytes=self.copies.gather_bytes(tensor, self.placements[tensor], steps),
-                scatter_bytes=self.copies.scatter_bytes(tensor, self.placements[tensor], steps),
+                sizes=price.sizes,
+                gather_bytes=price.gather_bytes,
+                scatter_bytes=price.scatter_bytes,
             )
         )
         return value
+
+    def _slot_price(self, tensor: str, steps: tuple[Step, ...], value: Value) -> _SlotPrice:
+        source, kept = self.placements[tensor], self.graph.kept(tensor)
+        key = (value.shape, source, steps, kept.shape, kept.dtype, self.graph.tensors[tensor].dtype)
+        known = self.prices.slots.get(key)
+        if known is None:
+            is_alias = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
+            known = self.prices.slots[key] = _SlotPrice(
+                stored_bytes=math.prod(self._stored_shape(tensor)) * kept.itemsize,
+                gradient_bytes=math.prod(value.shape) * kept.itemsize,
+                is_alias=is_alias and tensor not in self.graph.kept_dtypes,
+                sizes=self._step_bytes(tensor, steps),
+                gather_bytes=self.copies.gather_bytes(tensor, source, steps),
+                scatter_bytes=self.copies.scatter_bytes(tensor, source, steps),
+            )
+        return known
 
     def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
         shape, itemsize = self.shapes.shapes[tensor], self.graph.itemsizes(tensor)
@@ -366,33 +427,41 @@ class _Lowering:
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        values = program.values
-        forward_ns, backward_ns = node_time_ns(
-            node,
-            tuple([values[value].shape for value in inputs]),
-            tuple([values[value].shape for value in outputs]),
-            self.graph.tensors,
-            self.profile,
-        )
         saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
-        inner, inner_backward = self._inner(node)
+        price = self._operator_price(node, placements, inputs, outputs)
         program.items.append(
             Item(
                 name=node.name,
                 inputs=tuple(dict.fromkeys(inputs)),
                 outputs=tuple(outputs),
-                forward_ns=forward_ns,
-                backward_ns=backward_ns,
+                forward_ns=price.forward_ns,
+                backward_ns=price.backward_ns,
                 passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
-                workspace=self._workspace(node, inputs, outputs, bool(inner)),
-                inner=inner,
-                inner_backward=inner_backward,
+                workspace=price.workspace,
+                inner=price.inner,
+                inner_backward=price.inner_backward,
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
                 region=region,
             )
         )
+
+    def _operator_price(
+        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
+    ) -> _OperatorPrice:
+        """That of a twin in an equal block with equal placements, if one is known."""
+        key = self.twins.get(node.name, node.name)
+        known = self.prices.operators.get(key)
+        if known is None or known.placements != placements:
+            values = self.program.values
+            operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
+            times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+            inner, inner_backward = self._inner(node)
+            workspace = self._workspace(node, inputs, outputs, bool(inner))
+            known = _OperatorPrice(placements, *times, inner, inner_backward, workspace)
+            self.prices.operators[key] = known
+        return known
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
         self.placements[name] = placement
@@ -467,18 +536,32 @@ class _Lowering:
             held.append((math.prod(local) * whole.itemsize, "inputs"))
         moved = tensors = before = 0
         for item in self.graph.stored:
-            tensor, shape = self.graph.kept(item.tensor), self._stored_shape(item.tensor)
-            held.append((math.prod(shape) * tensor.itemsize, "parameters"))
+            price = self._stored_price(item.tensor)
+            held.append((price.stored_bytes, "parameters"))
             if item.requires_grad and self.trains:
-                held.append((optimizer_state_bytes(self.plan.optimizer, shape, tensor.dtype), "optimizer"))
-                moved += optimizer_moved_bytes(self.plan.optimizer, shape, tensor.dtype)
-                taken, kept = optimizer_workspace_bytes(self.plan.optimizer, shape, tensor.dtype)
+                held.append((price.state_bytes, "optimizer"))
+                moved += price.moved_bytes
+                taken, kept = price.workspace
                 self.program.optimizer_workspace = max(self.program.optimizer_workspace, before + taken)
                 before = kept
                 tensors += 1
         if moved:
             kernels = tensors * OPTIMIZER_KERNELS[self.profile.device_type]
             self.program.optimizer_ns = optimizer_time_ns(moved, kernels, self.profile)
+
+    def _stored_price(self, name: str) -> _StoredPrice:
+        tensor, optimizer = self.graph.kept(name), self.plan.optimizer
+        key = (tensor.shape, tensor.dtype, self.plan.storage[name].placement)
+        known = self.prices.stored.get(key)
+        if known is None:
+            shape = self._stored_shape(name)
+            known = self.prices.stored[key] = _StoredPrice(
+                math.prod(shape) * tensor.itemsize,
+                optimizer_state_bytes(optimizer, shape, tensor.dtype),
+                optimizer_moved_bytes(optimizer, shape, tensor.dtype),
+                optimizer_workspace_bytes(optimizer, shape, tensor.dtype),
+            )
+        return known
 
     def _stored_shape(self, tensor: str) -> tuple[int, ...]:
         placement = self.plan.storage[tensor].placement

@@ -114,6 +114,7 @@ def test_a_wrong_mutant_is_found_among_others() -> None:
     assert len(tally.wrong) == 1 and tally.wrong[0].startswith(planted.what)
 
 
+@pytest.mark.sweep
 def test_the_public_ways_refuse_and_accept_alike() -> None:
     """`autopar.verify` and `autopar.parallelize(plan=...)` do what the tests above do with a graph of their own."""
     model, batch = zoo.build("mlp")

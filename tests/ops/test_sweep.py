@@ -21,6 +21,7 @@ from tests.ops.torch_samples import torch_samples
 NUM_INFOS, MAX_CALLS, MAX_PAIRS = 100, 2, 4
 
 
+@pytest.mark.sweep
 @pytest.mark.filterwarnings("ignore")  # torch's samples use what torch deprecates
 def test_a_fixed_part_of_the_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     with everything_trusted():

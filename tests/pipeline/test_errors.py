@@ -191,6 +191,7 @@ def test_operator_without_rule_is_reported_as_replicated(function: Callable[...,
     assert all(type_.kind in "RI" for placement in plan.nodes[name].results for type_ in placement)
 
 
+@pytest.mark.sweep
 def test_every_dropped_or_swapped_redistribution_is_refused() -> None:
     """The verifier accepts no plan that lacks a redistribution it has, or in which one ends elsewhere."""
     model, batch = model_and_batch()

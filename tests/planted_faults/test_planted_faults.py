@@ -28,6 +28,7 @@ def test_there_are_faults_of_every_kind() -> None:
     assert folders == {"autopar/ops", "autopar/runtime", "autopar/emit", "autopar/ir"}
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", ["the gradient is gathered", "mean divides by the local length"])
 def test_planted_faults_are_caught(name: str) -> None:
     command = [sys.executable, "-m", "tests.planted_faults.run", "--only", name]

@@ -27,6 +27,7 @@ from tests.random_programs.shrink import shrink
 SEED = 20_000
 
 
+@pytest.mark.sweep
 def test_random_programs_on_threads(capsys: pytest.CaptureFixture[str]) -> None:
     """200 cases; `python -m tests.random_programs.run --seed 20000` runs the same, and more."""
     with capsys.disabled():
@@ -69,6 +70,7 @@ def test_every_operator_comes_up_within_some_programs() -> None:
     assert {leaf.kind for leaf in leaves} == {"parameter", "buffer", "float", "ids", "mask"}
 
 
+@pytest.mark.sweep
 def test_a_planted_fault_is_found_and_shrinks_to_code_that_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """P → I that keeps the first rank's summand instead of the sum."""
     monkeypatch.setattr(pieces, "sum_over", lambda x, axis, wait=True: x.clone())
@@ -92,6 +94,7 @@ def _cases(programs: int) -> Iterator[Case]:
         yield from cases_of(seed, plans=4)
 
 
+@pytest.mark.sweep
 def test_mutants_of_random_plans_that_verify_compute_the_same() -> None:
     """What the verifier lets through of mutated plans is right; some of each kind do occur."""
     assert [text for seed in (2, 5) for text in wrong_mutants(seed)] == []

@@ -84,7 +84,7 @@ NAMES = st.sampled_from(sorted(PLANS))
 
 
 @given(NAMES, DEVICES)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_step_takes_as_long_as_its_streams_and_paths_and_its_parts_add_up(name: str, profile: Profile) -> None:
     case = case_of(name)
     timeline = simulate(*case, profile)
@@ -144,11 +144,11 @@ def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, pro
         assert min(size for _, size in lane.memory[len(lane.memory) // 100 :]) >= 0
         left: Counter[str] = Counter()
         for piece in lane.pieces:
-            for _, size, kind, _ in piece.changes:
+            for _, _, size, kind in piece.changes:
                 left[kind] += size
         kept = {kind for kind, size in left.items() if size}
-        assert kept <= {"inputs", "parameters", "optimizer", "gradients", "gathered"}, kept
-        assert left["gradients"] <= left["parameters"]
+        assert kept <= {"inputs", "parameters", "optimizer", "gradients", "gradients under way", "gathered"}, kept
+        assert left["gradients"] + left["gradients under way"] <= left["parameters"]
 
 
 def _residents(case: Case, profile: Profile, first_rank: int) -> list[tuple[int, str]]:
