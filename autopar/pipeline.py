@@ -100,8 +100,9 @@ def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none", mode: str = "train",
     optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    constraints: Sequence[Constraint] = (),
 ) -> Plan:  # fmt: skip
-    """`template_plan` of a traced model."""
+    """`template_plan` of a traced model, under further constraints."""
     axes = template_axes(mesh, dp, tp, pp)
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
@@ -110,7 +111,7 @@ def template_of_graph(
         members = equal_stages(graph, paths, len(first_ranks))
         part = replace(part, cut=lambda plan: cut(graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
-    rules = template_constraints(axes, zero, sequence_parallel, paths, batch)
+    rules = [*template_constraints(axes, zero, sequence_parallel, paths, batch), *constraints]
     again = template_recompute(graph, paths, recompute)
     request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
     place = Place(part, axes, request, load_profile(mesh.profile))

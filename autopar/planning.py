@@ -12,6 +12,8 @@ from functools import cached_property, partial
 from typing import Any
 
 from autopar.cost import Profile
+from autopar.cost.collectives import LEVELS
+from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import LeastMemory, Placements, prepare_placements
 from autopar.ir.constraint import Constraint
@@ -228,6 +230,14 @@ class Place:
     def _storages(self) -> Callable[[Tensor, LogicalMesh], list[Storage]]:
         return partial(storage_options, microbatches=self.part.microbatches)
 
+    def _sources(self, graph: Graph) -> dict[str, str]:
+        """Where the profile's blocks come from that this graph and mesh make use of."""
+        mesh = self.request.mesh
+        levels = [level for level, count in zip(LEVELS, (mesh.devices_per_node, mesh.nodes), strict=True) if count > 1]
+        trains = self.request.optimizer is not None and self.request.mode == "train"
+        families = {operator(node.op).family for node in graph.nodes} | ({"optimizer"} if trains else set())
+        return self.profile.sources(families, levels)
+
     def _draft(self) -> Plan:
         """Everything of the plan that is known before the search."""
         graph, request = self.part.whole, self.request
@@ -247,6 +257,7 @@ class Place:
             precision=request.precision,
             memory_limit=request.memory_limit or self._shared.usable_bytes,
             coverage=coverage(graph),
+            sources=self._sources(graph),
             parameters={s.tensor: s.name for s in graph.stored},
             types={name: str(graph.kept(name)) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
             scopes={node.name: f"{node.scope.module}|{node.op}|{node.source}" for node in graph.nodes},

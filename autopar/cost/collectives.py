@@ -1,18 +1,27 @@
 """How long a collective takes: measured points where the profile has them, else the best α-β algorithm.
 
-p ranks in n nodes, m of them in each; b bytes; α the cost of a message; β the time of a byte on the
-slowest link that a ring crosses. Byte conventions are those of `ir.redistribution.transfer_bytes`.
+p ranks in n nodes, m of them in each; b bytes; σ the cost of starting a collective; α the cost of a message; β the
+time of a byte on the slowest link that a ring crosses; γ the time in which a rank passes once over a byte of its own.
+Byte conventions are those of `ir.redistribution.transfer_bytes`.
 
 | collective     | algorithms, of which the cheapest counts |
 |----------------|------------------------------------------|
-| all_reduce     | ring 2(p−1)α + 2(p−1)/p·bβ; double tree 2⌈log₂p⌉α + 2bβ; hierarchical |
-| all_gather, reduce_scatter | ring (p−1)α + (p−1)/p·bβ; hierarchical |
-| all_to_all     | pairwise (p−1)α + (p−1)/p·bβ; Bruck ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
-| send           | α + bβ |
+| all_reduce     | ring σ + 2(p−1)α + 2(p−1)/p·bβ + bγ; double tree σ + 2⌈log₂p⌉α + 2bβ + bγ; hierarchical |
+| all_gather, reduce_scatter | ring σ + (p−1)α + (p−1)/p·bβ + bγ/2; hierarchical |
+| all_to_all     | pairwise σ + (p−1)α + (p−1)/p·bβ; Bruck σ + ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
+| send           | σ + α + bβ |
+
+A link may have two protocols, as NCCL's do: one of cheap messages, one of full bandwidth. Each algorithm takes the
+better one at its size.
 
 Hierarchical: reduce-scatter inside the nodes, all-reduce across on 1/m of the bytes, all-gather inside
-(BlueConnect, MLSys'19). A ring over several nodes uses the adapters of all its m ranks in a node, so it
-crosses at m times one adapter's bandwidth, or at the speed inside the node if that is less (NCCL's channels).
+(BlueConnect, MLSys'19). Two-level all-to-all: inside the nodes, then between the ranks of equal place (TUTEL,
+MLSys'23).
+A ring over several nodes uses the adapters of all its m ranks in a node, so it crosses at m times one adapter's
+bandwidth, or at the speed inside the node if that is less (NCCL's channels).
+
+The groups along a mesh axis do the same at the same time, so together they use every device of a node. Where the
+devices of a node share its adapters, each has its part of their bandwidth (`Link.node_bandwidth`).
 """
 
 from __future__ import annotations
@@ -27,14 +36,27 @@ from autopar.ir.placement import Axis, Placement
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
 
 Shape = tuple[int, ...]
-INSIDE, ACROSS = "intra_node", "inter_node"
+LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 
 
 class Wire(NamedTuple):
-    """A link as an algorithm sees it."""
+    """One protocol of a link: nanoseconds a message and a byte."""
 
     alpha_ns: float
     ns_per_byte: float
+
+
+class Level(NamedTuple):
+    """A link level as an algorithm sees it: its protocols, the cost of starting, and of a rank's own pass a byte."""
+
+    wires: tuple[Wire, ...]
+    start_ns: float = 0.0
+    pass_ns_per_byte: float = 0.0
+
+    def time_ns(self, messages: int, size: float, passed: float = 0.0) -> float:
+        """So many messages one after another of `size` bytes in all, and a pass over `passed` bytes."""
+        sent = min(messages * wire.alpha_ns + size * wire.ns_per_byte for wire in self.wires)
+        return self.start_ns + sent + passed * self.pass_ns_per_byte
 
 
 class Group(NamedTuple):
@@ -42,19 +64,25 @@ class Group(NamedTuple):
 
     inside: int
     nodes: int
-    near: Wire
-    far: Wire
+    near: Level
+    far: Level
 
     @property
     def ranks(self) -> int:
         return self.inside * self.nodes
 
     @property
-    def ring(self) -> Wire:
+    def ring(self) -> Level:
         """What a ring over all ranks sees."""
-        if self.nodes == 1:
-            return self.near
-        return Wire(self.far.alpha_ns, max(self.near.ns_per_byte, self.far.ns_per_byte / self.inside))
+        return self.near if self.nodes == 1 else _ring_across(self.inside, self.near, self.far)
+
+
+@lru_cache(maxsize=1024)
+def _ring_across(inside: int, near: Level, far: Level) -> Level:
+    """Messages wait for the far level; bytes go through `inside` adapters, at most as fast as the near level."""
+    least = min(wire.ns_per_byte for wire in near.wires)
+    wires = tuple(Wire(wire.alpha_ns, max(least, wire.ns_per_byte / inside)) for wire in far.wires)
+    return Level(wires, far.start_ns, near.pass_ns_per_byte)
 
 
 @lru_cache(maxsize=1 << 18)
@@ -75,12 +103,19 @@ def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: 
 def make_group(axis: Axis, devices_per_node: int, profile: Profile) -> Group:
     """The ranks along an axis, level by level."""
     inside = ranks_within_node(axis, devices_per_node)
-    near, far = (_wire(profile.link(level)) for level in (INSIDE, ACROSS))
-    return Group(inside, axis.size // inside, near, far)
+    near = _level(profile.link(INSIDE), inside, devices_per_node)
+    return Group(inside, axis.size // inside, near, _level(profile.link(ACROSS), axis.size // inside, devices_per_node))
 
 
-def _wire(link: Link) -> Wire:
-    return Wire(link.alpha_ns, 1e9 / link.bandwidth)
+@lru_cache(maxsize=1024)
+def _level(link: Link, ranks: int, devices_per_node: int) -> Level:
+    """The link's protocols for a group of so many ranks, while all devices of the nodes talk."""
+    rates = [(link.alpha_ns, link.bandwidth_of(ranks))]
+    if link.low_latency is not None:
+        rates.append((link.low_latency.alpha_ns, link.low_latency.share * rates[0][1]))
+    share = math.inf if link.node_bandwidth is None else link.node_bandwidth / devices_per_node
+    wires = tuple(Wire(alpha, 1e9 / min(rate, share)) for alpha, rate in rates)
+    return Level(wires, link.start_ns, 1e9 / link.pass_bandwidth if link.pass_bandwidth else 0.0)
 
 
 def _contention(devices_per_node: int, ranks_measured: int, profile: Profile) -> float:
@@ -117,14 +152,15 @@ def modelled_ns(kind: str, num_bytes: int, group: Group) -> float:
 
 
 def _all_reduce(size: float, group: Group) -> list[float]:
-    ring = group.ring
+    ring, ranks = group.ring, group.ranks
     options = [
-        2 * _ring(size, group.ranks, ring),
-        2 * _rounds(group.ranks) * ring.alpha_ns + 2 * size * ring.ns_per_byte,
+        ring.time_ns(2 * (ranks - 1), 2 * (ranks - 1) / ranks * size, size),
+        ring.time_ns(2 * _rounds(ranks), 2 * size, size),
     ]
     if group.inside > 1 and group.nodes > 1:
-        across = min(_all_reduce(size / group.inside, group._replace(inside=1)))
-        options.append(2 * _ring(size, group.inside, group.near) + across)
+        inside, across = group.inside, group._replace(inside=1)
+        halves = 2 * _ring(size, inside, group.near)
+        options.append(halves + min(_all_reduce(size / inside, across)))
     return options
 
 
@@ -138,28 +174,26 @@ def _all_gather(size: float, group: Group) -> list[float]:
 
 
 def _all_to_all(size: float, group: Group) -> list[float]:
-    slowest = group.near if group.nodes == 1 else group.far
-    far_share = (group.ranks - group.inside) / group.ranks
-    near_ns = size * (group.inside - 1) / group.ranks * group.near.ns_per_byte
-    far_ns = size * far_share * group.far.ns_per_byte
+    slowest, others = (group.near if group.nodes == 1 else group.far), group.ranks - group.inside
     rounds = _rounds(group.ranks)
+    near_ns = group.near.time_ns(group.inside - 1, size * (group.inside - 1) / group.ranks)
     options = [
-        (group.ranks - 1) * slowest.alpha_ns + max(near_ns, far_ns),
-        rounds * (slowest.alpha_ns + size / 2 * slowest.ns_per_byte),
+        max(near_ns, slowest.time_ns(group.ranks - 1, size * (others or group.inside - 1) / group.ranks)),
+        slowest.time_ns(rounds, rounds * size / 2),
     ]
     if group.inside > 1 and group.nodes > 1:
-        options.append(_ring(size, group.inside, group.near) + _ring(size, group.nodes, group.far))
+        steps = ((group.inside, group.near), (group.nodes, group.far))
+        options.append(sum(level.time_ns(ranks - 1, (ranks - 1) / ranks * size) for ranks, level in steps))
     return options
 
 
 def _send(size: float, group: Group) -> list[float]:
-    wire = group.near if group.nodes == 1 else group.far
-    return [wire.alpha_ns + size * wire.ns_per_byte]
+    return [(group.near if group.nodes == 1 else group.far).time_ns(1, size)]
 
 
-def _ring(size: float, ranks: int, wire: Wire) -> float:
+def _ring(size: float, ranks: int, level: Level) -> float:
     """p−1 messages of 1/p of the bytes, one after another."""
-    return (ranks - 1) * (wire.alpha_ns + size / ranks * wire.ns_per_byte)
+    return level.time_ns(ranks - 1, (ranks - 1) / ranks * size, size / 2)
 
 
 def _rounds(ranks: int) -> int:

@@ -1,6 +1,8 @@
 """How long an operator takes on one rank: a roofline under the profile's efficiency curves, plus launch cost.
 
 time = launch_ns · kernels + max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency))
+
+Where the profile has tables (`kernels`): time = call_ns · gradients + Σ FLOPs · rate(shape) + copies + sums.
 """
 
 from __future__ import annotations
@@ -9,7 +11,8 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from autopar.cost.profile import Profile
+from autopar.cost.kernels import Kernels, backward_kernels, forward_kernels
+from autopar.cost.profile import OperatorCurve, Profile
 from autopar.cost.work import (
     VIEW,
     Call,
@@ -38,6 +41,17 @@ def node_time_ns(
     return _call_time_ns(node_call(node, operand_shapes, result_shapes, tensors), profile)
 
 
+def node_issue_ns(
+    node: Node,
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    tensors: Mapping[str, Tensor],
+    profile: Profile,
+) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) that the host needs to launch an operator: what `Profile.host` says."""
+    return _call_issue_ns(node_call(node, operand_shapes, result_shapes, tensors), profile) if profile.host else (0, 0)
+
+
 def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> int:
     """Forward floating-point operations of one operator on local shapes."""
     sizes = tuple(4 for _ in operand_shapes), tuple(4 for _ in result_shapes)
@@ -46,14 +60,26 @@ def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Sh
     return forward_flops(call)
 
 
-def optimizer_time_ns(num_bytes: int, num_kernels: int, profile: Profile) -> int:
-    """Nanoseconds to read and write `num_bytes` of parameters, gradients and optimizer state."""
-    return _memory_ns(num_bytes, "optimizer", 0, profile) + num_kernels * profile.facts.launch_ns[0]
+def optimizer_time_ns(num_bytes: int, num_tensors: int, num_kernels: int, sharded: bool, profile: Profile) -> int:
+    """Nanoseconds to read and write `num_bytes` of parameters, gradients and optimizer state.
+
+    Each of the tensors costs what the profile measured a call to cost (`sharded`: they are DTensors), or launches.
+    """
+    runtime = profile.runtime
+    calls = num_tensors * runtime.optimizer_ns[sharded] if runtime else num_kernels * profile.facts.launch_ns[0]
+    return _memory_ns(num_bytes, "optimizer", 0, profile) + calls
 
 
 def pointwise_time_ns(num_bytes: int, profile: Profile) -> int:
     """Nanoseconds of one pointwise kernel that moves `num_bytes`, such as adding up two gradients."""
-    return _memory_ns(num_bytes, "pointwise", 0, profile) + profile.facts.launch_ns[0] if num_bytes else 0
+    curve = profile.curve("pointwise")
+    return _memory_ns(num_bytes, "pointwise", 0, profile) + _call_ns(curve, 0, profile) if num_bytes else 0
+
+
+def copy_time_ns(num_bytes: int, profile: Profile) -> int:
+    """Nanoseconds to copy so many bytes from one place to another, in order."""
+    curve = profile.curve("straight_copy")
+    return _memory_ns(2 * num_bytes, "straight_copy", 0, profile) + _call_ns(curve, 0, profile) if num_bytes else 0
 
 
 def node_call(
@@ -67,7 +93,7 @@ def node_call(
     dtypes = [tensor.dtype for tensor in operands]
     result_dtypes = [tensors[name].dtype for name in node.results]
     return Call(
-        node.op,
+        _name(node),
         operand_shapes,
         result_shapes,
         tuple([DTYPE_BYTES[dtype] for dtype in dtypes]),
@@ -76,6 +102,12 @@ def node_call(
         (result_dtypes or dtypes or ["float32"])[0],
         _detail(node),
     )
+
+
+def _name(node: Node) -> str:
+    """The operator, and which of its kernels where an argument chooses."""
+    is_tanh = node.op == "aten.gelu.default" and argument(node, 1, "approximate", "none") == "tanh"
+    return "aten.gelu_tanh.default" if is_tanh else node.op
 
 
 def _detail(node: Node) -> str:
@@ -106,11 +138,23 @@ def _call_time_ns(call: Call, profile: Profile) -> tuple[int, int]:
     return (view_forward if row.family == "view" else forward), backward
 
 
+@lru_cache(maxsize=1 << 18)
+def _call_issue_ns(call: Call, profile: Profile) -> tuple[int, int]:
+    """Views launch nothing; the backward pass launches a kernel for each gradient."""
+    host = profile.host
+    if host is None or operator(call.op) is VIEW:
+        return 0, 0
+    return host.operator_ns, backward_work(call).kernels * host.gradient_ns
+
+
 def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profile) -> int:
     """Gradients that only pass through cost what a view's do."""
     if work.kernels == 0:
         return profile.facts.view_ns[direction]
     curve = profile.curve(family)
+    found = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
+    if found is not None and all(kernel.table in profile.tables for kernel in found.kernels):
+        return _kernels_ns(found, curve, direction, profile)
     moving = family if curve.bound == "memory" else "pointwise"
     duration = _memory_ns(work.num_bytes, moving, direction, profile)
     if curve.bound == "compute":
@@ -119,7 +163,26 @@ def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profi
         products = max(1, work.kernels if direction and family != "attention" else 1)
         effective = products * side.effective_work(work.flops / products)
         duration = max(duration, round(effective * 1e9 / profile.peak_flops(call.dtype)))
+    if curve.call_ns is not None and curve.bound == "memory":
+        return duration + curve.call_ns[direction]
     return duration + work.kernels * profile.facts.launch_ns[direction]
+
+
+def _call_ns(curve: OperatorCurve, direction: int, profile: Profile) -> int:
+    return (curve.call_ns or profile.facts.launch_ns)[direction]
+
+
+def _kernels_ns(found: Kernels, curve: OperatorCurve, direction: int, profile: Profile) -> int:
+    """Each gradient of a product is a call; those of attention and of a convolution come from one."""
+    calls = len(found.kernels) if curve.family == "matmul" else min(1, len(found.kernels))
+    rates = [profile.tables[kernel.table].ns_per_flop(kernel.coordinates) for kernel in found.kernels]
+    computed = sum(kernel.flops * rate for kernel, rate in zip(found.kernels, rates, strict=True))
+    summed = sum(
+        _memory_ns(size, "column_sum", 0, profile) + _call_ns(profile.curve("column_sum"), 0, profile)
+        for size in found.summed_bytes
+    )
+    copied = copy_time_ns(found.copied_bytes // 2, profile)
+    return calls * _call_ns(curve, direction, profile) + round(computed) + summed + copied
 
 
 def _memory_ns(num_bytes: int, family: str, direction: int, profile: Profile) -> int:

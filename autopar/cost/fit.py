@@ -1,10 +1,14 @@
-"""Turns the raw points of `measure.py` into a profile: subtracts launch costs and fits curves.
+"""Turns the raw points of `measure.py` and `measure_gloo.py` into a profile: calls apart from work, curves and tables.
 
-A curve's knots are the measured points themselves; where more work took less time, the longer time holds.
+Call costs of a family: its time at the smallest shape, where there is next to no work. A curve's knots are the measured
+points themselves, less the call; where more work took less time, the longer time holds. A table's vertex is a measured
+shape's ns a FLOP; one too large to be measured has its smaller neighbours' mean.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,37 +16,77 @@ from itertools import accumulate
 from typing import Any
 
 from autopar.cost.profile import FORMAT, NO_OVERLAP
-from autopar.cost.work import Call, Work, backward_work, forward_work
+from autopar.cost.work import Call, backward_work, forward_flops, forward_work
 
-COMPUTE_BOUND = {"matmul", "attention", "convolution"}
 RESERVE_BYTES = 512 << 20
-LEAST_SHARE = 0.1  # of a measured time that is left after launch costs: below it lies noise
+LEAST_SHARE = 0.1  # of a measured time that is left after call costs: below it lies noise
+MATRIX_FAMILIES = ("matmul", "attention", "convolution")
+#: bytes that AdamW reads or writes for a float32 parameter
+OPTIMIZER_BYTES = 28.0
 
-Samples = list[tuple[float, float]]  # (work of one kernel, its nanoseconds)
+Points = Sequence[Mapping[str, Any]]
+Samples = list[tuple[float, float]]  # (work, its nanoseconds)
+Pair = tuple[int, int]
 
 
 def profile_from_points(raw: Mapping[str, Any], host: Mapping[str, Any], date: str) -> dict[str, Any]:
     """The profile of a CPU rank of one thread, as JSON data, from points, host facts and today's date."""
     source = f"{host['model']}, one thread a rank, torch {raw['host']['torch']}"
     provenance = {"kind": "measured", "source": source, "date": date}
-    samples = _samples(raw)
-    peak = max(work / ns * 1e9 for side in samples["matmul"].values() for work, ns in side)
-    bandwidth = max(work / ns * 1e9 for work, ns in samples["pointwise"]["forward"][-1:])
+    families = _by_family(raw)
+    matrices = [point for point in families["matmul"] if point["op"] == "mm"]
+    peak = max(_flops(point) / point["forward_ns"] * 1e9 for point in matrices)
+    bandwidth = _bandwidth(families["straight_copy"])
     peaks = {name: 2 * size**3 / ns * 1e9 for name, (size, ns) in raw["dtypes"].items()}
-    facts = _facts(raw, host, {**peaks, "float32": peak}, bandwidth)
-    operators = [_operator(family, sides, raw, peak, bandwidth) for family, sides in samples.items()]
-    collectives = [item for item in raw["collectives"] if item["collective"] != "overlap"]
+    blocks = {
+        "facts": [_facts(raw, host, {**peaks, "float32": peak}, bandwidth)],
+        "operators": _operators(raw, families, peak, bandwidth),
+        "links": _links(raw["collectives"]),
+        "collectives": [_collective(item) for item in raw["collectives"]],
+        "tables": _tables(families, _calls(raw, families)),
+        "runtime": [_runtime(raw["runtime"])],
+    }
+    sourced = {name: [{**item, "provenance": provenance} for item in items] for name, items in blocks.items()}
     return {
         "format": FORMAT,
         "name": "cpu",
         "aliases": [],
         "title": f"CPU rank of one thread: {host['model']}",
         "device_type": "cpu",
-        "facts": {**facts, "provenance": provenance},
-        "operators": [{**item, "provenance": provenance} for item in operators],
-        "links": [{**link, "provenance": provenance} for link in _links(collectives)],
-        "collectives": [{**_collective(item), "provenance": provenance} for item in collectives],
+        **sourced,
+        "facts": sourced["facts"][0],
+        "runtime": sourced["runtime"][0],
     }
+
+
+def _by_family(raw: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
+    found: dict[str, list[Mapping[str, Any]]] = defaultdict(list)
+    for point in raw["points"]:
+        found[point["family"]].append(point)
+    return found
+
+
+def _call(point: Mapping[str, Any]) -> Call:
+    shapes, itemsizes, gradients = zip(*point["operands"], strict=True)
+    shape, itemsize = point["result"]
+    results = ((tuple(shape),), (itemsize,))
+    operands = tuple(map(tuple, shapes))
+    op = f"aten.{point['op']}.default"
+    return Call(op, operands, results[0], tuple(itemsizes), results[1], gradients, "float32", point["detail"])
+
+
+def _flops(point: Mapping[str, Any]) -> int:
+    """Of a product by its shape (m, n, k), whichever way its operands are stored."""
+    return 2 * math.prod(point["shape"]) if point["op"] == "mm" else forward_flops(_call(point))
+
+
+# Facts ----------------------------------------
+
+
+def _bandwidth(copies: Points) -> float:
+    """Bytes a second of the largest copy, read and written."""
+    largest = max(copies, key=lambda point: math.prod(point["shape"]))
+    return forward_work(_call(largest)).num_bytes / float(largest["forward_ns"]) * 1e9
 
 
 def _facts(
@@ -56,66 +100,103 @@ def _facts(
         "launch_ns": raw["launch"][:2],
         "view_ns": raw["view"][:2],
         "cores": host["cores"],
-        "overlap_slowdown": _overlap_slowdown(raw, host["cores"]),
+        "overlap_slowdown": _overlap_slowdown(raw["busy_share"], host["cores"]),
     }
 
 
-def _overlap_slowdown(raw: Mapping[str, Any], cores: int) -> float:
-    """From compute alone (w), communication alone (c) and both (t): while c lasts, w + c − t is done."""
-    overlaps = [item for item in raw["collectives"] if item["collective"] == "overlap"]
-    measured = {item["ranks"]: item["points"][0] for item in overlaps}
-    fitting = [ranks for ranks in measured if ranks <= cores]
-    compute, communication, both = measured[max(fitting, default=min(measured))]
-    gained = compute + communication - both
-    return float(min(NO_OVERLAP, max(1.0, communication / gained))) if gained > 0 else NO_OVERLAP
+def _overlap_slowdown(shares: Mapping[str, float], cores: int) -> float:
+    """gloo's threads take their share of a core, the rest is left to compute; none where each has a core of its own."""
+    fitting = [int(ranks) for ranks in shares if int(ranks) <= cores]
+    ranks = max(fitting, default=min(map(int, shares)))
+    left = 1.0 - shares[str(ranks)] if 2 * ranks > cores else 1.0
+    return float(min(NO_OVERLAP, 1.0 / max(left, 1.0 / NO_OVERLAP)))
 
 
-def _samples(raw: Mapping[str, Any]) -> dict[str, dict[str, Samples]]:
-    """By family and direction, sorted by work."""
-    found: dict[str, dict[str, Samples]] = defaultdict(lambda: {"forward": [], "backward": []})
-    for point in raw["points"]:
-        call = _call(point)
-        sides = {"forward": (forward_work(call), 0), "backward": (backward_work(call), raw["launch"][2])}
-        for direction, (side, (work, overhead)) in enumerate(sides.items()):
-            total = point[f"{side}_ns"] - overhead
-            sample = _sample(point["family"], work, total, raw["launch"][direction], side)
-            found[point["family"]][side].append(sample)
-    for num_elements, duration in raw["optimizer"]:
-        launches = raw["optimizer"][0][1]
-        sample = (28.0 * num_elements, max(duration - launches, LEAST_SHARE * duration))
-        found["optimizer"]["forward"].append(sample)
-        found["optimizer"]["backward"].append(sample)
-    return {family: {side: sorted(items) for side, items in both.items()} for family, both in found.items()}
+def _runtime(measured: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "optimizer_ns": measured["optimizer"],
+        "parameter_ns": measured["parameter"],
+        "convert_ns": measured["convert"],
+        "function_ns": measured["function"],
+    }
 
 
-def _sample(family: str, work: Work, total_ns: int, launch_ns: int, side: str) -> tuple[float, float]:
-    """One kernel's work and nanoseconds without launch cost; a matrix gradient has several kernels."""
-    kernels = work.kernels if side == "backward" and family in ("matmul", "convolution") else 1
-    amount = work.flops if family in COMPUTE_BOUND else work.num_bytes
-    left = max(total_ns - launch_ns * work.kernels, LEAST_SHARE * max(total_ns, launch_ns))
-    return amount / kernels, left / kernels
+# Operators ----------------------------------------
 
 
-def _call(point: Mapping[str, Any]) -> Call:
-    shapes, itemsizes, gradients = zip(*point["operands"], strict=True)
-    shape, itemsize = point["result"]
-    results = ((tuple(shape),), (itemsize,))
-    operands = tuple(map(tuple, shapes))
-    op = f"aten.{point['op']}.default"
-    return Call(op, operands, results[0], tuple(itemsizes), results[1], gradients, "float32", point["detail"])
+def _smallest(points: Points) -> Mapping[str, Any]:
+    return min(points, key=lambda point: math.prod(point["shape"]))
 
 
-def _operator(
-    family: str, sides: Mapping[str, Samples], raw: Mapping[str, Any], peak: float, bandwidth: float
-) -> dict[str, Any]:
-    rate = peak if family in COMPUTE_BOUND else bandwidth
-    curves = {side: _knots(samples, rate) for side, samples in sides.items()}
+def _calls(raw: Mapping[str, Any], families: Mapping[str, Points]) -> dict[str, Pair]:
+    """What a call of each family costs, forward and backward, beside its kernels."""
+    engine, node = _engine_ns(raw, families), raw["launch"][1]
+    found: dict[str, Pair] = {}
+    for family, points in families.items():
+        least = _smallest(points)
+        found[family] = least["forward_ns"], max(node, least["backward_ns"] - engine)
+    kernel = _smallest([point for point in families["matmul"] if point["op"] == "mm"])["forward_ns"]
+    forward, backward = found.pop("linear")
+    found["matmul"] = max(0, forward - kernel), max(node, backward // 2 - kernel)  # a linear operator has two gradients
+    return found
+
+
+def _engine_ns(raw: Mapping[str, Any], families: Mapping[str, Points]) -> int:
+    """Of a backward pass as a whole: that of one view, less its part, as a long chain of views tells it."""
+    return max(0, int(_smallest(families["view"])["backward_ns"]) - int(raw["view"][1]))
+
+
+def _operators(
+    raw: Mapping[str, Any], families: Mapping[str, Points], peak: float, bandwidth: float
+) -> list[dict[str, Any]]:
+    calls, engine = _calls(raw, families), _engine_ns(raw, families)
+    curved = {family: points for family, points in families.items() if family not in ("matmul", "linear", "view")}
+    found = [_operator(family, points, calls[family], engine, peak, bandwidth) for family, points in curved.items()]
+    matmul = _operator("matmul", families["linear"], calls["matmul"], engine, peak, bandwidth)
+    return [*found, matmul, _optimizer(raw["optimizer"], bandwidth)]
+
+
+def _operator(family: str, points: Points, call: Pair, engine: int, peak: float, bandwidth: float) -> dict[str, Any]:
+    is_matrix = family in MATRIX_FAMILIES
+    measured = [point for point in points if point is not _smallest(points)]
+    rate = peak if is_matrix else bandwidth
+    curves = {
+        side: _knots(_samples(measured, side, is_matrix, call[position], position * engine), rate)
+        for position, side in enumerate(("forward", "backward"))
+    }
     return {
         "family": family,
-        "bound": "compute" if family in COMPUTE_BOUND else "memory",
+        "bound": "compute" if is_matrix else "memory",
         **curves,
+        "call_ns": list(call),
         "residual": None,  # the curve passes through its points
-        "points": [_point(point) for point in raw["points"] if point["family"] == family],
+        "points": [_point(point) for point in points],
+    }
+
+
+def _samples(points: Points, side: str, is_matrix: bool, call_ns: int, engine: int) -> Samples:
+    """Work and nanoseconds without the call, sorted by work; of a matrix gradient, one of its kernels."""
+    found: Samples = []
+    for point in points:
+        work = (forward_work if side == "forward" else backward_work)(_call(point))
+        kernels = max(1, work.kernels) if is_matrix and side == "backward" and point["family"] != "attention" else 1
+        total = point[f"{side}_ns"] - engine
+        left = max(total - call_ns, LEAST_SHARE * total, 1.0)
+        found.append(((work.flops if is_matrix else work.num_bytes) / kernels, left / kernels))
+    return sorted(found)
+
+
+def _optimizer(measured: Sequence[tuple[int, int]], bandwidth: float) -> dict[str, Any]:
+    call = measured[0][1]
+    samples = [(OPTIMIZER_BYTES * size, max(ns - call, LEAST_SHARE * ns)) for size, ns in measured[1:]]
+    curve = _knots(samples, bandwidth)
+    return {
+        "family": "optimizer",
+        "bound": "memory",
+        "forward": curve,
+        "backward": curve,
+        "residual": None,
+        "points": [],
     }
 
 
@@ -125,12 +206,68 @@ def _knots(samples: Samples, rate: float) -> list[list[float]]:
     for work, duration in samples:
         by_work[work].append(duration)
     times = accumulate((statistics.median(by_work[work]) for work in by_work), max)
-    return [[work, work / duration * 1e9 / rate] for work, duration in zip(by_work, times, strict=True)]
+    return [[work, work / duration * 1e9 / rate] for work, duration in zip(by_work, times, strict=True) if work > 0]
 
 
 def _point(point: Mapping[str, Any]) -> dict[str, Any]:
     kept = {key: point[key] for key in ("op", "shape", "forward_ns", "backward_ns")}
     return {**kept, "dtype": "float32"}
+
+
+# Tables ----------------------------------------
+
+
+def _tables(families: Mapping[str, Points], calls: Mapping[str, Pair]) -> list[dict[str, Any]]:
+    """Products by layout, attention by mask and direction, convolutions by kernel and direction."""
+    rates: dict[str, dict[tuple[float, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
+    for family in MATRIX_FAMILIES:
+        for point in families.get(family, ()):
+            flops, shape = _flops(point), tuple(map(float, point["shape"]))
+            for name, coordinates, duration in _vertices(family, point, shape, calls):
+                rates[name][coordinates].append(duration / flops)
+    return [
+        _table(name, {at: statistics.median(values) for at, values in found.items()}) for name, found in rates.items()
+    ]
+
+
+def _vertices(
+    family: str, point: Mapping[str, Any], shape: tuple[float, ...], calls: Mapping[str, Pair]
+) -> list[tuple[str, tuple[float, ...], float]]:
+    """The tables that a point is a vertex of: name, coordinates, nanoseconds without the call."""
+    kind = point["kind"]
+    if family == "matmul":
+        return [(kind, shape, point["forward_ns"])]
+    forward, backward = (_net(point[f"{side}_ns"], calls[family][n]) for n, side in enumerate(("forward", "backward")))
+    if family == "attention":
+        at = shape[2:]
+        return [(f"attention {kind} forward", at, forward), (f"attention {kind} backward", at, backward)] * (
+            shape[2] > 2
+        )
+    kernel, side = kind.split()
+    made = [(f"convolution {kernel} forward", shape, forward), (f"convolution {kernel} {side}", shape, backward)]
+    return made * (math.prod(shape) > 1)
+
+
+def _net(total: float, call: float) -> float:
+    return max(total - call, LEAST_SHARE * total)
+
+
+def _table(name: str, rates: dict[tuple[float, ...], float]) -> dict[str, Any]:
+    axes = [sorted({at[axis] for at in rates}) for axis in range(len(next(iter(rates))))]
+    whole: dict[tuple[int, ...], float] = {}
+    for place in itertools.product(*(range(len(axis)) for axis in axes)):
+        at = tuple(axis[n] for axis, n in zip(axes, place, strict=True))
+        whole[place] = rates[at] if at in rates else _from_smaller(place, whole)
+    return {"name": name, "axes": axes, "rates": list(whole.values())}
+
+
+def _from_smaller(place: tuple[int, ...], known: Mapping[tuple[int, ...], float]) -> float:
+    """The geometric mean of the neighbours that are one vertex smaller along one axis."""
+    smaller = [tuple(n - (axis == m) for m, n in enumerate(place)) for axis in range(len(place)) if place[axis] > 0]
+    return statistics.geometric_mean(known[neighbour] for neighbour in smaller)
+
+
+# Links ----------------------------------------
 
 
 def _collective(item: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,14 +1,20 @@
-"""Measures this host's CPU with one thread, and gloo between ranks: prints raw points as JSON.
+"""Measures operators of this host's CPU (or first GPU): prints raw points as JSON.
 
 Needs torch only and imports nothing of autopar, so the file can be copied to another machine and run there:
-`OMP_NUM_THREADS=1 python -P measure.py > points.json`. `host.py` turns the points into a profile.
+`OMP_NUM_THREADS=1 python -P measure.py [--device cuda] [--points FILE] > points.json`; `fit.py` makes a profile of it.
 
-The ranks are forked before this process has started any thread pool, so torch is imported once for all.
-Operators cycle over several sets of operands, so that small ones do not stay in the cache.
+As many processes as there are cores measure at the same time, since ranks that train share memory bandwidth and cache.
+Times are those of the thread on the CPU, so that other programs disturb little; on a GPU those of events, with the
+second-level cache overwritten before each. Operands alternate, so that small ones do not stay in the cache; and before
+the smallest calls others' data pass through it, as in a training step, so that the code must be fetched again too.
+
+With --points, every measured point is kept in that file, and a run that was stopped goes on there. A file of another
+machine, device, torch or revision is refused.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -16,27 +22,30 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-SECONDS_A_POINT = 0.04
+REVISION = 6  # of the sweep: points of another one do not mix
+SECONDS_A_POINT = 0.02
 BYTES_OF_OPERANDS = 1 << 25
-COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 18, 1 << 21, 1 << 24)
-COLLECTIVE_RUNS = 6
-RANKS = (2, 4)
+SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 21
+MOST_FLOPS = 1.1e9  # a larger product is as efficient as one of this size
+MOST_BYTES = 1 << 28  # of an operator's operands, so that memory never runs out
 
 Tensors = list[torch.Tensor]
 Operator = Callable[..., torch.Tensor]
 
 
 class Case(NamedTuple):
-    """An operator to measure: its family, how it is called, and how its operands are made."""
+    """What to measure: its family, how it is called, how its operands are made, which gradients are wanted.
+
+    `kind` tells apart cases of one family whose times do not follow from work alone.
+    """
 
     family: str
     op: str
@@ -44,40 +53,104 @@ class Case(NamedTuple):
     operands: Callable[[], Tensors]
     run: Operator
     detail: str = ""
+    kind: str = ""
 
 
 def operator_cases() -> list[Case]:
     """The sweep: each family from launch-bound to bandwidth- or compute-bound sizes."""
     cases = [_linear(*shape) for shape in LINEAR_SHAPES]
-    cases += [_attention(*shape) for shape in ATTENTION_SHAPES]
-    cases += [_convolution(*shape) for shape in CONVOLUTION_SHAPES]
     cases += [case for rows, width in ROW_SHAPES for case in _row_cases(rows, width)]
+    cases += [_batch_norm(*shape) for shape in IMAGE_SHAPES]
     cases += [_embedding(*shape) for shape in LOOKUP_SHAPES]
-    return cases + [_cross_entropy(*shape) for shape in LOSS_SHAPES]
+    cases += [_cross_entropy(*shape) for shape in LOSS_SHAPES]
+    cases.append(Case("view", "transpose", (2, 2), lambda: _leaves((2, 2)), torch.t))
+    return cases + list(_product_cases()) + list(_attention_cases()) + list(_convolution_cases())
 
 
 def _row_cases(rows: int, width: int) -> list[Case]:
     shape = (rows, width)
     return [
         Case("pointwise", "mul", shape, lambda: _leaves(shape, shape), torch.mul),
-        Case("transcendental", "gelu", shape, lambda: _leaves(shape), F.gelu),
+        Case("transcendental", "tanh", shape, lambda: _leaves(shape), torch.tanh),
+        Case("gelu", "gelu", shape, lambda: _leaves(shape), F.gelu),
+        Case("gelu_tanh", "gelu", shape, lambda: _leaves(shape), _gelu_tanh, "tanh"),
+        Case("silu", "silu", shape, lambda: _leaves(shape), F.silu),
         _layer_norm(rows, width),
+        _rms_norm(rows, width),
         Case("softmax", "softmax", shape, lambda: _leaves(shape), _softmax),
         Case("reduction", "sum", shape, lambda: _leaves(shape), _sum),
+        Case("column_sum", "sum", shape, lambda: _leaves(shape), _column_sum),
         Case("dropout", "native_dropout", shape, lambda: _leaves(shape), _dropout),
         Case("copy", "clone", shape, lambda: _leaves((width, rows)), _transposed_copy),
+        Case("straight_copy", "clone", shape, lambda: _leaves(shape), torch.clone),
     ]
 
 
-LINEAR_SHAPES = (
-    (16, 64, 64), (64, 128, 128), (128, 128, 512), (256, 256, 256), (256, 256, 1024),
-    (512, 512, 512), (512, 512, 2048), (1024, 768, 2048),
-)  # fmt: skip
-ATTENTION_SHAPES = ((1, 2, 32, 32), (1, 4, 128, 32), (2, 4, 256, 64), (2, 8, 512, 64))
-CONVOLUTION_SHAPES = ((1, 8, 8, 8), (4, 16, 16, 16), (8, 32, 32, 32), (8, 64, 32, 64))
-ROW_SHAPES = ((8, 64), (128, 64), (256, 256), (512, 1024), (2048, 2048))
-LOOKUP_SHAPES = ((64, 1000, 64), (512, 4000, 256), (2048, 16000, 512))
-LOSS_SHAPES = ((32, 256), (256, 1024), (512, 8192), (1024, 16000))
+LINEAR_SHAPES = ((2, 4, 4), (128, 128, 128), (512, 512, 512))
+ROW_SHAPES = ((2, 8), (16, 64), (128, 64), (256, 256), (512, 512), (512, 2048), (2048, 2048))
+IMAGE_SHAPES = ((2, 2, 2), (4, 16, 8), (8, 32, 16), (8, 64, 32), (16, 64, 32))  # batch, channels, size
+LOOKUP_SHAPES = ((4, 10, 4), (64, 1000, 64), (512, 2000, 256), (512, 4000, 512), (2048, 16000, 512))
+LOSS_SHAPES = ((2, 8), (32, 256), (256, 1024), (512, 2048), (512, 8192))
+
+#: The vertices of the tables: a table's ns a FLOP are interpolated between them.
+LAYOUTS = ("NT", "NN", "TN")  # x·Wᵀ (forward), g·W (to the input), gᵀ·x (to the weight)
+ROWS, COLUMNS, INNER = (16, 64, 256, 1024, 4096), (32, 128, 512, 2048), (32, 128, 512, 2048)
+BATCHED = (16, 64, 256, 1024)
+LENGTHS, WIDTHS = (32, 128, 512), (16, 32, 64, 128)
+CHANNELS, FILTERS, SIZES, KERNELS = (4, 16, 64, 256), (16, 64, 256), (4, 8, 16, 32), (1, 3)
+BATCH = 8
+
+
+def _product_cases() -> Iterator[Case]:
+    for layout in LAYOUTS:
+        for m in ROWS:
+            for n in COLUMNS:
+                for k in INNER:
+                    if 2 * m * n * k <= MOST_FLOPS:
+                        yield _product(layout, m, n, k)
+    for m in BATCHED:
+        for n in BATCHED:
+            for k in BATCHED:
+                if 2 * BATCH * m * n * k <= MOST_FLOPS:
+                    yield _batched(m, n, k)
+
+
+def _product(layout: str, m: int, n: int, k: int) -> Case:
+    def operands() -> Tensors:
+        left, right = (k, m) if layout == "TN" else (m, k), (n, k) if layout == "NT" else (k, n)
+        return [torch.randn(left), torch.randn(right)]
+
+    def run(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return torch.mm(left.t() if layout == "TN" else left, right.t() if layout == "NT" else right)
+
+    return Case("matmul", "mm", (m, n, k), operands, run, kind=layout)
+
+
+def _batched(m: int, n: int, k: int) -> Case:
+    def operands() -> Tensors:
+        return [torch.randn(BATCH, m, k), torch.randn(BATCH, k, n)]
+
+    return Case("matmul", "bmm", (m, n, k), operands, torch.bmm, kind="batched")
+
+
+def _attention_cases() -> Iterator[Case]:
+    for causal in (False, True):
+        for length in LENGTHS:
+            for width in WIDTHS:
+                yield _attention(max(1, 2048 // length), length, width, causal)
+    yield _attention(1, 2, 2, True)  # what a call costs
+
+
+def _convolution_cases() -> Iterator[Case]:
+    for kernel in KERNELS:
+        for channels in CHANNELS:
+            for filters in FILTERS:
+                for size in SIZES:
+                    if 2 * BATCH * (size * kernel) ** 2 * channels * filters <= MOST_FLOPS:
+                        yield _convolution(channels, filters, size, kernel, gradient="input")
+                        yield _convolution(channels, filters, size, kernel, gradient="weight")
+    yield _convolution(1, 1, 1, 1, gradient="input")
+    yield _convolution(1, 1, 1, 1, gradient="weight")
 
 
 def _leaves(*shapes: tuple[int, ...]) -> Tensors:
@@ -88,8 +161,16 @@ def _softmax(x: torch.Tensor) -> torch.Tensor:
     return x.softmax(-1)
 
 
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 def _sum(x: torch.Tensor) -> torch.Tensor:
     return x.sum(-1)
+
+
+def _column_sum(x: torch.Tensor) -> torch.Tensor:
+    return x.sum(0)
 
 
 def _dropout(x: torch.Tensor) -> torch.Tensor:
@@ -102,33 +183,30 @@ def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
 
 def _linear(tokens: int, width: int, features: int) -> Case:
     shape = (tokens, width, features)
-    return Case("matmul", "linear", shape, lambda: _leaves((tokens, width), (features, width)), F.linear)
+    return Case("linear", "linear", shape, lambda: _leaves((1, tokens, width), (features, width)), F.linear)
 
 
-def _attention(batch: int, heads: int, length: int, width: int) -> Case:
-    shape = (batch, heads, length, width)
+def _attention(heads: int, length: int, width: int, causal: bool) -> Case:
+    shape = (1, heads, length, width)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    return Case(
-        "attention",
-        "scaled_dot_product_attention",
-        shape,
-        lambda: _leaves(shape, shape, shape),
-        run,
-        "causal",
-    )
+    detail = "causal" if causal else ""
+    name = "scaled_dot_product_attention"
+    return Case("attention", name, shape, lambda: _leaves(shape, shape, shape), run, detail, detail or "full")
 
 
-def _convolution(batch: int, channels: int, size: int, filters: int) -> Case:
+def _convolution(channels: int, filters: int, size: int, kernel: int, gradient: str) -> Case:
     def operands() -> Tensors:
-        return _leaves((batch, channels, size, size), (filters, channels, 3, 3))
+        image, weight = torch.randn(BATCH, channels, size, size), torch.randn(filters, channels, kernel, kernel)
+        return [image.requires_grad_(gradient == "input"), weight.requires_grad_(gradient == "weight")]
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, weight, padding=1)
+        return F.conv2d(x, weight, padding=kernel // 2)
 
-    return Case("convolution", "conv2d", (batch, channels, size, filters), operands, run)
+    kind = f"{kernel}x{kernel} {gradient}"
+    return Case("convolution", "conv2d", (channels, filters, size), operands, run, kind=kind)
 
 
 def _layer_norm(rows: int, width: int) -> Case:
@@ -137,6 +215,23 @@ def _layer_norm(rows: int, width: int) -> Case:
 
     shape = (rows, width)
     return Case("normalization", "layer_norm", shape, lambda: _leaves(shape, (width,), (width,)), run)
+
+
+def _rms_norm(rows: int, width: int) -> Case:
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, (width,), weight)
+
+    return Case("rms_norm", "rms_norm", (rows, width), lambda: _leaves((rows, width), (width,)), run)
+
+
+def _batch_norm(batch: int, channels: int, size: int) -> Case:
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, None, None, weight, bias, training=True)
+
+    def operands() -> Tensors:
+        return _leaves((batch, channels, size, size), (channels,), (channels,))
+
+    return Case("batch_norm", "batch_norm", (batch, channels, size), operands, run)
 
 
 def _embedding(tokens: int, vocabulary: int, width: int) -> Case:
@@ -156,63 +251,113 @@ def _cross_entropy(tokens: int, vocabulary: int) -> Case:
     return Case("cross_entropy", "cross_entropy_loss", (tokens, vocabulary), operands, F.cross_entropy)
 
 
-def measure_case(case: Case) -> tuple[int, int]:
+# Timing ----------------------------------------
+
+
+class Clock:
+    """Nanoseconds that work takes on the device: of this thread on a CPU, between events on a GPU."""
+
+    def __init__(self, device: str) -> None:
+        self.is_cuda = device == "cuda"
+        self._flushed = torch.empty(1 << 28, dtype=torch.uint8, device=device) if self.is_cuda else None
+        self._own_ns = 0
+        empty = sorted(self.time_ns(lambda: None)[0] for _ in range(200))
+        self._own_ns = empty[len(empty) // 4]
+
+    def time_ns(self, call: Callable[[], Any]) -> tuple[int, Any]:
+        """How long a call takes, and what it returns."""
+        if self.is_cuda:
+            return self._time_cuda(call)
+        start = time.thread_time_ns()
+        result = call()
+        return max(0, time.thread_time_ns() - start - self._own_ns), result
+
+    def _time_cuda(self, call: Callable[[], Any]) -> tuple[int, Any]:
+        assert self._flushed is not None
+        self._flushed.zero_()
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        events[0].record()
+        result = call()
+        events[1].record()
+        torch.cuda.synchronize()
+        return max(0, round(events[0].elapsed_time(events[1]) * 1e6) - self._own_ns), result
+
+
+def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
     """Nanoseconds (forward, backward), everything included: the lower quartile over the repetitions."""
     sets = [case.operands()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in sets[0])
     sets += [case.operands() for _ in range(min(16, BYTES_OF_OPERANDS // (4 * size)))]
     gradient = torch.ones_like(case.run(*sets[0]))
+    passing = torch.zeros(PASSING_BYTES if size <= SMALL_BYTES else 0, dtype=torch.uint8)
     times: list[tuple[int, int]] = []
-    deadline = time.perf_counter() + SECONDS_A_POINT
+    deadline = time.perf_counter() + SECONDS_A_POINT * (4 if passing.numel() else 1)
     while time.perf_counter() < deadline or len(times) < 4:
         operands = sets[len(times) % len(sets)]
-        start = time.perf_counter_ns()
-        result = case.run(*operands)
-        middle = time.perf_counter_ns()
-        torch.autograd.grad(result, [leaf for leaf in operands if leaf.requires_grad], gradient)
-        times.append((middle - start, time.perf_counter_ns() - middle))
+        times.append(_measure_once(case, operands, gradient, passing, clock))
     forward, backward = zip(*times[1:], strict=True)
     return _quartile(forward), _quartile(backward)
+
+
+def _measure_once(
+    case: Case, operands: Tensors, gradient: torch.Tensor, passing: torch.Tensor, clock: Clock
+) -> tuple[int, int]:
+    passing.add_(1)
+    forward, result = clock.time_ns(lambda: case.run(*operands))
+    leaves = [leaf for leaf in operands if leaf.requires_grad]
+    if not leaves:
+        return forward, 0
+    passing.add_(1)
+    return forward, clock.time_ns(lambda: torch.autograd.grad(result, leaves, gradient))[0]
 
 
 def _quartile(values: Sequence[int]) -> int:
     return sorted(values)[len(values) // 4]
 
 
-def measure_launch(step: Operator, shape: tuple[int, ...]) -> tuple[int, int, int]:
+def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tuple[int, int, int]:
     """Nanoseconds of one operator of a long chain, forward and backward; and a backward pass's own cost."""
-    one = [_chain(step, shape, 1) for _ in range(40)]
-    many = [_chain(step, shape, 201) for _ in range(20)]
+    one = [_chain(step, shape, 1, clock) for _ in range(40)]
+    many = [_chain(step, shape, 201, clock) for _ in range(20)]
     forward = (_quartile([f for f, _ in many]) - _quartile([f for f, _ in one])) // 200
     backward = (_quartile([b for _, b in many]) - _quartile([b for _, b in one])) // 200
     return forward, backward, max(0, _quartile([b for _, b in one]) - backward)
 
 
-def _chain(step: Operator, shape: tuple[int, ...], length: int) -> tuple[int, int]:
-    leaf = torch.randn(shape, requires_grad=True)
-    result, gradient = leaf, torch.ones(shape)
-    start = time.perf_counter_ns()
-    for _ in range(length):
-        result = step(result)
-    middle = time.perf_counter_ns()
-    torch.autograd.grad(result, [leaf], gradient)
-    return middle - start, time.perf_counter_ns() - middle
+def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: Clock) -> tuple[int, int]:
+    leaf, gradient = torch.randn(shape, requires_grad=True), torch.ones(shape)
+
+    def run() -> torch.Tensor:
+        result = leaf
+        for _ in range(length):
+            result = step(result)
+        return result
+
+    forward, result = clock.time_ns(run)
+    return forward, clock.time_ns(lambda: torch.autograd.grad(result, [leaf], gradient))[0]
 
 
-def measure_optimizer(num_elements: int, num_tensors: int = 4) -> int:
+def measure_optimizer(num_elements: int, clock: Clock, num_tensors: int = 4) -> int:
     """Nanoseconds of AdamW on one tensor of that size."""
     parameters, gradients, means, variances = (
         [torch.zeros(num_elements) + 0.1 for _ in range(num_tensors)] for _ in range(4)
     )
-    steps = [torch.tensor(1.0) for _ in range(num_tensors)]
+    steps = [torch.tensor(1.0, device="cpu") for _ in range(num_tensors)]
+
+    def update() -> None:
+        with torch.no_grad():
+            adamw(parameters, gradients, means, variances, [], steps, **ADAMW)
+
+    times = _repeat(update, clock)
+    return _quartile(times[1:]) // num_tensors
+
+
+def _repeat(call: Callable[[], Any], clock: Clock) -> list[int]:
     times: list[int] = []
     deadline = time.perf_counter() + SECONDS_A_POINT
     while time.perf_counter() < deadline or len(times) < 4:
-        start = time.perf_counter_ns()
-        with torch.no_grad():
-            adamw(parameters, gradients, means, variances, [], steps, **ADAMW)
-        times.append(time.perf_counter_ns() - start)
-    return _quartile(times[1:]) // num_tensors
+        times.append(clock.time_ns(call)[0])
+    return times
 
 
 # The update without the Optimizer class, whose first use imports torch.compile for seconds.
@@ -222,16 +367,38 @@ ADAMW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def measure_dtype(dtype: torch.dtype, size: int = 384) -> int:
+def measure_dtype(dtype: torch.dtype, clock: Clock, size: int = 384) -> int:
     """Nanoseconds of a square matrix product, for the peak rate of a dtype."""
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    times: list[int] = []
-    deadline = time.perf_counter() + SECONDS_A_POINT
-    while time.perf_counter() < deadline or len(times) < 3:
-        start = time.perf_counter_ns()
-        torch.mm(left, right)
-        times.append(time.perf_counter_ns() - start)
-    return _quartile(times)
+    return _quartile(_repeat(lambda: torch.mm(left, right), clock))
+
+
+# The sweep ----------------------------------------
+
+
+class Kept:
+    """Points that are measured already, by key; each new one is appended to the file, if there is one."""
+
+    def __init__(self, path: Path | None, host: dict[str, Any]) -> None:
+        self.path = path
+        lines = path.read_text().splitlines() if path is not None and path.exists() else []
+        if not lines and path is not None:
+            path.write_text(json.dumps(host) + "\n")
+        if lines and json.loads(lines[0]) != host:
+            raise SystemExit(
+                f"expected {path} to hold points of {json.dumps(host)}, found {lines[0]}: points of different "
+                "machines, devices or versions do not mix; name another file, or remove this one"
+            )
+        self.points: dict[str, Any] = dict(map(json.loads, lines[1:]))  # a line is a key and its point
+
+    def get(self, key: str, measure: Callable[..., Any], *arguments: Any) -> Any:
+        """The point of that key, measured now if it is not known."""
+        if key not in self.points:
+            self.points[key] = measure(*arguments)
+            if self.path is not None:
+                with self.path.open("a") as file:
+                    file.write(json.dumps([key, self.points[key]]) + "\n")
+        return self.points[key]
 
 
 def _describe(case: Case) -> dict[str, Any]:
@@ -242,146 +409,96 @@ def _describe(case: Case) -> dict[str, Any]:
         "op": case.op,
         "shape": case.shape,
         "detail": case.detail,
+        "kind": case.kind,
         "operands": [[list(x.shape), x.element_size(), x.requires_grad] for x in operands],
         "result": [list(result.shape), result.element_size()],
     }
 
 
-def measure_operators(report: Callable[[str], None]) -> dict[str, Any]:
+def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
     """Every operator point of one rank."""
-    launch = measure_launch(lambda x: x * 1.5, (4,))
-    view = measure_launch(lambda x: x.transpose(0, 1), (2, 2))
-    points = []
-    for case in operator_cases():
-        report(f"{case.op} {'x'.join(map(str, case.shape))}")
-        forward, backward = measure_case(case)
-        points.append({**_describe(case), "forward_ns": forward, "backward_ns": backward})
-    optimizer = [[size, measure_optimizer(size)] for size in (64, 1 << 14, 1 << 18, 1 << 22)]
+    launch = kept.get("launch", measure_launch, lambda x: x * 1.5, (4,), clock)
+    view = kept.get("view", measure_launch, lambda x: x.transpose(0, 1), (2, 2), clock)
+    points, cases = [], operator_cases()
+    for number, case in enumerate(cases):
+        name = f"{case.op} {'x'.join(map(str, case.shape))}"
+        report(f"{number + 1} of {len(cases)}: {name}")
+        key = f"{case.family} {name} {case.kind}"
+        points.append(kept.get(key, _point, case, clock))
+    sizes = (64, 1 << 14, 1 << 18, 1 << 22)
+    optimizer = [[n, kept.get(f"optimizer {n}", measure_optimizer, n, clock)] for n in sizes]
     names = ("float64", "float32", "bfloat16", "float16")
-    dtypes = {name: [384, measure_dtype(getattr(torch, name))] for name in names}
+    dtypes = {name: [384, kept.get(f"dtype {name}", measure_dtype, getattr(torch, name), clock)] for name in names}
     return {"launch": launch, "view": view, "points": points, "optimizer": optimizer, "dtypes": dtypes}
 
 
-# Collectives ----------------------------------------
+def _point(case: Case, clock: Clock) -> dict[str, Any]:
+    forward, backward = measure_case(case, clock)
+    return {**_describe(case), "forward_ns": forward, "backward_ns": backward}
 
 
-def measure_collectives(report: Callable[[str], None]) -> list[dict[str, Any]]:
-    """Points of each collective among 2 and 4 ranks of this host; also how compute slows meanwhile."""
+def measure_together(count: int, path: Path | None, report: Callable[[str], None]) -> list[dict[str, Any]]:
+    """What each of `count` processes finds that measure at the same time; the first one's points are kept."""
     with tempfile.TemporaryDirectory() as folder:
-        report(f"gloo among {max(RANKS)} ranks")
-        children = [_fork(rank, Path(folder)) for rank in range(max(RANKS))]
+        files = [Path(folder) / f"{rank}.json" for rank in range(count)]
+        children = [_fork(rank, file, path if rank == 0 else None, report) for rank, file in enumerate(files)]
         failed = [child for child in children if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
         if failed:
-            raise SystemExit(f"{len(failed)} of {max(RANKS)} gloo ranks failed")
-        return list(json.loads((Path(folder) / "points.json").read_text()))
+            raise SystemExit(f"{len(failed)} of {count} measuring processes failed")
+        return [json.loads(file.read_text()) for file in files]
 
 
-def _fork(rank: int, folder: Path) -> int:
+def _fork(rank: int, file: Path, path: Path | None, report: Callable[[str], None]) -> int:
     child = os.fork()
     if child:
         return child
     status = 1
     try:
-        _run_rank(rank, folder)
+        torch.set_num_threads(1)
+        found = measure_operators(
+            Kept(path, host_facts("cpu")), Clock("cpu"), report if rank == 0 else lambda text: None
+        )
+        file.write_text(json.dumps(found))
         status = 0
     finally:
         os._exit(status)
 
 
-def _run_rank(rank: int, folder: Path) -> None:
-    address = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=max(RANKS))
-    points = []
-    for ranks in RANKS:
-        group = dist.new_group(list(range(ranks)))
-        if rank < ranks:
-            points += [_measure_collective(kind, ranks, group) for kind in KINDS]
-            points.append(_measure_overlap(ranks, group))
-        dist.barrier()
-    if rank == 0:
-        (folder / "points.json").write_text(json.dumps(points))
-    dist.barrier()
-
-
-KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-
-
-def _collective(kind: str, num_bytes: int, ranks: int, group: Any) -> Callable[[], Any]:
-    """The call, with buffers sized as `ir.redistribution.transfer_bytes` counts them."""
-    elements = max(ranks, num_bytes // 4 // ranks * ranks)
-    whole, part = torch.ones(elements), torch.ones(elements // ranks)
+def host_facts(device: str) -> dict[str, Any]:
+    """What points must agree in to be of one profile."""
+    name = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
     return {
-        "all_reduce": lambda: dist.all_reduce(whole, group=group),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part, group=group),
-        "reduce_scatter": lambda: _reduce_scatter(part, whole, ranks, group),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
-    }[kind]
-
-
-def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, ranks: int, group: Any) -> None:
-    """As the runtime does it on gloo, whose own is several times slower."""
-    received = torch.empty_like(whole)
-    dist.all_to_all_single(received, whole, group=group)
-    torch.sum(received.view(ranks, -1), 0, out=part)
-
-
-def _measure_collective(kind: str, ranks: int, group: Any) -> dict[str, Any]:
-    points = []
-    for num_bytes in COLLECTIVE_BYTES:
-        call = _collective(kind, num_bytes, ranks, group)
-        points.append([num_bytes, _time_together(call, group)])
-    return {"collective": kind, "ranks": ranks, "points": points}
-
-
-def _time_together(call: Callable[[], Any], group: Any) -> int:
-    """Nanoseconds a call, in runs of equal length on all ranks; the least, as other processes disturb."""
-    call()
-    once = torch.tensor([float(_time_runs(call, 2))])
-    dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
-    repeats = max(1, min(50, int(1e9 * SECONDS_A_POINT / COLLECTIVE_RUNS / max(1.0, once.item()))))
-    times = []
-    for _ in range(COLLECTIVE_RUNS):
-        dist.barrier(group)
-        times.append(_time_runs(call, repeats))
-    return min(times)
-
-
-def _time_runs(call: Callable[[], Any], repeats: int) -> int:
-    start = time.perf_counter_ns()
-    for _ in range(repeats):
-        call()
-    return (time.perf_counter_ns() - start) // repeats
-
-
-def _measure_overlap(ranks: int, group: Any) -> dict[str, Any]:
-    """Matrix products alone, an all-reduce alone, both at once: [compute_ns, communication_ns, both_ns]."""
-    buffer, matrix = torch.ones(1 << 21), torch.randn(256, 256)
-
-    def compute() -> None:
-        for _ in range(60):
-            torch.mm(matrix, matrix)
-
-    def both() -> None:
-        work = dist.all_reduce(buffer, group=group, async_op=True)
-        compute()
-        work.wait()
-
-    alone = _time_together(compute, group)
-    communication = _time_together(lambda: dist.all_reduce(buffer, group=group), group)
-    points = [[alone, communication, _time_together(both, group)]]
-    return {"collective": "overlap", "ranks": ranks, "points": points}
+        "machine": platform.machine(), "device": name, "torch": torch.__version__, "dtype": "float32",
+        "cores": len(os.sched_getaffinity(0)), "node": platform.node(), "revision": REVISION,
+    }  # fmt: skip
 
 
 def main() -> None:
     """Prints the points as one JSON object; progress goes to stderr when that is a terminal."""
-    warnings.simplefilter("ignore", FutureWarning)  # newer names of collectives that torch 2.10 lacks
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--points", type=Path, help="keep points here, and go on from those that are there")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore", FutureWarning)
     report = _report if sys.stderr.isatty() else (lambda text: None)
-    collectives = measure_collectives(report)
-    torch.set_num_threads(1)
-    result = measure_operators(report)
+    host = host_facts(options.device)
+    if options.device == "cuda":
+        torch.set_default_device("cuda")
+        ranks = [measure_operators(Kept(options.points, host), Clock("cuda"), report)]
+    else:
+        ranks = measure_together(host["cores"], options.points, report)
     report("")
-    host = {"machine": platform.machine(), "torch": torch.__version__, "cores": len(os.sched_getaffinity(0))}
-    json.dump({**result, "collectives": collectives, "host": host}, sys.stdout)
+    json.dump({**_least(ranks), "host": host}, sys.stdout)
+
+
+def _least(ranks: Sequence[Any]) -> Any:
+    """The ranks' results as one: of each number the least, which other programs disturbed least."""
+    first = ranks[0]
+    if isinstance(first, dict):
+        return {key: _least([rank[key] for rank in ranks]) for key in first}
+    if isinstance(first, list):
+        return [_least(items) for items in zip(*ranks, strict=True)]
+    return min(ranks) if isinstance(first, int) and not isinstance(first, bool) else first
 
 
 def _report(text: str) -> None:

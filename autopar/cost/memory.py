@@ -23,7 +23,8 @@ Shape = tuple[int, ...]
 
 
 class Optimizer(NamedTuple):
-    """State of an optimizer: whole copies of the parameter, and whether a second moment is factored.
+    """State of an optimizer: whole copies of the parameter, whether a second moment is factored, and whether the state
+    is float32 whatever the parameter is.
 
     `temporaries`: tensors as large as a parameter that its update takes for a while, one parameter after the other
     (as torch does for DTensors): Adam's √v and √v / √(1 − β₂ᵗ). The last of them stays until the next parameter's.
@@ -32,11 +33,13 @@ class Optimizer(NamedTuple):
     copies: int
     factored: bool = False
     temporaries: int = 0
+    in_float32: bool = False
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer(2, temporaries=2),
     "adam": Optimizer(2, temporaries=2),
+    "adamw_master": Optimizer(3, in_float32=True),  # of 16-bit parameters: both moments and a float32 master copy
     "lamb": Optimizer(2, temporaries=2),
     "lion": Optimizer(1, temporaries=1),
     "lars": Optimizer(1, temporaries=1),
@@ -59,12 +62,12 @@ def optimizer_of(name: str | None) -> Optimizer:
 
 
 def optimizer_state_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> int:
-    """Bytes of optimizer state of a parameter slice: torch keeps state in the parameter's own dtype."""
+    """Bytes of optimizer state of a parameter slice: torch keeps state in the parameter's own dtype, masters aside."""
     kind = optimizer_of(name)
     elements = kind.copies * math.prod(shape)
     if kind.factored:
         elements += math.prod(shape[:-1]) + math.prod((*shape[:-2], shape[-1])) if len(shape) > 1 else math.prod(shape)
-    return elements * DTYPE_BYTES[dtype]
+    return elements * DTYPE_BYTES["float32" if kind.in_float32 else dtype]
 
 
 def optimizer_workspace_bytes(name: str | None, shape: Shape, dtype: str = "float32") -> tuple[int, int]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
@@ -22,13 +22,18 @@ import jsonschema
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.errors import ProfileError
 
-FORMAT = 1
+FORMAT = 2
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
+#: families that a profile may know apart from a wider one
+LIKE = {
+    "gelu": "transcendental", "gelu_tanh": "transcendental", "silu": "transcendental",
+    "rms_norm": "normalization", "batch_norm": "normalization", "column_sum": "reduction", "straight_copy": "copy",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Provenance:
-    """Where a block's numbers come from: `kind` is measured, datasheet, published or assumed."""
+    """Where a block's numbers come from: `kind` is measured, datasheet, published, fitted or assumed."""
 
     kind: str
     source: str
@@ -51,6 +56,21 @@ class Facts:
     provenance: Provenance
     cores: int | None = None
     overlap_slowdown: float = 1.0
+
+
+@dataclass(frozen=True)
+class Host:
+    """What a process spends to keep a device of its own busy, while that computes: nanoseconds a launch.
+
+    operator_ns: an operator of the forward pass; gradient_ns: a kernel of the backward pass; collective_ns: a
+    collective; pass_ns: before the first operator of a forward or backward pass.
+    """
+
+    operator_ns: int
+    gradient_ns: int
+    collective_ns: int
+    pass_ns: int
+    provenance: Provenance
 
 
 @dataclass(frozen=True)
@@ -97,7 +117,10 @@ class Point:
 
 @dataclass(frozen=True)
 class OperatorCurve:
-    """Efficiency of a family of operators, against peak FLOP/s (`compute`) or memory bandwidth (`memory`)."""
+    """Efficiency of a family of operators, against peak FLOP/s (`compute`) or memory bandwidth (`memory`).
+
+    `call_ns`: what a call costs however little it works, (forward, backward); None where it is `Facts.launch_ns`.
+    """
 
     family: str
     bound: str
@@ -106,16 +129,91 @@ class OperatorCurve:
     provenance: Provenance
     residual: float | None = None
     points: tuple[Point, ...] = ()
+    call_ns: tuple[int, int] | None = None
+
+
+@dataclass(frozen=True)
+class Table:
+    """Nanoseconds a FLOP of a kernel by its shape, at the vertices of a grid; between them linear in logarithms.
+
+    `axes` are the grid's coordinates in increasing order, `rates` the values in row-major order. Outside the grid the
+    nearest value on its border holds.
+    """
+
+    name: str
+    axes: tuple[tuple[float, ...], ...]
+    rates: tuple[float, ...]
+    provenance: Provenance
+
+    @cached_property
+    def _logs(self) -> tuple[list[list[float]], list[float]]:
+        return [list(map(math.log, axis)) for axis in self.axes], list(map(math.log, self.rates))
+
+    def ns_per_flop(self, coordinates: Sequence[float]) -> float:
+        """The rate of a kernel of that shape."""
+        axes, rates = self._logs
+        corners = [(0, 1.0)]
+        for axis, coordinate in zip(axes, coordinates, strict=True):
+            near = _neighbours(axis, math.log(max(coordinate, 1e-9)))
+            corners = [(base * len(axis) + n, weight * w) for base, weight in corners for n, w in near]
+        return math.exp(sum(rates[corner] * weight for corner, weight in corners))
+
+
+def _neighbours(axis: Sequence[float], x: float) -> list[tuple[int, float]]:
+    """The positions on both sides of x and their weights."""
+    right = bisect_right(axis, x)
+    if right == 0 or right == len(axis):
+        return [(min(right, len(axis) - 1), 1.0)]
+    share = (x - axis[right - 1]) / (axis[right] - axis[right - 1])
+    return [(right - 1, 1 - share), (right, share)]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """What a rank's runtime does beside operators and collectives, in nanoseconds of its thread.
+
+    `optimizer_ns`: a parameter's part of the update (of a plain tensor, of a DTensor). `parameter_ns`: a gradient's
+    hook and its wrapping. `convert_ns`: a parameter's way through a gather. `function_ns`: a redistribution as an
+    autograd function, (forward, backward).
+    """
+
+    optimizer_ns: tuple[int, int]
+    parameter_ns: int
+    convert_ns: int
+    function_ns: tuple[int, int]
+    provenance: Provenance
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Another way to use a link: `alpha_ns` a message, at a `share` of the link's bandwidth."""
+
+    alpha_ns: float
+    share: float
 
 
 @dataclass(frozen=True)
 class Link:
-    """A network level: `alpha_ns` a message, `bandwidth` bytes a second that one device can send."""
+    """A network level: `alpha_ns` a message, `bandwidth` bytes a second that one device can send.
+
+    Optional: `start_ns` of any collective; `low_latency`, a protocol of cheaper messages and less bandwidth;
+    `pass_bandwidth`, at which a rank passes once over its own bytes; `bandwidth_by_ranks`, where the wiring gives
+    groups of different size different bandwidth; `node_bandwidth`, what all devices of a node can send together.
+    """
 
     level: str
-    alpha_ns: int
+    alpha_ns: float
     bandwidth: float
     provenance: Provenance
+    start_ns: float = 0
+    low_latency: Protocol | None = None
+    pass_bandwidth: float | None = None
+    bandwidth_by_ranks: tuple[tuple[int, float], ...] = ()
+    node_bandwidth: float | None = None
+
+    def bandwidth_of(self, ranks: int) -> float:
+        """Bytes a second within a group of so many ranks of this level."""
+        return dict(self.bandwidth_by_ranks).get(ranks, self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -142,6 +240,9 @@ class Profile:
     links: Mapping[str, Link]
     collectives: Mapping[tuple[str, str, int], CollectivePoints]
     aliases: tuple[str, ...] = ()
+    host: Host | None = None  # None: operators cost their launch and nothing else
+    tables: Mapping[str, Table] = field(default_factory=dict)
+    runtime: Runtime | None = None
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -155,8 +256,8 @@ class Profile:
         return self.links.get(level) or next(iter(self.links.values()))
 
     def curve(self, family: str) -> OperatorCurve:
-        """The family's curve; a family without one is taken for a pointwise operator."""
-        return self.operators.get(family) or self.operators["pointwise"]
+        """The family's curve, or that of the family that it is like; else it is taken for a pointwise operator."""
+        return self.operators.get(family) or self.operators.get(LIKE.get(family, "")) or self.operators["pointwise"]
 
     def peak_flops(self, dtype: str) -> float:
         """FLOP/s for a dtype; the slowest known rate when the profile does not list it."""
@@ -173,18 +274,36 @@ class Profile:
         if slowdown <= 1.0 or self.ranks_sharing > 1:
             return self
         if devices_per_node not in self._shared:
-            slowed = _slowed(self.facts, slowdown)
-            self._shared[devices_per_node] = replace(self, facts=slowed, ranks_sharing=devices_per_node, _shared={})
+            self._shared[devices_per_node] = replace(
+                self,
+                facts=_slowed(self.facts, slowdown),
+                operators={name: _slowed_calls(curve, slowdown) for name, curve in self.operators.items()},
+                tables={name: _slowed_table(table, slowdown) for name, table in self.tables.items()},
+                runtime=self.runtime and _slowed_runtime(self.runtime, slowdown),
+                ranks_sharing=devices_per_node,
+                _shared={},
+            )
         return self._shared[devices_per_node]
 
     @property
     def provenance(self) -> dict[str, str]:
         """The source of each block, for plans and reports."""
         blocks: dict[str, Provenance] = {"facts": self.facts.provenance}
+        blocks |= {"host": self.host.provenance} if self.host else {}
         blocks |= {f"operators/{name}": curve.provenance for name, curve in self.operators.items()}
+        blocks |= {f"tables/{name}": table.provenance for name, table in self.tables.items()}
+        blocks |= {"runtime": self.runtime.provenance} if self.runtime else {}
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
         return {name: str(block) for name, block in blocks.items()}
+
+    def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
+        """The source of each block that serves operators of these families and links of these levels."""
+        wanted = {"facts", "host", *(f"operators/{self.curve(family).family}" for family in sorted(families))}
+        wanted |= {f"links/{self.link(level).level}" for level in levels}
+        found = {name: source for name, source in self.provenance.items() if name in wanted}
+        measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
+        return found | {f"collectives/{item.collective}": str(item.provenance) for item in measured}
 
 
 def _slowed(facts: Facts, slowdown: float) -> Facts:
@@ -201,14 +320,41 @@ def _slowed(facts: Facts, slowdown: float) -> Facts:
     )
 
 
+def _slowed_pair(pair: tuple[int, int], slowdown: float) -> tuple[int, int]:
+    return round(pair[0] * slowdown), round(pair[1] * slowdown)
+
+
+def _slowed_calls(curve: OperatorCurve, slowdown: float) -> OperatorCurve:
+    return replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
+
+
+def _slowed_table(table: Table, slowdown: float) -> Table:
+    return replace(table, rates=tuple(rate * slowdown for rate in table.rates))
+
+
+def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
+    return replace(
+        runtime,
+        optimizer_ns=_slowed_pair(runtime.optimizer_ns, slowdown),
+        parameter_ns=round(runtime.parameter_ns * slowdown),
+        convert_ns=round(runtime.convert_ns * slowdown),
+        function_ns=_slowed_pair(runtime.function_ns, slowdown),
+    )
+
+
 def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
+    if isinstance(data, Mapping) and data.get("format", FORMAT) != FORMAT:
+        raise ProfileError(
+            f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew "
+            "with `autopar profile`, or write it anew after the files of cost_profiles/"
+        )
     error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
     if error is not None:
         where = "/".join(str(part) for part in error.absolute_path) or "the top level"
         raise ProfileError(f"{origin} is no cost profile: at {where}: {error.message}")
     operators = [_read_operator(item) for item in data["operators"]]
-    links = [Link(**_with_provenance(item)) for item in data["links"]]
+    links = [_read_link(item) for item in data["links"]]
     collectives = [_read_collective(item) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],
@@ -219,6 +365,9 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         links={item.level: item for item in links},
         collectives={(item.collective, item.level, item.ranks): item for item in collectives},
         aliases=tuple(data.get("aliases", ())),
+        host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
+        tables={item["name"]: _read_table(item) for item in data.get("tables", ())},
+        runtime=_read_runtime(data["runtime"]) if data.get("runtime") else None,
     )
     _check(profile, origin)
     return profile
@@ -233,9 +382,12 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "title": profile.title,
         "device_type": profile.device_type,
         "facts": asdict(profile.facts),
+        "host": profile.host and asdict(profile.host),
         "operators": [_write_operator(item) for item in profile.operators.values()],
         "links": [asdict(item) for item in profile.links.values()],
         "collectives": [asdict(item) for item in profile.collectives.values()],
+        "tables": [asdict(item) for item in profile.tables.values()],
+        "runtime": profile.runtime and asdict(profile.runtime),
     }
 
 
@@ -257,11 +409,29 @@ def _read_operator(item: Mapping[str, Any]) -> OperatorCurve:
     fields = _with_provenance(item)
     points = tuple(Point(**{**point, "shape": tuple(point["shape"])}) for point in item.get("points", ()))
     curves = {side: Curve(_pairs(item[side])) for side in ("forward", "backward")}
-    return OperatorCurve(**{**fields, **curves, "points": points})
+    call_ns = tuple(item["call_ns"]) if item.get("call_ns") else None
+    return OperatorCurve(**{**fields, **curves, "points": points, "call_ns": call_ns})
+
+
+def _read_table(item: Mapping[str, Any]) -> Table:
+    axes = tuple(tuple(axis) for axis in item["axes"])
+    return Table(**{**_with_provenance(item), "axes": axes, "rates": tuple(item["rates"])})
+
+
+def _read_runtime(item: Mapping[str, Any]) -> Runtime:
+    pairs = {name: tuple(item[name]) for name in ("optimizer_ns", "function_ns")}
+    return Runtime(**{**_with_provenance(item), **pairs})
 
 
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:
     return {**asdict(item), "forward": item.forward.knots, "backward": item.backward.knots}
+
+
+def _read_link(item: Mapping[str, Any]) -> Link:
+    fields = _with_provenance(item)
+    fast = item.get("low_latency")
+    by_ranks = _pairs(item.get("bandwidth_by_ranks", ()))
+    return Link(**{**fields, "low_latency": fast and Protocol(**fast), "bandwidth_by_ranks": by_ranks})
 
 
 def _read_collective(item: Mapping[str, Any]) -> CollectivePoints:
@@ -280,6 +450,9 @@ def _check(profile: Profile, origin: str) -> None:
         for curve in (operator.forward, operator.backward):
             times = [(work, work / efficiency) for work, efficiency in curve.knots]
             _check_increasing(times, f"{origin}: {operator.family}")
+    for table in profile.tables.values():
+        if len(table.rates) != math.prod(map(len, table.axes)):
+            raise ProfileError(f"{origin}: {table.name}: expected a rate for each vertex, found {len(table.rates)}")
     for measured in profile.collectives.values():
         _check_increasing(measured.points, f"{origin}: {measured.collective} of {measured.ranks}")
 

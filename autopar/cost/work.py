@@ -247,8 +247,13 @@ VIEW = Operator("view")
 POINTWISE = Operator("pointwise")
 _SUM = Operator("pointwise", backward=_sum_gradient)
 _TRANSCENDENTAL = Operator("transcendental")
+_GELU = Operator("gelu")
+_GELU_TANH = Operator("gelu_tanh")
+_SILU = Operator("silu")
 _REDUCTION = Operator("reduction", backward=_reduction_gradient)
 _NORMALIZATION = Operator("normalization", backward=_normalization_gradient)
+_RMS_NORM = Operator("rms_norm", backward=_normalization_gradient)
+_BATCH_NORM = Operator("batch_norm", backward=_normalization_gradient)
 _COPY = Operator("copy", backward=_copy_gradient)
 _CREATION = Operator("copy", moved=_writes, backward=_no_gradient)
 _LINEAR = Operator("matmul", _linear_flops, backward=_matrix_gradient)
@@ -284,13 +289,17 @@ OPERATORS: dict[str, Operator] = {
     **_rows("_scaled_dot_product_efficient_attention", _ATTENTION),
     **_rows("_scaled_dot_product_flash_attention_for_cpu", _ATTENTION),
     **_rows("add sub rsub add_ sub_ __add__ __sub__", _SUM),
-    **_rows("gelu silu tanh sigmoid exp exp2 expm1 log log1p log2 sin cos tan erf pow", _TRANSCENDENTAL),
+    **_rows("gelu", _GELU),
+    **_rows("gelu_tanh", _GELU_TANH),
+    **_rows("silu", _SILU),
+    **_rows("tanh sigmoid exp exp2 expm1 log log1p log2 sin cos tan erf pow", _TRANSCENDENTAL),
     **_rows("softplus mish elu hardswish selu log_sigmoid atan2 asin acos atan sinh cosh", _TRANSCENDENTAL),
     **_rows("sqrt rsqrt reciprocal", _TRANSCENDENTAL),
-    **_rows("layer_norm native_layer_norm rms_norm group_norm native_group_norm", _NORMALIZATION),
-    **_rows("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit", _NORMALIZATION),
-    **_rows("_native_batch_norm_legit_no_training native_batch_norm instance_norm", _NORMALIZATION),
-    **_rows("_batch_norm_with_update_functional", _NORMALIZATION),
+    **_rows("layer_norm native_layer_norm group_norm native_group_norm", _NORMALIZATION),
+    **_rows("rms_norm", _RMS_NORM),
+    **_rows("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit", _BATCH_NORM),
+    **_rows("_native_batch_norm_legit_no_training native_batch_norm instance_norm", _BATCH_NORM),
+    **_rows("_batch_norm_with_update_functional", _BATCH_NORM),
     **_rows("softmax _softmax log_softmax _log_softmax logsumexp", _SOFTMAX),
     **_rows("sum mean amax amin max min var std prod norm linalg_vector_norm argmax argmin all", _REDUCTION),
     **_rows("any var_mean std_mean cumsum cumprod topk sort avg_pool2d adaptive_avg_pool2d", _REDUCTION),

@@ -188,6 +188,7 @@ class Plan:
     predicted: Prediction = Prediction()
     search: SearchReport = SearchReport()
     coverage: Mapping[str, str] = field(default_factory=dict)  # operator -> "table", "registry" or why replicated
+    sources: Mapping[str, str] = field(default_factory=dict)  # block of the cost profile -> "kind: source (date)"
     parameters: Mapping[str, str] = field(default_factory=dict)  # tensor's name in the graph -> name in the model
     types: Mapping[str, str] = field(default_factory=dict)  # input or stored tensor -> "float32[256, 64]"
     scopes: Mapping[str, str] = field(default_factory=dict)  # node -> "module path|operator|source line"

@@ -52,6 +52,7 @@ def to_json(plan: Plan) -> str:
     data["predicted"] = asdict(plan.predicted)
     data["search"] = asdict(plan.search)
     data["coverage"] = dict(plan.coverage)
+    data["sources"] = dict(plan.sources)
     data["parameters"] = dict(plan.parameters)
     data["types"] = dict(plan.types)
     data["scopes"] = dict(plan.scopes)
@@ -116,6 +117,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         predicted=_prediction(data["predicted"]),
         search=SearchReport(**{**data["search"], "tried": tuple(data["search"]["tried"])}),
         coverage=data["coverage"],
+        sources=data["sources"],
         parameters=data["parameters"],
         types=data["types"],
         scopes=data["scopes"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Mapping
 
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Breakdown, Plan, Prediction, Storage
@@ -23,12 +24,30 @@ def plan_text(plan: Plan) -> str:
         f"  coverage    {len(plan.coverage)} operators"
         + (f", replicated: {', '.join(replicated)}" if replicated else ", all with rules")
     )
+    if plan.sources:
+        lines.append(f"  costs       {sources_text(plan.sources)}")
     if plan.recompute:
         again = Counter(_folded(path) for path in plan.recompute)
         lines.append("  recompute   " + ", ".join(f"{path}  ×{count}" for path, count in again.items()))
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def sources_text(sources: Mapping[str, str]) -> str:
+    """ "facts datasheet; operators measured (matmul, softmax), assumed (gather); links fitted": kinds by block."""
+    found: dict[str, dict[str, list[str]]] = {}
+    for block, source in sources.items():
+        group, _, name = block.partition("/")
+        found.setdefault(group, {}).setdefault(source.partition(":")[0], []).append(name)
+    return "; ".join(f"{group} {_kinds(kinds)}" for group, kinds in found.items())
+
+
+def _kinds(kinds: Mapping[str, list[str]]) -> str:
+    """Names only where blocks of a group differ in kind."""
+    if len(kinds) == 1:
+        return next(iter(kinds))
+    return ", ".join(f"{kind} ({', '.join(names)})" for kind, names in kinds.items())
 
 
 def _stage(plan: Plan, number: int) -> str:

@@ -4,6 +4,9 @@ A task runs on its stream when the tasks that it depends on have ended and the s
 submitted after those they depend on, so each is placed once, in order of submission: streams are first-in, first-out,
 as on the device. While a collective is in flight, compute progresses `overlap_slowdown` times slower. Times count from
 the begin of the pass, which is when the compute stream is free; what is still under way then is *carried*.
+
+Where the host takes time to launch, it launches tasks in the order of submission from the begin of the pass on, ahead
+of the device when that is slower.
 """
 
 from __future__ import annotations
@@ -18,8 +21,22 @@ COMPUTE = "compute"
 Task = tuple[str, str, int, int, str]
 """Stream, name, start and end in ns, kind."""
 
-Change = tuple[int, int, int, str]
-"""Of memory: time in ns, moment, bytes taken or (negative) given back, kind."""
+Change = tuple[int, int, str, int]
+"""Of memory: time in ns, bytes taken or (negative) given back, kind, and moment of that time."""
+
+LAST = 0  # the number of the compute stream's latest task before the pass
+
+
+class Carried(NamedTuple):
+    """What a device has under way when a pass begins, in ns after that.
+
+    links: when each communication stream is free; in_flight: its collectives, as intervals; last_ns: how long the
+    compute stream's latest task took, which ended at 0.
+    """
+
+    links: tuple[tuple[str, int], ...] = ()
+    in_flight: tuple[tuple[int, int], ...] = ()
+    last_ns: int = 0
 
 
 class Moment(IntEnum):
@@ -40,24 +57,11 @@ class Moment(IntEnum):
     START = 8
 
 
-LAST = 0  # the number of the compute stream's latest task before the pass
-
-
-class Carried(NamedTuple):
-    """What a device has under way when a pass begins, in ns after that.
-
-    links: when each communication stream is free; in_flight: its collectives, as intervals.
-    """
-
-    links: tuple[tuple[str, int], ...] = ()
-    in_flight: tuple[tuple[int, int], ...] = ()
-
-
 class Engine:
     """Places tasks on streams and records what they allocate and free."""
 
-    def __init__(self, overlap_slowdown: float, carried: Carried) -> None:
-        self.tasks: list[Task] = [(COMPUTE, "", 0, 0, "")]
+    def __init__(self, overlap_slowdown: float, carried: Carried, host_ns: int = 0, kind: str = "forward") -> None:
+        self.tasks: list[Task] = [(COMPUTE, "", -carried.last_ns, 0, "")]
         self.waited: dict[str, int] = defaultdict(int)  # kind of task waited for -> compute's idle time
         self.allocations: list[Change] = []
         self.free_ns = 0
@@ -66,6 +70,8 @@ class Engine:
         self.in_flight = list(carried.in_flight)
         self._slowdown = overlap_slowdown
         self.num_carried = 1
+        self.host_ns = host_ns  # until when the host is busy launching what was submitted
+        self._kind = kind  # of the compute that waits for launches
 
     def carry(self, end_ns: int, kind: str) -> int:
         """A task of an earlier pass that ends after this one has begun, to depend on."""
@@ -73,8 +79,18 @@ class Engine:
         self.num_carried += 1
         return len(self.tasks) - 1
 
-    def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()) -> int:
+    def launch(self, issue_ns: int) -> None:
+        """The host launches the next task. A device that is idle until then counts as computing: it is launch-bound."""
+        if issue_ns:
+            self.host_ns += issue_ns
+            if self.host_ns > self.free_ns:
+                self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
+                self.free_ns = self.host_ns
+
+    def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0) -> int:
         """Places a task on the compute stream; returns its number, for `after` of those that depend on it."""
+        self._kind = kind
+        self.launch(issue_ns)
         tasks, free = self.tasks, self.free_ns
         start, cause = free, ""
         for number in after:
@@ -91,10 +107,13 @@ class Engine:
         tasks.append((COMPUTE, name, start, end, kind))
         return self.last
 
-    def transmit(self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = ()) -> int:
+    def transmit(
+        self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0
+    ) -> int:
         """Places a collective on a communication stream; returns its number."""
+        self.launch(issue_ns)
         tasks = self.tasks
-        start = self.links.get(link, 0)
+        start = max(self.links.get(link, 0), self.host_ns)
         for number in after:
             end = tasks[number][3]
             if end > start:
@@ -123,17 +142,17 @@ class Engine:
             now = end
         return now + round(left)
 
+    def later(self, first: int, second: int) -> int:
+        """The task that ends later."""
+        return max(first, second, key=lambda task: self.tasks[task][3])
+
     def allocate(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.START) -> None:
         """Memory taken when a task starts, or at a moment of its end."""
         if num_bytes:
             _, _, start, end, _ = self.tasks[task]
-            self.allocations.append((start if moment is Moment.START else end, moment, num_bytes, kind))
-
-    def later(self, first: int, second: int) -> int:
-        """The task that ends later."""
-        return first if self.tasks[first][3] >= self.tasks[second][3] else second
+            self.allocations.append((start if moment is Moment.START else end, num_bytes, kind, moment))
 
     def release(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.END) -> None:
         """Memory given back at a moment of a task's end."""
         if num_bytes:
-            self.allocations.append((self.tasks[task][3], moment, -num_bytes, kind))
+            self.allocations.append((self.tasks[task][3], -num_bytes, kind, moment))

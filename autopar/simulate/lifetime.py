@@ -1,10 +1,10 @@
 """When an activation's memory is taken and given back within a microbatch, forward and backward.
 
-The forward pass takes an item's memory when it runs and gives it back when its block returns (a function keeps its
-variables) or after its last reader, unless autograd saved it: then after the backward of the first item (in forward
-order) that saved it. In a recomputed region
-nothing but what enters it is kept; when the backward pass arrives, its items run again and their memory lives
-as without recomputation. Gradients of activations live from the first reader's backward to that of the maker.
+The forward pass takes an item's memory when it runs and gives it back when the function returns in which it has a
+name, unless autograd saved it: then after the backward of the first item (in forward order) that saved it. In a
+recomputed region nothing but what enters it is kept; when the backward pass arrives, its items run again and their
+memory lives as without recomputation. Gradients of activations live from the first reader's backward to that of the
+maker.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     frames = Frames(program)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
-            readers[storage].append(frames.end(memory.owner, readers[storage]))
-            uses = readers[storage], savers[storage]
+            uses = readers[storage], savers[storage], frames.end(memory.owner, readers[storage])
             _place(lifetimes, program.items, regions, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
-            _place(lifetimes, program.items, regions, number, item.extra_bytes, [number], [number])
+            _place(lifetimes, program.items, regions, number, item.extra_bytes, [number], [number], number)
     if trains:
         _place_gradients(program, lifetimes.gradients)
     _place_workspace(program, lifetimes)
@@ -111,11 +110,11 @@ def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[in
 
 def _place(
     lifetimes: Lifetimes, items: list[Item], regions: set[int], owner: int, size: int, readers: list[int],
-    savers: list[int],
+    savers: list[int], returned: int,
 ) -> None:  # fmt: skip
     """One piece of memory: kept from the forward pass, or made again in its region, or both.
 
-    regions: those that are recomputed.
+    regions: those that are recomputed; returned: the item after which no function holds it.
     """
     region = items[owner].region
     kept = [number for number in savers if region < 0 or items[number].region != region]
@@ -126,7 +125,7 @@ def _place(
     if kept:
         lifetimes.backward.given[min(kept)] += size
     else:
-        lifetimes.forward.given[max(readers)] += size
+        lifetimes.forward.given[max(*readers, returned)] += size
     if region < 0 or region not in regions:
         return
     inside = [number for number in savers if items[number].region == region]
@@ -134,7 +133,8 @@ def _place(
     if inside:
         lifetimes.backward.given[min(inside)] += size
     else:
-        lifetimes.recompute.given[max(n for n in (owner, *readers) if items[n].region == region)] += size
+        held = [n for n in (*readers, returned) if items[n].region == region]
+        lifetimes.recompute.given[max(held)] += size
 
 
 def _place_gradients(program: Program, changes: Changes) -> None:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 from autopar.cost import Profile
-from autopar.cost.compute import pointwise_time_ns
+from autopar.cost.compute import copy_time_ns, pointwise_time_ns
 from autopar.simulate.program import Bucket, Program, Slot
 
 
@@ -16,6 +16,7 @@ class Orders:
 
     `begun_at`: slots whose gradient the backward pass begins there; `ended_at`: those whose gradient is there after
     it, and whether several items have contributed; `complete_at`: buckets complete after it;
+    `home_each_ns`, `home_last_ns`: hooks of complete gradients and their copies into buckets;
     `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
     gradient of earlier microbatches.
     """
@@ -30,6 +31,12 @@ class Orders:
     complete_at: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
     added_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     kept_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    home_each_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    home_last_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    def home_ns(self, number: int, is_last: bool) -> int:
+        """Taking gradients that an item completes into their buckets: each microbatch, or in the last one only."""
+        return self.home_each_ns.get(number, 0) + (self.home_last_ns.get(number, 0) if is_last else 0)
 
 
 def find_orders(program: Program, profile: Profile) -> Orders:
@@ -63,6 +70,10 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
             orders.ended_at[items[0]].append((slot, len(items) > 1))
             moved = slot.stored_bytes if slot.reduces_each else slot.gradient_bytes
             orders.kept_ns[readers[slot.value][0]] += pointwise_time_ns(3 * moved, profile)
+            if slot.steps and profile.runtime:
+                home = orders.home_each_ns if slot.reduces_each else orders.home_last_ns
+                copied = copy_time_ns(slot.gradient_bytes, profile)
+                home[readers[slot.value][0]] += profile.runtime.parameter_ns + copied
     for bucket in program.reductions:
         complete = [readers[v][0] for v in (program.slots[n].value for n in bucket.slots) if v in readers]
         if complete:

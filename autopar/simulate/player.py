@@ -22,8 +22,8 @@ from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 
-ROOT = 0  # the unit of parameters that belong to no block
 UNDER_WAY = "gradients under way"
+ROOT = 0  # the unit of parameters that belong to no block
 
 
 class PassKind(NamedTuple):
@@ -35,72 +35,46 @@ class PassKind(NamedTuple):
 
 
 class Journey(NamedTuple):
-    """Gradients of a bucket on their way to smaller shards: its first slot, when and with what kind of task it ends,
-    bytes of copies that travel, and of shards that are added to those of earlier microbatches."""
+    """A bucket's gradients on their way to smaller shards: the bucket, the task that ends it, bytes of copies.
 
-    bucket: int
-    end_ns: int
-    cause: str
-    copied_bytes: int
-    added_bytes: int = 0
-
-
-class Gradients(NamedTuple):
-    """What a stage has of gradients between passes; forward passes leave it as it is.
-
-    held: stored tensors that have memory for their gradient; buffered: first slots of the buckets that have a buffer;
-    whole: slots whose gradient waits to be sent; journeys: what the runtime has yet to wait for; home: when gradients
-    are home, with the kind of task.
+    added_bytes: of shards that are added to those of earlier microbatches.
     """
 
-    held: frozenset[str] = frozenset()
-    buffered: frozenset[int] = frozenset()
-    whole: frozenset[int] = frozenset()
-    journeys: tuple[Journey, ...] = ()
-    home: tuple[tuple[int, str], ...] = ()
-
-    def later(self, ns: int) -> Gradients:
-        """The same, in time that counts from so much later."""
-        journeys = tuple(journey._replace(end_ns=max(0, journey.end_ns - ns)) for journey in self.journeys)
-        return self._replace(journeys=journeys, home=_later_pairs(self.home, ns))
+    bucket: int
+    task: int
+    copied_bytes: int
+    added_bytes: int
 
 
 class Standing(NamedTuple):
     """What a stage has under way when a pass begins, in ns after that.
 
     ready: values whose conversion has not ended, with the kind of task; live: units whose regathered parameters are in
-    place; arriving: by unit, when packed gathers arrive and the bytes of their buffers; pinned: regathered slots that
-    something outside their unit has asked for; awaited: tasks that compute has to wait for before it goes on.
+    place; pinned: regathered slots that something outside their unit has asked for; arriving: (unit, ns, bytes) of
+    packed gathers. Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to
+    be sent; buffered: buckets that have a buffer; journeys, with ns instead of tasks; home: what is on its way home.
     """
 
     ready: tuple[tuple[int, int, str], ...] = ()
     live: frozenset[int] = frozenset()
-    arriving: tuple[tuple[int, int, int], ...] = ()
     pinned: frozenset[int] = frozenset()
-    awaited: tuple[tuple[int, str], ...] = ()
-    gradients: Gradients = Gradients()
+    arriving: tuple[tuple[int, int, int], ...] = ()
+    held: frozenset[str] = frozenset()
+    whole: frozenset[int] = frozenset()
+    buffered: frozenset[int] = frozenset()
+    journeys: tuple[Journey, ...] = ()
+    home: tuple[tuple[int, str], ...] = ()
 
-    def later(self, ns: int) -> Standing:
-        """The same, in time that counts from so much later."""
-        return Standing(
-            tuple((value, end - ns, kind) for value, end, kind in self.ready if end > ns),
-            self.live,
-            tuple((unit, max(0, end - ns), num_bytes) for unit, end, num_bytes in self.arriving),
-            self.pinned,
-            _later_pairs(self.awaited, ns),
-            self.gradients.later(ns),
-        )
-
-
-def _later_pairs(pairs: tuple[tuple[int, str], ...], ns: int) -> tuple[tuple[int, str], ...]:
-    return tuple((end - ns, kind) for end, kind in pairs if end > ns)
+    def without_gradients(self) -> Standing:
+        """What a forward pass depends on."""
+        return Standing(self.ready, self.live, self.pinned, self.arriving)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pass:
     """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
 
-    links, in_flight: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there.
+    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there.
     """
 
     kind: PassKind
@@ -112,6 +86,7 @@ class Pass:
     length_ns: int
     links: dict[str, int]
     in_flight: list[tuple[int, int]]
+    last_ns: int
     standing: Standing
     ready_ns: dict[str, int]
 
@@ -119,20 +94,29 @@ class Pass:
 class Player:
     """One stage's state while its program is played."""
 
-    def __init__(self, program: Program, profile: Profile, trains: bool) -> None:
-        self.program, self.trains = program, trains
+    def __init__(self, program: Program, profile: Profile, trains: bool, sums_early: bool = True) -> None:
+        self.program, self.trains, self.sums_early = program, trains, sums_early
+        self._pass_ns = profile.host.pass_ns if profile.host else 0
+        self._collective_ns = profile.host.collective_ns if profile.host else 0
         self.orders = find_orders(program, profile)
         self.lifetimes = find_lifetimes(program, trains)
-        self._slowdown = profile.facts.overlap_slowdown
-        self._buckets = {slot: bucket for bucket in program.reductions for slot in bucket.slots}
         self._number = {slot.value: number for number, slot in enumerate(program.slots)}
+        self._bucket_of = {slot: number for number, bucket in enumerate(program.reductions) for slot in bucket.slots}
+        self._moved = {  # slots whose gradient is at home elsewhere than where it is made
+            slot for slot, number in self._bucket_of.items()
+            if program.reductions[number].has_buffer or program.slots[slot].shrinks
+        }  # fmt: skip
+        self._slowdown = profile.facts.overlap_slowdown
+        self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
 
     def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        """The pass, from what the device and the stage have under way. The `standing` of a forward pass says nothing of
-        gradients, which it leaves as they are."""
+        """The pass, from what the device and the stage have under way. A forward pass leaves gradients as they are:
+        its `standing` says nothing of them."""
         if kind.name == "forward":
-            standing = standing._replace(gradients=Gradients())
+            standing = standing.without_gradients()
+        if not self._copies:
+            carried = carried._replace(last_ns=0)
         key = (kind, carried, standing)
         known = self._known.get(key)
         if known is None:
@@ -140,32 +124,30 @@ class Player:
         return known
 
     def _played(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        self.engine = engine = Engine(self._slowdown, carried)
+        busy_ns = self._pass_ns if kind.name in ("forward", "backward") else 0
+        waiting = "forward" if kind.name == "begin" else kind.name
+        self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
+        self._late: list[Bucket] = []  # buckets that go home after the pass
         self.comm_bytes: dict[str, int] = defaultdict(int)
         self._ready = {value: engine.carry(end, cause) for value, end, cause in standing.ready}
-        self._live = set(standing.live)
-        self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes) of packed gathers
+        self._live, self._pinned = set(standing.live), set(standing.pinned)
+        self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes)
         for unit, end, num_bytes in standing.arriving:
-            self._arriving[unit].append((engine.carry(end, ""), num_bytes))
-        self._pinned = set(standing.pinned)
-        self._awaited = [engine.carry(end, cause) for end, cause in standing.awaited]
-        self._take_gradients(standing.gradients)
+            self._arriving[unit].append((engine.carry(end, "parameter"), num_bytes))
+        self._held, self._whole, self._buffered = set(standing.held), set(standing.whole), set(standing.buffered)
+        self._journeys = [j._replace(task=engine.carry(j.task, "gradient")) for j in standing.journeys]
+        self._transient: set[int] = set()  # slots whose gradient is added to what is at home
+        self._undone = {
+            unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
+        }
+        self._awaited: list[int] = []  # tasks that compute waits for before it goes on
+        self._home = [engine.carry(end, cause) for end, cause in standing.home]
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
-        gathers = self.orders.gathers.items()
-        self._undone = {unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in gathers}
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
         self._kind = kind
         {"begin": self._begin_step, "forward": self._forward, "backward": self._backward,
          "optimizer": self._optimize}[kind.name]()  # fmt: skip
         return self._result()
-
-    def _take_gradients(self, gradients: Gradients) -> None:
-        carry = self.engine.carry
-        self._held, self._buffered, self._whole = (
-            set(gradients.held), set(gradients.buffered), set(gradients.whole)
-        )  # fmt: skip
-        self._journeys = [(carry(journey.end_ns, journey.cause), journey) for journey in gradients.journeys]
-        self._home = [carry(end, cause) for end, cause in gradients.home]
 
     def _result(self) -> Pass:
         engine, length = self.engine, self.engine.free_ns
@@ -173,6 +155,9 @@ class Player:
         for stream, _, start, end, kind in engine.tasks[engine.num_carried :]:
             if stream == "compute":
                 spent[kind] += end - start
+        last = engine.tasks[engine.last]
+        ends = ((value, engine.tasks[task]) for value, task in self._ready.items())
+        home = {(engine.tasks[task][3], engine.tasks[task][4]): None for task in self._home}
         return Pass(
             kind=self._kind,
             tasks=engine.tasks[engine.num_carried :],
@@ -183,34 +168,24 @@ class Player:
             length_ns=length,
             links=engine.links,
             in_flight=engine.in_flight,
-            standing=self._standing(length),
+            last_ns=last[3] - last[2],
+            standing=Standing(
+                tuple((value, task[3], task[4]) for value, task in ends if task[3] > length),
+                frozenset(self._live),
+                frozenset(self._pinned),
+                tuple(
+                    (unit, max(0, engine.tasks[task][3] - length), num_bytes)
+                    for unit, found in self._arriving.items()
+                    for task, num_bytes in found
+                ),
+                frozenset(self._held),
+                frozenset(self._whole),
+                frozenset(self._buffered),
+                tuple(j._replace(task=max(0, engine.tasks[j.task][3] - length)) for j in self._journeys),
+                tuple(pair for pair in home if pair[0] > length),
+            ),
             ready_ns=self._sent_ns(),
         )
-
-    def _standing(self, length: int) -> Standing:
-        """What is under way at the end of the pass, in its own time."""
-        tasks = self.engine.tasks
-        ends = ((value, tasks[task]) for value, task in self._ready.items())
-        return Standing(
-            tuple((value, task[3], task[4]) for value, task in ends if task[3] > length),
-            frozenset(self._live),
-            tuple((unit, tasks[task][3], size) for unit, rows in self._arriving.items() for task, size in rows),
-            frozenset(self._pinned),
-            self._ends(self._awaited, length),
-            Gradients(
-                frozenset(self._held),
-                frozenset(self._buffered),
-                frozenset(self._whole),
-                tuple(journey._replace(end_ns=tasks[task][3]) for task, journey in self._journeys),
-                self._ends(self._home, length),
-            ),
-        )
-
-    def _ends(self, numbers: Iterable[int], length: int) -> tuple[tuple[int, str], ...]:
-        """Ends and kinds of the tasks that end after the pass."""
-        tasks = self.engine.tasks
-        found = {(tasks[number][3], tasks[number][4]): None for number in numbers if tasks[number][3] > length}
-        return tuple(found)
 
     def _sent_ns(self) -> dict[str, int]:
         """When what other stages wait for is there: tensors forward, gradients of what was received backward."""
@@ -263,6 +238,8 @@ class Player:
             self._run_backward(number, item)
             if number == self.orders.first[item.unit] and item.unit != ROOT:
                 self._release(item.unit)
+        for bucket in self._late:
+            self._send_home(bucket, [self.engine.last])
         self._end_microbatch()
 
     def _end_microbatch(self) -> None:
@@ -273,7 +250,7 @@ class Player:
     def _optimize(self) -> None:
         """Waits until all gradients are home, then updates the parameters."""
         while self._journeys:
-            self._finish_journey(0)
+            self._finish_journey(self._journeys[0])
         task = self._compute("optimizer", "optimizer", self.program.optimizer_ns, self._home)
         self.engine.allocate(task, self.program.optimizer_workspace, "workspace")
         self.engine.release(task, self.program.optimizer_workspace, "workspace")
@@ -286,9 +263,10 @@ class Player:
         self._fetch(item)
         after = [ready[value] for value in item.inputs if value in ready]
         if item.forward:
-            first, last = self._transmit(item.name, "activation", item.forward, after)
+            handled = [self._compute(item.name, kind, item.forward_ns, after)] if item.forward_ns else after
+            first, last = self._transmit(item.name, "activation", item.forward, handled)
         else:
-            first = last = self._compute(item.name, kind, item.forward_ns, after)
+            first = last = self._compute(item.name, kind, item.forward_ns, after, item.issue_ns[0])
         if item.inner:
             _, last = self._transmit(item.name, "operator", item.inner, [last])
         for value in item.outputs:
@@ -297,16 +275,20 @@ class Player:
 
     def _run_backward(self, number: int, item: Item) -> None:
         after = [task for value in item.outputs for task in self._gradients[value]]
-        if item.inner:
+        if item.inner:  # what it sent in the forward pass may be under way still
             after += [self._ready[value] for value in item.outputs if value in self._ready]
         added = self.orders.added_ns.get(number, 0)
         if not self._kind.is_first:
             added += self.orders.kept_ns.get(number, 0)
+        added += self.orders.home_ns(number, self._kind.is_last)
         if item.backward:
-            first, last = self._transmit(item.name, "activation", item.backward, after)
+            own = item.backward_ns + added
+            handled = [self._compute(item.name, "backward", own, after)] if own else after
+            first, last = self._transmit(item.name, "activation", item.backward, handled)
         else:
             after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
-            first = last = self._compute(item.name, "backward", item.backward_ns + added, after)
+            duration = item.backward_ns + added
+            first = last = self._compute(item.name, "backward", duration, after, item.issue_ns[1])
         if item.inner_backward:
             _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
         for value in item.inputs:
@@ -319,7 +301,10 @@ class Player:
         for slot, several in self.orders.ended_at.get(number, ()):
             self._end_gradient(slot, several, first, last)
         for bucket in self.orders.complete_at.get(number, ()):
-            self._send_home(bucket)
+            if self.sums_early:
+                self._send_home(bucket)
+            else:
+                self._late.append(bucket)
 
     def _recompute(self, region: int) -> None:
         for number in self.orders.regions[region]:
@@ -331,11 +316,10 @@ class Player:
         if number in changes.given:
             self.engine.release(last, changes.given[number], kind)
 
-    def _compute(self, name: str, kind: str, duration_ns: int, after: list[int]) -> int:
+    def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
         if self._awaited:
-            after = [*after, *self._awaited]
-            self._awaited.clear()
-        return self.engine.compute(name, kind, duration_ns, after)
+            after, self._awaited = [*after, *self._awaited], []
+        return self.engine.compute(name, kind, duration_ns, after, issue_ns)
 
     def _transmit(
         self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
@@ -344,7 +328,8 @@ class Player:
         tasks: list[int] = []
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
-            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, tasks[-1:] or after))
+            waits = tasks[-1:] or after
+            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns))
             self.comm_bytes[sent.collective] += sent.num_bytes
         return tasks[0], tasks[-1]
 
@@ -373,13 +358,13 @@ class Player:
     def _convert(self, bucket: Bucket, after: Iterable[int]) -> None:
         """Brings a bucket's slots from the stored placement to the used one."""
         slots = [self.program.slots[number] for number in bucket.slots]
-        copied = self._copied(bucket)
+        self.engine.allocate(self.engine.last, self._copied_bytes(bucket), "gathered", Moment.SEND)
         if not bucket.transmissions:
-            self.engine.allocate(self.engine.last, copied, "gathered", Moment.SEND)
             return
+        if bucket.convert_ns:
+            after = [self._compute(f"{slots[0].tensor} packed", "forward", bucket.convert_ns, ())]
         name = slots[0].tensor if len(slots) == 1 else f"{slots[0].tensor} and {len(slots) - 1} more"
         _, last = self._transmit(name, "parameter", bucket.transmissions, after)
-        self.engine.allocate(self.engine.last, copied, "gathered", Moment.SEND)
         for slot in slots:
             self._ready[slot.value] = last
             if slot.gather_bytes:
@@ -390,26 +375,26 @@ class Player:
         """A regathered parameter of another unit is gathered for the item, and stays until its gradient is done."""
         for value in item.inputs:
             number = self.program.values[value].slot
-            if number < 0 or number in self._pinned:
+            if number < 0 or number in self._pinned or not self.program.slots[number].storage.regather:
                 continue
             slot = self.program.slots[number]
             unit = self._unit_of(slot)
-            if slot.storage.regather and not slot.is_alias and unit not in (ROOT, item.unit) and unit not in self._live:
+            if not slot.is_alias and unit not in (ROOT, item.unit) and unit not in self._live:
                 self._pinned.add(number)
                 self.engine.allocate(self.engine.last, slot.used_bytes, "gathered", Moment.SEND)
 
     def _unpin(self, numbers: set[int]) -> None:
-        for number in sorted(numbers & self._pinned):
+        for number in numbers & self._pinned:
             self.engine.release(self.engine.last, self.program.slots[number].used_bytes, "gathered", Moment.START)
         self._pinned -= numbers
 
     def _unit_of(self, slot: Slot) -> int:
         return slot.unit if slot.unit in self.orders.last else ROOT
 
-    def _copied(self, bucket: Bucket) -> int:
-        """Bytes that a bucket's slots have where they are used, without those that are there for another reason."""
-        slots = {number: self.program.slots[number] for number in bucket.slots if number not in self._pinned}
-        return sum(slot.used_bytes for slot in slots.values() if not slot.is_alias)
+    def _copied_bytes(self, bucket: Bucket) -> int:
+        """Bytes of a bucket's slots where they are used, without those that are there for another reason."""
+        slots = (self.program.slots[number] for number in bucket.slots if number not in self._pinned)
+        return sum(slot.used_bytes for slot in slots if not slot.is_alias)
 
     def _release(self, unit: int) -> None:
         if unit not in self._live:
@@ -417,40 +402,40 @@ class Player:
         self._live.discard(unit)
         self._unpack(unit)
         for bucket in self.orders.gathers[unit]:
-            self.engine.release(self.engine.last, self._copied(bucket), "gathered", Moment.START)
+            self.engine.release(self.engine.last, self._copied_bytes(bucket), "gathered", Moment.START)
 
     # Gradients ----------------------------------------
 
     def _begin_gradient(self, slot: Slot, task: int) -> None:
         """The leaf's gradient is made: at home if it stays as it is, else in memory of its own."""
-        if self._number[slot.value] in self._buckets or slot.tensor in self._held:
+        number = self._number[slot.value]
+        if number in self._moved or slot.tensor in self._held:
+            self._transient.add(number)
             self.engine.allocate(task, slot.gradient_bytes, UNDER_WAY)
         else:
-            self._hold_gradient(slot, task)
+            self._held.add(slot.tensor)
+            self.engine.allocate(task, slot.stored_bytes, "gradients")
 
     def _end_gradient(self, slot: Slot, several: bool, first: int, last: int) -> None:
         """The leaf's gradient is complete, and added to that of earlier microbatches, or copied into its bucket.
 
-        Where several operators contribute, the second contribution and their sum are made beside the first.
+        Where several operators contribute, another contribution and their sum are made beside the first.
         """
-        number = self._number[slot.value]
-        bucket = self._buckets.get(number)
-        self._count_done(slot)
+        number, engine, size = self._number[slot.value], self.engine, slot.gradient_bytes
         if several:
-            self.engine.allocate(first, slot.gradient_bytes, UNDER_WAY)
-            self.engine.allocate(last, slot.gradient_bytes, UNDER_WAY, Moment.SUM)
-            self.engine.release(last, 2 * slot.gradient_bytes, UNDER_WAY, Moment.SUMMED)
-        if bucket is not None and bucket.has_buffer and bucket.slots[0] not in self._buffered:
-            self._buffered.add(bucket.slots[0])
-            self.engine.allocate(last, self._buffer_bytes(bucket), "gradients", Moment.COLLECT)
-        if bucket is None:
-            if number in self._whole:
-                self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.COLLECTED)
+            engine.allocate(first, size, UNDER_WAY)
+            engine.allocate(last, size, UNDER_WAY, Moment.SUM)
+            engine.release(last, 2 * size, UNDER_WAY, Moment.SUMMED)
+        self._count_done(slot)
+        index = self._bucket_of[number] if number in self._moved else -1
+        if index >= 0 and not self.program.reductions[index].has_buffer and number not in self._whole:
             self._whole.add(number)
-        elif bucket.has_buffer or number in self._whole:
-            self.engine.release(last, slot.gradient_bytes, UNDER_WAY, Moment.COLLECTED)
-        else:
-            self._whole.add(number)
+            return
+        if index >= 0 and self.program.reductions[index].has_buffer and index not in self._buffered:
+            self._buffered.add(index)
+            engine.allocate(last, self._whole_bytes(index), "gradients", Moment.COLLECT)
+        if number in self._transient:
+            engine.release(last, size, UNDER_WAY, Moment.COLLECTED)
 
     def _count_done(self, slot: Slot) -> None:
         """Regathered parameters of a unit whose gradients are all done are of no more use."""
@@ -461,68 +446,61 @@ class Player:
                 self._release(unit)
                 self._unpin({number for bucket in self.orders.gathers[unit] for number in bucket.slots})
 
-    def _buffer_bytes(self, bucket: Bucket) -> int:
-        return sum(self.program.slots[number].gradient_bytes for number in bucket.slots)
+    def _whole_bytes(self, index: int) -> int:
+        return sum(self.program.slots[number].gradient_bytes for number in self.program.reductions[index].slots)
 
-    def _hold_gradient(self, slot: Slot, task: int) -> None:
-        if slot.tensor not in self._held:
-            self._held.add(slot.tensor)
-            self.engine.allocate(task, slot.stored_bytes, "gradients")
-
-    def _send_home(self, bucket: Bucket) -> None:
+    def _send_home(self, bucket: Bucket, after: Sequence[int] = ()) -> None:
         slots = [self.program.slots[number] for number in bucket.slots]
         if not slots[0].reduces_each and not self._kind.is_last:
             return
-        shrinks = slots[0].shrinks
-        self._go_on(shrinks)
-        after = [task for slot in slots for task in self._gradients.pop(slot.value, ())]
+        self._go_on(slots[0].shrinks)
+        after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
         if bucket.transmissions:
             name = f"gradient of {slots[0].tensor}"
             _, last = self._transmit(name, "gradient", bucket.transmissions, after)
             self._home.append(last)
-        if shrinks:
-            self._begin_journey(bucket, last)
+        if slots[0].shrinks:
+            self._begin_journey(self._bucket_of[bucket.slots[0]], last)
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
-        for position in reversed([n for n, (_, journey) in enumerate(self._journeys) if self._has_buffer(journey)]):
-            self._finish_journey(position)
+        for journey in [j for j in self._journeys if self.program.reductions[j.bucket].has_buffer]:
+            self._finish_journey(journey)
         while shrinks and len(self._journeys) >= MAX_IN_FLIGHT:
-            self._finish_journey(0)
+            self._finish_journey(self._journeys[0])
 
-    def _has_buffer(self, journey: Journey) -> bool:
-        return self._buckets[journey.bucket].has_buffer
-
-    def _begin_journey(self, bucket: Bucket, last: int) -> None:
+    def _begin_journey(self, index: int, task: int) -> None:
         """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.
 
         What is summed in a buffer is cut afterwards.
         """
-        copies = sum(self.program.slots[number].scatter_bytes for number in bucket.slots)
-        self.engine.allocate(self.engine.last, copies, UNDER_WAY, Moment.SEND)
+        bucket = self.program.reductions[index]
+        copied = sum(self.program.slots[number].scatter_bytes for number in bucket.slots)
+        self.engine.allocate(self.engine.last, copied, UNDER_WAY, Moment.SEND)
         added = 0 if bucket.has_buffer else self._arrive(bucket, self.engine.last, Moment.SEND)
-        self._journeys.append((last, Journey(bucket.slots[0], 0, self.engine.tasks[last][4], copies, added)))
+        self._journeys.append(Journey(index, task, copied, added))
         self._whole.difference_update(bucket.slots)
-        self._buffered.discard(bucket.slots[0])
+        self._buffered.discard(index)
 
     def _arrive(self, bucket: Bucket, task: int, moment: Moment) -> int:
-        """Memory of the shards; the bytes of those that are added to what earlier microbatches have brought."""
+        """Takes memory for the shards; returns how much of it is for those added to what is at home."""
         added = 0
         for slot in (self.program.slots[number] for number in bucket.slots):
-            kind = UNDER_WAY if slot.tensor in self._held else "gradients"
-            self.engine.allocate(task, slot.stored_bytes, kind, moment)
-            added += slot.stored_bytes if kind == UNDER_WAY else 0
+            is_added = slot.tensor in self._held
             self._held.add(slot.tensor)
+            self.engine.allocate(task, slot.stored_bytes, UNDER_WAY if is_added else "gradients", moment)
+            added += slot.stored_bytes if is_added else 0
         return added
 
-    def _finish_journey(self, position: int) -> None:
-        """Compute waits for a journey; its whole gradients, and shards that are added to others, are given back."""
-        task, journey = self._journeys.pop(position)
-        bucket = self._buckets[journey.bucket]
-        self._awaited.append(task)
-        end = self.engine.later(task, self.engine.last)
-        added = journey.added_bytes + (self._arrive(bucket, end, Moment.ARRIVE) if bucket.has_buffer else 0)
+    def _finish_journey(self, journey: Journey) -> None:
+        """Compute waits for a journey; its whole gradients are given back."""
+        self._journeys.remove(journey)
+        self._awaited.append(journey.task)
+        bucket, engine = self.program.reductions[journey.bucket], self.engine
+        end, added = engine.later(journey.task, engine.last), journey.added_bytes
+        if bucket.has_buffer:
+            added = self._arrive(bucket, end, Moment.ARRIVE)
+        engine.release(end, journey.copied_bytes + added, UNDER_WAY, Moment.ARRIVED)
         kind = "gradients" if bucket.has_buffer else UNDER_WAY
-        self.engine.release(end, journey.copied_bytes + added, UNDER_WAY, Moment.ARRIVED)
-        self.engine.release(end, self._buffer_bytes(bucket), kind, Moment.ARRIVED)
+        engine.release(end, self._whole_bytes(journey.bucket), kind, Moment.ARRIVED)

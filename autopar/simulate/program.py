@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
-from autopar.cost.compute import node_time_ns, optimizer_time_ns
+from autopar.cost.compute import copy_time_ns, node_issue_ns, node_time_ns, optimizer_time_ns
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
@@ -81,6 +81,7 @@ class Item:
     outputs: tuple[int, ...]
     forward_ns: int = 0
     backward_ns: int = 0
+    issue_ns: tuple[int, int] = (0, 0)  # of the host, to launch it forward and backward
     forward: tuple[Transmission, ...] = ()
     backward: tuple[Transmission, ...] = ()
     inner: tuple[Transmission, ...] = ()  # what an operator sends inside its forward pass
@@ -126,6 +127,7 @@ class Bucket:
     slots: list[int]
     transmissions: tuple[Transmission, ...]
     has_buffer: bool = False  # gradients that are summed in one buffer, which is there from the first one on
+    convert_ns: int = 0  # of a gather: packing and joining on the rank itself
 
 
 @dataclass(slots=True)
@@ -174,6 +176,7 @@ class _OperatorPrice(NamedTuple):
     placements: NodePlan
     forward_ns: int
     backward_ns: int
+    issue_ns: tuple[int, int]
     inner: tuple[Transmission, ...]
     inner_backward: tuple[Transmission, ...]
     workspace: tuple[int, int]
@@ -393,6 +396,7 @@ class _Lowering:
         sizes = self._step_bytes(tensor, steps)
         is_free = not any("S" in (s.before.kind, s.after.kind) or s.after.kind == "P" for s in steps)
         forward = self._transmissions(steps, sizes, 0)
+        backward = self._transmissions(steps, sizes, 1)
         shares = is_free and not forward
         number = len(program.items)
         size = self.shapes.local(tensor, target)[1]
@@ -404,10 +408,10 @@ class _Lowering:
                 name=f"{tensor} → {' '.join(map(str, target))}",
                 inputs=(source,),
                 outputs=(value,),
-                forward_ns=0 if forward else views[0],
-                backward_ns=views[1],
+                forward_ns=self._handling_ns(steps, sizes, 0) if forward else views[0],
+                backward_ns=self._handling_ns(steps, sizes, 1) if backward else views[1],
                 forward=forward,
-                backward=self._transmissions(steps, sizes, 1),
+                backward=backward,
                 passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
                 workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
@@ -415,6 +419,13 @@ class _Lowering:
             )
         )
         return value
+
+    def _handling_ns(self, steps: Sequence[Step], sizes: Sequence[tuple[int, int]], direction: int) -> int:
+        """What a redistribution does on the rank itself: its call, and the copies around its collectives."""
+        if self.profile.runtime is None:
+            return 0
+        copied = sum(copied_bytes(step, size[direction], direction) for step, size in zip(steps, sizes, strict=True))
+        return self.profile.runtime.function_ns[direction] + copy_time_ns(copied, self.profile)
 
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
@@ -436,6 +447,7 @@ class _Lowering:
                 outputs=tuple(outputs),
                 forward_ns=price.forward_ns,
                 backward_ns=price.backward_ns,
+                issue_ns=price.issue_ns,
                 passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
                 workspace=price.workspace,
                 inner=price.inner,
@@ -457,9 +469,10 @@ class _Lowering:
             values = self.program.values
             operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
+            issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
             inner, inner_backward = self._inner(node)
             workspace = self._workspace(node, inputs, outputs, bool(inner))
-            known = _OperatorPrice(placements, *times, inner, inner_backward, workspace)
+            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace)
             self.prices.operators[key] = known
         return known
 
@@ -546,8 +559,8 @@ class _Lowering:
                 before = kept
                 tensors += 1
         if moved:
-            kernels = tensors * OPTIMIZER_KERNELS[self.profile.device_type]
-            self.program.optimizer_ns = optimizer_time_ns(moved, kernels, self.profile)
+            kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
+            self.program.optimizer_ns = optimizer_time_ns(moved, tensors, kernels, sharded, self.profile)
 
     def _stored_price(self, name: str) -> _StoredPrice:
         tensor, optimizer = self.graph.kept(name), self.plan.optimizer
@@ -605,8 +618,29 @@ class _Lowering:
         first = self.program.slots[slots[0]]
         rows = [self.program.slots[number].sizes for number in slots]
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
+        sent = self._transmissions(first.steps, sizes, 0 if forward else 1)
         has_buffer = not forward and _is_summed_first(first)
-        return Bucket(slots, self._transmissions(first.steps, sizes, 0 if forward else 1), has_buffer)
+        return Bucket(slots, sent, has_buffer, self._convert_ns(slots) if forward and sent else 0)
+
+    def _convert_ns(self, slots: list[int]) -> int:
+        """Small and inner-dim shards are packed, joined and copied into place; others land there."""
+        if self.profile.runtime is None:
+            return 0
+        copied = 0
+        for slot in (self.program.slots[number] for number in slots):
+            is_direct = slot.used_bytes >= LONE_BYTES and slot.steps[-1].before.dim == 0
+            copied += 0 if is_direct else slot.stored_bytes + 2 * slot.used_bytes
+        return len(slots) * self.profile.runtime.convert_ns + copy_time_ns(copied, self.profile)
+
+
+def copied_bytes(step: Step, num_bytes: int, direction: int) -> int:
+    """Bytes that the runtime copies around a step's collective: a sum has a buffer of its own, and what is cut or
+    joined along another dim than the first is put in order (`runtime.pieces`)."""
+    kind = step.transfers[direction].collective
+    dims = [type_.dim for type_ in (step.before, step.after) if type_.kind == "S"]
+    if kind == "all_reduce":
+        return num_bytes
+    return num_bytes * sum(dim > 0 for dim in dims) if kind else 0
 
 
 def _is_summed_first(slot: Slot) -> bool:

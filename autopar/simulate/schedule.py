@@ -26,13 +26,15 @@ WORK = ("forward", "backward")
 TIED = "gradient all_reduce"
 
 
-def simulate(graph: Graph, plan: Plan, profile: Profile) -> Timeline:
+def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True) -> Timeline:
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. Raises PlanError for a plan that lacks a redistribution.
+    its first, which has the longest slices. sums_early: gradients are summed over ranks while the backward pass
+    goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
+    that lacks a redistribution.
     """
-    step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node))
+    step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
     step.run()
     return step.timeline()
 
@@ -52,6 +54,7 @@ class _Submesh:
     stages: list[int]
     turns: list[Turn] = field(default_factory=list)
     free_ns: int = 0
+    last_ns: int = 0
     links: dict[str, int] = field(default_factory=dict)
     sends: dict[str, int] = field(default_factory=dict)
     in_flight: list[tuple[int, int]] = field(default_factory=list)
@@ -64,11 +67,12 @@ class _Submesh:
     def carried(self, now: int) -> Carried:
         links = tuple(sorted((link, end - now) for link, end in self.links.items() if end > now))
         in_flight = tuple((begin - now, end - now) for begin, end in self.in_flight if end > now)
-        return Carried(links, in_flight)
+        return Carried(links, in_flight, self.last_ns)
 
     def take(self, done: Pass, begin: int, label: str) -> None:
         """Adds a pass that began then."""
         self.free_ns = begin + done.length_ns
+        self.last_ns = done.last_ns
         self.links.update((link, begin + end) for link, end in done.links.items())
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
         self.pieces.append(Piece(begin, label, done.tasks, done.allocations))
@@ -90,19 +94,33 @@ class _Progress:
     standing: Standing = field(default_factory=Standing)
     made: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
 
+    def at(self, now: int) -> Standing:
+        old = self.standing
+        ready = tuple((value, end - now, kind) for value, end, kind in old.ready if end > now)
+        home = tuple((end - now, kind) for end, kind in old.home if end > now)
+        arriving = tuple((unit, max(0, end - now), size) for unit, end, size in old.arriving)
+        journeys = tuple(journey._replace(task=max(0, journey.task - now)) for journey in old.journeys)
+        return old._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
+
     def take(self, done: Pass, begin: int) -> None:
-        """Adds a pass that began then."""
-        new = done.standing.later(-begin)
-        is_forward = done.kind.name == "forward"
-        self.standing = new._replace(gradients=self.standing.gradients) if is_forward else new
+        new = done.standing
+        ready = tuple((value, end + begin, kind) for value, end, kind in new.ready)
+        arriving = tuple((unit, end + begin, size) for unit, end, size in new.arriving)
+        if done.kind.name == "forward":  # leaves gradients as they are
+            old = self.standing
+            self.standing = old._replace(ready=ready, live=new.live, pinned=new.pinned, arriving=arriving)
+            return
+        journeys = tuple(journey._replace(task=journey.task + begin) for journey in new.journeys)
+        home = tuple((end + begin, kind) for end, kind in new.home)
+        self.standing = new._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
 
 
 class _Step:
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
+    def __init__(self, graph: Graph, plan: Plan, profile: Profile, sums_early: bool) -> None:
         self.plan = plan
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = lower_stages(graph, plan, profile)
-        self.stages = [_Progress(Player(program, profile, self.trains)) for program in programs]
+        self.stages = [_Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
         self.submeshes = _submeshes(plan)
         self.transfers = find_transfers(plan, programs, profile)
         self.ties = find_ties(graph, plan, programs, profile) if self.trains else []
@@ -158,7 +176,7 @@ class _Step:
 
     def _play(self, submesh: _Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
         progress = self.stages[stage]
-        done = progress.player.play(kind, submesh.carried(begin), progress.standing.later(begin))
+        done = progress.player.play(kind, submesh.carried(begin), progress.at(begin))
         submesh.take(done, begin, label)
         progress.take(done, begin)
         return done
@@ -200,7 +218,7 @@ class _Step:
     def _wait_for_home(self, submesh: _Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
         for stage in submesh.stages:
-            for end, kind in self.stages[stage].standing.gradients.home:
+            for end, kind in self.stages[stage].standing.home:
                 submesh.waited[kind] += max(0, end - submesh.free_ns)
                 submesh.free_ns = max(end, submesh.free_ns)
 

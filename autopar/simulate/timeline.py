@@ -16,6 +16,7 @@ from autopar.ir.plan import Breakdown, Prediction
 from autopar.simulate.engine import COMPUTE, Change, Task
 
 Stream = tuple[int, str]  # rank, name
+Changes = list[Change]
 
 
 class Event(NamedTuple):
@@ -34,7 +35,7 @@ class Piece(NamedTuple):
     begin_ns: int
     label: str
     tasks: list[Task]
-    changes: list[Change]
+    changes: Changes
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,18 +159,21 @@ def _work(tasks: list[Task]) -> dict[str, int]:
 
 
 def _played_memory(pieces: tuple[Piece, ...]) -> tuple[tuple[tuple[int, int], ...], int, dict[str, int]]:
-    """(ns, bytes) after each change; the peak; and what the peak consists of, by kind."""
+    """(ns, bytes) after each change; the peak; and what the peak consists of, by kind.
+
+    At equal times changes go by their moments; at equal moments memory is given back before more is taken.
+    """
     kinds: dict[str, int] = {}
-    known: dict[int, Any] = {}
+    known: dict[int, tuple[Any, ...]] = {}
     for piece in pieces:
         if id(piece.changes) not in known:
-            rows = [(*change, kinds.setdefault(kind, len(kinds))) for *change, kind in piece.changes]
-            known[id(piece.changes)] = np.array(rows, dtype=np.int64).reshape(-1, 4).T
+            rows = [(time, size, kinds.setdefault(kind, len(kinds)), at) for time, size, kind, at in piece.changes]
+            known[id(piece.changes)] = tuple(np.array(rows, dtype=np.int64).reshape(-1, 4).T)
     found = [(piece.begin_ns, known[id(piece.changes)]) for piece in pieces]
     times = np.concatenate([begin + columns[0] for begin, columns in found]) if found else np.zeros(0, np.int64)
     if not len(times):
         return ((0, 0),), 0, {}
-    moments, sizes, numbers = np.concatenate([columns[1:] for _, columns in found], axis=1)
+    sizes, numbers, moments = (np.concatenate([columns[which] for _, columns in found]) for which in (1, 2, 3))
     order = np.lexsort((sizes, moments, times))
     totals = np.cumsum(sizes[order])
     highest = int(np.argmax(totals))

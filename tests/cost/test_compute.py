@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from autopar.cost import flops, load_profile, node_time_ns, template_profile
-from autopar.cost.compute import optimizer_time_ns
+from autopar.cost import flops, load_profile, measure, node_time_ns, template_profile
+from autopar.cost.compute import node_call, optimizer_time_ns
 from autopar.cost.fit import profile_from_points
-from autopar.cost.profile import profile_from_json
+from autopar.cost.kernels import Product, product_of
+from autopar.cost.profile import Profile, profile_from_json, profile_to_json
 from autopar.ir.graph import Node, Ref, Tensor
 
 Shape = tuple[int, ...]
@@ -113,57 +114,134 @@ def test_an_unknown_operator_is_memory_bound() -> None:
 
 def test_optimizer_time_grows_with_bytes_and_tensors() -> None:
     profile = load_profile("h100")
-    assert optimizer_time_ns(1 << 30, 1, profile) < optimizer_time_ns(1 << 31, 1, profile)
-    extra = optimizer_time_ns(1 << 30, 11, profile) - optimizer_time_ns(1 << 30, 1, profile)
+    assert optimizer_time_ns(1 << 30, 1, 1, True, profile) < optimizer_time_ns(1 << 31, 1, 1, True, profile)
+    extra = optimizer_time_ns(1 << 30, 11, 11, True, profile) - optimizer_time_ns(1 << 30, 1, 1, True, profile)
     assert extra == 10 * profile.facts.launch_ns[0]
 
 
 # The measured host ----------------------------------------
 
 
-def raw_points(slow: float = 1.0) -> dict[str, object]:
-    """What measure.py prints, on a machine of 100 GFLOP/s and 10 GB/s with 1 µs launches."""
+def raw_points() -> dict[str, object]:
+    """What the measuring scripts print, on a machine of 100 GFLOP/s and 10 GB/s where calls take 1 µs and 2 µs."""
 
-    def point(family: str, op: str, operands: list[Shape], result: Shape, ns: float) -> dict[str, object]:
+    def point(
+        family: str, op: str, shape: Shape, operands: list[Shape], result: Shape, ns: float, kind: str = ""
+    ) -> dict[str, object]:
         rows = [[list(shape), 4, True] for shape in operands]
-        total = round(1000 + slow * ns)
         return {
-            "family": family, "op": op, "shape": list(result), "detail": "", "operands": rows,
-            "result": [list(result), 4], "forward_ns": total, "backward_ns": 3000 + 2 * total,
+            "family": family, "op": op, "shape": list(shape), "detail": "", "kind": kind, "operands": rows,
+            "result": [list(result), 4], "forward_ns": round(1000 + ns), "backward_ns": round(3000 + 2000 + 2 * ns),
         }  # fmt: skip
 
-    points = [point("matmul", "linear", [(n, n), (n, n)], (n, n), 2 * n**3 / 100) for n in (64, 256, 1024)]
-    points += [point("pointwise", "mul", [(n, n)] * 2, (n, n), 12 * n * n / 10) for n in (64, 256, 1024)]
-    sent = [{"collective": "all_reduce", "ranks": 2, "points": [[1024, 20000], [1 << 20, 1020000]]}]
-    overlap = [{"collective": "overlap", "ranks": 2, "points": [[4000, 2000, 5000]]}]
+    def product(kind: str, m: int, n: int, k: int, rate: float) -> dict[str, object]:
+        return point("matmul", "mm", (m, n, k), [(m, k), (k, n)], (m, n), 2 * m * n * k / rate, kind) | {
+            "forward_ns": round(2 * m * n * k / rate)
+        }
+
+    rates = {16: 50.0, 256: 100.0}  # products of few rows are slower
+    points = [product(kind, m, n, k, rates[m]) for kind in ("NT", "NN", "TN") for m in rates for n in (64, 256)
+              for k in (64, 256)]  # fmt: skip
+    points += [point("linear", "linear", (n, n, n), [(n, n), (n, n)], (n, n), 2 * n**3 / 100) for n in (2, 64, 256)]
+    least = 2 * 16 * 64 * 64 / 50  # the smallest product's time is not part of the call
+    points[-3] |= {"forward_ns": round(1000 + least), "backward_ns": round(3000 + 2 * (2000 + least))}
+    families = (("pointwise", "mul", 2), ("column_sum", "sum", 1), ("straight_copy", "clone", 1), ("view", "t", 1))
+    for family, op, operands in families:
+        points += [
+            point(family, op, (n, n), [(n, n)] * operands, (n, n), 4 * (operands + 1) * n * n / 10)
+            for n in (1, 64, 1024)
+        ]
     return {
-        "launch": [1000, 1000, 3000], "view": [500, 500, 3000], "points": points,
+        "launch": [1000, 1000, 3000], "view": [1000, 2000, 3000], "points": points,
         "optimizer": [[64, 5000], [1 << 20, 3_000_000]],
         "dtypes": {"float32": [384, 2 * 384**3 / 100]},
-        "collectives": sent + overlap, "host": {"torch": "2"},
+        "collectives": [{"collective": "all_reduce", "ranks": 2, "points": [[1024, 20000], [1 << 20, 1020000]]}],
+        "busy_share": {"2": 0.5}, "host": {"torch": "2"},
+        "runtime": {"optimizer": [20_000, 150_000], "parameter": 40_000, "convert": 9_000, "function": [5000, 4000]},
     }  # fmt: skip
 
 
+def fitted() -> Profile:
+    """The profile of `raw_points`, through its file form."""
+    data = profile_from_points(raw_points(), {"model": "test", "cores": 2, "memory": 8 << 30}, "2026-01-01")
+    return profile_from_json(json.loads(json.dumps(data)), "points")
+
+
 def test_a_profile_fitted_to_points_meets_them() -> None:
-    host = {"model": "test", "cores": 2, "memory": 8 << 30}
-    data = profile_from_points(raw_points(), host, "2026-01-01")
-    profile = profile_from_json(json.loads(json.dumps(data)), "points")
+    profile = fitted()
     assert profile.peak_flops("float32") == pytest.approx(1e11, rel=0.01)
     assert profile.facts.memory_bandwidth == pytest.approx(1e10, rel=0.01)
-    assert profile.facts.overlap_slowdown == 2.0, "2 µs of messages cost compute 1 µs"
+    assert profile.facts.overlap_slowdown == 2.0, "gloo's threads take half a core"
     node = call("linear", [(256, 256), (256, 256)], (256, 256))
     forward, backward = node_time_ns(*node, profile)
     assert forward == pytest.approx(1000 + 2 * 256**3 / 100, rel=0.01)
-    assert backward == pytest.approx(2 * forward, rel=0.01)
+    assert backward == pytest.approx(2 * forward, rel=0.02)
     assert profile.link("intra_node").alpha_ns == 10000
     assert profile.provenance["facts"].startswith("measured: test, one thread a rank")
+    assert profile.provenance["tables/NT"] == profile.provenance["runtime"] == profile.provenance["facts"]
+    again = profile_from_json(json.loads(json.dumps(profile_to_json(profile))), "again")
+    assert (again.tables, again.runtime, again.operators) == (profile.tables, profile.runtime, profile.operators)
+
+
+def test_products_cost_by_shape_and_layout() -> None:
+    """Of few rows the forward product is slow; so is the gradient of the input, whose rows they are too; the weight's
+    gradient has 256 rows, and is as fast as ever."""
+    forward, backward = node_time_ns(*call("linear", [(16, 256), (256, 256)], (16, 256)), fitted())
+    flops = 2 * 16 * 256 * 256
+    called = 1000, 2000  # a call beside its kernel, forward and for each gradient
+    assert forward == pytest.approx(flops / 50 + called[0], rel=0.01)
+    assert backward == pytest.approx(flops / 50 + flops / 100 + 2 * called[1], rel=0.01)
+
+
+def test_between_the_vertices_of_a_table_rates_are_geometric_means() -> None:
+    table = fitted().tables["NT"]
+    assert table.ns_per_flop((64, 100, 100)) == pytest.approx((1 / 50 / 100) ** 0.5, rel=1e-3)
+    assert table.ns_per_flop((4096, 9, 9)) == pytest.approx(1 / 100, rel=1e-3), "outside, the border's value holds"
+
+
+def test_a_bias_has_its_gradient_summed_over_rows() -> None:
+    shapes = [(256, 256), (256, 256), (256,)]
+    wanted = ([True, True, True], [True, True, False])
+    with_bias, without = (node_time_ns(*call("linear", shapes, (256, 256), w), fitted())[1] for w in wanted)
+    assert with_bias - without == pytest.approx(1000 + 4 * 256 * 256 / 10, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("equation", "operands", "expected"),
+    [
+        ("bd,df->bf", [(8, 16), (16, 4)], Product(1, 8, 4, 16)),
+        ("gsec,gsm->egcm", [(2, 8, 4, 3), (2, 8, 5)], Product(2, 12, 5, 8)),
+        ("egcm,emh->egch", [(4, 2, 3, 5), (4, 5, 7)], Product(4, 6, 7, 5)),
+        ("gsec,egcm->gsm", [(2, 8, 4, 3), (4, 2, 3, 5)], Product(2, 8, 5, 12, copied=(0, 480))),
+    ],
+)
+def test_an_einsum_is_a_product(equation: str, operands: list[Shape], expected: Product) -> None:
+    """The last one sums over e and c, which lie apart in the second operand: it is copied first."""
+    node, shapes, results, tensors = call("einsum", operands, (1,), args=(equation,))
+    assert product_of(node_call(node, shapes, results, tensors)) == expected
+
+
+def test_an_optimizer_of_dtensors_costs_more_a_parameter() -> None:
+    profile = fitted()
+    plain, sharded = (optimizer_time_ns(1 << 20, 10, 80, kind, profile) for kind in (False, True))
+    assert sharded - plain == 10 * (150_000 - 20_000)
+
+
+def test_points_of_another_machine_do_not_mix(tmp_path: Path) -> None:
+    """A run that was stopped goes on, with what it has measured; a file of another torch is refused."""
+    file, host = tmp_path / "points", {"torch": "2.13", "node": "here"}
+    first = measure.Kept(file, host)
+    assert first.get("a", lambda: 1) == 1
+    assert measure.Kept(file, host).get("a", lambda: 2) == 1
+    with pytest.raises(SystemExit, match=r"do not mix; name another file"):
+        measure.Kept(file, {**host, "torch": "2.10"})
 
 
 def test_the_cache_is_written_whole_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from autopar.cost import host
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    data = profile_from_points(raw_points(), {"model": "test", "cores": 2, "memory": 8 << 30}, "2026-01-01")
+    data = profile_to_json(fitted())
     measured = []
 
     def measure_once() -> dict[str, object]:

@@ -23,18 +23,20 @@ def shipped_json(name: str) -> dict[str, Any]:
 
 
 def test_shipped_profiles_have_sources_for_every_block() -> None:
-    assert profile_names() == ("a100", "cpu", "h100", "h200", "v100")
+    assert profile_names() == ("a100-80gb", "cpu", "h100-80gb", "h200", "v100-16gb")
     for name in SHIPPED:
         profile = load_profile(name)
         assert profile.usable_bytes < profile.facts.capacity_bytes
         assert all(
-            source.split(":")[0] in ("datasheet", "assumed", "published") for source in profile.provenance.values()
+            source.split(":")[0] in ("datasheet", "assumed", "published", "fitted")
+            for source in profile.provenance.values()
         )
 
 
 def test_the_same_name_gives_the_same_object_and_aliases_work() -> None:
     assert load_profile("h100") is load_profile("h100")
-    assert load_profile("a100-80gb").name == "a100"
+    for name, full in (("a100", "a100-80gb"), ("v100", "v100-16gb"), ("h100", "h100-80gb")):
+        assert load_profile(name).name == load_profile(full).name == full
 
 
 def test_unknown_name_lists_the_known_and_the_remedy() -> None:
@@ -63,6 +65,32 @@ def test_malformed_profiles_name_the_field() -> None:
     data["facts"]["memory_bandwidth"] = -1
     with pytest.raises(ProfileError, match="at facts/memory_bandwidth"):
         profile_from_json(data, "mine")
+
+
+def test_an_older_format_is_told_with_the_remedy() -> None:
+    with pytest.raises(
+        ProfileError, match=r"mine: expected a cost profile of format 2, found format 1; measure it anew"
+    ):
+        profile_from_json({**shipped_json("h100"), "format": 1}, "mine")
+
+
+def test_every_block_needs_its_source_and_date() -> None:
+    for block in ("facts", "operators", "links", "collectives"):
+        data = shipped_json("a100")
+        item = data[block] if block == "facts" else data[block][0]
+        del item["provenance"]["date"]
+        with pytest.raises(ProfileError, match=f"at {block}.*provenance: 'date' is a required property"):
+            profile_from_json(data, "mine")
+
+
+def test_measured_all_reduces_are_shipped_with_their_source() -> None:
+    for name in ("a100", "v100"):
+        measured = load_profile(name).collectives
+        assert {ranks for kind, level, ranks in measured if (kind, level) == ("all_reduce", "intra_node")} == {
+            *range(2, 9)
+        }
+        assert all(item.provenance.kind == "published" for item in measured.values())
+        assert all(item.points[0][0] == 1 << 20 and item.points[-1][0] == 1 << 30 for item in measured.values())
 
 
 def test_curves_may_not_take_less_time_for_more_work() -> None:
@@ -99,3 +127,22 @@ def test_more_ranks_than_cores_compute_slower() -> None:
 def test_devices_of_their_own_are_not_shared() -> None:
     assert load_profile("h100").shared_by(8) is load_profile("h100")
     assert template_profile().facts.cores is None
+
+
+def test_a_profile_tells_the_sources_of_what_a_plan_uses() -> None:
+    profile = load_profile("a100")
+    found = profile.sources({"matmul", "unheard of"}, ["intra_node"])
+    assert [*found] == [
+        name
+        for name in (
+            "facts",
+            "host",
+            "operators/matmul",
+            "operators/pointwise",
+            "links/intra_node",
+            "collectives/all_reduce",
+        )
+        if name != "host" or profile.host
+    ]
+    assert found["collectives/all_reduce"].startswith("published: NCCL")
+    assert "links/inter_node" in profile.sources((), ["intra_node", "inter_node"])

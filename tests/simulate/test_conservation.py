@@ -84,7 +84,7 @@ NAMES = st.sampled_from(sorted(PLANS))
 
 
 @given(NAMES, DEVICES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_a_step_takes_as_long_as_its_streams_and_paths_and_its_parts_add_up(name: str, profile: Profile) -> None:
     case = case_of(name)
     timeline = simulate(*case, profile)
@@ -134,7 +134,7 @@ def _backward_ns(program: Program, end: int, returned: dict[str, int]) -> int:
 
 
 @given(NAMES, DEVICES)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, profile: Profile) -> None:
     case = case_of(name)
     for lane in simulate(*case, profile).lanes:
@@ -144,11 +144,11 @@ def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, pro
         assert min(size for _, size in lane.memory[len(lane.memory) // 100 :]) >= 0
         left: Counter[str] = Counter()
         for piece in lane.pieces:
-            for _, _, size, kind in piece.changes:
+            for _, size, kind, _ in piece.changes:
                 left[kind] += size
         kept = {kind for kind, size in left.items() if size}
-        assert kept <= {"inputs", "parameters", "optimizer", "gradients", "gradients under way", "gathered"}, kept
-        assert left["gradients"] + left["gradients under way"] <= left["parameters"]
+        assert kept <= {"inputs", "parameters", "optimizer", "gradients", "gathered"}, kept
+        assert left["gradients"] <= left["parameters"]
 
 
 def _residents(case: Case, profile: Profile, first_rank: int) -> list[tuple[int, str]]:
@@ -159,7 +159,7 @@ def _residents(case: Case, profile: Profile, first_rank: int) -> list[tuple[int,
 
 
 @given(NAMES, st.sampled_from([0.01, 0.1, 1.0]), SCALES, st.sampled_from([1.0, 2.0, 100.0]))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_faster_links_are_never_slower(name: str, bandwidth: float, inter: float, faster: float) -> None:
     slow, fast = (device(bandwidth * factor, inter, 1.0, 1.0, 1.0) for factor in (1.0, faster))
     assert simulate(*case_of(name), fast).step_time_ns <= simulate(*case_of(name), slow).step_time_ns

@@ -1,0 +1,313 @@
+"""Measures gloo between ranks of this host, and what a rank's runtime costs beside its operators: points as JSON.
+
+Needs torch only and imports nothing of autopar, so the file can be copied to another machine and run there:
+`OMP_NUM_THREADS=1 python -P measure_gloo.py > points.json`. `fit.py` turns the points into a profile.
+
+The ranks are forked before this process has started any thread pool, so torch is imported once for all.
+Collectives are timed from call to result by the wall clock, the least of several runs, as other processes disturb; what
+the rank computes itself by the CPU time of its thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+
+SECONDS_A_POINT = 0.12
+COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
+COLLECTIVE_RUNS = 24
+RANKS = (2, 4)
+PASSING_BYTES = 1 << 21
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+
+
+def measure(report: Callable[[str], None]) -> dict[str, Any]:
+    """Points of each collective among 2 and 4 ranks of this host, and of the runtime of one of two ranks."""
+    with tempfile.TemporaryDirectory() as folder:
+        report(f"gloo among {max(RANKS)} ranks")
+        children = [_fork(rank, Path(folder)) for rank in range(max(RANKS))]
+        failed = [child for child in children if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
+        if failed:
+            raise SystemExit(f"{len(failed)} of {max(RANKS)} gloo ranks failed")
+        found: dict[str, Any] = json.loads((Path(folder) / "points.json").read_text())
+        return found
+
+
+def _fork(rank: int, folder: Path) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
+        _run_rank(rank, folder)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _run_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    address = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=address, rank=rank, world_size=max(RANKS))
+    points: list[dict[str, Any]] = []
+    shares: dict[int, float] = {}
+    for ranks in RANKS:
+        group = dist.new_group(list(range(ranks)))
+        if rank < ranks:
+            points += [_measure_collective(kind, ranks, group) for kind in KINDS if kind != "send" or ranks == 2]
+            shares[ranks] = _busy_share(group)
+        dist.barrier()
+    runtime = measure_runtime() if rank < 2 else {}
+    if rank == 0:
+        found = {"collectives": points, "busy_share": shares, "runtime": runtime}
+        (folder / "points.json").write_text(json.dumps(found))
+    dist.barrier()
+
+
+# Collectives ----------------------------------------
+
+
+def _collective(kind: str, num_bytes: int, ranks: int, group: Any) -> Callable[[], Any]:
+    """The call, with buffers sized as `ir.redistribution.transfer_bytes` counts them."""
+    elements = max(ranks, num_bytes // 4 // ranks * ranks)
+    whole, part = torch.ones(elements), torch.ones(elements // ranks)
+    return {
+        "all_reduce": lambda: dist.all_reduce(whole, group=group),
+        "all_gather": lambda: _all_gather(whole, part, group=group),
+        "reduce_scatter": lambda: _reduce_scatter(part, whole, ranks, group),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(whole), whole, group=group),
+        "send": lambda: _send_and_return(whole, group),
+    }[kind]
+
+
+# torch 2.13 renames the collective and deprecates the old name; 2.10 has the old name only.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def _reduce_scatter(part: torch.Tensor, whole: torch.Tensor, ranks: int, group: Any) -> None:
+    """As the runtime does it on gloo, whose own is several times slower."""
+    received = torch.empty_like(whole)
+    dist.all_to_all_single(received, whole, group=group)
+    parts = received.view(ranks, -1)
+    torch.add(parts[0], parts[1], out=part)
+    for other in parts[2:]:
+        part.add_(other)
+
+
+def _send_and_return(buffer: torch.Tensor, group: Any) -> None:
+    """There and back between the group's first two ranks: two messages."""
+    first, second = dist.get_process_group_ranks(group)[:2]
+    if dist.get_rank() == first:
+        dist.send(buffer, second, group=group)
+        dist.recv(buffer, second, group=group)
+    else:
+        dist.recv(buffer, first, group=group)
+        dist.send(buffer, first, group=group)
+
+
+def _measure_collective(kind: str, ranks: int, group: Any) -> dict[str, Any]:
+    points = []
+    for num_bytes in COLLECTIVE_BYTES:
+        call = _collective(kind, num_bytes, ranks, group)
+        duration = _time_together(call, group)
+        points.append([num_bytes, duration // 2 if kind == "send" else duration])
+    return {"collective": kind, "ranks": ranks, "points": points}
+
+
+def _time_together(call: Callable[[], Any], group: Any) -> int:
+    """Nanoseconds a call, in runs of equal length on all ranks; the least, as other processes disturb."""
+    call()
+    once = torch.tensor([float(_time_runs(call, 2))])
+    dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
+    repeats = max(1, min(50, int(1e9 * SECONDS_A_POINT / COLLECTIVE_RUNS / max(1.0, once.item()))))
+    times = []
+    for _ in range(COLLECTIVE_RUNS):
+        dist.barrier(group)
+        times.append(_time_runs(call, repeats))
+    return min(times)
+
+
+def _time_runs(call: Callable[[], Any], repeats: int) -> int:
+    start = time.perf_counter_ns()
+    for _ in range(repeats):
+        call()
+    return (time.perf_counter_ns() - start) // repeats
+
+
+def _busy_share(group: Any) -> float:
+    """CPU time of gloo's threads over the time of the all-reduce that they work on: what compute loses then."""
+    buffer = torch.ones(1 << 20)
+    call: Callable[[], Any] = lambda: dist.all_reduce(buffer, group=group)  # noqa: E731
+    least = _time_together(call, group)
+    worked = []
+    for _ in range(COLLECTIVE_RUNS):
+        dist.barrier(group)
+        start = time.process_time_ns() - time.thread_time_ns()
+        call()
+        worked.append(time.process_time_ns() - time.thread_time_ns() - start)
+    return min(1.0, _quartile(worked) / least)
+
+
+# The runtime ----------------------------------------
+
+
+def measure_runtime() -> dict[str, Any]:
+    """Nanoseconds of what a rank does beside its operators, on tensors so small that only the call counts.
+
+    optimizer: AdamW a parameter, plain and a DTensor. parameter: a gradient's hook, its copy to a bucket, its DTensor.
+    convert: a parameter's shards packed, joined and copied. function: an autograd function in Python, forward and
+    backward.
+    """
+    mesh = init_device_mesh("cpu", (2,)) if dist.get_world_size() == 2 else _pair_mesh()
+    return {
+        "optimizer": _optimizer_ns(mesh),
+        "parameter": _parameter_ns(mesh),
+        "convert": _convert_ns(),
+        "function": _function_ns(),
+    }
+
+
+def _pair_mesh() -> Any:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    return DeviceMesh("cpu", [0, 1], _init_backend=False)
+
+
+def _timed(call: Callable[[], Any], runs: int) -> int:
+    """The lower quartile of the thread's CPU time, after other data have passed through the cache."""
+    times, passing = [], torch.zeros(PASSING_BYTES, dtype=torch.uint8)
+    for _ in range(runs):
+        passing.add_(1)
+        start = time.thread_time_ns()
+        call()
+        times.append(time.thread_time_ns() - start)
+    return _quartile(times)
+
+
+def _quartile(values: Sequence[int]) -> int:
+    return sorted(values)[len(values) // 4]
+
+
+def _wrapped(local: torch.Tensor, mesh: Any) -> torch.Tensor:
+    wrapped: torch.Tensor = DTensor.from_local(
+        local, mesh, (Replicate(),), run_check=False, shape=local.shape, stride=local.stride()
+    )
+    return wrapped
+
+
+def _optimizer_ns(mesh: Any, count: int = 16) -> list[int]:
+    """A parameter's part of AdamW's step: a plain tensor's, and a DTensor's."""
+    found = []
+    for wrap in (lambda x: x, lambda x: _wrapped(x, mesh)):
+        parameters = [torch.nn.Parameter(wrap(torch.ones(8))) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = wrap(torch.ones(8))
+        optimizer = torch.optim.AdamW(parameters, foreach=False)
+        optimizer.step()
+        found.append(_timed(optimizer.step, 30) // count)
+    return found
+
+
+def _parameter_ns(mesh: Any, count: int = 64) -> int:
+    """What one more gradient costs on its way home: the backward pass with hooks less that without."""
+    times = []
+    for hooked in (False, True):
+        leaves = [torch.ones(8, requires_grad=True) for _ in range(count)]
+        buffer = torch.empty(8 * count)
+        for index, leaf in enumerate(leaves):
+            if hooked:
+                leaf.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    _home(buffer, 8 * index, mesh)
+                )
+
+        def step(leaves: list[torch.Tensor] = leaves) -> None:
+            for leaf in leaves:
+                leaf.grad = None
+            torch.stack(leaves).sum().backward()  # type: ignore[no-untyped-call]
+
+        times.append(_timed(step, 30) // count)
+    return max(0, times[1] - times[0])
+
+
+def _home(buffer: torch.Tensor, start: int, mesh: Any) -> Callable[[torch.Tensor], None]:
+    def bring(leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        with torch.no_grad():
+            part = buffer[start : start + 8].view(gradient.shape)
+            part.copy_(gradient)
+        _wrapped(part, mesh)
+
+    return bring
+
+
+def _convert_ns(count: int = 16) -> int:
+    """What one more parameter costs in a gather: its shard packed, its columns joined and copied into place."""
+    shards, leaves = [torch.ones(4, 2) for _ in range(count)], [torch.empty(4, 4) for _ in range(count)]
+
+    def convert() -> None:
+        flat = torch.cat([shard.reshape(-1) for shard in shards])
+        gathered = torch.stack([flat, flat])
+        for part, leaf in zip(torch.split(gathered, [8] * count, dim=1), leaves, strict=True):
+            leaf.untyped_storage().resize_(64)
+            joined = part.reshape(2, 4, 2).movedim(0, 1).reshape(4, 4).narrow(1, 0, 4).contiguous()
+            leaf.copy_(joined)
+
+    return _timed(convert, 30) // count
+
+
+class _Same(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, kind: str) -> torch.Tensor:
+        ctx.kind = kind
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient, None
+
+
+def _function_ns(count: int = 50) -> list[int]:
+    """One autograd function in Python among many: forward, backward."""
+    leaf, gradient = torch.ones(8, requires_grad=True), torch.ones(8)
+    forward, backward = [], []
+    for _ in range(30):
+        start = time.thread_time_ns()
+        result: Any = leaf
+        for _ in range(count):
+            result = _Same.apply(result, "same")  # type: ignore[no-untyped-call]
+        middle = time.thread_time_ns()
+        torch.autograd.grad(result, [leaf], gradient)
+        forward.append(middle - start)
+        backward.append(time.thread_time_ns() - middle)
+    return [_quartile(forward) // count, _quartile(backward) // count]
+
+
+def main() -> None:
+    """Prints the points as one JSON object; progress goes to stderr when that is a terminal."""
+    warnings.simplefilter("ignore", FutureWarning)  # newer names of collectives that torch 2.10 lacks
+    report = _report if sys.stderr.isatty() else (lambda text: None)
+    found = measure(report)
+    report("")
+    json.dump(found, sys.stdout)
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"\r\x1b[2Kmeasuring this host: {text}" if text else "\r\x1b[2K")
+    sys.stderr.flush()
+
+
+if __name__ == "__main__":
+    main()

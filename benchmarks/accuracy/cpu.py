@@ -1,0 +1,263 @@
+"""Predicted beside measured step times of real training steps on two gloo ranks of one thread each.
+
+    python -m benchmarks.accuracy.cpu [--models gpt-small bert-wide ...] [--rounds 6] [--profile FILE]
+                                      [--result FILE] [--folder FOLDER]
+
+One profile is measured beforehand (or read from --profile). Each pair of `pairs.py` is planned, emitted and built in
+the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
+drift of the machine hits all alike: model by model, to bound memory, and all models over again `PASSES` times; in a
+round every pair of a model runs one step to warm up, then `STEPS` steps between two barriers. What part of the machine's cores other programs used meanwhile is noted too. A pair's time is the median over
+the third of the rounds that were disturbed least; its spread is these rounds' range over the median. In --folder,
+programs and times are kept, and a later run adds its rounds to them.
+
+Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
+percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
+is slower than the plan measured best.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
+from benchmarks.runtime.run import free_port, machine
+
+STEPS, PASSES = 2, 2
+Timed = tuple[float, float, float]  # milliseconds a step, others' share of the cores, milliseconds of CPU time a rank
+TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
+
+
+class Row(NamedTuple):
+    """One pair: milliseconds a step, the range over the median of the rounds that count, others' share of the cores.
+
+    `cpu_ms` is the CPU time that a rank's threads took, gloo's too, which other programs stretch least.
+    """
+
+    pair: Pair
+    predicted_ms: float
+    measured_ms: float
+    spread: float
+    disturbed: float
+    cpu_ms: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_ms / self.measured_ms - 1
+
+
+# Before: profile and programs ----------------------------------------
+
+
+def write_programs(chosen: Sequence[Pair], profile: Path, folder: Path) -> dict[Pair, float]:
+    """Plans and emits the pairs that the folder lacks; the predicted milliseconds of all."""
+    file = folder / "predicted.json"
+    known = json.loads(file.read_text()) if file.exists() else {}
+    for pair in (pair for pair in chosen if str(pair) not in known):
+        program = plan_pair(pair, str(profile))
+        source_of(pair, folder).write_text(program.source)
+        known[str(pair)] = program.plan.predicted.step_time_ns / 1e6
+        file.write_text(json.dumps(known))
+        print(f"planned {pair}: {known[str(pair)]:.1f} ms", flush=True)
+    return {pair: known[str(pair)] for pair in chosen}
+
+
+def source_of(pair: Pair, folder: Path) -> Path:
+    """Where the pair's emitted program lies."""
+    return folder / f"{pair.model} {pair.plan}.py"
+
+
+# The ranks ----------------------------------------
+
+
+class Trainer:
+    """A pair's program on this rank, with optimizer and batch."""
+
+    def __init__(self, pair: Pair, folder: Path) -> None:
+        from autopar import runtime
+        from autopar.program import load_source
+
+        model, self.batch = build_model(pair.model)
+        source = source_of(pair, folder).read_text()
+        self.rank = runtime.build(load_source(source).Program)
+        self.rank.init_from(model, broadcast=False)
+        self.optimizer = torch.optim.AdamW(self.rank.parameters(), lr=1e-4)
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.rank.train_step(**self.batch)
+        self.optimizer.step()
+        return loss
+
+
+def timed(trainer: Trainer) -> Timed:
+    """Times STEPS steps, as the slower rank needs for them, after one that warms caches and allocator."""
+    trainer.step()
+    dist.barrier()
+    busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
+    for _ in range(STEPS):
+        trainer.step()
+    elapsed, own = time.perf_counter() - start, time.process_time() - own
+    longest, together = torch.tensor([elapsed]), torch.tensor([own])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    dist.all_reduce(together)
+    others = (busy_seconds() - busy - together.item()) / longest.item() / (os.cpu_count() or 1)
+    return longest.item() / STEPS * 1e3, max(0.0, others), together.item() / WORLD / STEPS * 1e3
+
+
+def busy_seconds() -> float:
+    """How long this machine's cores have been busy since it was started, all of them together (Linux)."""
+    user, nice, system, _, _, interrupt, soft, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
+    return (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds: int) -> None:
+    """Times all pairs in rounds on one rank; rank 0 writes the slower rank's times of each round."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
+    dist.init_process_group("gloo")
+    file = folder / "times.json"
+    times: dict[str, list[Timed]] = json.loads(file.read_text()) if file.exists() else {}
+    dist.barrier()
+    for _ in range(PASSES):
+        for model in dict.fromkeys(pair.model for pair in chosen):
+            time_model([pair for pair in chosen if pair.model == model], folder, -(-rounds // PASSES), times)
+            if rank == 0:
+                print(f"timed {model}", flush=True)
+                file.write_text(json.dumps(times))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def time_model(chosen: Sequence[Pair], folder: Path, rounds: int, times: dict[str, list[Timed]]) -> None:
+    """Adds rounds of one model's pairs, interleaved."""
+    trainers = {pair: Trainer(pair, folder) for pair in chosen}
+    for trainer in trainers.values():
+        trainer.step()
+    for _ in range(rounds):
+        for pair, trainer in trainers.items():
+            times.setdefault(str(pair), []).append(timed(trainer))
+    trainers.clear()
+    build_model.cache_clear()
+    gc.collect()
+
+
+# After: how good the predictions were ----------------------------------------
+
+
+def summary(rows: Sequence[Row]) -> dict[str, Any]:
+    """The figures that the targets are about."""
+    errors = [abs(row.error) for row in rows]
+    models = dict.fromkeys(row.pair.model for row in rows)
+    return {
+        "pairs": len(rows),
+        "mape": statistics.mean(errors),
+        "spearman": spearman([row.predicted_ms for row in rows], [row.measured_ms for row in rows]),
+        "worst": max(errors),
+        "best_plan": {model: best_plan_loss([row for row in rows if row.pair.model == model]) for model in models},
+    }
+
+
+def best_plan_loss(rows: Sequence[Row]) -> float:
+    """How much slower the plan predicted best is than the plan measured best, as a share."""
+    chosen = min(rows, key=lambda row: row.predicted_ms)
+    return chosen.measured_ms / min(row.measured_ms for row in rows) - 1
+
+
+def spearman(first: Sequence[float], second: Sequence[float]) -> float:
+    """Pearson's correlation of the ranks (there are no ties among measured times)."""
+    ranks = [np.argsort(np.argsort(values)) for values in (first, second)]
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def table(rows: Sequence[Row], found: dict[str, Any]) -> str:
+    """All rows, then the figures beside their targets."""
+    lines = [
+        f"{row.pair!s:28s} predicted {row.predicted_ms:8.1f} ms   measured {row.measured_ms:8.1f} ms   "
+        f"{row.error:+7.1%}   spread {row.spread:5.1%}   others {row.disturbed:4.0%}   CPU {row.cpu_ms:8.1f} ms"
+        for row in rows
+    ]
+    losses = found["best_plan"]
+    lines += [
+        f"{found['pairs']} pairs: MAPE {found['mape']:.1%} (≤ {TARGETS['mape']:.0%})   "
+        f"Spearman {found['spearman']:.3f} (≥ {TARGETS['spearman']})   "
+        f"worst {found['worst']:.1%} (≤ {TARGETS['worst']:.0%})",
+        f"the plan predicted best is slower than the plan measured best by (≤ {TARGETS['best_plan']:.0%}):",
+        *(f"  {model:16s} {loss:6.1%}" for model, loss in losses.items()),
+    ]
+    return "\n".join(lines)
+
+
+def rows_of(predicted: dict[Pair, float], times: dict[str, list[Timed]]) -> list[Row]:
+    """Predictions joined with the rounds' times."""
+    return [Row(pair, guess, *measured(times[str(pair)])) for pair, guess in predicted.items()]
+
+
+def measured(rounds: Sequence[Timed]) -> tuple[float, float, float, float]:
+    """Of the third of the rounds that were disturbed least: median, relative range, others' share, CPU time."""
+    least = sorted(rounds, key=lambda item: item[1])[: max(1, -(-len(rounds) // 3))]
+    times, shares, worked = zip(*least, strict=True)
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median, statistics.median(shares), statistics.median(worked)
+
+
+def main() -> None:
+    """Profiles, plans, times, prints, and writes the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--profile", type=Path, help="a profile's JSON file; default: this host is measured first")
+    parser.add_argument("--result", type=Path, default=Path(__file__).with_name("cpu.json"))
+    parser.add_argument("--folder", type=Path, help="where to keep programs and times; default: a temporary one")
+    options = parser.parse_args()
+    chosen = [pair for pair in PAIRS if pair.model in options.models]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = options.folder or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        profile = options.profile or _measured_profile(folder)
+        predicted = write_programs(chosen, profile, folder)
+        mp.spawn(run_rank, (free_port(), chosen, folder, options.rounds), nprocs=WORLD)
+        rows = rows_of(predicted, json.loads((folder / "times.json").read_text()))
+    found = summary(rows)
+    print(table(rows, found))
+    options.result.write_text(json.dumps(_record(rows, found, options.rounds), indent=1) + "\n")
+
+
+def _measured_profile(folder: Path) -> Path:
+    from autopar.cost import measure_profile
+
+    return measure_profile(folder / "profile.json")[1]
+
+
+def _record(rows: Sequence[Row], found: dict[str, Any], rounds: int) -> dict[str, Any]:
+    return {
+        "command": "python -m benchmarks.accuracy.cpu " + " ".join(sys.argv[1:]),
+        "machine": machine(),
+        "date": datetime.date.today().isoformat(),
+        "rounds": rounds,
+        "targets": TARGETS,
+        "summary": found,
+        "rows": [{**row._asdict(), "pair": str(row.pair), "error": row.error} for row in rows],
+    }
+
+
+if __name__ == "__main__":
+    main()
