@@ -153,6 +153,8 @@ def saved_values(node: Node, graph: Graph, device_type: str = "cuda") -> tuple[S
     """
     if not any(graph.tensors[name].differentiable for name in node.operands):
         return ()
+    if not any(graph.tensors[name].differentiable for name in node.results):  # a comparison, an argmax
+        return ()
     name = base_name(node.op)
     rule = SAVED.get(name, _everything)
     if device_type == "cpu":

@@ -8,14 +8,14 @@ takes from the C allocator directly (oneDNN's scratch, gloo's sockets) is not se
 from __future__ import annotations
 
 import gc
-import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 
@@ -25,7 +25,7 @@ class Lifetimes:
 
     `unseen_bytes`: blocks that are left out. Gloo's threads make them: they gather into a buffer of their own and then
     copy, and their releases are mostly missing in the record. What was there before the work and is gone after it
-    counts, too: when that was is not known.
+    counts, too: when that was is not known; so does what nothing but an autograd graph holds after the work.
     """
 
     resident_bytes: int
@@ -45,19 +45,22 @@ class _Change(NamedTuple):
 
 
 def live_storages(but: Iterable[int] = ()) -> dict[int, int]:
-    """Bytes of each storage on the CPU that a Python tensor holds, by address; without the addresses in `but`."""
+    """Bytes of each storage on the CPU that a Python tensor or its gradient holds, by address; not those in `but`."""
     gc.collect()
-    known, found = set(but), {}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # looking at an object may warn that it is deprecated
-        tensors = [item for item in gc.get_objects() if issubclass(type(item), Tensor)]
-    for tensor in tensors:
-        if type(tensor).__name__ == "DTensor":
-            tensor = tensor.to_local()
-        if tensor.device.type == "cpu" and tensor.layout == torch.strided:
-            storage = tensor.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
-    return {address: size for address, size in found.items() if address not in known}
+    known = set(but)
+    tensors = [item for item in gc.get_objects() if type(item) in (Tensor, nn.Parameter, DTensor)]
+    tensors += [item.grad for item in tensors if item.is_leaf and item.grad is not None]
+    storages = [item.untyped_storage() for item in map(_local, tensors) if _has_memory(item)]
+    return {s.data_ptr(): s.nbytes() for s in storages if s.data_ptr() not in known}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether it is a tensor of memory of its own, not a fake one of tracing."""
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.device.type == "cpu" and tensor.layout == torch.strided
 
 
 def track(work: Callable[[], object], but: Iterable[int] = ()) -> Lifetimes:

@@ -1,0 +1,67 @@
+"""The record of the allocator on programs whose peak is computed by hand; and predictions against it on two ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from benchmarks.accuracy.lifetimes import live_storages, track
+from benchmarks.accuracy.memory import measure_pair
+from benchmarks.accuracy.pairs import PAIRS, PLANS, Pair
+from tests.rank_pool import pool
+
+MB = 1 << 20
+
+
+def test_temporaries_and_what_is_kept_are_seen() -> None:
+    kept: list[Tensor] = []
+
+    def work() -> None:
+        first = torch.empty(MB)  # 4 MB
+        kept.append(first[: MB // 2] + 1)  # 2 MB more
+        del first
+        kept.append(torch.empty(MB // 4))  # 1 MB beside what is kept
+
+    found = track(work)
+    assert found.peak_bytes - found.resident_bytes == pytest.approx(6 * MB, abs=64)  # and the number that is added
+    assert found.left_bytes - found.resident_bytes == 3 * MB
+    assert dict(found.at_peak)["empty"] == 4 * MB and found.unseen_bytes == 0
+
+
+def test_the_peak_of_a_training_step_is_the_one_computed_by_hand() -> None:
+    """x (512, 256) → 1024 → 256: the highest point is the gradient of ReLU, which keeps its result alone."""
+    model = nn.Sequential(nn.Linear(256, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 256, bias=False))
+    x, upstream = torch.randn(512, 256), torch.randn(512, 256)
+
+    def step() -> None:
+        model(x).backward(upstream)
+
+    step()
+    model.zero_grad()
+    found = track(step)
+    inner, result, weight = 512 * 1024 * 4, 512 * 256 * 4, 1024 * 256 * 4
+    at_relu = 3 * inner + result + weight  # what ReLU keeps, both gradients, the model's result, a weight's gradient
+    assert found.peak_bytes - found.resident_bytes == at_relu
+    assert found.left_bytes - found.resident_bytes == 2 * weight and found.unseen_bytes == 0
+
+
+def test_storages_count_once_and_views_not_at_all() -> None:
+    before = live_storages()
+    x = torch.empty(MB)
+    views = [x[1:], x.view(2, -1), nn.Parameter(x)]
+    assert sum(live_storages(before).values()) == 4 * MB and len(views) == 3
+
+
+def test_the_pairs_are_those_that_were_asked_for() -> None:
+    assert len(PAIRS) == len(set(PAIRS)) >= 40
+    assert {pair.plan for pair in PAIRS} == set(PLANS)
+    assert {pair.model.partition("-")[0] for pair in PAIRS} == {"gpt", "llama", "moe", "wide_resnet", "bert"}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("plan", ["zero3", "tp"])
+def test_predicted_peak_and_bytes_on_two_ranks(plan: str) -> None:
+    row = measure_pair(Pair("gpt-small", plan), pool(2))
+    assert row.sent == row.predicted_sent
+    assert row.error == pytest.approx(0, abs=0.03), row.measured_at_peak

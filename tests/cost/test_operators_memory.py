@@ -1,0 +1,131 @@
+"""Operator by operator on a CPU: what autograd saves, and what is taken for a while, against what torch really does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from autopar.cost.memory import Extra, saved_values, storage_root
+from autopar.cost.workspace import Sizes, workspace_bytes
+from autopar.trace import trace
+from benchmarks.accuracy.lifetimes import track
+
+KB = 1000
+Operator = Callable[[Tensor, Tensor], Tensor]
+
+
+class Alone(nn.Module):
+    """An operator on two products, so that its operands are activations."""
+
+    def __init__(self, operator: Operator, shapes: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+        super().__init__()
+        self.operator = operator
+        self.scales = nn.ParameterList(torch.ones(1) for _ in shapes)
+
+    def forward(self, left: Tensor, right: Tensor) -> Tensor:
+        return self.operator(left * self.scales[0], right * self.scales[1])
+
+
+def _attention(mask: bool = False, contiguous: bool = False) -> Operator:
+    def attend(left: Tensor, right: Tensor) -> Tensor:
+        query, key = (x.unflatten(-1, (4, 32)).transpose(1, 2) for x in (left, right))
+        allowed = torch.ones(query.size(2), key.size(2), dtype=torch.bool).tril() if mask else None
+        query = torch.cat([query, query], -1)[..., :32] * 2 if contiguous else query
+        mixed = F.scaled_dot_product_attention(query, key, key, attn_mask=allowed, is_causal=not mask)
+        return mixed.transpose(1, 2).flatten(2)
+
+    return attend
+
+
+ROWS = ((8, 64, 128), (8, 64, 128))
+CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "matmul": (lambda a, b: a @ b.transpose(1, 2), ROWS),
+    "linear": (F.linear, ((8, 64, 128), (96, 128))),
+    "layer_norm": (lambda a, b: F.layer_norm(a, (128,), b), ((8, 64, 128), (128,))),
+    "rms_norm": (lambda a, b: F.rms_norm(a, (128,), b), ((8, 64, 128), (128,))),
+    "gelu": (lambda a, b: F.gelu(a) + b, ROWS),
+    "silu": (lambda a, b: F.silu(a) * b, ROWS),
+    "relu": (lambda a, b: F.relu(a - b), ROWS),
+    "softmax": (lambda a, b: torch.softmax(a, -1) + b, ROWS),
+    "division": (lambda a, b: a / b, ROWS),
+    "power": (lambda a, b: a.pow(2) + b, ROWS),
+    "broadcast product": (lambda a, b: a * b, ((8, 64, 128), (128,))),
+    "einsum": (lambda a, b: torch.einsum("bsh,bth->bst", a, b), ROWS),
+    "attention": (_attention(), ROWS),
+    "attention with a mask": (_attention(mask=True), ROWS),
+    "attention in another layout": (_attention(contiguous=True), ROWS),
+    "split and cat": (lambda a, b: torch.cat([*a.chunk(2, -1), b], -1), ROWS),
+    "copying reshape": (lambda a, b: a.transpose(1, 2).reshape(-1, 64).sin() + b, (ROWS[0], (64,))),
+    "convolution": (lambda a, b: F.conv2d(a, b, None, 1, 1), ((4, 16, 16, 16), (16, 16, 3, 3))),
+    "batch_norm": (lambda a, b: F.batch_norm(a, None, None, b, None, True), ((4, 16, 16, 16), (16,))),
+    "max_pool2d": (lambda a, b: F.max_pool2d(a, 2) + b, ((4, 16, 16, 16), (1,))),
+    "masked_fill": (lambda a, b: a.masked_fill(a > 0, 0) + b, ROWS),
+    "cross_entropy": (lambda a, b: F.cross_entropy(a + b, torch.arange(256)), ((256, 300), (300,))),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_saved_bytes_of_an_operator(case: str) -> None:
+    operator, shapes = CASES[case]
+    model, inputs = Alone(operator, shapes), tuple(map(torch.randn, shapes))
+    real, predicted = _really_saved(model, inputs), _predicted(model, inputs)
+    assert predicted == pytest.approx(real, rel=0.02, abs=KB)
+
+
+def _really_saved(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    """Bytes of the storages that are saved, without parameters and inputs."""
+    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *inputs)}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        result = model(*inputs).sum()
+    assert result.requires_grad
+    return sum(t.untyped_storage().nbytes() for address, t in kept.items() if address not in own)
+
+
+def _predicted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
+    graph = trace(model, inputs, loss_fn=lambda result: result.sum())
+    own = {*graph.inputs, *(item.tensor for item in graph.stored)}
+    saved = [value for node in graph.nodes for value in saved_values(node, graph, "cpu")]
+    extras = sum(v.num_bytes(graph.tensors[v.like].shape) for v in saved if isinstance(v, Extra))
+    roots = {storage_root(value, graph) for value in saved if isinstance(value, str)} - own
+    return extras + sum(graph.tensors[name].num_bytes for name in roots)
+
+
+WORKSPACES: dict[str, tuple[str, Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "broadcast product": ("aten.mul.Tensor", lambda a, b: a * b, ((512, 256), (256,))),
+    "rms_norm": ("aten.rms_norm.default", lambda a, b: F.rms_norm(a, (256,), b), ((512, 256), (256,))),
+    "cross_entropy": (
+        "aten.cross_entropy_loss.default", lambda a, b: F.cross_entropy(a, torch.arange(256)), ((256, 500), (1,)),
+    ),
+    "wide convolution": (
+        "aten.conv2d.default", lambda a, b: F.conv2d(a, b, None, 1, 1), ((4, 32, 32, 32), (32, 32, 3, 3)),
+    ),
+    "pointwise convolution": ("aten.conv2d.default", F.conv2d, ((4, 32, 32, 32), (64, 32, 1, 1))),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WORKSPACES)
+def test_bytes_taken_for_a_while(case: str) -> None:
+    op, operator, shapes = WORKSPACES[case]
+    operands = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    views = [operand.view_as(operand) for operand in operands]  # no leaves: their gradients are handed out
+    made: list[Tensor] = []
+    forward = track(lambda: made.append(operator(*views)))
+    upstream = torch.randn_like(made[0])
+    gradients: list[tuple[Tensor | None, ...]] = []
+    backward = track(
+        lambda: gradients.append(torch.autograd.grad(made[0], views, upstream, retain_graph=True, allow_unused=True))
+    )
+    sizes = Sizes(shapes, (tuple(made[0].shape),), 4, (True, True), "cpu", False)
+    found = forward.peak_bytes - forward.left_bytes, backward.peak_bytes - backward.left_bytes
+    for real, predicted in zip(found, workspace_bytes(op, sizes), strict=True):
+        assert predicted == pytest.approx(real, rel=0.05, abs=40 * KB)
