@@ -24,7 +24,16 @@ from autopar.ops.communication import inner_communication
 Times = npt.NDArray[np.int64]
 
 #: optimizer -> bytes of state an element of a parameter holds beside itself and its gradient
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "lamb": 8, "sgd": 0, "sgd_momentum": 4, "adafactor": 0, "none": 0}
+OPTIMIZER_BYTES = {
+    "adamw": 8,
+    "adamw_master": 12,
+    "adam": 8,
+    "lamb": 8,
+    "sgd": 0,
+    "sgd_momentum": 4,
+    "adafactor": 0,
+    "none": 0,
+}
 
 
 class ProfiledCosts:
