@@ -13,8 +13,9 @@ depends on the row or the model: those fitted (`CONSTANTS`) are the profile's, a
 Printed and written to --output: a row's prediction and error, the mean absolute percentage error, Spearman's rank
 correlation and the worst error. --fit goes on from the shipped constants, fits to every second row of each file and
 writes cost_profiles/a100.json. The shipped constants come from a first fit to 51 single-node rows of 12 and 16 layers,
-and a last step that took 64 rows; what is modelled was decided with all rows in view. --cross-validate leaves out each model size (hidden size
-and layers) in turn, fits the constants to every second of the other rows, and predicts that size.
+and a last step that took 64 rows; what is modelled was decided with all rows in view. --cross-validate leaves out each
+model size (hidden size and layers) in turn, fits the constants to every second of the other rows, and predicts that
+size.
 """
 
 from __future__ import annotations
