@@ -72,12 +72,14 @@ class _BatchNorm(torch.autograd.Function):
         dims = [dim for dim in range(x.dim()) if dim != 1]
         wide_grad, centred = widen(grad), widen(x) - _channels(average, x)
         total, product = wide_grad.sum(dims), (wide_grad * centred).sum(dims) * scale
-        mean_total, mean_product = (_summed(local.clone(), ctx.axes) / ctx.count for local in (total, product))
-        result = centred.mul_(_channels(-scale * mean_product, x)).add_(wide_grad).sub_(_channels(mean_total, x))
-        result.mul_(_channels(scale if weight is None else scale * weight, x))
+        own = None
+        if ctx.needs_input_grad[0]:  # else the ranks have nothing to sum
+            mean_total, mean_product = (_summed(local.clone(), ctx.axes) / ctx.count for local in (total, product))
+            own = centred.mul_(_channels(-scale * mean_product, x)).add_(wide_grad).sub_(_channels(mean_total, x))
+            own = own.mul_(_channels(scale if weight is None else scale * weight, x)).to(x.dtype)
         own_weight = None if weight is None else product.to(weight.dtype)
         own_bias = total.to(scale.dtype if weight is None else weight.dtype) if ctx.has_bias else None
-        return result.to(x.dtype), own_weight, own_bias, None, None, None
+        return own, own_weight, own_bias, None, None, None
 
 
 def group_norm(
