@@ -75,7 +75,21 @@ def microbatch_types(graph: Graph, count: int) -> Types:
             f"expected a loss that is a sum or mean over the batch, found one that is {current[graph.loss]} over "
             "microbatches: return a mean over samples from forward, or use microbatches=1"
         )
+    _check_means(graph, types)
     return types
+
+
+def _check_means(graph: Graph, types: Types) -> None:
+    """That one cross-entropy at most is a mean over all microbatches, whose targets these count together."""
+    means = [
+        f"{node.name} at {node.source}"
+        for node in graph.nodes
+        if node.op == "aten.cross_entropy_loss.default"
+        and Call(graph, node).arguments["reduction"] == 1
+        and types[node.name].operands[0][0].kind == "S"
+    ]
+    if len(means) > 1:
+        raise PlanError(f"expected one mean cross-entropy in a model of several microbatches, found {', '.join(means)}")
 
 
 def batch_types(graph: Graph) -> dict[str, Type]:
