@@ -126,8 +126,5 @@ class TwoMeans(nn.Module):
 
 def test_two_means_over_samples_are_refused_when_planned() -> None:
     batch = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
-    with pytest.raises(
-        errors.PlanError, match=r"^expected one mean cross-entropy .*found .*test_microbatches.py:\d+, "
-    ):
+    with pytest.raises(PlanError, match=r"expected one mean cross-entropy in a model of several microbatches, found"):
         autopar.template_plan(TwoMeans(), MESH, batch, dp=2, microbatches=2)
-    assert autopar.template_plan(TwoMeans(), MESH, batch, dp=2).microbatches == 1
