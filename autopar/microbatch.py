@@ -23,6 +23,7 @@ from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, cheapest_path
 from autopar.ops import axis_rules
 from autopar.ops.call import Call
+from autopar.ops.communication import is_mean_cross_entropy
 
 Types = Mapping[str, NodePlan]
 """Placements of each node on the microbatch axis alone."""
@@ -84,9 +85,7 @@ def _check_means(graph: Graph, types: Types) -> None:
     means = [
         f"{node.name} at {node.source}"
         for node in graph.nodes
-        if node.op == "aten.cross_entropy_loss.default"
-        and Call(graph, node).arguments["reduction"] == 1
-        and types[node.name].operands[0][0].kind == "S"
+        if is_mean_cross_entropy(Call(graph, node)) and types[node.name].operands[0][0].kind == "S"
     ]
     if len(means) > 1:
         raise PlanError(f"expected one mean cross-entropy in a model of several microbatches, found {', '.join(means)}")

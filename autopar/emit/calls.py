@@ -22,6 +22,7 @@ from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.bags import EMBEDDING_BAG
 from autopar.ops.call import Call
+from autopar.ops.communication import is_mean_cross_entropy
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.lowering import RankLength, local_arguments
 
@@ -37,9 +38,7 @@ class CallWriter:
 
     def counted_axes(self, statement: Operate) -> list[str]:
         """Mesh axes over which a mean loss must count its samples; none for other operators."""
-        if statement.node.op != "aten.cross_entropy_loss.default":
-            return []
-        is_mean = int(Call(self.graph, statement.node).arguments["reduction"]) == 1
+        is_mean = is_mean_cross_entropy(Call(self.graph, statement.node))
         return self.sample_axes(statement) if is_mean and not self.microbatched(statement.reads[0][1]) else []
 
     def sample_axes(self, loss: Operate) -> list[str]:
@@ -47,9 +46,7 @@ class CallWriter:
         return self.axes_where(loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
 
     def is_mean_over_microbatches(self, statement: Operate) -> bool:
-        if statement.node.op != "aten.cross_entropy_loss.default" or not self.microbatched(statement.reads[0][1]):
-            return False
-        return int(Call(self.graph, statement.node).arguments["reduction"]) == 1
+        return is_mean_cross_entropy(Call(self.graph, statement.node)) and self.microbatched(statement.reads[0][1])
 
     def write_count(self, statement: Operate, target: str) -> str:
         """The call that starts to count the samples of a loss."""

@@ -64,9 +64,14 @@ def _cross_entropy(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis
     return sent, []
 
 
+def is_mean_cross_entropy(call: Call) -> bool:
+    """Whether the operator is a cross-entropy that divides by the number of its targets."""
+    return call.node.op == "aten.cross_entropy_loss.default" and call.arguments["reduction"] == 1
+
+
 def count_of_targets(call: Call, operands: tuple[Placement, ...]) -> list[Inner]:
     """What a mean cross-entropy sends to count its targets, once for all microbatches: a float32 an axis."""
-    if call.node.op != "aten.cross_entropy_loss.default" or call.arguments["reduction"] != 1:
+    if not is_mean_cross_entropy(call):
         return []
     return [Inner("all_reduce", axis, 4) for axis in _split_by(operands[0], lambda type_: type_ != S(1))]
 

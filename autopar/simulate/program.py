@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
+from autopar.cost.collectives import ACROSS, INSIDE
 from autopar.cost.compute import copy_time_ns, node_issue_ns, node_time_ns, optimizer_time_ns, split_norm_time_ns
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
 from autopar.cost.work import operator
@@ -356,7 +357,7 @@ class _Lowering:
             mesh_axis = self.plan.axes[axis]
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
-            level = "intra_node" if inside else "inter_node"
+            level = INSIDE if inside else ACROSS
             self.transmissions[key] = Transmission(collective, level, axis, num_bytes, duration)
         return self.transmissions[key]
 

@@ -16,7 +16,7 @@ from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.structure import computed_once, is_cut, region_of
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
-from autopar.ops.communication import Sent, count_of_targets, inner_communication
+from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
 from autopar.simulate.regathering import Regathering
 
 
@@ -143,7 +143,9 @@ def _add(
 
 def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
     """The redistributions that lead to the targets of a mean loss: several microbatches count these first."""
-    pending = [] if plan.microbatches == 1 else [node for node in graph.nodes if _counts_targets(graph, node)]
+    pending = (
+        [] if plan.microbatches == 1 else [node for node in graph.nodes if is_mean_cross_entropy(Call(graph, node))]
+    )
     found: set[tuple[str, Placement]] = set()
     needed = {(node.operands[1], plan.nodes[node.name].operands[1]) for node in pending}
     while needed:
@@ -153,10 +155,6 @@ def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
         if producer is not None:
             needed |= set(zip(producer.operands, plan.nodes[producer.name].operands, strict=True)) - found
     return found
-
-
-def _counts_targets(graph: Graph, node: Node) -> bool:
-    return node.op == "aten.cross_entropy_loss.default" and Call(graph, node).arguments["reduction"] == 1
 
 
 def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:

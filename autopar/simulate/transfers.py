@@ -11,13 +11,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
+from autopar.cost.collectives import ACROSS, INSIDE
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.stages import tied_tensors
 from autopar.simulate.program import Program
-
-INSIDE, ACROSS = "intra_node", "inter_node"
 
 
 class Transfer(NamedTuple):

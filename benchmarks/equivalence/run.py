@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
 
+from autopar.cost.host import cpu_model
 from autopar.program import PlannedProgram
 from tests.equivalence import planned, zoo
 from tests.equivalence.step import BUFFER, GRADIENT, LOSS, Step, compare, step_alone, step_on_rank
@@ -111,20 +112,12 @@ def about() -> dict[str, str]:
     """Where and how the rows came about."""
     return {
         "command": " ".join(["python -m benchmarks.equivalence.run", *sys.argv[1:]]),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
         "date": date.today().isoformat(),
         "equal": f"loss within {LOSS:g}, each parameter's gradient within {GRADIENT:g}, buffers within {BUFFER:g} "
         "(relative, float32), the same loss on every rank, and bytes of each collective exactly as predicted",
         "searched": "for four devices so slow that tiny models are worth splitting",
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
 
 
 def write(folder: Path, rows: list[Row]) -> None:

@@ -19,6 +19,7 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from autopar.cost.host import cpu_model
 from autopar.intraop.evaluator import evaluate
 from autopar.intraop.problem import load_problem
 from autopar.intraop.solver import solve
@@ -91,18 +92,10 @@ def facts(arguments: argparse.Namespace) -> dict[str, str]:
     """Returns what makes the figures comparable: command, machine, date."""
     return {
         "command": f"python benchmarks/ilp/run.py PATH --seed {arguments.seed}",
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
         "date": datetime.date.today().isoformat(),
         "known": KNOWN["provenance"],
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "?")
 
 
 def write(folder: Path, about: dict[str, str], runs: list[Run]) -> None:
