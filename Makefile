@@ -2,16 +2,20 @@
 # Both create .venv when it is missing, and bring it up to date when what it is made from changes.
 
 PYTHON := .venv/bin/python
+WORKERS := 2
 INSTALLED := .venv/.installed
 
-.PHONY: demo test lint format clean
+.PHONY: demo test unit lint format clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
 	$(PYTHON) examples/demo.py
 
 test: lint
-	$(PYTHON) -m pytest
+	$(PYTHON) -m pytest -n $(WORKERS) --dist loadgroup
+
+unit: $(INSTALLED)
+	$(PYTHON) -m pytest -n $(WORKERS) -m "not ranks and not sweep"
 
 lint: $(INSTALLED)
 	$(PYTHON) -m ruff check

@@ -45,11 +45,19 @@ def _take_the_shipped_profile_of_cpus() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Moves sweeps behind the unit tests, and tests of several processes behind both: the simplest failure is seen
-    first."""
+    first. Several workers (`-n 2`) take what shares a model or a file together: it is traced, planned and run once."""
     for item in items:
         if RANKS_FIXTURE in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.ranks)
+        if _part(item):
+            item.add_marker(pytest.mark.xdist_group(_shared(item)))
     items.sort(key=_part)
+
+
+def _shared(item: pytest.Item) -> str:
+    """What the tests of a model, or else of a file, compute once."""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return str(parameters.get("model_name", item.path.stem))
 
 
 def _part(item: pytest.Item) -> int:
