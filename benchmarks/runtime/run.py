@@ -2,9 +2,11 @@
 
     python -m benchmarks.runtime.run [--pairs dp zero3 tp single] [--rounds 30] [--programs FOLDER]
 
-Each pair is timed interleaved in the same two gloo processes, one thread each: baseline, emitted, baseline, …; a
-step is timed from one barrier to the next, with the same weights and the same global batch, no optimizer. Before,
-the losses and all gradients of the two are compared. The pairs are
+Each program has two gloo processes of its own, one thread each, as its users run it: in one process, either would
+find the memory that the other leaves, and their page faults differ by tens of milliseconds a step. Programs take
+turns, baseline, emitted, emitted, baseline, …, while the others' processes wait. A step is timed from one barrier to
+the next, with the same weights and the same global batch, no optimizer. Before, the losses and all gradients of the
+two are compared. The pairs are
     dp      DistributedDataParallel                      (dp_view: with gradient_as_bucket_view, for information)
     zero3   fully_shard of each layer and of the root
     tp      parallelize_module: column and row pairs in attention and MLP, the embedding by rows, head and loss by
@@ -19,10 +21,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import gc
 import json
 import os
-import platform
 import socket
 import statistics
 import sys
@@ -30,8 +30,9 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar.cost.host import cpu_model
 from models import gpt
 
 CONFIG = gpt.Config(vocab_size=8192, seq_len=128, num_layers=8, hidden_size=512, num_heads=8, batch_size=4)
@@ -151,18 +153,37 @@ def tensor_parallel_step(model: gpt.GPT, mesh: Any, batch: dict[str, Tensor]) ->
     return with_split_loss
 
 
-def check_equal(pair: str, model: nn.Module, rank: Any, baseline: Step, emitted: Step) -> None:
-    """Asserts that both programs have computed the same loss and the same gradients."""
-    expected, found = baseline(), emitted()
-    expected = expected.full_tensor() if isinstance(expected, DTensor) else expected
+class Outcome(NamedTuple):
+    """What a program's first step gave on a rank: its loss, and the whole gradients by parameter."""
+
+    loss: Tensor
+    gradients: dict[str, Tensor]
+
+
+def first_outcome(pair: str, model: nn.Module, step: Step, rank: Any) -> Outcome:
+    """Runs a step of the baseline, or of the emitted program if there is a `rank`."""
+    loss = whole(step())
+    if rank is not None:
+        return Outcome(loss, rank.full_gradients())
     if pair in ("dp", "dp_view", "zero3"):  # each rank's loss is that of its shard
-        dist.all_reduce(expected)
-        expected = expected / dist.get_world_size()
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
-    gradients = rank.full_gradients()
-    for name, parameter in model.named_parameters():
-        whole = parameter.grad.full_tensor() if isinstance(parameter.grad, DTensor) else parameter.grad
-        torch.testing.assert_close(gradients[name], whole, rtol=1e-3, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        dist.all_reduce(loss)
+        loss /= dist.get_world_size()
+    return Outcome(loss, {name: whole(parameter.grad) for name, parameter in model.named_parameters()})
+
+
+def whole(tensor: Tensor | None) -> Tensor:
+    """The whole of a DTensor, or the tensor itself."""
+    assert tensor is not None, "a parameter has no gradient"
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def check_equal(baseline: Outcome, emitted: Outcome) -> None:
+    """Asserts that both programs have computed the same loss and the same gradients."""
+    torch.testing.assert_close(emitted.loss, baseline.loss, rtol=1e-4, atol=1e-5)
+    assert emitted.gradients.keys() == baseline.gradients.keys()
+    for name, gradient in baseline.gradients.items():
+        close = {"rtol": 1e-3, "atol": 1e-5, "msg": lambda text, name=name: f"{name}: {text}"}
+        torch.testing.assert_close(emitted.gradients[name], gradient, **close)
 
 
 def timed(step: Step) -> float:
@@ -174,21 +195,69 @@ def timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def compare(pair: str, folder: Path, rounds: int) -> dict[str, Any]:
-    """Interleaved times of a pair on this rank, in milliseconds."""
+def serve(rank: int, port: int, world: int, side: str, pair: str, folder: Path, pipe: Connection) -> None:
+    """One rank of one side: sends its first outcome, then the seconds of a step for each message, until None."""
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, batch = gpt.build(CONFIG), gpt.example_inputs(CONFIG)
-    emitted = baseline = lambda: torch.zeros(())
-    if pair != "single" or dist.get_rank() == 0:  # the other rank only keeps the barriers
-        rank = build_emitted(folder / f"{pair}.py", model)
-        emitted, baseline = emitted_step(rank, batch), baseline_step(pair, model, batch)
-        check_equal(pair, model, rank, baseline, emitted)
-    times: dict[str, list[float]] = {"baseline": [], "emitted": []}
+    built = build_emitted(folder / f"{pair}.py", model) if side == "emitted" else None
+    step = baseline_step(pair, model, batch) if built is None else emitted_step(built, batch)
+    outcome = first_outcome(pair, model, step, built)
+    pipe.send(outcome if rank == 0 else None)
+    while pipe.recv() is not None:
+        pipe.send(timed(step))
+    dist.destroy_process_group()
+
+
+class Side:
+    """The processes of one program; they wait while the other's run."""
+
+    def __init__(self, side: str, pair: str, folder: Path) -> None:
+        world, port, context = 1 if pair == "single" else 2, free_port(), mp.get_context("spawn")
+        self.pipes, self.processes = [], []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, port, world, side, pair, folder, theirs), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+
+    def answers(self) -> list[Any]:
+        """What each rank sends next."""
+        return [pipe.recv() for pipe in self.pipes]
+
+    def tell(self, message: str | None) -> None:
+        """Sends a message to each rank."""
+        for pipe in self.pipes:
+            pipe.send(message)
+
+    def milliseconds(self) -> float:
+        """Of one step, as the first rank sees it."""
+        self.tell("step")
+        return float(self.answers()[0]) * 1e3
+
+    def stop(self) -> None:
+        """Ends the processes."""
+        self.tell(None)
+        for process in self.processes:
+            process.join()
+
+
+def compare(pair: str, folder: Path, rounds: int) -> dict[str, Any]:
+    """Interleaved times of a pair, in milliseconds, after a check that both sides compute the same."""
+    sides = {side: Side(side, pair, folder) for side in ("baseline", "emitted")}
+    check_equal(*(side.answers()[0] for side in sides.values()))
+    times: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(WARM_UP + rounds):
-        for name, step in (("baseline", baseline), ("emitted", emitted)):
-            seconds = timed(step)
+        for name in list(sides)[:: 1 if index % 2 else -1]:  # neither always comes first
+            taken = sides[name].milliseconds()
             if index >= WARM_UP:
-                times[name].append(seconds * 1e3)
+                times[name].append(taken)
+    for side in sides.values():
+        side.stop()
     return summary(times["baseline"], times["emitted"], LIMITS[pair])
 
 
@@ -205,23 +274,6 @@ def summary(baseline: list[float], emitted: list[float], limit: float | None) ->
         "ratio_of_minima": round(min(emitted) / min(baseline), 4),
         "limit": limit,
     }
-
-
-def run_rank(rank: int, port: int, pairs: list[str], folder: Path, rounds: int, path: str) -> None:
-    """Times all pairs on one rank; rank 0 writes what it found."""
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    dist.init_process_group("gloo")
-    results = {}
-    for pair in pairs:
-        results[pair] = compare(pair, folder, rounds)
-        gc.collect()
-        if rank == 0:
-            print(row(pair, results[pair]), flush=True)
-    if rank == 0:
-        Path(path).write_text(json.dumps(results))
-    dist.destroy_process_group()
 
 
 def row(pair: str, found: dict[str, Any]) -> str:
@@ -244,10 +296,8 @@ def free_port() -> int:
 
 def machine() -> dict[str, Any]:
     """What the figures were measured on."""
-    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    names = [line.split(":")[1].strip() for line in text.splitlines() if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor(),
+        "cpu": cpu_model(),
         "cores": os.cpu_count(),
         "torch": torch.__version__,
         "load_average": [round(load, 1) for load in os.getloadavg()],  # above 2 × 1 thread: others ran meanwhile
@@ -266,9 +316,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.programs or Path(temporary)
         write_programs(folder, options.pairs)
-        found = Path(temporary) / "found.json"
-        mp.spawn(run_rank, (free_port(), options.pairs, folder, options.rounds, str(found)), nprocs=2)
-        results = json.loads(found.read_text())
+        results = {}
+        for pair in options.pairs:
+            results[pair] = compare(pair, folder, options.rounds)
+            print(row(pair, results[pair]), flush=True)
     record = {
         "command": "python -m benchmarks.runtime.run " + " ".join(sys.argv[1:]),
         "machine": machine(),
