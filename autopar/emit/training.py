@@ -45,6 +45,7 @@ def initialise(rank: rt.Rank) -> None:
 
 
 def main(steps: int, save_every: int, checkpoints: Path) -> None:
+    rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
     optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0

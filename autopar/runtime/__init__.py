@@ -1,5 +1,6 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
+from autopar.runtime.allocation import keep_freed_memory
 from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
@@ -46,6 +47,7 @@ __all__ = [
     "group_norm",
     "grouped_mm",
     "heads_of",
+    "keep_freed_memory",
     "last_checkpoint",
     "load_checkpoint",
     "local_offset",

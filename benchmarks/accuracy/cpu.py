@@ -11,8 +11,7 @@ machine's cores other programs used meanwhile is noted too. A pair's time is the
 that were disturbed least; its spread is these rounds' range over the median. In --folder, programs and times are kept,
 and a later run adds its rounds to them.
 
-The ranks' allocator keeps what is freed (`ALLOCATOR`): glibc's default gives the top of the heap back and takes it
-again, or not, as the addresses of unrelated tensors have it, and the page faults make equal steps differ by a fifth.
+The ranks keep the memory that they free, as train.py does: otherwise page faults make equal steps differ by a fifth.
 
 Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
 percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
@@ -41,16 +40,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from autopar import runtime
 from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.runtime.run import free_port, machine
 
 STEPS, PASSES = 2, 2
 Timed = tuple[float, float, float]  # milliseconds a step, others' share of the cores, milliseconds of CPU time a rank
-ALLOCATOR = {  # glibc's settings in the environment of the ranks
-    "MALLOC_TRIM_THRESHOLD_": str(1 << 40),
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 25),
-    "MALLOC_TOP_PAD_": str(1 << 26),
-}
 TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
 
 
@@ -100,7 +95,6 @@ class Trainer:
     """A pair's program on this rank, with optimizer and batch."""
 
     def __init__(self, pair: Pair, folder: Path) -> None:
-        from autopar import runtime
         from autopar.program import load_source
 
         model, self.batch = build_model(pair.model)
@@ -141,6 +135,7 @@ def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds:
     """Times all pairs in rounds on one rank; rank 0 writes the slower rank's times of each round."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    runtime.keep_freed_memory()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(WORLD))
     dist.init_process_group("gloo")
     file = folder / "times.json"
@@ -244,7 +239,6 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         profile = options.profile or _measured_profile(folder)
         predicted = write_programs(chosen, profile, folder)
-        os.environ.update(ALLOCATOR)
         mp.spawn(run_rank, (free_port(), chosen, folder, options.rounds), nprocs=WORLD)
         rows = rows_of(predicted, json.loads((folder / "times.json").read_text()))
     found = summary(rows)
@@ -264,7 +258,6 @@ def _record(rows: Sequence[Row], found: dict[str, Any], rounds: int) -> dict[str
         "machine": machine(),
         "date": datetime.date.today().isoformat(),
         "rounds": rounds,
-        "allocator": ALLOCATOR,
         "targets": TARGETS,
         "summary": found,
         "rows": [{**row._asdict(), "pair": str(row.pair), "error": row.error} for row in rows],

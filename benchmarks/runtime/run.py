@@ -1,10 +1,11 @@
 """Times one training step (forward and backward) of emitted programs beside what people use today.
 
-    python -m benchmarks.runtime.run [--pairs dp zero3 tp single] [--rounds 30] [--programs FOLDER]
+    python -m benchmarks.runtime.run [--pairs dp zero3 tp single] [--rounds 30] [--alike] [--programs FOLDER]
 
 Each program has two gloo processes of its own, one thread each, as its users run it: in one process, either would
 find the memory that the other leaves, and their page faults differ by tens of milliseconds a step. Programs take
-turns, baseline, emitted, emitted, baseline, …, while the others' processes wait. A step is timed from one barrier to
+turns, baseline, emitted, emitted, baseline, …, while the others' processes wait. The emitted one keeps its freed
+memory, as train.py does; with --alike the baseline's processes do so, too. A step is timed from one barrier to
 the next, with the same weights and the same global batch, no optimizer. Before, the losses and all gradients of the
 two are compared. The pairs are
     dp      DistributedDataParallel                      (dp_view: with gradient_as_bucket_view, for information)
@@ -49,6 +50,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from autopar import runtime
 from autopar.cost.host import cpu_model
 from models import gpt
 
@@ -82,7 +84,6 @@ def write_programs(folder: Path, pairs: list[str]) -> None:
 
 def build_emitted(path: Path, model: nn.Module) -> Any:
     """This rank's part of the emitted program, with the weights of the model."""
-    from autopar import runtime
     from autopar.program import load_source
 
     rank = runtime.build(load_source(path.read_text()).Program)
@@ -195,7 +196,9 @@ def timed(step: Step) -> float:
     return time.perf_counter() - start
 
 
-def serve(rank: int, port: int, world: int, side: str, pair: str, folder: Path, pipe: Connection) -> None:
+def serve(
+    rank: int, port: int, world: int, side: str, pair: str, folder: Path, keeps_memory: bool, pipe: Connection
+) -> None:
     """One rank of one side: sends its first outcome, then the seconds of a step for each message, until None."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -203,6 +206,8 @@ def serve(rank: int, port: int, world: int, side: str, pair: str, folder: Path, 
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model, batch = gpt.build(CONFIG), gpt.example_inputs(CONFIG)
+    if keeps_memory:
+        runtime.keep_freed_memory()
     built = build_emitted(folder / f"{pair}.py", model) if side == "emitted" else None
     step = baseline_step(pair, model, batch) if built is None else emitted_step(built, batch)
     outcome = first_outcome(pair, model, step, built)
@@ -215,12 +220,13 @@ def serve(rank: int, port: int, world: int, side: str, pair: str, folder: Path, 
 class Side:
     """The processes of one program; they wait while the other's run."""
 
-    def __init__(self, side: str, pair: str, folder: Path) -> None:
+    def __init__(self, side: str, pair: str, folder: Path, keeps_memory: bool) -> None:
         world, port, context = 1 if pair == "single" else 2, free_port(), mp.get_context("spawn")
         self.pipes, self.processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, port, world, side, pair, folder, theirs), daemon=True)
+            arguments = (rank, port, world, side, pair, folder, keeps_memory, theirs)
+            process = context.Process(target=serve, args=arguments, daemon=True)
             process.start()
             self.pipes.append(ours)
             self.processes.append(process)
@@ -246,9 +252,12 @@ class Side:
             process.join()
 
 
-def compare(pair: str, folder: Path, rounds: int) -> dict[str, Any]:
+def compare(pair: str, folder: Path, rounds: int, alike: bool) -> dict[str, Any]:
     """Interleaved times of a pair, in milliseconds, after a check that both sides compute the same."""
-    sides = {side: Side(side, pair, folder) for side in ("baseline", "emitted")}
+    sides = {
+        "baseline": Side("baseline", pair, folder, keeps_memory=alike),
+        "emitted": Side("emitted", pair, folder, keeps_memory=True),
+    }
     check_equal(*(side.answers()[0] for side in sides.values()))
     times: dict[str, list[float]] = {name: [] for name in sides}
     for index in range(WARM_UP + rounds):
@@ -310,6 +319,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", nargs="+", choices=list(LIMITS), default=list(LIMITS))
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--alike", action="store_true", help="the baseline keeps its freed memory, too")
     parser.add_argument("--programs", type=Path, default=None, help="folder with the programs, by pair")
     parser.add_argument("--result", type=Path, default=Path(__file__).with_name("result.json"))
     options = parser.parse_args()
@@ -318,7 +328,7 @@ def main() -> None:
         write_programs(folder, options.pairs)
         results = {}
         for pair in options.pairs:
-            results[pair] = compare(pair, folder, options.rounds)
+            results[pair] = compare(pair, folder, options.rounds, options.alike)
             print(row(pair, results[pair]), flush=True)
     record = {
         "command": "python -m benchmarks.runtime.run " + " ".join(sys.argv[1:]),
