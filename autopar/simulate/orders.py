@@ -34,9 +34,12 @@ class Orders:
     home_each_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     home_last_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
-    def home_ns(self, number: int, is_last: bool) -> int:
-        """Taking gradients that an item completes into their buckets: each microbatch, or in the last one only."""
-        return self.home_each_ns.get(number, 0) + (self.home_last_ns.get(number, 0) if is_last else 0)
+    def hooks_ns(self, number: int, is_first: bool, is_last: bool) -> int:
+        """What hooks add to an item's backward: gradients added up, to those of earlier microbatches too, and complete
+        ones taken into their buckets, in each microbatch or in the last one only."""
+        total = self.added_ns.get(number, 0) + self.home_each_ns.get(number, 0)
+        total += 0 if is_first else self.kept_ns.get(number, 0)
+        return total + (self.home_last_ns.get(number, 0) if is_last else 0)
 
 
 def find_orders(program: Program, profile: Profile) -> Orders:

@@ -106,6 +106,8 @@ class Player:
             slot for slot, number in self._bucket_of.items()
             if program.reductions[number].has_buffer or program.slots[slot].shrinks
         }  # fmt: skip
+        self._slot_values = frozenset(slot.value for slot in program.slots)
+        self._wanting = frozenset(number for number, value in enumerate(program.values) if value.wants_gradient)
         self._slowdown = profile.facts.overlap_slowdown
         self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
@@ -274,33 +276,29 @@ class Player:
         self._change(memory, number, first, last, "activations")
 
     def _run_backward(self, number: int, item: Item) -> None:
-        after = [task for value in item.outputs for task in self._gradients[value]]
+        gradients, ready, orders = self._gradients, self._ready, self.orders
+        after = [task for value in item.outputs if value in gradients for task in gradients[value]]
         if item.inner:  # what it sent in the forward pass may be under way still
-            after += [self._ready[value] for value in item.outputs if value in self._ready]
-        added = self.orders.added_ns.get(number, 0)
-        if not self._kind.is_first:
-            added += self.orders.kept_ns.get(number, 0)
-        added += self.orders.home_ns(number, self._kind.is_last)
+            after += [ready[value] for value in item.outputs if value in ready]
+        own = item.backward_ns + orders.hooks_ns(number, self._kind.is_first, self._kind.is_last)
         if item.backward:
-            own = item.backward_ns + added
             handled = [self._compute(item.name, "backward", own, after)] if own else after
             first, last = self._transmit(item.name, "activation", item.backward, handled)
         else:
-            after += [self._ready[v] for v in item.inputs if self.program.values[v].slot >= 0 and v in self._ready]
-            duration = item.backward_ns + added
-            first = last = self._compute(item.name, "backward", duration, after, item.issue_ns[1])
+            after += [ready[value] for value in item.inputs if value in self._slot_values and value in ready]
+            first = last = self._compute(item.name, "backward", own, after, item.issue_ns[1])
         if item.inner_backward:
             _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
         for value in item.inputs:
-            if self.program.values[value].wants_gradient:
-                self._gradients[value].append(last)
+            if value in self._wanting:
+                gradients[value].append(last)
         self._change(self.lifetimes.backward, number, first, last, "activations")
         self._change(self.lifetimes.gradients, number, first, last, "activation gradients")
-        for slot in self.orders.begun_at.get(number, ()):
+        for slot in orders.begun_at.get(number, ()):
             self._begin_gradient(slot, first)
-        for slot, several in self.orders.ended_at.get(number, ()):
+        for slot, several in orders.ended_at.get(number, ()):
             self._end_gradient(slot, several, first, last)
-        for bucket in self.orders.complete_at.get(number, ()):
+        for bucket in orders.complete_at.get(number, ()):
             if self.sums_early:
                 self._send_home(bucket)
             else:

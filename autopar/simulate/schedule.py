@@ -7,8 +7,10 @@ Gradients of tied parameters are summed over their stages once all of them are h
 
 from __future__ import annotations
 
+import gc
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,9 +36,22 @@ def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True
     goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
     that lacks a redistribution.
     """
-    step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
-    step.run()
-    return step.timeline()
+    with _without_collector():
+        step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
+        step.run()
+        return step.timeline()
+
+
+@contextmanager
+def _without_collector() -> Iterator[None]:
+    """Many small objects and no cycles: the collector would go through all that torch has loaded, for nothing."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class _Arrival(NamedTuple):
