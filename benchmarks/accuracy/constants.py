@@ -1,4 +1,7 @@
-"""The constants of the A100 profile that are fitted to published iterations, and how the profile follows from them.
+"""The constants that are fitted to published iterations: of the A100 profile, and of the software that was measured.
+
+The host's belong to Megatron-DeepSpeed, whatever the device, and no profile that plans are made with has them: they are
+in `megatron_deepspeed.json`, and `measured_system` joins them to the shipped profile.
 
 | constant          | meaning                                                                         |
 |-------------------|---------------------------------------------------------------------------------|
@@ -46,6 +49,7 @@ FLOPS = tuple(10.0**power for power in range(6, 14))
 BYTES = tuple(10.0**power for power in range(4, 11))
 HALF_BYTES = 2.5e6  # the kernel that takes as long to start as to move its bytes: about a microsecond at 2 TB/s
 MATRIX = ("matmul", "attention", "convolution")
+SOFTWARE = Path(__file__).with_name("megatron_deepspeed.json")
 
 
 def with_constants(profile: Profile, constants: Mapping[str, float], source: str = "") -> Profile:
@@ -76,6 +80,12 @@ def _saturating(works: tuple[float, ...], most: float, half: float) -> Curve:
     return Curve(tuple((work, float(f"{most * work / (work + half):.4g}")) for work in works))
 
 
+def measured_system(profile: Profile, path: Path = SOFTWARE) -> Profile:
+    """The profile, with what launching costs the software that was measured."""
+    data = json.loads(path.read_text(encoding="utf-8"))["host"]
+    return replace(profile, host=Host(**{**data, "provenance": Provenance(**data["provenance"])}), _shared={})
+
+
 def shipped_constants(profile: Profile) -> dict[str, float]:
     """The constants that a profile made by `with_constants` was made from; the expected ones of another profile."""
     if profile.host is None:
@@ -100,15 +110,18 @@ def shipped_constants(profile: Profile) -> dict[str, float]:
     return found
 
 
-def write_profile(path: Path, constants: Mapping[str, float], rows: str) -> None:
-    """Writes the profile at `path` anew under these constants."""
+def write_constants(path: Path, constants: Mapping[str, float], rows: str) -> None:
+    """Writes the profile at `path` anew under these constants, and the host's where `measured_system` finds them."""
     profile = profile_from_json(json.loads(path.read_text(encoding="utf-8")), str(path))
     source = (
         f"{len(CONSTANTS)} constants fitted to {rows}: iteration times of Megatron-DeepSpeed GPT training published at "
-        "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; the host's are that software's"
+        "github.com/VIA-Research/vTrain (MIT), by benchmarks/accuracy/published.py; 4 of them are the host's and stay "
+        "with that software"
     )
-    data: dict[str, Any] = profile_to_json(with_constants(profile, constants, source))
-    path.write_text(profile_text(_without_defaults(data)) + "\n", encoding="utf-8")
+    data: dict[str, Any] = _without_defaults(profile_to_json(with_constants(profile, constants, source)))
+    software = {"host": data.pop("host")}
+    path.write_text(profile_text(data) + "\n", encoding="utf-8")
+    SOFTWARE.write_text(json.dumps(software, indent=2) + "\n", encoding="utf-8")
 
 
 def _without_defaults(data: Any) -> Any:

@@ -6,16 +6,17 @@ Each CSV has the columns of github.com/VIA-Research/vTrain's (MIT) measurements:
 hidden size, attention heads, # layers, sequence length, tensor, data and pipeline parallelism, iteration time (ms).
 What was measured: float16, vocabulary 51,200, 1F1B, full activation recomputation, 8 GPUs a node.
 
-Each row becomes the template plan of `megatron.GPT` on meta tensors and is simulated with the shipped profile `a100`.
+Each row becomes the template plan of `megatron.GPT` on meta tensors and is simulated with the shipped profile `a100`,
+joined by what launching costs Megatron-DeepSpeed (`megatron_deepspeed.json`).
 Gradients are summed after the backward pass, as DeepSpeed does, and the optimizer keeps float32 masters. No constant
-depends on the row or the model: those fitted (`CONSTANTS`) are the profile's, and its provenance says so.
+depends on the row or the model: those fitted (`CONSTANTS`) are the device's and the software's, as the provenance says.
 
 Printed and written to --output: a row's prediction and error, the mean absolute percentage error, Spearman's rank
 correlation and the worst error. --fit goes on from the shipped constants, fits to every second row of each file and
-writes cost_profiles/a100.json. The shipped constants come from a first fit to 51 single-node rows of 12 and 16 layers,
-and a last step that took 64 rows; what is modelled was decided with all rows in view. --cross-validate leaves out each
-model size (hidden size and layers) in turn, fits the constants to every second of the other rows, and predicts that
-size.
+writes cost_profiles/a100.json and megatron_deepspeed.json. The shipped constants come from a first fit to 51
+single-node rows of 12 and 16 layers, and a last step that took 64 rows; what is modelled was decided with all rows in
+view. --cross-validate leaves out each model size (hidden size and layers) in turn, fits the constants to every second
+of the other rows, and predicts that size.
 """
 
 from __future__ import annotations
@@ -46,7 +47,14 @@ from autopar.pipeline import template_of_graph
 from autopar.simulate import simulate
 from autopar.trace import trace
 from benchmarks.accuracy import megatron
-from benchmarks.accuracy.constants import CONSTANTS, MOST, shipped_constants, with_constants, write_profile
+from benchmarks.accuracy.constants import (
+    CONSTANTS,
+    MOST,
+    measured_system,
+    shipped_constants,
+    with_constants,
+    write_constants,
+)
 from benchmarks.accuracy.fitting import Array, gauss_newton_step
 from benchmarks.accuracy.profile_text import profile_text
 
@@ -219,7 +227,7 @@ def bounded(logs: Array) -> Array:
 
 
 def _shipped_logs() -> Array:
-    shipped = shipped_constants(load_profile("a100"))
+    shipped = shipped_constants(measured_system(load_profile("a100")))
     logs: Array = np.log([shipped[name] for name in CONSTANTS])
     return logs
 
@@ -310,10 +318,9 @@ def main(arguments: list[str] | None = None) -> int:
     plans = plans_of(rows, options.plans)
     if options.fit:
         names = f"every second of the {len(rows)} rows of {', '.join(files)}"
-        write_profile(PROFILE, fit(plans, fitted, options.fit), names)
-    predicted = predict_ms(
-        plans, rows, profile_from_json(json.loads(PROFILE.read_text(encoding="utf-8")), str(PROFILE))
-    )
+        write_constants(PROFILE, fit(plans, fitted, options.fit), names)
+    profile = profile_from_json(json.loads(PROFILE.read_text(encoding="utf-8")), str(PROFILE))
+    predicted = predict_ms(plans, rows, measured_system(profile))
     halves = {"rows fitted to": fitted, "other rows": [row for group in files.values() for row in group[1::2]]}
     table, errors = _table(rows, predicted), _errors({**files, **halves}, rows, predicted, "")
     if options.cross_validate:
