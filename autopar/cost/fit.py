@@ -1,7 +1,7 @@
 """Turns the raw points of `measure.py` and `measure_gloo.py` into a profile: calls apart from work, curves and tables.
 
 Call costs of a family: its time at the smallest shape, where there is next to no work. A curve's knots are the measured
-points themselves, less the call; where more work took less time, the longer time holds. A table's vertex is a measured
+points themselves, less the call; where more work took less time, both take their mean. A table's vertex is a measured
 shape's ns a FLOP; one too large to be measured has its smaller neighbours' mean.
 """
 
@@ -12,7 +12,6 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from autopar.cost.profile import FORMAT, NO_OVERLAP
@@ -205,8 +204,20 @@ def _knots(samples: Samples, rate: float) -> list[list[float]]:
     by_work: dict[float, list[float]] = defaultdict(list)
     for work, duration in samples:
         by_work[work].append(duration)
-    times = accumulate((statistics.median(by_work[work]) for work in by_work), max)
+    times = _non_decreasing([statistics.median(by_work[work]) for work in by_work])
     return [[work, work / duration * 1e9 / rate] for work, duration in zip(by_work, times, strict=True) if work > 0]
+
+
+def _non_decreasing(times: Sequence[float]) -> list[float]:
+    """The closest sequence in least squares that never falls (pool adjacent violators)."""
+    pools: list[tuple[float, int]] = []  # sum and number of neighbours that share their mean
+    for total in times:
+        count = 1
+        while pools and pools[-1][0] / pools[-1][1] > total / count:
+            before, held = pools.pop()
+            total, count = total + before, count + held
+        pools.append((total, count))
+    return [total / count for total, count in pools for _ in range(count)]
 
 
 def _point(point: Mapping[str, Any]) -> dict[str, Any]:
@@ -271,8 +282,8 @@ def _from_smaller(place: tuple[int, ...], known: Mapping[tuple[int, ...], float]
 
 
 def _collective(item: Mapping[str, Any]) -> dict[str, Any]:
-    times = accumulate((duration for _, duration in item["points"]), max)
-    points = [[size, duration] for (size, _), duration in zip(item["points"], times, strict=True)]
+    times = _non_decreasing([duration for _, duration in item["points"]])
+    points = [[size, round(duration)] for (size, _), duration in zip(item["points"], times, strict=True)]
     return {"collective": item["collective"], "level": "intra_node", "ranks": item["ranks"], "points": points}
 
 

@@ -30,7 +30,7 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 6  # of the sweep: points of another one do not mix
+REVISION = 7  # of the sweep: points of another one do not mix
 SECONDS_A_POINT = 0.02
 BYTES_OF_OPERANDS = 1 << 25
 SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 21
@@ -284,7 +284,7 @@ class Clock:
 
 
 def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
-    """Nanoseconds (forward, backward), everything included: the lower quartile over the repetitions."""
+    """Nanoseconds (forward, backward), everything included: the median over the repetitions."""
     sets = [case.operands()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in sets[0])
     sets += [case.operands() for _ in range(min(16, BYTES_OF_OPERANDS // (4 * size)))]
@@ -296,7 +296,7 @@ def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
         operands = sets[len(times) % len(sets)]
         times.append(_measure_once(case, operands, gradient, passing, clock))
     forward, backward = zip(*times[1:], strict=True)
-    return _quartile(forward), _quartile(backward)
+    return _median(forward), _median(backward)
 
 
 def _measure_once(
@@ -311,17 +311,17 @@ def _measure_once(
     return forward, clock.time_ns(lambda: torch.autograd.grad(result, leaves, gradient))[0]
 
 
-def _quartile(values: Sequence[int]) -> int:
-    return sorted(values)[len(values) // 4]
+def _median(values: Sequence[int]) -> int:
+    return sorted(values)[len(values) // 2]
 
 
 def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tuple[int, int, int]:
     """Nanoseconds of one operator of a long chain, forward and backward; and a backward pass's own cost."""
     one = [_chain(step, shape, 1, clock) for _ in range(40)]
     many = [_chain(step, shape, 201, clock) for _ in range(20)]
-    forward = (_quartile([f for f, _ in many]) - _quartile([f for f, _ in one])) // 200
-    backward = (_quartile([b for _, b in many]) - _quartile([b for _, b in one])) // 200
-    return forward, backward, max(0, _quartile([b for _, b in one]) - backward)
+    forward = (_median([f for f, _ in many]) - _median([f for f, _ in one])) // 200
+    backward = (_median([b for _, b in many]) - _median([b for _, b in one])) // 200
+    return forward, backward, max(0, _median([b for _, b in one]) - backward)
 
 
 def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: Clock) -> tuple[int, int]:
@@ -349,7 +349,7 @@ def measure_optimizer(num_elements: int, clock: Clock, num_tensors: int = 4) -> 
             adamw(parameters, gradients, means, variances, [], steps, **ADAMW)
 
     times = _repeat(update, clock)
-    return _quartile(times[1:]) // num_tensors
+    return _median(times[1:]) // num_tensors
 
 
 def _repeat(call: Callable[[], Any], clock: Clock) -> list[int]:
@@ -370,7 +370,7 @@ ADAMW: dict[str, Any] = {
 def measure_dtype(dtype: torch.dtype, clock: Clock, size: int = 384) -> int:
     """Nanoseconds of a square matrix product, for the peak rate of a dtype."""
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return _quartile(_repeat(lambda: torch.mm(left, right), clock))
+    return _median(_repeat(lambda: torch.mm(left, right), clock))
 
 
 # The sweep ----------------------------------------
@@ -488,17 +488,17 @@ def main() -> None:
     else:
         ranks = measure_together(host["cores"], options.points, report)
     report("")
-    json.dump({**_least(ranks), "host": host}, sys.stdout)
+    json.dump({**_mean(ranks), "host": host}, sys.stdout)
 
 
-def _least(ranks: Sequence[Any]) -> Any:
-    """The ranks' results as one: of each number the least, which other programs disturbed least."""
+def _mean(ranks: Sequence[Any]) -> Any:
+    """The ranks' results as one: of each number the mean, as all ranks of a step take their time."""
     first = ranks[0]
     if isinstance(first, dict):
-        return {key: _least([rank[key] for rank in ranks]) for key in first}
+        return {key: _mean([rank[key] for rank in ranks]) for key in first}
     if isinstance(first, list):
-        return [_least(items) for items in zip(*ranks, strict=True)]
-    return min(ranks) if isinstance(first, int) and not isinstance(first, bool) else first
+        return [_mean(items) for items in zip(*ranks, strict=True)]
+    return round(sum(ranks) / len(ranks)) if isinstance(first, int) and not isinstance(first, bool) else first
 
 
 def _report(text: str) -> None:

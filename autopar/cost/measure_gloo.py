@@ -4,8 +4,10 @@ Needs torch only and imports nothing of autopar, so the file can be copied to an
 `OMP_NUM_THREADS=1 python -P measure_gloo.py > points.json`. `fit.py` turns the points into a profile.
 
 The ranks are forked before this process has started any thread pool, so torch is imported once for all.
-Collectives are timed from call to result by the wall clock, the least of several runs, as other processes disturb; what
-the rank computes itself by the CPU time of its thread.
+A collective's time is what it adds, by the wall clock, to a rank that computes before and after it, as in a training
+step: waking gloo's threads beside busy ones, caches that hold other data, and waiting for the slower rank are part of
+it, and multiply what a collective takes that follows another one at once. Times are medians: a step is the sum of what
+usually happens, not of what happens at best. What a rank computes itself is timed by the CPU time of its thread.
 """
 
 from __future__ import annotations
@@ -18,18 +20,19 @@ import time
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
-SECONDS_A_POINT = 0.1
 COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 25)
-COLLECTIVE_RUNS = 24
+RUNS = 7
+NS_A_RUN, MOST_IN_A_RUN = 4e7, 6
 RANKS = (2, 4)
 PASSING_BYTES = 1 << 21
+Number = TypeVar("Number", int, float)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
@@ -120,23 +123,31 @@ def _send_and_return(buffer: torch.Tensor, group: Any) -> None:
 def _measure_collective(kind: str, ranks: int, group: Any) -> dict[str, Any]:
     points = []
     for num_bytes in COLLECTIVE_BYTES:
-        call = _collective(kind, num_bytes, ranks, group)
-        duration = _time_together(call, group)
+        duration = _added_ns(_collective(kind, num_bytes, ranks, group), group)
         points.append([num_bytes, duration // 2 if kind == "send" else duration])
     return {"collective": kind, "ranks": ranks, "points": points}
 
 
-def _time_together(call: Callable[[], Any], group: Any) -> int:
-    """Nanoseconds a call, in runs of equal length on all ranks; the least, as other processes disturb."""
+def _added_ns(call: Callable[[], Any], group: Any) -> int:
+    """Nanoseconds that a call adds to a computation: the median over runs, which are equally long on all ranks."""
+    compute = _computation()
     call()
     once = torch.tensor([float(_time_runs(call, 2))])
     dist.all_reduce(once, dist.ReduceOp.MAX, group=group)
-    repeats = max(1, min(50, int(1e9 * SECONDS_A_POINT / COLLECTIVE_RUNS / max(1.0, once.item()))))
-    times = []
-    for _ in range(COLLECTIVE_RUNS):
+    repeats = max(1, min(MOST_IN_A_RUN, int(NS_A_RUN / max(1.0, once.item()))))
+    added = []
+    for _ in range(RUNS):
         dist.barrier(group)
-        times.append(_time_runs(call, repeats))
-    return min(times)
+        alone = _time_runs(compute, repeats)
+        dist.barrier(group)
+        added.append(_time_runs(lambda: (compute(), call()), repeats) - alone)
+    return max(1, _median(added))
+
+
+def _computation() -> Callable[[], Any]:
+    """About two milliseconds of a layer: a product, and a pass over more than the first cache holds."""
+    left, right, rows = torch.ones(256, 512), torch.ones(512, 512), torch.ones(1 << 19)
+    return lambda: (torch.mm(left, right), rows.mul_(1.0))
 
 
 def _time_runs(call: Callable[[], Any], repeats: int) -> int:
@@ -149,15 +160,14 @@ def _time_runs(call: Callable[[], Any], repeats: int) -> int:
 def _busy_share(group: Any) -> float:
     """CPU time of gloo's threads over the time of the all-reduce that they work on: what compute loses then."""
     buffer = torch.ones(1 << 22)  # larger than the cache, as gradients are
-    call: Callable[[], Any] = lambda: dist.all_reduce(buffer, group=group)  # noqa: E731
-    least = _time_together(call, group)
-    worked = []
-    for _ in range(COLLECTIVE_RUNS):
+    shares = []
+    for _ in range(2 * RUNS):
         dist.barrier(group)
-        start = time.process_time_ns() - time.thread_time_ns()
-        call()
-        worked.append(time.process_time_ns() - time.thread_time_ns() - start)
-    return min(1.0, _quartile(worked) / least)
+        worked, start = time.process_time_ns() - time.thread_time_ns(), time.perf_counter_ns()
+        dist.all_reduce(buffer, group=group)
+        elapsed = time.perf_counter_ns() - start
+        shares.append((time.process_time_ns() - time.thread_time_ns() - worked) / elapsed)
+    return min(1.0, _median(shares))
 
 
 # The runtime ----------------------------------------
@@ -186,18 +196,18 @@ def _pair_mesh() -> Any:
 
 
 def _timed(call: Callable[[], Any], runs: int) -> int:
-    """The lower quartile of the thread's CPU time, after other data have passed through the cache."""
+    """The median of the thread's CPU time, after other data have passed through the cache."""
     times, passing = [], torch.zeros(PASSING_BYTES, dtype=torch.uint8)
     for _ in range(runs):
         passing.add_(1)
         start = time.thread_time_ns()
         call()
         times.append(time.thread_time_ns() - start)
-    return _quartile(times)
+    return _median(times)
 
 
-def _quartile(values: Sequence[int]) -> int:
-    return sorted(values)[len(values) // 4]
+def _median(values: Sequence[Number]) -> Number:
+    return sorted(values)[len(values) // 2]
 
 
 def _wrapped(local: torch.Tensor, mesh: Any) -> torch.Tensor:
@@ -292,7 +302,7 @@ def _function_ns(count: int = 50) -> list[int]:
         torch.autograd.grad(result, [leaf], gradient)
         forward.append(middle - start)
         backward.append(time.thread_time_ns() - middle)
-    return [_quartile(forward) // count, _quartile(backward) // count]
+    return [_median(forward) // count, _median(backward) // count]
 
 
 def main() -> None:
