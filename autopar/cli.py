@@ -48,6 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _with_model(commands)
     profile = _command(commands, "profile", _profile, "measure this host and write its cost profile")
     profile.add_argument("-o", "--output", type=Path, help="a JSON file; default: where the profile `cpu` is kept")
+    profile.add_argument("--points", type=Path, help="keep measured points here, and go on from those that are there")
     return parser
 
 
@@ -232,7 +233,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    profile, path = measure_profile(options.output)
+    profile, path = measure_profile(options.output, options.points)
     facts = profile.facts
     print(f"{profile.title}\n  {facts.provenance}")
     print(f"  float32     {facts.peak_flops['float32'] / 1e9:.3g} GFLOP/s a rank")

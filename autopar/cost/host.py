@@ -39,13 +39,14 @@ def host_profile() -> Profile:
         return profile_from_json(json.loads(path.read_text()), str(path))
 
 
-def measure_profile(path: Path | None = None) -> tuple[Profile, Path]:
+def measure_profile(path: Path | None = None, points: Path | None = None) -> tuple[Profile, Path]:
     """Measures this host anew and writes its profile to `path`, or to where `cpu` is kept.
 
-    Returns the profile and where it lies. Raises ProfileError when the host cannot be measured.
+    With `points`, each operator's time is kept in that file, and a run that was stopped goes on from there. Returns the
+    profile and where it lies. Raises ProfileError when the host cannot be measured, or the file is another host's.
     """
     path = path or cache_path()
-    data = measure_host()
+    data = measure_host(points)
     profile = profile_from_json(data, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_whole(path, data)
@@ -59,15 +60,16 @@ def cache_path() -> Path:
     return root / "autopar" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
-def measure_host() -> dict[str, Any]:
-    """Measures in processes of their own, with one thread each, in about half a minute."""
-    points = _points(MEASURE[0]) | _points(MEASURE[1])
+def measure_host(points: Path | None = None) -> dict[str, Any]:
+    """Measures in processes of their own, with one thread each, in about a minute; goes on from `points`, if given."""
+    kept = ["--points", str(points.absolute())] if points else []
+    found = _points(MEASURE[0], *kept) | _points(MEASURE[1])
     facts = {"model": cpu_model(), "cores": num_cores(), "memory": memory_bytes()}
-    return profile_from_points(points, facts, date.today().isoformat())
+    return profile_from_points(found, facts, date.today().isoformat())
 
 
-def _points(script: Path) -> dict[str, Any]:
-    command = [sys.executable, "-P", str(script)]
+def _points(script: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-P", str(script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     done = subprocess.run(
         command,

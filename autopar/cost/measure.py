@@ -380,7 +380,7 @@ class Kept:
     """Points that are measured already, by key; each new one is appended to the file, if there is one."""
 
     def __init__(self, path: Path | None, host: dict[str, Any]) -> None:
-        self.path = path
+        self.path, self.host = path, host
         lines = path.read_text().splitlines() if path is not None and path.exists() else []
         if not lines and path is not None:
             path.write_text(json.dumps(host) + "\n")
@@ -437,28 +437,29 @@ def _point(case: Case, clock: Clock) -> dict[str, Any]:
     return {**_describe(case), "forward_ns": forward, "backward_ns": backward}
 
 
-def measure_together(count: int, path: Path | None, report: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_together(count: int, kept: Kept, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """What each of `count` processes finds that measure at the same time; the first one's points are kept."""
+    others = Kept(None, kept.host)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{rank}.json" for rank in range(count)]
-        children = [_fork(rank, file, path if rank == 0 else None, report) for rank, file in enumerate(files)]
+        children = [
+            _fork(file, others if rank else kept, (lambda text: None) if rank else report)
+            for rank, file in enumerate(files)
+        ]
         failed = [child for child in children if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])]
         if failed:
             raise SystemExit(f"{len(failed)} of {count} measuring processes failed")
         return [json.loads(file.read_text()) for file in files]
 
 
-def _fork(rank: int, file: Path, path: Path | None, report: Callable[[str], None]) -> int:
+def _fork(file: Path, kept: Kept, report: Callable[[str], None]) -> int:
     child = os.fork()
     if child:
         return child
     status = 1
     try:
         torch.set_num_threads(1)
-        found = measure_operators(
-            Kept(path, host_facts("cpu")), Clock("cpu"), report if rank == 0 else lambda text: None
-        )
-        file.write_text(json.dumps(found))
+        file.write_text(json.dumps(measure_operators(kept, Clock("cpu"), report)))
         status = 0
     finally:
         os._exit(status)
@@ -482,11 +483,12 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)
     report = _report if sys.stderr.isatty() else (lambda text: None)
     host = host_facts(options.device)
+    kept = Kept(options.points, host)
     if options.device == "cuda":
         torch.set_default_device("cuda")
-        ranks = [measure_operators(Kept(options.points, host), Clock("cuda"), report)]
+        ranks = [measure_operators(kept, Clock("cuda"), report)]
     else:
-        ranks = measure_together(host["cores"], options.points, report)
+        ranks = measure_together(host["cores"], kept, report)
     report("")
     json.dump({**_mean(ranks), "host": host}, sys.stdout)
 

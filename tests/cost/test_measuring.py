@@ -1,0 +1,75 @@
+"""The measuring scripts run for real, over a smaller sweep, and what they print becomes a profile."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.cost import collective_time_ns, host
+from autopar.cost.fit import _non_decreasing, profile_from_points
+from autopar.cost.profile import profile_from_json
+from autopar.ir.placement import Axis
+
+SMALLER = """
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location("script", {script!r})
+script = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(script)
+for name, value in {changes!r}.items():
+    assert hasattr(script, name), name
+    setattr(script, name, value)
+script.main()
+"""
+OPERATORS = {
+    "SECONDS_A_POINT": 0.001, "ROW_SHAPES": ((2, 8), (128, 64)), "ROWS": (16, 64), "COLUMNS": (32,), "INNER": (32, 128),
+    "BATCHED": (16,), "LENGTHS": (32,), "WIDTHS": (16,), "CHANNELS": (4, 16), "FILTERS": (16,), "SIZES": (4,),
+    "KERNELS": (1,), "LOOKUP_SHAPES": ((4, 10, 4), (64, 1000, 64)), "LOSS_SHAPES": ((2, 8), (32, 256)),
+    "IMAGE_SHAPES": ((2, 2, 2), (4, 16, 8)), "LINEAR_SHAPES": ((2, 4, 4), (128, 128, 128)),
+}  # fmt: skip
+COLLECTIVES = {"RUNS": 3, "COLLECTIVE_BYTES": (1 << 10, 1 << 22), "MOST_IN_A_RUN": 2}
+
+
+def measured(script: Path, changes: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    code = SMALLER.format(script=str(script), changes=changes)
+    return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=250)
+
+
+def printed(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    assert done.returncode == 0, done.stderr[-2000:]
+    points: dict[str, Any] = json.loads(done.stdout)
+    return points
+
+
+@pytest.mark.ranks
+def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
+    kept = tmp_path / "points"
+    operators = printed(measured(host.MEASURE[0], OPERATORS, "--points", str(kept)))
+    collectives = printed(measured(host.MEASURE[1], COLLECTIVES))
+    facts = {"model": "this host", "cores": 2, "memory": 8 << 30}
+    profile = profile_from_json(profile_from_points(operators | collectives, facts, "2026-01-01"), "measured")
+    assert {source.split(":")[0] for source in profile.provenance.values()} == {"measured"}
+    assert profile.facts.memory_bandwidth > 1e8
+    assert profile.peak_flops("float32") > 1e8
+    axis = Axis("dp", 2, 1)
+    few, many = (collective_time_ns("all_reduce", size, axis, 2, profile) for size in (1 << 10, 1 << 22))
+    assert 0 < few <= many < 10**10
+
+    lines = kept.read_text()
+    again = printed(measured(host.MEASURE[0], OPERATORS, "--points", str(kept)))
+    assert kept.read_text() == lines, "what is known is not measured again"
+    assert len(again["points"]) == len(operators["points"])
+    kept.write_text(lines.replace('"dtype": "float32"', '"dtype": "bfloat16"', 1))
+    refused = measured(host.MEASURE[0], OPERATORS, "--points", str(kept))
+    assert refused.returncode != 0
+    assert "do not mix; name another file, or remove this one" in refused.stderr
+
+
+def test_times_that_fall_take_the_mean_of_their_neighbours() -> None:
+    assert _non_decreasing([1.0, 4.0, 2.0, 3.0, 7.0]) == [1.0, 3.0, 3.0, 3.0, 7.0]
+    assert _non_decreasing([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+    assert _non_decreasing([]) == []
