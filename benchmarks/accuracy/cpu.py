@@ -7,8 +7,8 @@ One profile is measured beforehand (or read from --profile). Each pair of `pairs
 the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
 drift of the machine hits all alike: model by model, to bound memory, and all models over again `PASSES` times; in a
 round every pair of a model runs one step to warm up, then `STEPS` steps between two barriers. What part of the
-machine's cores other programs used meanwhile is noted too. A pair's time is the median over the third of the rounds
-that were disturbed least; its spread is these rounds' range over the median. In --folder, programs and times are kept,
+machine's cores other programs used meanwhile is noted too. A pair's time is the median over the rounds in which
+others took at most `QUIET` of the cores, or over the third that was disturbed least; its spread is their range over it. In --folder, programs and times are kept,
 and a later run adds its rounds to them.
 
 The ranks keep the memory that they free, as train.py does: otherwise page faults make equal steps differ by a fifth.
@@ -45,6 +45,7 @@ from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, p
 from benchmarks.runtime.run import free_port, machine
 
 STEPS, PASSES = 2, 2
+QUIET = 0.02
 Timed = tuple[float, float, float]  # milliseconds a step, others' share of the cores, milliseconds of CPU time a rank
 TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
 
@@ -217,8 +218,9 @@ def rows_of(predicted: dict[Pair, float], times: dict[str, list[Timed]]) -> list
 
 
 def measured(rounds: Sequence[Timed]) -> tuple[float, float, float, float]:
-    """Of the third of the rounds that were disturbed least: median, relative range, others' share, CPU time."""
-    least = sorted(rounds, key=lambda item: item[1])[: max(1, -(-len(rounds) // 3))]
+    """Of the quiet rounds, or the third that was disturbed least: median, relative range, others' share, CPU time."""
+    quiet = [item for item in rounds if item[1] <= QUIET]
+    least = max(quiet, sorted(rounds, key=lambda item: item[1])[: max(1, -(-len(rounds) // 3))], key=len)
     times, shares, worked = zip(*least, strict=True)
     median = statistics.median(times)
     return median, (max(times) - min(times)) / median, statistics.median(shares), statistics.median(worked)

@@ -34,6 +34,8 @@ def test_rank_correlation_sees_order_alone() -> None:
 def test_the_rounds_that_others_disturbed_least_count() -> None:
     rounds = [(100.0, 0.0, 90.0), (300.0, 0.5, 95.0), (104.0, 0.1, 91.0), (250.0, 0.4, 95.0), (240.0, 0.3, 95.0)]
     assert measured(rounds) == (102.0, pytest.approx(4 / 102), pytest.approx(0.05), 90.5)
+    quiet = [(100.0, 0.0, 90.0), (110.0, 0.01, 90.0), (130.0, 0.02, 90.0), (90.0, 0.03, 90.0)]
+    assert measured(quiet) == (110.0, pytest.approx(30 / 110), pytest.approx(0.01), 90.0)
 
 
 @pytest.mark.parametrize(
