@@ -1,4 +1,5 @@
 # make demo: plan, emit and train a small GPT on four CPU ranks.   make test: lint, then every test.
+# make unit: the unit tests alone.
 # Both create .venv when it is missing, and bring it up to date when what it is made from changes.
 
 PYTHON := .venv/bin/python

@@ -24,6 +24,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median_high
 from typing import Any, NamedTuple
 
 import torch
@@ -296,7 +297,7 @@ def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
         operands = sets[len(times) % len(sets)]
         times.append(_measure_once(case, operands, gradient, passing, clock))
     forward, backward = zip(*times[1:], strict=True)
-    return _median(forward), _median(backward)
+    return median_high(forward), median_high(backward)
 
 
 def _measure_once(
@@ -311,17 +312,13 @@ def _measure_once(
     return forward, clock.time_ns(lambda: torch.autograd.grad(result, leaves, gradient))[0]
 
 
-def _median(values: Sequence[int]) -> int:
-    return sorted(values)[len(values) // 2]
-
-
 def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tuple[int, int, int]:
     """Nanoseconds of one operator of a long chain, forward and backward; and a backward pass's own cost."""
     one = [_chain(step, shape, 1, clock) for _ in range(40)]
     many = [_chain(step, shape, 201, clock) for _ in range(20)]
-    forward = (_median([f for f, _ in many]) - _median([f for f, _ in one])) // 200
-    backward = (_median([b for _, b in many]) - _median([b for _, b in one])) // 200
-    return forward, backward, max(0, _median([b for _, b in one]) - backward)
+    forward = (median_high([f for f, _ in many]) - median_high([f for f, _ in one])) // 200
+    backward = (median_high([b for _, b in many]) - median_high([b for _, b in one])) // 200
+    return forward, backward, max(0, median_high([b for _, b in one]) - backward)
 
 
 def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: Clock) -> tuple[int, int]:
@@ -349,7 +346,7 @@ def measure_optimizer(num_elements: int, clock: Clock, num_tensors: int = 4) -> 
             adamw(parameters, gradients, means, variances, [], steps, **ADAMW)
 
     times = _repeat(update, clock)
-    return _median(times[1:]) // num_tensors
+    return median_high(times[1:]) // num_tensors
 
 
 def _repeat(call: Callable[[], Any], clock: Clock) -> list[int]:
@@ -370,7 +367,7 @@ ADAMW: dict[str, Any] = {
 def measure_dtype(dtype: torch.dtype, clock: Clock, size: int = 384) -> int:
     """Nanoseconds of a square matrix product, for the peak rate of a dtype."""
     left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return _median(_repeat(lambda: torch.mm(left, right), clock))
+    return median_high(_repeat(lambda: torch.mm(left, right), clock))
 
 
 # The sweep ----------------------------------------

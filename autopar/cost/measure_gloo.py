@@ -18,9 +18,10 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from statistics import median_high
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,6 @@ RUNS = 7
 NS_A_RUN, MOST_IN_A_RUN = 4e7, 6
 RANKS = (2, 4)
 PASSING_BYTES = 1 << 21
-Number = TypeVar("Number", int, float)
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
 
@@ -142,7 +142,7 @@ def _added_ns(call: Callable[[], Any], group: Any) -> int:
         alone = _time_runs(compute, repeats)
         dist.barrier(group)
         added.append(_time_runs(lambda: (compute(), call()), repeats) - alone)
-    return max(1, _median(added))
+    return max(1, median_high(added))
 
 
 def _computation() -> Callable[[], Any]:
@@ -168,7 +168,7 @@ def _busy_share(group: Any) -> float:
         dist.all_reduce(buffer, group=group)
         elapsed = time.perf_counter_ns() - start
         shares.append((time.process_time_ns() - time.thread_time_ns() - worked) / elapsed)
-    return min(1.0, _median(shares))
+    return min(1.0, median_high(shares))
 
 
 # The runtime ----------------------------------------
@@ -204,11 +204,7 @@ def _timed(call: Callable[[], Any], runs: int) -> int:
         start = time.thread_time_ns()
         call()
         times.append(time.thread_time_ns() - start)
-    return _median(times)
-
-
-def _median(values: Sequence[Number]) -> Number:
-    return sorted(values)[len(values) // 2]
+    return median_high(times)
 
 
 def _wrapped(local: torch.Tensor, mesh: Any) -> torch.Tensor:
@@ -303,7 +299,7 @@ def _function_ns(count: int = 50) -> list[int]:
         torch.autograd.grad(result, [leaf], gradient)
         forward.append(middle - start)
         backward.append(time.thread_time_ns() - middle)
-    return [_median(forward) // count, _median(backward) // count]
+    return [median_high(forward) // count, median_high(backward) // count]
 
 
 def main() -> None:

@@ -1,8 +1,8 @@
 """How a CPU rank's C library allocates: what a step frees is taken again by the next one.
 
-By default glibc gives memory back to the system when the end of its heap is free, and takes it again page by page,
-which costs a training step of hundreds of milliseconds some percent; whether it happens depends on where unrelated
-tensors lie. On GPUs torch's own allocator keeps what is freed.
+By default glibc gives memory back to the system when the end of its heap is free, and takes it again page by page, up
+to tens of thousands of them in a training step; whether it happens depends on where unrelated tensors lie. On GPUs
+torch's own allocator keeps what is freed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _MAPPED_FROM = 1 << 25  # bytes from which memory is taken from the system for i
 def keep_freed_memory() -> bool:
     """Lets this process keep the memory that tensors on the CPU free, for the next ones; train.py calls it.
 
-    It speeds training on CPUs up by some percent, and the process stays as large as it was at its peak. Returns False
+    Steps on CPUs have far fewer page faults then, and the process stays as large as it was at its peak. Returns False
     where the C library is not glibc and nothing was changed.
     """
     mallopt: Callable[[ctypes.c_int, ctypes.c_int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)

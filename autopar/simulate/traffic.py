@@ -143,9 +143,8 @@ def _add(
 
 def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
     """The redistributions that lead to the targets of a mean loss: several microbatches count these first."""
-    pending = (
-        [] if plan.microbatches == 1 else [node for node in graph.nodes if is_mean_cross_entropy(Call(graph, node))]
-    )
+    nodes = graph.nodes if plan.microbatches > 1 else ()
+    pending = [node for node in nodes if is_mean_cross_entropy(Call(graph, node))]
     found: set[tuple[str, Placement]] = set()
     needed = {(node.operands[1], plan.nodes[node.name].operands[1]) for node in pending}
     while needed:

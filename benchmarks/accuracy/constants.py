@@ -82,8 +82,8 @@ def _saturating(works: tuple[float, ...], most: float, half: float) -> Curve:
 
 def measured_system(profile: Profile, path: Path = SOFTWARE) -> Profile:
     """The profile, with what launching costs the software that was measured."""
-    data = json.loads(path.read_text(encoding="utf-8"))["host"]
-    return replace(profile, host=Host(**{**data, "provenance": Provenance(**data["provenance"])}), _shared={})
+    software = json.loads(path.read_text(encoding="utf-8"))
+    return profile_from_json({**_without_defaults(profile_to_json(profile)), **software}, str(path))
 
 
 def shipped_constants(profile: Profile) -> dict[str, float]:

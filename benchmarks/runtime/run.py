@@ -3,7 +3,7 @@
     python -m benchmarks.runtime.run [--pairs dp zero3 tp single] [--rounds 30] [--alike] [--programs FOLDER]
 
 Each program has two gloo processes of its own, one thread each, as its users run it: in one process, either would
-find the memory that the other leaves, and their page faults differ by tens of milliseconds a step. Programs take
+find the memory that the other leaves, and their page faults differ by thousands a step. Programs take
 turns, baseline, emitted, emitted, baseline, …, while the others' processes wait. The emitted one keeps its freed
 memory, as train.py does; with --alike the baseline's processes do so, too. A step is timed from one barrier to
 the next, with the same weights and the same global batch, no optimizer. Before, the losses and all gradients of the
