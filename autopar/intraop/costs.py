@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import cached_property, lru_cache
 
@@ -56,6 +57,13 @@ class ProfiledCosts:
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
+
+    def of(self, graph: Graph) -> ProfiledCosts:
+        """The same for another graph."""
+        other = copy.copy(self)
+        other.__dict__.pop("_saved", None)
+        other.graph = graph
+        return other
 
     def _shapes(self, names: tuple[str, ...], placements: tuple[Placement, ...]) -> tuple[tuple[int, ...], ...]:
         tensors = self.graph.tensors

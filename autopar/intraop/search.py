@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +14,7 @@ from autopar.intraop.costs import ProfiledCosts
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.solver import solve
+from autopar.intraop.tradeoffs import TradeOff, trade_offs
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, SearchReport
@@ -29,18 +30,19 @@ class LeastMemory:
 
 def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
-    constraints: Sequence[Constraint] = (), whole: Graph | None = None,
+    constraints: Sequence[Constraint] = (), whole: Graph | None = None, copies: Mapping[str, int] | None = None,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
-    `whole`: the graph of the step, when `graph` is that of one of its microbatches.
+    `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
+    stored tensors one stands for, by name, where not one.
     Raises InfeasibleError when the constraints leave no strategy.
     """
     per_node = draft.mesh.devices_per_node
     costs = ProfiledCosts(
         graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches, draft.recompute
     )
-    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole)
+    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole, copies=copies)
     return Placements(graph, blocks, draft, costs, built)
 
 
@@ -61,9 +63,6 @@ class Placements:
         """
         problem = replace(self.built.problem, usage_limit=usage_limit)
         solution = solve(problem, time_limit_s, seed, gap_limit)
-        inputs, storage, nodes, redistributes = extract(
-            self.graph, self.blocks, self.built, solution.choice, self.costs.steps
-        )
         report = SearchReport(
             method=f"intra-op ILP by {solution.method}",
             cost_ns=int(solution.cost),
@@ -72,10 +71,20 @@ class Placements:
             seconds=round(solution.seconds, 3),
             seed=seed,
         )
+        plan = replace(self.draft, search=report)
         return replace(
-            self.draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report,
-            choices=explain_choices(self.built, solution.choice),
-        )  # fmt: skip
+            self.placed(plan, self.graph, solution.choice), choices=explain_choices(self.built, solution.choice)
+        )
+
+    def placed(self, draft: Plan, graph: Graph, choice: Sequence[int]) -> Plan:
+        """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""
+        steps = self.costs.steps if graph is self.graph else self.costs.of(graph).steps
+        inputs, storage, nodes, redistributes = extract(graph, self.blocks, self.built, choice, steps)
+        return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
+
+    def trade_offs(self, in_flight: int, count: int, time_limit_s: float = 10.0, seed: int = 0) -> list[TradeOff]:
+        """Choices on the lower hull of time against memory, the fastest first, at most so many; see `trade_offs`."""
+        return trade_offs(self.built, in_flight, count, time_limit_s, seed)
 
     def least_memory(self, time_limit_s: float = 10.0, seed: int = 0) -> LeastMemory:
         """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""

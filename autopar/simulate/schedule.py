@@ -62,7 +62,7 @@ class _Arrival(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Submesh:
+class Submesh:
     """A rank's streams in absolute time: when each is free, what is in flight, what was played, what waited for."""
 
     ranks: range
@@ -102,7 +102,7 @@ class _Submesh:
 
 
 @dataclass(eq=False)
-class _Progress:
+class Progress:
     """How far a stage is: what it has under way in absolute time, how many passes it has made of each direction."""
 
     player: Player
@@ -135,7 +135,7 @@ class _Step:
         self.plan = plan
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = lower_stages(graph, plan, profile)
-        self.stages = [_Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
+        self.stages = [Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
         self.submeshes = _submeshes(plan)
         self.transfers = find_transfers(plan, programs, profile)
         self.ties = find_ties(graph, plan, programs, profile) if self.trains else []
@@ -165,7 +165,7 @@ class _Step:
     def _is_possible(self, turn: Turn) -> bool:
         return len(self.arrived.get(turn, ())) == self.transfers.num_awaited(turn.stage, turn.is_forward)
 
-    def _take_turn(self, submesh: _Submesh, turn: Turn) -> None:
+    def _take_turn(self, submesh: Submesh, turn: Turn) -> None:
         """A forward or backward pass, and the sending of what it makes for others."""
         begin = self._wait(submesh, self.arrived.pop(turn, []))
         stage, direction = self.stages[turn.stage], turn.is_forward
@@ -179,7 +179,7 @@ class _Step:
             ready = begin + max(done.ready_ns[name] for name in transfer.names)
             self._send(submesh, transfer, ready, turn.microbatch, label)
 
-    def _wait(self, submesh: _Submesh, arrivals: Sequence[_Arrival]) -> int:
+    def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
         latest = max(arrivals, default=_Arrival(0, 0))
         idle = max(0, latest.time_ns - submesh.free_ns)
@@ -189,14 +189,14 @@ class _Step:
         submesh.bubble_ns += idle - travelling
         return submesh.free_ns + idle
 
-    def _play(self, submesh: _Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
+    def _play(self, submesh: Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
         progress = self.stages[stage]
         done = progress.player.play(kind, submesh.carried(begin), progress.at(begin))
         submesh.take(done, begin, label)
         progress.take(done, begin)
         return done
 
-    def _send(self, submesh: _Submesh, transfer: Transfer, ready: int, microbatch: int, label: str) -> None:
+    def _send(self, submesh: Submesh, transfer: Transfer, ready: int, microbatch: int, label: str) -> None:
         end = ready
         if transfer.link:
             start = max(ready, submesh.sends.get(transfer.link, 0))
@@ -230,7 +230,7 @@ class _Step:
             submesh.pieces.append(Piece(start, "", [task], []))
             submesh.sent["all_reduce"] += tie.num_bytes
 
-    def _wait_for_home(self, submesh: _Submesh) -> None:
+    def _wait_for_home(self, submesh: Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
         for stage in submesh.stages:
             for end, kind in self.stages[stage].standing.home:
@@ -248,17 +248,17 @@ class _Step:
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
 
 
-def _submeshes(plan: Plan) -> list[_Submesh]:
+def _submeshes(plan: Plan) -> list[Submesh]:
     """In the order of their first stages."""
     if not plan.stages:
-        return [_Submesh(range(plan.mesh.num_devices), [0])]
-    found: dict[int, _Submesh] = {}
+        return [Submesh(range(plan.mesh.num_devices), [0])]
+    found: dict[int, Submesh] = {}
     for number, stage in enumerate(plan.stages):
-        found.setdefault(stage.first_rank, _Submesh(stage.ranks, [])).stages.append(number)
+        found.setdefault(stage.first_rank, Submesh(stage.ranks, [])).stages.append(number)
     return list(found.values())
 
 
-def _lane(submesh: _Submesh, makespan: int) -> Lane:
+def _lane(submesh: Submesh, makespan: int) -> Lane:
     """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
     waited = dict(submesh.waited)
     tail = submesh.end_ns - submesh.free_ns

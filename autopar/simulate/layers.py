@@ -1,0 +1,153 @@
+"""What each stage of a plan costs by itself, for a search that puts layers together: its passes, played alone.
+
+Of a stage of several layers, times and bytes are about the sums of these; gradient sums of a layer run beside the
+backward passes of those before it, so what could hide them is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.cost import Profile
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.simulate.engine import COMPUTE, Change
+from autopar.simulate.player import Pass, PassKind, Player
+from autopar.simulate.program import Program, lower_stages
+from autopar.simulate.schedule import Progress, Submesh
+from autopar.simulate.transfers import Transfers, find_transfers
+
+
+class LayerCost(NamedTuple):
+    """Times in ns, memory in bytes a device.
+
+    forward_ns, backward_ns: of a microbatch, where none is the first or the last. receive_ns: of a microbatch, to fetch
+    what crosses the border before the layer, and to send its gradient back. reduce_ns: a step, gathering parameters and
+    summing gradients over ranks, which up to `hide_ns` of passes can run beside. optimizer_ns: a step.
+    resident_bytes: parameters, gradients and optimizer state. activation_bytes: of each microbatch in flight.
+    workspace_bytes: what a pass takes beside both.
+    """
+
+    forward_ns: int
+    backward_ns: int
+    receive_ns: int
+    reduce_ns: int
+    hide_ns: int
+    optimizer_ns: int
+    resident_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+
+
+def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
+    """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`."""
+    shared = profile.shared_by(plan.mesh.devices_per_node)
+    programs = lower_stages(graph, plan, shared)
+    transfers = find_transfers(plan, programs, shared)
+    trains = plan.mode == "train" and graph.loss is not None
+    return [
+        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))
+        for number, program in enumerate(programs)
+    ]
+
+
+def _crossing_ns(transfers: Transfers, border: int) -> int:
+    """What is sent over the border before a stage, each tensor once a direction."""
+    found: dict[tuple[str, ...], int] = {}
+    for (source, is_forward), sent in transfers.sent.items():
+        for transfer in sent:
+            first, last = sorted((source, transfer.target))
+            if first < border <= last:
+                found[(str(is_forward), *transfer.names)] = transfer.duration_ns
+    return sum(found.values())
+
+
+def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) -> LayerCost:
+    """Plays a step of a few microbatches: the first, one of those between, and the last."""
+    alone = _Alone(player)
+    begin = alone.play(PassKind("begin"))
+    forward = [alone.play(PassKind("forward")) for _ in range(min(microbatches, 2))]
+    backward = _backward_passes(alone, microbatches) if player.trains else []
+    end = [alone.play(PassKind("optimizer"))] if player.trains else []
+    one, back = forward[-1], backward[len(backward) // 2] if backward else None
+    kept = _net(one.allocations) if backward else 0
+    resident = _net(c for done in (begin, *forward, *backward) for c in done.allocations)
+    length = one.length_ns + (back.length_ns if back else 0)
+    busy = _link_ns([one, back] if back else [one])
+    return LayerCost(
+        forward_ns=one.length_ns,
+        backward_ns=max(length, busy) - one.length_ns,
+        receive_ns=receive_ns,
+        reduce_ns=_link_ns([begin]) + (_link_ns(backward[-1:]) - _link_ns([back]) if back else 0),
+        hide_ns=max(0, length - busy),
+        optimizer_ns=program.optimizer_ns,
+        resident_bytes=resident,
+        activation_bytes=kept,
+        workspace_bytes=_workspace(begin, forward, backward, end, resident, kept),
+    )
+
+
+def _backward_passes(alone: _Alone, microbatches: int) -> list[Pass]:
+    if microbatches == 1:
+        return [alone.play(PassKind("backward", True, True))]
+    alone.play(PassKind("forward"))  # so that there are three to go back
+    kinds = [PassKind("backward", True), PassKind("backward"), PassKind("backward", False, True)]
+    return [alone.play(kind) for kind in kinds]
+
+
+class _Alone:
+    """A stage that waits for no other."""
+
+    def __init__(self, player: Player) -> None:
+        self.submesh, self.progress = Submesh(range(1), [0]), Progress(player)
+
+    def play(self, kind: PassKind) -> Pass:
+        begin = self.submesh.free_ns
+        done = self.progress.player.play(kind, self.submesh.carried(begin), self.progress.at(begin))
+        self.submesh.take(done, begin, "")
+        self.progress.take(done, begin)
+        return done
+
+
+def _net(changes: Iterable[Change]) -> int:
+    return sum(size for _, size, _, _ in changes)
+
+
+def _peak(changes: list[Change]) -> int:
+    """The most bytes above those at the begin of the pass."""
+    if not changes:
+        return 0
+    rows = np.array([(time, moment, size) for time, size, _, moment in changes], dtype=np.int64)
+    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
+    return max(0, int(np.cumsum(rows[order, 2]).max()))
+
+
+def _workspace(
+    begin: Pass, forward: list[Pass], backward: list[Pass], end: list[Pass], resident: int, kept: int
+) -> int:  # fmt: skip
+    """How far a pass goes above what stays and what the microbatches in flight hold, itself included."""
+    level, most = _net(begin.allocations), 0
+    passes = [(done, number + 1) for number, done in enumerate(forward)]
+    count = len(forward)
+    if len(backward) > 1:  # the third forward pass was like the second
+        passes.append((forward[-1], count + 1))
+        count += 1
+    passes += [(done, count - number) for number, done in enumerate(backward)]
+    passes += [(done, 0) for done in end]
+    for done, flying in passes:
+        most = max(most, level + _peak(done.allocations) - resident - flying * kept)
+        level += _net(done.allocations)
+    return most
+
+
+def _link_ns(passes: list[Pass]) -> int:
+    """How long the busiest communication stream works in passes."""
+    busy: dict[str, int] = {}
+    for done in passes:
+        for stream, _, start, stop, _ in done.tasks:
+            if stream != COMPUTE:
+                busy[stream] = busy.get(stream, 0) + stop - start
+    return max(busy.values(), default=0)
