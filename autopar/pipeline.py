@@ -23,10 +23,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
+from autopar.planning import STAGES_RUN, Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.simulate import Timeline, simulate
+from autopar.stage_planning import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
@@ -63,11 +64,17 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
-        plan = best_plan(graph, find_blocks(graph), request, load_profile(mesh.profile), progress)
+        plan = planned(graph, request, progress)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)
     return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
+
+
+def planned(graph: Graph, request: Request, progress: Report | None = None, stages: bool = STAGES_RUN) -> Plan:
+    """The fastest plan that fits of a traced model; of one stage alone where `stages` is False."""
+    find = best_staged_plan if stages and request.mesh.num_devices > 1 else best_plan
+    return find(graph, find_blocks(graph), request, load_profile(request.mesh.profile), progress)
 
 
 def template_plan(

@@ -36,6 +36,9 @@ from autopar.simulate import predict, simulate, traffic, traffic_over_microbatch
 from autopar.trace import Blocks
 from autopar.zero import storage_options
 
+STAGES_RUN = False
+"""Whether plans of several stages can be emitted, so that `parallelize` may choose one."""
+
 
 @dataclass(frozen=True)
 class SearchBudget:

@@ -1,9 +1,9 @@
-"""The search over stages: submesh size, logical shape, microbatches, schedule and recomputation; the best are simulated.
+"""The search over stages: submesh size, logical shape, microbatches, schedule, recomputation; the best are simulated.
 
     setting = (submesh size, logical shape, B)    → placements along time against memory      `intraop.trade_offs`
     variant = (placements, recomputation)         → what each layer costs, played alone       `simulate.layer_costs`
     stages of a variant by schedule               → estimated step time                       `interop.best_stages`
-    the best few                                  → plans of the whole model, simulated       `_Planner.built`
+    the best few                                  → plans of the whole model, simulated       `Planner.built`
 
 All but the last happens on a short graph (`interop.fold`), so the number of solves does not grow with depth. For each
 logical shape the number of microbatches climbs from where the bubble is small, for as long as the estimate gets better.
@@ -11,6 +11,7 @@ logical shape the number of microbatches climbs from where the bubble is small, 
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,21 +27,28 @@ from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import TradeOff
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.plan import Plan
-from autopar.planning import Part, Place, Request, divided, microbatch_counts
+from autopar.ir.plan import Plan, Prediction, SearchReport
+from autopar.microbatch import one_microbatch_plan
+from autopar.planning import Part, Place, Request, best_plan, divided, microbatch_counts
 from autopar.progress import Report, reporting
-from autopar.simulate import predict, simulate
+from autopar.simulate import predict, simulate, traffic
 from autopar.simulate.layers import LayerCost, layer_costs
 from autopar.staging import cut
 from autopar.template import template_recompute
 from autopar.trace import Blocks
 
+_FEW_DEVICES = 8
 FINALISTS = 4
 """Plans that are built for the whole model and simulated; more where these do not fit."""
 _VARIANTS = 4
 """Choices of placements along time against memory."""
 _HOPELESS = 1.5
 """A setting whose costs without any overlap are so many times the best estimate is not looked at further."""
+_HIDEABLE = 1.05
+"""What costs so many times as much as the fastest may be as fast, when more of it runs beside other work."""
+_NEVER = 2**62
+_SLACK = 1.08
+"""Estimated peaks are up to a tenth too high: what is estimated so little above the limit is tried."""
 _CHUNKS = (2, 4)
 RECOMPUTE = ("none", "block", "full")
 
@@ -86,13 +94,26 @@ def best_staged_plan(
 
     Raises InfeasibleError naming the smallest memory limit that can be met.
     """
-    planner = _Planner(graph, blocks, request, profile)
+    planner = Planner(graph, blocks, request, profile)
     with reporting(progress, len(planner.shapes)) as report:
         found = planner.search(report)
-    return planner.best(found)
+    return planner.best(found, _of_one_stage(graph, blocks, request, profile, progress))
 
 
-class _Planner:
+def _of_one_stage(
+    graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None
+) -> list[Plan]:  # fmt: skip
+    """On few devices, what the search of one stage finds on all logical meshes, those of three axes, too."""
+    stages = {c.stages for c in request.constraints if c.stages is not None}
+    if request.mesh.num_devices > _FEW_DEVICES or stages - {1}:
+        return []
+    try:
+        return [best_plan(graph, blocks, request, profile, progress)]
+    except InfeasibleError:
+        return []
+
+
+class Planner:
     def __init__(self, graph: Graph, blocks: Blocks, request: Request, profile: Profile) -> None:
         self.graph, self.blocks, self.request, self.profile = graph, blocks, request, profile
         self.paths = [path for group in blocks.paths for path in group]
@@ -100,8 +121,11 @@ class _Planner:
         self.folded: Folded = fold(graph, blocks, self.layers)
         self.shared = profile.shared_by(request.mesh.devices_per_node)
         self.limit = request.memory_limit or self.shared.usable_bytes
+        self.admitted = int(self.limit * _SLACK)
+        self.stop_reason = "all settings"
         self.started = time.monotonic()
-        self.best_ns = 2**62
+        self._solver = request.budget.seconds, request.budget.seed
+        self.best_ns = _NEVER
         self.short_part, self.part, self.short_place = (
             cache(self._short_part),
             cache(self._part),
@@ -134,6 +158,7 @@ class _Planner:
                 f"expected a number of stages that {mesh} and {self.layers.count} layers allow, found "
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
+        sizes.sort(key=lambda size: abs(math.log2(size / mesh.devices_per_node)))
         return [(size, axes) for size in sizes for axes in logical_shapes(size, mesh.devices_per_node)]
 
     @cached_property
@@ -157,54 +182,77 @@ class _Planner:
         deadline = self.started + self.request.budget.seconds
         for size, axes in self.shapes:
             if found and time.monotonic() > deadline:
+                self.stop_reason = "time limit"
                 break
             here = self._climb(size, axes)
             found += here
-            best = min((c for c in here if c.peak_bytes <= self.limit), key=lambda c: c.step_ns, default=None)
+            best = min((c for c in here if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns, default=None)
             what = f"{best.step_ns / 1e6:.3f} ms" if best else "nothing better that fits"
             report(f"{self.request.mesh.num_devices // size} stages of {[a.size for a in axes]}: {what}")
         found.sort(key=lambda candidate: candidate.step_ns)
         return found
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
-        """Up from the first count whose bubble is small, as long as it gets better; then down from there."""
+        """Up from the first count whose bubble is small, as long as it gets better or nothing fits; then down."""
         stages = self.request.mesh.num_devices // size
-        start = next((n for n, count in enumerate(self.counts) if count >= 4 * (stages - 1)), len(self.counts) - 1)
+        counts = self.counts
+        start = next((n for n, count in enumerate(counts) if count >= 4 * (stages - 1)), len(counts) - 1)
         found: list[Candidate] = []
-
-        def go(numbers: Sequence[int], best: int) -> int:
-            for number in numbers:
-                here = self._candidates(Setting(axes, size, stages, self.counts[number]))
-                found.extend(here)
-                least = min((c.step_ns for c in here if c.peak_bytes <= self.limit), default=2**62)
-                if best < 2**62 and least >= best:
-                    break
-                best = min(best, least)
-            return best
-
-        best = go(range(start, len(self.counts)), 2**62)
-        go(range(start - 1, -1, -1), best)
+        number, best, first = start, _NEVER, start
+        while number < len(counts):
+            here = self._candidates(Setting(axes, size, stages, counts[number]))
+            found += here
+            least = self._least(here)
+            if not here or (best < _NEVER and least >= best):
+                break
+            if least < _NEVER:
+                first = min(number, first) if best < _NEVER else number
+            best = min(best, least)
+            number += self._stride(here) if least == _NEVER else 1
+        for number in range(first - 1, -1, -1):
+            here = self._candidates(Setting(axes, size, stages, counts[number]))
+            found += here
+            if self._least(here) >= best:
+                break
+            best = self._least(here)
         return found
 
+    def _least(self, found: Sequence[Candidate]) -> int:
+        return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=_NEVER)
+
+    def _stride(self, found: Sequence[Candidate]) -> int:
+        """How many counts, each double the last, until what does not fit may: as if all of it were activations."""
+        least = min(candidate.peak_bytes for candidate in found)
+        return max(1, int(math.log2(least / self.admitted)))
+
     def _candidates(self, setting: Setting) -> list[Candidate]:
-        """Every variant and schedule of a setting, unless its costs say that none can be among the best."""
+        """The variants and schedules of a setting that may be the best; none where its costs say that none can be.
+
+        What costs more than the fastest choice of placements is as much slower, but for what may hide better; what is
+        computed again is never faster than what is not.
+        """
         place = self.short_place(setting.axes, setting.microbatches)
-        budget, stages, count = self.request.budget, setting.num_stages, setting.microbatches
+        stages, count = setting.num_stages, setting.microbatches
         try:
-            choices = place.placements.trade_offs(min(stages, count), 1, budget.seconds, budget.seed)
-            if choices[0].cost_ns / stages * (count + stages - 1) / count > _HOPELESS * self.best_ns:
+            (fastest,) = place.placements.trade_offs(min(stages, count), 1, *self._solver)
+            if fastest.cost_ns / stages * (count + stages - 1) / count > _HOPELESS * self.best_ns:
                 return []
-            choices = place.placements.trade_offs(min(stages, count), _VARIANTS, budget.seconds, budget.seed)
+            choices = place.placements.trade_offs(min(stages, count), _VARIANTS, *self._solver)
         except InfeasibleError:
             return []
-        found = [
-            candidate
-            for choice in choices
-            for recompute in self.recomputations
-            for candidate in self._staged(setting, place, choice, recompute)
-        ]
-        fitting = [candidate.step_ns for candidate in found if candidate.peak_bytes <= self.limit]
-        self.best_ns = min([self.best_ns, *fitting])
+        found: list[Candidate] = []
+        smallest = list(self._staged(setting, place, choices[-1], list(self.recomputations)[-1]))
+        if self._least(smallest) == _NEVER:
+            return smallest
+        for choice in choices:
+            if found and choice.cost_ns / fastest.cost_ns * found[0].step_ns > _HIDEABLE * self._least(found):
+                break
+            for recompute in self.recomputations:
+                here = list(self._staged(setting, place, choice, recompute))
+                found += here
+                if self._least(here) < _NEVER:
+                    break
+        self.best_ns = min(self.best_ns, self._least(found))
         return found
 
     def _staged(self, setting: Setting, place: Place, choice: TradeOff, recompute: str) -> Iterator[Candidate]:
@@ -249,7 +297,7 @@ class _Planner:
         members = self._short_members
         firsts = [layer * setting.num_devices % self.request.mesh.num_devices for layer in range(count)]
         costs = layer_costs(part.graph, cut(part.graph, plan, members, firsts, "1f1b"), self.shared)
-        return _stage_kind([costs[layer] for layer in short.layer_of or (0,)], setting.num_devices, self.limit)
+        return _stage_kind([costs[layer] for layer in short.layer_of or (0,)], setting.num_devices, self.admitted)
 
     @cached_property
     def _short_members(self) -> Mapping[str, tuple[int, ...]]:
@@ -260,34 +308,46 @@ class _Planner:
 
     # The best few, simulated ----------------------------------------
 
-    def best(self, found: Sequence[Candidate]) -> Plan:
-        """The fastest by simulation of the best that fit."""
+    def best(self, found: Sequence[Candidate], others: Sequence[Plan]) -> Plan:
+        """The fastest by simulation of the best that fit, and of other plans. Raises InfeasibleError."""
         tried: list[dict[str, Any]] = []
-        plans: list[tuple[Plan, Candidate]] = []
-        for candidate in _distinct(found, self.limit):
-            row = candidate.row
-            tried.append(row)
-            plan = self.built(candidate)
-            row |= {"step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes}
-            if plan.predicted.peak_bytes <= self.limit:
-                plans.append((plan, candidate))
+        plans: list[tuple[int, Candidate]] = []
+        for candidate in _distinct(found, self.admitted):
+            tried.append(candidate.row)
+            predicted = self._simulated(candidate, tried[-1])
+            if predicted.peak_bytes <= self.limit:
+                plans.append((predicted.step_time_ns, candidate))
             if len(plans) == FINALISTS or len(tried) == 4 * FINALISTS:
                 break
-        if not plans:
-            raise InfeasibleError("nothing fits")  # TODO
-        plan, candidate = min(plans, key=lambda pair: pair[0].predicted.step_time_ns)
-        return self._stated(plan, candidate, tried)
+        rest = min(others, key=lambda plan: plan.predicted.step_time_ns, default=None)
+        if rest is not None:
+            tried += [dict(row) for row in rest.search.tried]
+            if not plans or rest.predicted.step_time_ns <= min(plans, key=lambda pair: pair[0])[0]:
+                return replace(rest, search=replace(rest.search, tried=tuple(tried)))
+        chosen = min(plans, key=lambda pair: pair[0])[1] if plans else self._smallest(tried)
+        return self.stated(chosen, tried)
+
+    def _simulated(self, candidate: Candidate, row: dict[str, Any]) -> Prediction:
+        """What the simulator says of a candidate, noted in its row."""
+        plan = self.built(candidate)
+        predicted = predict(simulate(self.part(candidate.setting.microbatches).graph, plan, self.shared))
+        row |= {"step_time_ns": predicted.step_time_ns, "peak_bytes": predicted.peak_bytes}
+        return predicted
 
     def built(self, candidate: Candidate) -> Plan:
-        """One microbatch's plan of the whole model, simulated."""
+        """One microbatch's plan of the whole model."""
+        plan = self._placed(candidate)
+        if candidate.setting.num_stages == 1:
+            return plan
+        return self._cut(plan, candidate, self.part(candidate.setting.microbatches).graph)
+
+    def _placed(self, candidate: Candidate) -> Plan:
+        """The placements of one microbatch as of one stage."""
         setting = candidate.setting
         place = Place(self.part(setting.microbatches), setting.axes, self.request, self.profile)
         short = self.short_place(setting.axes, setting.microbatches)
         draft = replace(place.draft(), recompute=self.recomputations[candidate.recompute])
-        plan = short.placements.placed(draft, place.part.graph, candidate.choice.choice)
-        if setting.num_stages > 1:
-            plan = self._cut(plan, candidate, place.part.graph)
-        return replace(plan, predicted=predict(simulate(place.part.graph, plan, self.shared)))
+        return short.placements.placed(draft, place.part.graph, candidate.choice.choice)
 
     def _cut(self, plan: Plan, candidate: Candidate, graph: Graph) -> Plan:
         members = self.layers.members(graph, candidate.stage_of_layer)
@@ -295,9 +355,67 @@ class _Planner:
         firsts = [n * size % self.request.mesh.num_devices for n in range(max(candidate.stage_of_layer) + 1)]
         return cut(graph, plan, members, firsts, candidate.schedule)
 
-    def _stated(self, plan: Plan, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> Plan:
-        """The plan for the step, on all axes."""
-        return plan
+    def stated(self, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> Plan:
+        """The candidate as a plan for the step, on all axes, with its prediction."""
+        part = self.part(candidate.setting.microbatches)
+        plan = replace(self._placed(candidate), search=self._report(candidate, tried))
+        short = self.short_place(candidate.setting.axes, candidate.setting.microbatches)
+        plan = replace(plan, choices=short.placements.explained(candidate.choice.choice))
+        if candidate.setting.num_stages == 1:
+            predicted = predict(simulate(part.graph, plan, self.shared))
+            return part.on_all_axes(replace(plan, predicted=replace(predicted, comm_bytes=traffic(part.graph, plan))))
+        part = replace(part, cut=lambda whole: self._cut(whole, candidate, self.graph))
+        plan = part.in_stages(plan)
+        return replace(plan, predicted=predict(simulate(part.graph, one_microbatch_plan(plan), self.shared)))
+
+    def _report(self, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> SearchReport:
+        return SearchReport(
+            method="stages by dynamic programming over intra-op ILP",
+            cost_ns=candidate.step_ns,
+            lower_bound_ns=candidate.lower_bound_ns,
+            stop_reason=self.stop_reason,
+            seconds=round(time.monotonic() - self.started, 3),
+            seed=self.request.budget.seed,
+            tried=tuple(tried),
+        )
+
+    # Where nothing fits ----------------------------------------
+
+    def _smallest(self, tried: list[dict[str, Any]]) -> Candidate:
+        """The candidate with the least simulated peak, if that fits. Which are simulated does not depend on the limit.
+
+        Raises InfeasibleError naming that peak, or the one that plans of one stage can do with, whichever is less.
+        """
+        small = sorted(self._frugal(), key=lambda candidate: (candidate.peak_bytes, candidate.step_ns))[:FINALISTS]
+        peaks = []
+        for candidate in small:
+            tried.append(candidate.row)
+            peaks.append((self._simulated(candidate, tried[-1]).peak_bytes, candidate))
+        needed, chosen = min(peaks, key=lambda pair: pair[0])
+        if needed <= self.limit:
+            return chosen
+        row = chosen.row
+        raise InfeasibleError(
+            f"expected a plan within memory_limit = {self.limit:,} bytes a device of {self.request.mesh}, found none: "
+            f"the smallest limit that can be met is {needed:,} bytes (in {row['stages']} stages of logical mesh "
+            f"{row['mesh']}, {row['microbatches']} microbatches, schedule {chosen.schedule}, "
+            f"recompute={chosen.recompute!r}). Raise memory_limit to that, use more devices, or a smaller batch.",
+            needed,
+        )
+
+    def _frugal(self) -> Iterator[Candidate]:
+        """For each logical shape what takes least memory: most microbatches, all computed again."""
+        recompute = list(self.recomputations)[-1]
+        mesh, count = self.request.mesh, self.counts[-1]
+        for size, axes in self.shapes:
+            setting = Setting(axes, size, mesh.num_devices // size, count)
+            place = self.short_place(axes, count)
+            try:
+                choices = place.placements.trade_offs(min(setting.num_stages, count), 2, *self._solver)
+            except InfeasibleError as error:
+                self.refusal = error
+                continue
+            yield from self._staged(setting, place, choices[-1], recompute)
 
 
 def _stage_kind(costs: Sequence[LayerCost], num_devices: int, limit: int) -> StageKind:

@@ -17,7 +17,7 @@ from autopar.intraop.solver import solve
 from autopar.intraop.tradeoffs import TradeOff, trade_offs
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.plan import Choice, Plan, SearchReport
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,12 @@ class Placements:
             seconds=round(solution.seconds, 3),
             seed=seed,
         )
-        plan = replace(self.draft, search=report)
-        return replace(
-            self.placed(plan, self.graph, solution.choice), choices=explain_choices(self.built, solution.choice)
-        )
+        plan = self.placed(replace(self.draft, search=report), self.graph, solution.choice)
+        return replace(plan, choices=self.explained(solution.choice))
+
+    def explained(self, choice: Sequence[int]) -> tuple[Choice, ...]:
+        """Each decision against its alternatives."""
+        return explain_choices(self.built, choice)
 
     def placed(self, draft: Plan, graph: Graph, choice: Sequence[int]) -> Plan:
         """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""

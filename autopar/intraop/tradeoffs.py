@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 
@@ -79,9 +80,7 @@ def _read(built: Built, choice: Sequence[int]) -> TradeOff:
 
 def _widest_gap(found: Sequence[TradeOff], in_flight: int) -> int | None:
     """Between which neighbours the usage differs by the largest factor; None where no two differ."""
-    factors = [
-        (a.usage_bytes(in_flight) + 1) / (b.usage_bytes(in_flight) + 1) for a, b in zip(found, found[1:], strict=False)
-    ]
+    factors = [(a.usage_bytes(in_flight) + 1) / (b.usage_bytes(in_flight) + 1) for a, b in pairwise(found)]
     widest = max(range(len(factors)), key=factors.__getitem__)
     return widest if factors[widest] > 1.0 else None
 

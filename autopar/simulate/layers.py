@@ -66,36 +66,32 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
 
 
 def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) -> LayerCost:
-    """Plays a step of a few microbatches: the first, one of those between, and the last."""
+    """Plays a step of at most three microbatches: the first, one of those between, and the last."""
     alone = _Alone(player)
+    count = min(microbatches, 3)
     begin = alone.play(PassKind("begin"))
-    forward = [alone.play(PassKind("forward")) for _ in range(min(microbatches, 2))]
-    backward = _backward_passes(alone, microbatches) if player.trains else []
+    forward = [alone.play(PassKind("forward")) for _ in range(count)]
+    kinds = [PassKind("backward", number == 0, number == count - 1) for number in range(count)]
+    backward = [alone.play(kind) for kind in kinds] if player.trains else []
     end = [alone.play(PassKind("optimizer"))] if player.trains else []
-    one, back = forward[-1], backward[len(backward) // 2] if backward else None
-    kept = _net(one.allocations) if backward else 0
-    resident = _net(c for done in (begin, *forward, *backward) for c in done.allocations)
-    length = one.length_ns + (back.length_ns if back else 0)
-    busy = _link_ns([one, back] if back else [one])
+    one, back = forward[-1], backward[count // 2 : count // 2 + 1]
+    passes = _held([begin, *forward, *backward, *end], count)
+    end_of_step = sum(_net(done.allocations) for done, _ in passes)
+    first = _net(begin.allocations) + _net(one.allocations)
+    kept = _net(one.allocations) if count > 1 else max(0, first - end_of_step)
+    resident = _between(passes, kept)
+    length, busy = sum(done.length_ns for done in (one, *back)), _link_ns([one, *back])
     return LayerCost(
         forward_ns=one.length_ns,
         backward_ns=max(length, busy) - one.length_ns,
         receive_ns=receive_ns,
-        reduce_ns=_link_ns([begin]) + (_link_ns(backward[-1:]) - _link_ns([back]) if back else 0),
+        reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
         hide_ns=max(0, length - busy),
         optimizer_ns=program.optimizer_ns,
         resident_bytes=resident,
         activation_bytes=kept,
-        workspace_bytes=_workspace(begin, forward, backward, end, resident, kept),
+        workspace_bytes=_workspace(passes, resident, kept),
     )
-
-
-def _backward_passes(alone: _Alone, microbatches: int) -> list[Pass]:
-    if microbatches == 1:
-        return [alone.play(PassKind("backward", True, True))]
-    alone.play(PassKind("forward"))  # so that there are three to go back
-    kinds = [PassKind("backward", True), PassKind("backward"), PassKind("backward", False, True)]
-    return [alone.play(kind) for kind in kinds]
 
 
 class _Alone:
@@ -125,20 +121,30 @@ def _peak(changes: list[Change]) -> int:
     return max(0, int(np.cumsum(rows[order, 2]).max()))
 
 
-def _workspace(
-    begin: Pass, forward: list[Pass], backward: list[Pass], end: list[Pass], resident: int, kept: int
-) -> int:  # fmt: skip
+Held = list[tuple[Pass, int]]
+"""Passes in order, with the number of microbatches that hold activations while each runs."""
+
+
+def _held(passes: list[Pass], count: int) -> Held:
+    flying = [0, *range(1, count + 1), *range(count, -1, -1)]
+    return list(zip(passes, flying, strict=False))
+
+
+def _between(passes: Held, kept: int) -> int:
+    """The most that is there between passes beside the activations of microbatches in flight."""
+    level = most = 0
+    for done, held in passes:
+        level += _net(done.allocations)
+        left = held - (done.kind.name == "backward")
+        most = max(most, level - left * kept)
+    return most
+
+
+def _workspace(passes: Held, resident: int, kept: int) -> int:
     """How far a pass goes above what stays and what the microbatches in flight hold, itself included."""
-    level, most = _net(begin.allocations), 0
-    passes = [(done, number + 1) for number, done in enumerate(forward)]
-    count = len(forward)
-    if len(backward) > 1:  # the third forward pass was like the second
-        passes.append((forward[-1], count + 1))
-        count += 1
-    passes += [(done, count - number) for number, done in enumerate(backward)]
-    passes += [(done, 0) for done in end]
-    for done, flying in passes:
-        most = max(most, level + _peak(done.allocations) - resident - flying * kept)
+    level = most = 0
+    for done, held in passes:
+        most = max(most, level + _peak(done.allocations) - resident - held * kept)
         level += _net(done.allocations)
     return most
 
