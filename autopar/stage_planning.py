@@ -24,7 +24,7 @@ from autopar.cost import Profile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop import ChosenStage, Folded, StageKind, best_stages, block_layers, fold, in_flight
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
-from autopar.intraop import TradeOff
+from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan, Prediction, SearchReport
@@ -40,12 +40,10 @@ from autopar.trace import Blocks
 _FEW_DEVICES = 8
 FINALISTS = 4
 """Plans that are built for the whole model and simulated; more where these do not fit."""
-_VARIANTS = 4
-"""Choices of placements along time against memory."""
-_HOPELESS = 1.5
+_HALVINGS = 3
+"""Of the hull of time against memory, towards the fastest placements that fit."""
+_HOPELESS = 1.3
 """A setting whose costs without any overlap are so many times the best estimate is not looked at further."""
-_HIDEABLE = 1.05
-"""What costs so many times as much as the fastest may be as fast, when more of it runs beside other work."""
 _NEVER = 2**62
 _SLACK = 1.08
 """Estimated peaks are up to a tenth too high: what is estimated so little above the limit is tried."""
@@ -226,37 +224,67 @@ class Planner:
         return max(1, int(math.log2(least / self.admitted)))
 
     def _candidates(self, setting: Setting) -> list[Candidate]:
-        """The variants and schedules of a setting that may be the best; none where its costs say that none can be.
-
-        What costs more than the fastest choice of placements is as much slower, but for what may hide better; what is
-        computed again is never faster than what is not.
-        """
+        """The variants and schedules of a setting that may be the best; none where its costs say that none can be."""
         place = self.short_place(setting.axes, setting.microbatches)
         stages, count = setting.num_stages, setting.microbatches
         try:
-            (fastest,) = place.placements.trade_offs(min(stages, count), 1, *self._solver)
+            curve = place.placements.trade_offs(min(stages, count), *self._solver)
+            fastest = curve.fastest()
             if fastest.cost_ns / stages * (count + stages - 1) / count > _HOPELESS * self.best_ns:
                 return []
-            choices = place.placements.trade_offs(min(stages, count), _VARIANTS, *self._solver)
+            return self._variants(setting, place, curve, fastest)
         except InfeasibleError:
             return []
-        found: list[Candidate] = []
-        smallest = list(self._staged(setting, place, choices[-1], list(self.recomputations)[-1]))
-        if self._least(smallest) == _NEVER:
-            return smallest
-        for choice in choices:
-            if found and choice.cost_ns / fastest.cost_ns * found[0].step_ns > _HIDEABLE * self._least(found):
+
+    def _variants(self, setting: Setting, place: Place, curve: TradeOffs, fastest: TradeOff) -> list[Candidate]:
+        """For each recomputation the fastest placements that fit, nothing where others are faster anyway.
+
+        What is computed again makes nothing faster: it is looked at where without it too little fits.
+        """
+        found = self._staged(setting, place, fastest, "none")
+        if self._least(found) < _NEVER:
+            return self._noted(found)
+        smallest = curve.smallest(fastest)
+        most = [*self.recomputations][-1]
+        found += self._staged(setting, place, smallest, most)
+        if self._least(found) == _NEVER:
+            return found
+        for recompute in self.recomputations:
+            limits = curve if recompute != "full" else replace(curve, in_flight=0)
+            found += self._fitted(setting, place, limits, (fastest, smallest), recompute, self._least(found))
+        return self._noted(found)
+
+    def _fitted(
+        self, setting: Setting, place: Place, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str,
+        best: int,
+    ) -> list[Candidate]:  # fmt: skip
+        """Halves the hull between the fastest placements and the smallest, for the fastest that fit."""
+        fast, small = ends
+        found = self._staged(setting, place, fast, recompute) if recompute != "none" else []
+        if found and (self._least(found) < _NEVER or min(c.step_ns for c in found) >= best):
+            return found
+        found += (here := self._staged(setting, place, small, recompute))
+        if self._least(here) == _NEVER:
+            return found
+        for _ in range(_HALVINGS):
+            between = curve.between(fast, small)
+            if between is None:
                 break
-            for recompute in self.recomputations:
-                here = list(self._staged(setting, place, choice, recompute))
-                found += here
-                if self._least(here) < _NEVER:
-                    break
+            found += (here := self._staged(setting, place, between, recompute))
+            fast, small = (fast, between) if self._least(here) < _NEVER else (between, small)
+        return found
+
+    def _noted(self, found: list[Candidate]) -> list[Candidate]:
         self.best_ns = min(self.best_ns, self._least(found))
         return found
 
-    def _staged(self, setting: Setting, place: Place, choice: TradeOff, recompute: str) -> Iterator[Candidate]:
+    def _staged(self, setting: Setting, place: Place, choice: TradeOff, recompute: str) -> list[Candidate]:
         """The variant's best stages under each schedule."""
+        return list(self._of_schedules(setting, place, choice, recompute))
+
+    def _of_schedules(
+        self, setting: Setting, place: Place, choice: TradeOff, recompute: str
+    ) -> Iterator[Candidate]:  # fmt: skip
         kind = self._kind(setting, place, choice, recompute)
         stages, count = setting.num_stages, setting.microbatches
         for schedule in ("1f1b", "gpipe") if stages > 1 else ("1f1b",):
@@ -411,11 +439,12 @@ class Planner:
             setting = Setting(axes, size, mesh.num_devices // size, count)
             place = self.short_place(axes, count)
             try:
-                choices = place.placements.trade_offs(min(setting.num_stages, count), 2, *self._solver)
+                curve = place.placements.trade_offs(min(setting.num_stages, count), *self._solver)
+                smallest = curve.smallest(curve.fastest())
             except InfeasibleError as error:
                 self.refusal = error
                 continue
-            yield from self._staged(setting, place, choices[-1], recompute)
+            yield from self._staged(setting, place, smallest, recompute)
 
 
 def _stage_kind(costs: Sequence[LayerCost], num_devices: int, limit: int) -> StageKind:

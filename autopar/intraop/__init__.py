@@ -1,6 +1,6 @@
 """Chooses a placement for every tensor on one submesh (Alpa's intra-operator pass)."""
 
 from autopar.intraop.search import LeastMemory, Placements, prepare_placements
-from autopar.intraop.tradeoffs import TradeOff
+from autopar.intraop.tradeoffs import TradeOff, TradeOffs
 
-__all__ = ["LeastMemory", "Placements", "TradeOff", "prepare_placements"]
+__all__ = ["LeastMemory", "Placements", "TradeOff", "TradeOffs", "prepare_placements"]

@@ -14,7 +14,7 @@ from autopar.intraop.costs import ProfiledCosts
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.solver import solve
-from autopar.intraop.tradeoffs import TradeOff, trade_offs
+from autopar.intraop.tradeoffs import TradeOffs
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Choice, Plan, SearchReport
@@ -84,9 +84,9 @@ class Placements:
         inputs, storage, nodes, redistributes = extract(graph, self.blocks, self.built, choice, steps)
         return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
 
-    def trade_offs(self, in_flight: int, count: int, time_limit_s: float = 10.0, seed: int = 0) -> list[TradeOff]:
-        """Choices on the lower hull of time against memory, the fastest first, at most so many; see `trade_offs`."""
-        return trade_offs(self.built, in_flight, count, time_limit_s, seed)
+    def trade_offs(self, in_flight: int, time_limit_s: float = 10.0, seed: int = 0) -> TradeOffs:
+        """Time against memory, with the activations of so many microbatches; each solve may take so many seconds."""
+        return TradeOffs(self.built, in_flight, time_limit_s, seed)
 
     def least_memory(self, time_limit_s: float = 10.0, seed: int = 0) -> LeastMemory:
         """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""

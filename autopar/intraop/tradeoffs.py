@@ -3,24 +3,23 @@
     minimise   cost(x) + λ · usage(x)          usage = stored state + in_flight · saved activations
 
 For each λ ≥ 0 that is a problem without a memory limit, which is easy. Its optima are the lower convex hull of all
-(usage, cost); between two neighbours the next λ is the slope of the chord, where the hull is farthest below it.
+(usage, cost). Between two of them, the slope of the chord finds the one that is farthest below the chord.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import numpy as np
 
 from autopar.intraop.builder import Built
 from autopar.intraop.evaluator import evaluate
-from autopar.intraop.problem import INFINITE, Int64Array, Problem
+from autopar.intraop.problem import INFINITE, Int64Array
 from autopar.intraop.solver import solve
 
 _DEAR = 1_000
-"""Times the chord from all time to all memory: at this price memory is all that counts."""
+"""Times all time over all memory: at this price memory is about all that counts."""
 
 
 @dataclass(frozen=True)
@@ -37,54 +36,58 @@ class TradeOff:
         return self.state_bytes + in_flight * self.activation_bytes
 
 
-def trade_offs(built: Built, in_flight: int, count: int, time_limit_s: float, seed: int) -> list[TradeOff]:
-    """At most `count` choices on the hull, the fastest first; each solve may take so many seconds."""
-    usages = [
-        usage * (in_flight if variable.kind == "node" else 1)
-        for usage, variable in zip(built.problem.usages, built.variables, strict=True)
-    ]
+@dataclass(frozen=True, eq=False)
+class TradeOffs:
+    """The hull of one problem. in_flight: how many microbatches' activations count. Each solve is limited in seconds.
 
-    def under(price: float) -> TradeOff:
-        solution = solve(_priced(built.problem, usages, price), time_limit_s, seed)
-        return _read(built, solution.choice)
+    Raises InfeasibleError when none was found in time.
+    """
 
-    found = [under(0.0)]
-    if count > 1:
-        usage = max(1, found[0].usage_bytes(in_flight))
-        found.append(under(_DEAR * found[0].cost_ns / usage))
-    while len(found) < count and (gap := _widest_gap(found, in_flight)) is not None:
-        fast, small = found[gap], found[gap + 1]
-        between = under(_slope(fast, small, in_flight))
-        if not fast.usage_bytes(in_flight) > between.usage_bytes(in_flight) > small.usage_bytes(in_flight):
-            break  # the chord is the hull
-        found.insert(gap + 1, between)
-    return [one for number, one in enumerate(found) if one not in found[:number]]
+    built: Built
+    in_flight: int
+    time_limit_s: float = 10.0
+    seed: int = 0
+
+    def fastest(self) -> TradeOff:
+        """The choice of least time, whatever it takes."""
+        return self._under(0.0)
+
+    def smallest(self, fastest: TradeOff) -> TradeOff:
+        """About the choice of least memory."""
+        return self._under(_DEAR * fastest.cost_ns / max(1, fastest.usage_bytes(self.in_flight)))
+
+    def between(self, fast: TradeOff, small: TradeOff) -> TradeOff | None:
+        """A choice on the hull between two; None where there is none, and the chord is the hull."""
+        most, least = fast.usage_bytes(self.in_flight), small.usage_bytes(self.in_flight)
+        if most <= least:
+            return None
+        found = self._under((small.cost_ns - fast.cost_ns) / (most - least))
+        return found if most > found.usage_bytes(self.in_flight) > least else None
+
+    def _under(self, price: float) -> TradeOff:
+        """The best choice when a byte costs so many ns."""
+        problem = self.built.problem
+        usages = [
+            usage * (self.in_flight if variable.kind == "node" else 1)
+            for usage, variable in zip(problem.usages, self.built.variables, strict=True)
+        ]
+        costs = [_plus(cost, usage, price) for cost, usage in zip(problem.costs, usages, strict=True)]
+        priced = replace(problem, costs=costs, usage_limit=None)
+        return self._read(solve(priced, self.time_limit_s, self.seed).choice)
+
+    def _read(self, choice: Sequence[int]) -> TradeOff:
+        state = saved = 0
+        for variable, usage, option in zip(self.built.variables, self.built.problem.usages, choice, strict=True):
+            if variable.kind == "node":
+                saved += int(usage[option])
+            else:
+                state += int(usage[option])
+        cost = evaluate(replace(self.built.problem, usage_limit=None), choice).cost
+        return TradeOff(tuple(choice), int(cost), state, saved)
 
 
-def _priced(problem: Problem, usages: Sequence[Int64Array], price: float) -> Problem:
-    """Costs with the usages' price in them, and no limit."""
-    costs = [
-        np.where(cost >= INFINITE, INFINITE, np.minimum(cost + np.rint(usage * price).astype(np.int64), INFINITE - 1))
-        for cost, usage in zip(problem.costs, usages, strict=True)
-    ]
-    return replace(problem, costs=costs, usage_limit=None)
-
-
-def _read(built: Built, choice: Sequence[int]) -> TradeOff:
-    by_kind = {"node": 0, "stored": 0}
-    for variable, usage, option in zip(built.variables, built.problem.usages, choice, strict=True):
-        by_kind["node" if variable.kind == "node" else "stored"] += int(usage[option])
-    cost = evaluate(replace(built.problem, usage_limit=None), choice).cost
-    return TradeOff(tuple(choice), int(cost), by_kind["stored"], by_kind["node"])
-
-
-def _widest_gap(found: Sequence[TradeOff], in_flight: int) -> int | None:
-    """Between which neighbours the usage differs by the largest factor; None where no two differ."""
-    factors = [(a.usage_bytes(in_flight) + 1) / (b.usage_bytes(in_flight) + 1) for a, b in pairwise(found)]
-    widest = max(range(len(factors)), key=factors.__getitem__)
-    return widest if factors[widest] > 1.0 else None
-
-
-def _slope(fast: TradeOff, small: TradeOff, in_flight: int) -> float:
-    """Nanoseconds a byte."""
-    return (small.cost_ns - fast.cost_ns) / (fast.usage_bytes(in_flight) - small.usage_bytes(in_flight))
+def _plus(cost: Int64Array, usage: Int64Array, price: float) -> Int64Array:
+    """Costs with the usage's price; what is forbidden stays so."""
+    total = cost + np.rint(usage * price).astype(np.int64)
+    priced: Int64Array = np.where(cost >= INFINITE, INFINITE, np.minimum(total, INFINITE - 1))
+    return priced
