@@ -15,7 +15,7 @@ from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
-from autopar.intraop import LeastMemory, Placements, prepare_placements
+from autopar.intraop import LeastMemory, Placements, Sends, prepare_placements
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
@@ -181,6 +181,7 @@ class Place:
     axes: LogicalMesh
     request: Request
     profile: Profile
+    sends: Sends | None = None
 
     def fit(self, seconds: float, limit: int | None = None) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
@@ -224,7 +225,7 @@ class Place:
         """The intra-op problem."""
         return prepare_placements(
             self.part.graph, self.part.blocks, self.draft(), self._shared, self._storages,
-            (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies,
+            (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends,
         )  # fmt: skip
 
     @property

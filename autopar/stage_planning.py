@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,15 +24,17 @@ from autopar.cost import Profile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop import ChosenStage, Folded, StageKind, best_stages, block_layers, fold, in_flight
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
-from autopar.intraop import TradeOff, TradeOffs
+from autopar.intraop import Sends, TradeOff, TradeOffs
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import Axis
 from autopar.ir.plan import Plan, Prediction, SearchReport
 from autopar.microbatch import one_microbatch_plan
 from autopar.planning import Part, Place, Request, best_plan, divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.simulate import predict, simulate, traffic
 from autopar.simulate.layers import LayerCost, layer_costs
+from autopar.simulate.schedule import without_collector
 from autopar.staging import cut
 from autopar.template import template_recompute
 from autopar.trace import Blocks
@@ -42,8 +44,8 @@ FINALISTS = 4
 """Plans that are built for the whole model and simulated; more where these do not fit."""
 _HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit."""
-_HOPELESS = 1.3
-"""A setting whose costs without any overlap are so many times the best estimate is not looked at further."""
+_HOPELESS = 1.03
+"""A setting whose fastest placements would take so many times the best estimate is not looked at further."""
 _NEVER = 2**62
 _SLACK = 1.08
 """Estimated peaks are up to a tenth too high: what is estimated so little above the limit is tried."""
@@ -85,6 +87,18 @@ class Candidate:
         }  # fmt: skip
 
 
+class _Look(NamedTuple):
+    """What a setting has: the time that its fastest placements would take, the least of what fits, all candidates.
+
+    stride: how many counts, each double the last, until what does not fit may, as if all of it were activations.
+    """
+
+    floor_ns: int
+    least_ns: int
+    found: list[Candidate]
+    stride: int = 1
+
+
 def best_staged_plan(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None
 ) -> Plan:  # fmt: skip
@@ -92,10 +106,11 @@ def best_staged_plan(
 
     Raises InfeasibleError naming the smallest memory limit that can be met.
     """
-    planner = Planner(graph, blocks, request, profile)
-    with reporting(progress, len(planner.shapes)) as report:
-        found = planner.search(report)
-    return planner.best(found, _of_one_stage(graph, blocks, request, profile, progress))
+    with without_collector():
+        planner = Planner(graph, blocks, request, profile)
+        with reporting(progress, len(planner.shapes)) as report:
+            found = planner.search(report)
+        return planner.best(found, _of_one_stage(graph, blocks, request, profile, progress))
 
 
 def _of_one_stage(
@@ -124,6 +139,7 @@ class Planner:
         self.started = time.monotonic()
         self._solver = request.budget.seconds, request.budget.seed
         self.best_ns = _NEVER
+        self.hidden = 1.0  # the least share of all costs in a row that an estimate was
         self.short_part, self.part, self.short_place = (
             cache(self._short_part),
             cache(self._part),
@@ -137,7 +153,28 @@ class Planner:
         return divided(self.graph, self.blocks, microbatches)
 
     def _short_place(self, axes: LogicalMesh, microbatches: int) -> Place:
-        return Place(self.short_part(microbatches), axes, self.request, self.profile)
+        return Place(self.short_part(microbatches), axes, self.request, self.profile, self._sends(axes))
+
+    def _sends(self, axes: LogicalMesh) -> Sends | None:
+        """Every border of layers is one of stages, as often as there are fewer of these."""
+        size, mesh = math.prod(axis.size for axis in axes), self.request.mesh
+        stages = mesh.num_devices // size
+        if stages == 1:
+            return None
+        times = (stages - 1) / (self.layers.count - 1)
+        distance = 1 if stages * size <= mesh.devices_per_node else mesh.devices_per_node
+        return Sends(Axis("stages", 2, distance), dict.fromkeys(self._crossing, times))
+
+    @cached_property
+    def _crossing(self) -> list[str]:
+        """Tensors that a layer makes and a later one reads."""
+        graph, members = self.folded.graph, self._short_members
+        return [
+            name
+            for node in graph.nodes
+            for name in node.results
+            if any(members[user.name][-1] > members[node.name][-1] for user, _ in graph.consumers[name])
+        ]
 
     @cached_property
     def counts(self) -> list[int]:
@@ -191,68 +228,74 @@ class Planner:
         return found
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
-        """Up from the first count whose bubble is small, as long as it gets better or nothing fits; then down."""
+        """Up from the first count whose bubble is small, as long as it gets better or nothing fits; else down."""
         stages = self.request.mesh.num_devices // size
-        counts = self.counts
-        start = next((n for n, count in enumerate(counts) if count >= 4 * (stages - 1)), len(counts) - 1)
-        found: list[Candidate] = []
-        number, best, first = start, _NEVER, start
-        while number < len(counts):
-            here = self._candidates(Setting(axes, size, stages, counts[number]))
-            found += here
-            least = self._least(here)
-            if not here or (best < _NEVER and least >= best):
+        start = next((n for n, count in enumerate(self.counts) if count >= 4 * (stages - 1)), len(self.counts) - 1)
+
+        def look(number: int) -> _Look:
+            return self._look(Setting(axes, size, stages, self.counts[number]))
+
+        first = last = look(start)
+        found, number = list(first.found), start + first.stride
+        while number < len(self.counts):
+            here = look(number)
+            found += here.found
+            worse = here.floor_ns > last.floor_ns and here.floor_ns >= self.best_ns
+            if worse or (last.least_ns < _NEVER and here.least_ns >= last.least_ns):
                 break
-            if least < _NEVER:
-                first = min(number, first) if best < _NEVER else number
-            best = min(best, least)
-            number += self._stride(here) if least == _NEVER else 1
-        for number in range(first - 1, -1, -1):
-            here = self._candidates(Setting(axes, size, stages, counts[number]))
-            found += here
-            if self._least(here) >= best:
-                break
-            best = self._least(here)
+            number, last = number + here.stride, here
+        if last is first and first.least_ns < _NEVER:
+            for number in range(start - 1, -1, -1):
+                here = look(number)
+                found += here.found
+                if here.least_ns >= last.least_ns:
+                    break
+                last = here
         return found
 
     def _least(self, found: Sequence[Candidate]) -> int:
         return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=_NEVER)
 
-    def _stride(self, found: Sequence[Candidate]) -> int:
-        """How many counts, each double the last, until what does not fit may: as if all of it were activations."""
-        least = min(candidate.peak_bytes for candidate in found)
-        return max(1, int(math.log2(least / self.admitted)))
+    def _look(self, setting: Setting) -> _Look:
+        """The variants and schedules of a setting that may be the best.
 
-    def _candidates(self, setting: Setting) -> list[Candidate]:
-        """The variants and schedules of a setting that may be the best; none where its costs say that none can be."""
+        Its floor is what the fastest placements would take if they fitted. Where that is no better than the best so
+        far, nothing else is looked at; where even all costs in a row are far from it, not even that.
+        """
         place = self.short_place(setting.axes, setting.microbatches)
         stages, count = setting.num_stages, setting.microbatches
         try:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
-            if fastest.cost_ns / stages * (count + stages - 1) / count > _HOPELESS * self.best_ns:
-                return []
-            return self._variants(setting, place, curve, fastest)
+            in_a_row = int(fastest.cost_ns / stages * (count + stages - 1) / count)
+            if in_a_row * self.hidden > _HOPELESS * self.best_ns:
+                return _Look(in_a_row, _NEVER, [])
+            found = self._staged(setting, place, fastest, "none")
+            floor = min(candidate.step_ns for candidate in found)
+            self.hidden = min(self.hidden, floor / in_a_row)
+            if floor < _HOPELESS * self.best_ns and self._least(found) == _NEVER:
+                found += self._variants(setting, place, curve, fastest)
         except InfeasibleError:
-            return []
+            return _Look(_NEVER, _NEVER, [])
+        least = self._least(found)
+        self.best_ns = min(self.best_ns, least)
+        peak = min(candidate.peak_bytes for candidate in found)
+        stride = max(1, int(math.log2(peak / self.admitted))) if least == _NEVER else 1
+        return _Look(floor, least, found, stride)
 
     def _variants(self, setting: Setting, place: Place, curve: TradeOffs, fastest: TradeOff) -> list[Candidate]:
         """For each recomputation the fastest placements that fit, nothing where others are faster anyway.
 
         What is computed again makes nothing faster: it is looked at where without it too little fits.
         """
-        found = self._staged(setting, place, fastest, "none")
-        if self._least(found) < _NEVER:
-            return self._noted(found)
         smallest = curve.smallest(fastest)
-        most = [*self.recomputations][-1]
-        found += self._staged(setting, place, smallest, most)
+        found = self._staged(setting, place, smallest, [*self.recomputations][-1])
         if self._least(found) == _NEVER:
             return found
         for recompute in self.recomputations:
             limits = curve if recompute != "full" else replace(curve, in_flight=0)
             found += self._fitted(setting, place, limits, (fastest, smallest), recompute, self._least(found))
-        return self._noted(found)
+        return found
 
     def _fitted(
         self, setting: Setting, place: Place, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str,
@@ -272,10 +315,6 @@ class Planner:
                 break
             found += (here := self._staged(setting, place, between, recompute))
             fast, small = (fast, between) if self._least(here) < _NEVER else (between, small)
-        return found
-
-    def _noted(self, found: list[Candidate]) -> list[Candidate]:
-        self.best_ns = min(self.best_ns, self._least(found))
         return found
 
     def _staged(self, setting: Setting, place: Place, choice: TradeOff, recompute: str) -> list[Candidate]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +18,7 @@ from autopar.intraop.problem import NO_PATH_NS
 from autopar.intraop.strategies import Strategy
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import Placement, local_shape
+from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import region_of
@@ -37,6 +39,16 @@ OPTIMIZER_BYTES = {
 }
 
 
+class Sends(NamedTuple):
+    """What is sent to another stage if stages begin anywhere: by tensor, how often a microbatch on average.
+
+    axis: as long as the two submeshes, with the distance of their equal ranks.
+    """
+
+    axis: Axis
+    times: Mapping[str, float]
+
+
 class ProfiledCosts:
     """Implements `builder.Costs` for one logical mesh."""
 
@@ -50,7 +62,9 @@ class ProfiledCosts:
         optimizer: str | None,
         microbatches: int = 1,
         recompute: tuple[str, ...] = (),
+        sends: Sends | None = None,
     ) -> None:
+        self.sends = sends
         self.graph, self.axes, self.profile = graph, axes, profile
         self.recompute = recompute  # module paths that keep nothing for the backward pass
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
@@ -73,7 +87,21 @@ class ProfiledCosts:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
-        return (forward + (backward if self.train else 0) + self._inner_ns(node, strategy)) * self.microbatches
+        own = forward + (backward if self.train else 0) + self._inner_ns(node, strategy)
+        return (own + self._sent_ns(node, strategy)) * self.microbatches
+
+    def _sent_ns(self, node: Node, strategy: Strategy) -> int:
+        """What sending the results to another stage takes, and their gradients back; summands are sent summed."""
+        if self.sends is None:
+            return 0
+        total = 0.0
+        for name, shape in zip(node.results, self._shapes(node.results, strategy.results), strict=True):
+            if name in self.sends.times:
+                tensor = self.graph.tensors[name]
+                size = math.prod(shape) * tensor.itemsize
+                one = collective_time_ns("send", size, self.sends.axis, self.devices_per_node, self.profile)
+                total += one * self.sends.times[name] * (1 + (tensor.differentiable and self.train))
+        return int(total)
 
     def _inner_ns(self, node: Node, strategy: Strategy) -> int:
         """What the operator communicates inside, both ways."""

@@ -10,7 +10,7 @@ import numpy as np
 from autopar.cost import Profile
 from autopar.intraop.alternatives import explain_choices
 from autopar.intraop.builder import Built, Representatives, StorageOptions, build
-from autopar.intraop.costs import ProfiledCosts
+from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.solver import solve
@@ -31,16 +31,17 @@ class LeastMemory:
 def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
     constraints: Sequence[Constraint] = (), whole: Graph | None = None, copies: Mapping[str, int] | None = None,
+    sends: Sends | None = None,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
     `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
-    stored tensors one stands for, by name, where not one.
+    stored tensors one stands for, by name, where not one. `sends`: what other stages are sent.
     Raises InfeasibleError when the constraints leave no strategy.
     """
     per_node = draft.mesh.devices_per_node
     costs = ProfiledCosts(
-        graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches, draft.recompute
+        graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches, draft.recompute, sends
     )
     built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole, copies=copies)
     return Placements(graph, blocks, draft, costs, built)

@@ -36,14 +36,14 @@ def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True
     goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
     that lacks a redistribution.
     """
-    with _without_collector():
+    with without_collector():
         step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
         step.run()
         return step.timeline()
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Many small objects and no cycles: the collector would go through all that torch has loaded, for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
