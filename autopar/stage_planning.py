@@ -40,15 +40,15 @@ from autopar.template import template_recompute
 from autopar.trace import Blocks
 
 _FEW_DEVICES = 8
-FINALISTS = 4
+FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit."""
 _HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit."""
 _HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further."""
 _NEVER = 2**62
-_SLACK = 1.08
-"""Estimated peaks are up to a tenth too high: what is estimated so little above the limit is tried."""
+_SLACK = 1.03
+"""Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried."""
 _CHUNKS = (2, 4)
 RECOMPUTE = ("none", "block", "full")
 
@@ -230,7 +230,7 @@ class Planner:
     def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
         """Up from the first count whose bubble is small, as long as it gets better or nothing fits; else down."""
         stages = self.request.mesh.num_devices // size
-        start = next((n for n, count in enumerate(self.counts) if count >= 4 * (stages - 1)), len(self.counts) - 1)
+        start = next((n for n, count in enumerate(self.counts) if count >= 8 * (stages - 1)), len(self.counts) - 1)
 
         def look(number: int) -> _Look:
             return self._look(Setting(axes, size, stages, self.counts[number]))

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.cost import Profile, collective_time_ns, node_time_ns
+from autopar.cost.compute import pointwise_time_ns
 from autopar.cost.memory import Extra, Saved, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.problem import NO_PATH_NS
@@ -151,12 +152,30 @@ class ProfiledCosts:
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
 
     def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
-        """Gathers before use (again before backward when regathered) and gradient synchronisation after."""
+        """Gathers before use (again before backward when regathered), gradient synchronisation after, and adding up
+        the gradients of the microbatches."""
         sources = [storage.placement for storage in storages]
         forward, backward = self._routes(tensor).times(sources, targets)
         gathers = np.array([self._num_gathers(storage) for storage in storages])[:, None]
         reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
-        return np.where(forward >= UNREACHABLE, NO_PATH_NS, forward * gathers + backward * reductions)
+        total = forward * gathers + backward * reductions + self._added_up_ns(tensor, storages, targets)
+        return np.where(forward >= UNREACHABLE, NO_PATH_NS, total)
+
+    def _added_up_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
+        """Adding each microbatch's gradient to those before it: as used, or as stored if it is reduced first."""
+        added = np.zeros((len(storages), len(targets)), dtype=np.int64)
+        if self.microbatches == 1 or not (tensor.differentiable and self.train):
+            return added
+
+        def once(placement: Placement) -> int:
+            size = math.prod(self._local(tensor.shape, placement)) * self.graph.kept(tensor.name).itemsize
+            return pointwise_time_ns(3 * size, self.profile) * (self.microbatches - 1)
+
+        added[:] = [once(target) for target in targets]
+        for row, storage in enumerate(storages):
+            if storage.regather or storage.reduce_each_microbatch:
+                added[row] = once(storage.placement)
+        return added
 
     def _num_gathers(self, storage: Storage) -> int:
         """A step; a regathered parameter is gathered for the forward and the backward pass of each microbatch."""
