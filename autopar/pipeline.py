@@ -142,15 +142,15 @@ def timeline_of(
     """The simulated step of a plan that was read from a file. Raises like `verify`."""
     graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
     verifier.verify(graph, plan, admits)
-    return _simulated(graph, plan)
+    return simulated_step(graph, plan)
 
 
 def _with_simulator(plan: Plan, graph: Graph) -> Plan:
     """The plan with what `plan.timeline()` calls."""
-    return replace(plan, simulator=partial(_simulated, graph))
+    return replace(plan, simulator=partial(simulated_step, graph))
 
 
-def _simulated(graph: Graph, plan: Plan) -> Timeline:
+def simulated_step(graph: Graph, plan: Plan) -> Timeline:
     """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
     part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
     return simulate(part, one_microbatch_plan(plan), load_profile(plan.mesh.profile))

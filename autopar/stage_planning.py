@@ -29,7 +29,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.ir.plan import Plan, Prediction, SearchReport
-from autopar.microbatch import one_microbatch_plan
 from autopar.planning import Part, Place, Request, best_plan, divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.simulate import predict, simulate, traffic
@@ -47,6 +46,12 @@ _HALVINGS = 3
 _HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further."""
 _NEVER = 2**62
+_LIKELY_STAGES = 8
+"""The number of stages that is looked at first: what comes later is judged by what was found."""
+_SHARE = 0.6
+"""Of the budget for the search; the rest is for simulating the best."""
+_FULL = 4
+"""With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins."""
 _SLACK = 1.03
 """Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried."""
 _CHUNKS = (2, 4)
@@ -137,6 +142,7 @@ class Planner:
         self.admitted = int(self.limit * _SLACK)
         self.stop_reason = "all settings"
         self.started = time.monotonic()
+        self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self._solver = request.budget.seconds, request.budget.seed
         self.best_ns = _NEVER
         self.hidden = 1.0  # the least share of all costs in a row that an estimate was
@@ -193,7 +199,7 @@ class Planner:
                 f"expected a number of stages that {mesh} and {self.layers.count} layers allow, found "
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
-        sizes.sort(key=lambda size: abs(math.log2(size / mesh.devices_per_node)))
+        sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / _LIKELY_STAGES)))
         return [(size, axes) for size in sizes for axes in logical_shapes(size, mesh.devices_per_node)]
 
     @cached_property
@@ -214,7 +220,7 @@ class Planner:
     def search(self, report: Report) -> list[Candidate]:
         """Everything that was looked at in time, the fastest by estimate first."""
         found: list[Candidate] = []
-        deadline = self.started + self.request.budget.seconds
+        deadline = self.started + _SHARE * self.request.budget.seconds
         for size, axes in self.shapes:
             if found and time.monotonic() > deadline:
                 self.stop_reason = "time limit"
@@ -228,29 +234,31 @@ class Planner:
         return found
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
-        """Up from the first count whose bubble is small, as long as it gets better or nothing fits; else down."""
+        """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
         stages = self.request.mesh.num_devices // size
-        start = next((n for n, count in enumerate(self.counts) if count >= 8 * (stages - 1)), len(self.counts) - 1)
+        counts = self.counts
+        start = next((n for n, count in enumerate(counts) if count >= _FULL * (stages - 1)), len(counts) - 1)
 
         def look(number: int) -> _Look:
-            return self._look(Setting(axes, size, stages, self.counts[number]))
+            return self._look(Setting(axes, size, stages, counts[number]))
 
         first = last = look(start)
-        found, number = list(first.found), start + first.stride
-        while number < len(self.counts):
+        found, number, is_better_above = list(first.found), start + first.stride, False
+        while number < len(counts):
             here = look(number)
             found += here.found
             worse = here.floor_ns > last.floor_ns and here.floor_ns >= self.best_ns
             if worse or (last.least_ns < _NEVER and here.least_ns >= last.least_ns):
                 break
+            is_better_above |= here.floor_ns < first.floor_ns or here.least_ns < first.least_ns
             number, last = number + here.stride, here
-        if last is first and first.least_ns < _NEVER:
-            for number in range(start - 1, -1, -1):
-                here = look(number)
-                found += here.found
-                if here.least_ns >= last.least_ns:
-                    break
-                last = here
+        last = first
+        for number in () if is_better_above else range(start - 1, -1, -1):
+            here = look(number)
+            found += here.found
+            if here.least_ns >= last.least_ns and here.floor_ns >= last.floor_ns:
+                break
+            last = here
         return found
 
     def _least(self, found: Sequence[Candidate]) -> int:
@@ -378,21 +386,23 @@ class Planner:
     def best(self, found: Sequence[Candidate], others: Sequence[Plan]) -> Plan:
         """The fastest by simulation of the best that fit, and of other plans. Raises InfeasibleError."""
         tried: list[dict[str, Any]] = []
-        plans: list[tuple[int, Candidate]] = []
+        plans: list[tuple[Candidate, Prediction]] = []
+        deadline = self.started + self.request.budget.seconds
         for candidate in _distinct(found, self.admitted):
             tried.append(candidate.row)
             predicted = self._simulated(candidate, tried[-1])
             if predicted.peak_bytes <= self.limit:
-                plans.append((predicted.step_time_ns, candidate))
-            if len(plans) == FINALISTS or len(tried) == 4 * FINALISTS:
+                plans.append((candidate, predicted))
+            is_late = bool(plans) and time.monotonic() > deadline
+            if len(plans) == FINALISTS or len(tried) == 4 * FINALISTS or is_late:
                 break
         rest = min(others, key=lambda plan: plan.predicted.step_time_ns, default=None)
         if rest is not None:
             tried += [dict(row) for row in rest.search.tried]
-            if not plans or rest.predicted.step_time_ns <= min(plans, key=lambda pair: pair[0])[0]:
+            if all(rest.predicted.step_time_ns <= predicted.step_time_ns for _, predicted in plans):
                 return replace(rest, search=replace(rest.search, tried=tuple(tried)))
-        chosen = min(plans, key=lambda pair: pair[0])[1] if plans else self._smallest(tried)
-        return self.stated(chosen, tried)
+        plans = plans or [self._smallest(tried)]
+        return self.stated(*min(plans, key=lambda pair: pair[1].step_time_ns), tried)
 
     def _simulated(self, candidate: Candidate, row: dict[str, Any]) -> Prediction:
         """What the simulator says of a candidate, noted in its row."""
@@ -422,18 +432,16 @@ class Planner:
         firsts = [n * size % self.request.mesh.num_devices for n in range(max(candidate.stage_of_layer) + 1)]
         return cut(graph, plan, members, firsts, candidate.schedule)
 
-    def stated(self, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> Plan:
+    def stated(self, candidate: Candidate, predicted: Prediction, tried: Sequence[Mapping[str, Any]]) -> Plan:
         """The candidate as a plan for the step, on all axes, with its prediction."""
         part = self.part(candidate.setting.microbatches)
-        plan = replace(self._placed(candidate), search=self._report(candidate, tried))
+        plan = replace(self._placed(candidate), predicted=predicted, search=self._report(candidate, tried))
         short = self.short_place(candidate.setting.axes, candidate.setting.microbatches)
         plan = replace(plan, choices=short.placements.explained(candidate.choice.choice))
         if candidate.setting.num_stages == 1:
-            predicted = predict(simulate(part.graph, plan, self.shared))
-            return part.on_all_axes(replace(plan, predicted=replace(predicted, comm_bytes=traffic(part.graph, plan))))
-        part = replace(part, cut=lambda whole: self._cut(whole, candidate, self.graph))
-        plan = part.in_stages(plan)
-        return replace(plan, predicted=predict(simulate(part.graph, one_microbatch_plan(plan), self.shared)))
+            sent = traffic(part.graph, plan)
+            return part.on_all_axes(replace(plan, predicted=replace(predicted, comm_bytes=sent)))
+        return replace(part, cut=lambda whole: self._cut(whole, candidate, self.graph)).in_stages(plan)
 
     def _report(self, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> SearchReport:
         return SearchReport(
@@ -448,19 +456,22 @@ class Planner:
 
     # Where nothing fits ----------------------------------------
 
-    def _smallest(self, tried: list[dict[str, Any]]) -> Candidate:
+    def _smallest(self, tried: list[dict[str, Any]]) -> tuple[Candidate, Prediction]:
         """The candidate with the least simulated peak, if that fits. Which are simulated does not depend on the limit.
 
         Raises InfeasibleError naming that peak, or the one that plans of one stage can do with, whichever is less.
         """
         small = sorted(self._frugal(), key=lambda candidate: (candidate.peak_bytes, candidate.step_ns))[:FINALISTS]
-        peaks = []
+        simulated = []
         for candidate in small:
             tried.append(candidate.row)
-            peaks.append((self._simulated(candidate, tried[-1]).peak_bytes, candidate))
-        needed, chosen = min(peaks, key=lambda pair: pair[0])
+            simulated.append((candidate, self._simulated(candidate, tried[-1])))
+        if not simulated:
+            raise self.refusal
+        chosen, predicted = min(simulated, key=lambda pair: pair[1].peak_bytes)
+        needed = predicted.peak_bytes
         if needed <= self.limit:
-            return chosen
+            return chosen, predicted
         row = chosen.row
         raise InfeasibleError(
             f"expected a plan within memory_limit = {self.limit:,} bytes a device of {self.request.mesh}, found none: "

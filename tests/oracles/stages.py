@@ -27,15 +27,9 @@ def every_choice(rows: Sequence[Row], layers: int, devices: int) -> Iterator[lis
 
 
 def held(schedule: str, position: int, count: int, microbatches: int) -> int:
-    """Microbatches whose forward pass a stage has made and whose backward pass it has not, at most: by playing them."""
-    if schedule == "gpipe":
-        return microbatches
-    ahead = most = 0
-    warm = min(microbatches, count - position)
-    for _ in range(warm):
-        ahead += 1
-        most = max(most, ahead)
-    return most
+    """Microbatches whose forward pass a stage has made before it makes the first backward one."""
+    warm_up = count - position  # a microbatch goes through as many stages before its gradient comes back
+    return microbatches if schedule == "gpipe" or warm_up > microbatches else warm_up
 
 
 def objective(rows: Sequence[Row], stages: list[tuple[int, int, int]], microbatches: int) -> int:
