@@ -145,7 +145,6 @@ class Rank(nn.Module):
         self._reducer.begin_microbatch(is_last=index == self._program.MICROBATCHES - 1)
         try:
             loss = self._loss(self._program(*inputs))
-            self._gatherer.in_backward = True
             loss.backward()  # type: ignore[no-untyped-call]
             self._reducer.end_microbatch()
         finally:
