@@ -52,7 +52,7 @@ def _kinds(kinds: Mapping[str, list[str]]) -> str:
 
 
 def _stage(plan: Plan, number: int) -> str:
-    """ "stage 1     ranks 4 to 7: 6 blocks, layers.6 to layers.11", with the stage's axes where stages differ in them."""
+    """ "stage 1     ranks 4 to 7: 6 blocks, layers.6 to layers.11", with its axes where stages differ in them."""
     stage = plan.stages[number]
     inside = dict.fromkeys(
         path for name in stage.nodes for path in _block_paths(plan) if f"{_module(plan, name)}.".startswith(f"{path}.")
