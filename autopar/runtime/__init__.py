@@ -28,8 +28,9 @@ from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
-from autopar.runtime.randomness import draw, recompute, reference_dropout, seed_dropout, set_exact_dropout
+from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
 from autopar.runtime.rank import Rank
+from autopar.runtime.recomputing import recomputed
 from autopar.runtime.redistribute import redistribute
 
 __all__ = [
@@ -73,7 +74,7 @@ __all__ = [
     "mean",
     "microbatch",
     "native_dropout",
-    "recompute",
+    "recomputed",
     "redistribute",
     "reference_dropout",
     "routed_experts",

@@ -116,6 +116,8 @@ class Local:
         self.reducer.begin_microbatch(is_last=self._backward_passes == self.program.MICROBATCHES)
         run()
         self.reducer.end_microbatch()
+        for buffer in self.buffers.values():
+            buffer.forget_update()
 
     def end_pass(self) -> None:
         """Frees what the pass has gathered."""

@@ -37,10 +37,14 @@ class Axis:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """Where a step is: the microbatch that runs, and the count by which its mean loss is divided."""
+    """Where a step is: the microbatch that runs, and the count by which its mean loss is divided.
+
+    is_again: what runs is a block that the backward pass recomputes.
+    """
 
     microbatch: int = 0
     count: torch.Tensor | float | None = None
+    is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

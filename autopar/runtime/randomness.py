@@ -10,20 +10,22 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_slices, parse_placement
 
 State = dict[torch.device, Tensor]
+Position = tuple[
+    tuple[int, int], int, State
+]  # stage and microbatch, the next draw, the states of exact mode's generators
 
 
 @dataclass(slots=True)
@@ -216,32 +218,18 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return x * mask.to(x.dtype) if p == 1 else x * mask.to(x.dtype).div_(1 - p)
 
 
-def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a block without saving what it computes, and again in the backward pass, with the same masks."""
-    return checkpoint(function, *args, use_reentrant=False, context_fn=_replay)
+def position() -> Position:
+    """Where the stream of draws is within a step."""
+    return (
+        _stream.place,
+        _stream.draw,
+        {device: generator.get_state() for device, generator in _stream.generators.items()},
+    )
 
 
-def _replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _draw_from(_stream.place, _stream.draw, _generator_states())
-
-
-def _generator_states() -> State:
-    return {device: generator.get_state() for device, generator in _stream.generators.items()}
-
-
-@contextmanager
-def _draw_from(place: tuple[int, int], draw: int, states: State) -> Iterator[None]:
-    held = _stream.place, _stream.draw, _generator_states()
-    _go_to(place, draw, states)
-    try:
-        yield
-    finally:
-        _go_to(*held)
-
-
-def _go_to(place: tuple[int, int], draw: int, states: State) -> None:
-    """Sets both streams back, or forth; a generator that did not draw yet starts anew."""
-    _stream.place, _stream.draw = place, draw
+def go_to(position: Position) -> None:
+    """Sets the stream back, or forth; a generator of exact mode that did not draw there starts anew."""
+    _stream.place, _stream.draw, states = position
     for device in set(_stream.generators) - set(states):
         del _stream.generators[device]
     for device, state in states.items():

@@ -60,6 +60,10 @@ class StoredBuffer:
             self.latest = value
             self.holder.__dict__[self.attribute] = value.to(self.used.dtype)
 
+    def forget_update(self) -> None:
+        """After a backward pass: what recomputed blocks have set again."""
+        self.holder.pending_updates.pop(self.attribute, None)
+
     def commit_update(self) -> None:
         """At the end of a step: stores what forward has set, if it did."""
         if self.latest is not None:

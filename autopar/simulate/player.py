@@ -3,7 +3,8 @@
 Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the
 unit before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon
 as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
-link level queue. A region that is recomputed runs again before its first backward item.
+link level queue. A region that is recomputed runs again before the first backward item that needs something of it;
+units in it are launched one ahead, as in the forward pass, and stay for the backward pass.
 
 A pass that begins in the same state as an earlier one of its kind is that one, later: it is played once.
 """
@@ -237,7 +238,7 @@ class Player:
             if item.unit not in (current, ROOT):
                 current = item.unit
                 self._enter(current, -1)
-            if item.region >= 0 and item.region not in recomputed:
+            if item.region >= 0 and item.needs_saved and item.region not in recomputed:
                 recomputed.add(item.region)
                 self._recompute(item.region)
             self._run_backward(number, item)
@@ -308,8 +309,17 @@ class Player:
                 self._late.append(bucket)
 
     def _recompute(self, region: int) -> None:
-        for number in self.orders.regions[region]:
-            self._run(number, self.program.items[number], "recompute", self.lifetimes.recompute)
+        numbers = self.orders.regions[region]
+        units = list(dict.fromkeys(self.program.items[number].unit for number in numbers))
+        current = ROOT
+        for number in numbers:
+            item = self.program.items[number]
+            if item.unit not in (current, ROOT):
+                current = item.unit
+                for unit in units[units.index(current) :][:2]:
+                    self._launch(unit)
+                self._unpack(current)
+            self._run(number, item, "recompute", self.lifetimes.recompute)
 
     def _change(self, changes: Changes, number: int, first: int, last: int, kind: str) -> None:
         if number in changes.taken:

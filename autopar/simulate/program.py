@@ -26,13 +26,13 @@ from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import leaving_placement, maker_of, stage_graph
-from autopar.ir.structure import region_of
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, graph_facts
+from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.shapes import LocalShapes
-from autopar.simulate.traffic import inner_collectives
+from autopar.simulate.traffic import inner_collectives, reached_tensors
 
 OPTIMIZER_KERNELS = {
     "cpu": 8,
@@ -93,8 +93,13 @@ class Item:
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
     unit: int = 0
-    region: int = -1
+    region: int = -1  # what the backward pass runs again together, −1 for nothing
     runs_backward: bool = False
+
+    @property
+    def needs_saved(self) -> bool:
+        """Whether its backward pass reads what was saved."""
+        return self.runs_backward and bool(self.saved or self.extra_bytes)
 
 
 @dataclass(slots=True)
@@ -242,8 +247,9 @@ class _Lowering:
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
-        self.regions: dict[str, int] = {}
+        self.recomputed = frozenset(plan.recompute)
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
+        self.recomputation = Recomputation(graph, plan, reached_tensors(graph) if self.trains else set())
 
     def run(self) -> Program:
         program = self.program
@@ -289,14 +295,14 @@ class _Lowering:
         self.program.values.append(Value(tensor, shape, num_bytes, storage, item, slot, differentiable))
         return number
 
-    def _operand(self, tensor: str, placement: Placement, unit: int, region: int) -> int:
+    def _operand(self, tensor: str, placement: Placement, unit: int) -> int:
         """The value that an operator reads: as it was made, or converted here, once for all its readers."""
         known = self.known.get((tensor, placement))
         if known is not None and tensor not in self.plan.storage:
             return known
         if tensor in self.plan.storage:
             return self._slot(tensor, placement)
-        return self._conversion(tensor, placement, unit, region)
+        return self._conversion(tensor, placement, unit)
 
     def _route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
         if self.placements[tensor] == target:
@@ -399,12 +405,12 @@ class _Lowering:
     def _send(self, name: str, placement: Placement) -> None:
         """A tensor for later stages: an item without results, which keeps its memory until its gradient is there."""
         program = self.program
-        value = self._operand(name, placement, 0, -1)
+        value = self._operand(name, placement, 0)
         program.sends[name, placement] = value
         storage = program.values[value].storage
         program.items.append(Item(f"send {name}", inputs=(value,), outputs=(), saved=(storage,)))
 
-    def _conversion(self, tensor: str, target: Placement, unit: int, region: int) -> int:
+    def _conversion(self, tensor: str, target: Placement, unit: int) -> int:
         program = self.program
         source = self.known[tensor, self.placements[tensor]]
         steps = self._route(tensor, target)
@@ -430,7 +436,7 @@ class _Lowering:
                 passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
                 workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
-                region=region,
+                region=self.recomputation.of_conversion((tensor, target)),
             )
         )
         return value
@@ -445,9 +451,9 @@ class _Lowering:
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
         facts = self.facts.nodes[node.name]
-        unit, region = self._unit(node.scope.module), self._region(node.scope.module)
+        unit = self._unit(node.scope.module)
         read = zip(node.operands, placements.operands, strict=True)
-        inputs = [self._operand(tensor, placement, unit, region) for tensor, placement in read]
+        inputs = [self._operand(tensor, placement, unit) for tensor, placement in read]
         number = len(program.items)
         outputs = [
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
@@ -470,7 +476,7 @@ class _Lowering:
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
-                region=region,
+                region=self.recomputation.of_node(node.name),
             )
         )
 
@@ -539,21 +545,15 @@ class _Lowering:
                 storages.append(self.program.values[values[kept]].storage)
         return tuple(dict.fromkeys(storages)), extra
 
-    # Units and regions ----------------------------------------
+    # Units ----------------------------------------
 
     def _unit(self, name: str) -> int:
         """The block around a module or parameter, numbered in order of appearance; the program itself is 0."""
-        path = self.facts.block_of(name)
+        path = self.facts.block_of(name, self.recomputed)
         if path not in self.units:
             self.units[path] = len(self.units)
             self.program.units.append(path)
         return self.units[path]
-
-    def _region(self, module: str) -> int:
-        """Which recomputed module path a node lies in; −1 for none."""
-        if module not in self.regions:
-            self.regions[module] = region_of(self.plan.recompute, module)
-        return self.regions[module]
 
     # What stays ----------------------------------------
 
