@@ -124,7 +124,7 @@ def test_simulated_bytes_are_what_the_busiest_rank_sends(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["1+3", "2+2 dp tp", "zero 3"])
-def test_gradients_of_what_unequal_stages_keep_go_to_the_first_and_back(name: str) -> None:
+def test_gradients_of_what_unequal_stages_keep_are_summed_over_the_stages(name: str) -> None:
     plan = staged(name, tied=True)
     verifier.verify(graph_of(name, tied=True), plan, admits)
     for lane in timeline(name, plan).lanes:
