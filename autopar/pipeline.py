@@ -30,7 +30,7 @@ from autopar.simulate import Timeline, simulate
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
-from autopar.unequal import UnequalStages
+from autopar.unequal import UnequalStages, best_unequal_plan
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
@@ -64,11 +64,17 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
-        plan = best_plan(graph, find_blocks(graph), request, load_profile(mesh.profile), progress)
+        plan = _found(graph, request, progress)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)
     return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
+
+
+def _found(graph: Graph, request: Request, progress: Report | None) -> Plan:
+    if not request.mesh.is_homogeneous:
+        return best_unequal_plan(graph, find_blocks(graph), request, profiles_of(request.mesh), progress)
+    return best_plan(graph, find_blocks(graph), request, load_profile(request.mesh.profile), progress)
 
 
 def template_plan(
@@ -119,7 +125,8 @@ def template_of_graph(
     again = template_recompute(graph, paths, recompute)
     request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
     if by_speed:
-        stages = UnequalStages(part, axes, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
+        kinds = {group.profile: axes for group in mesh.groups}
+        stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
