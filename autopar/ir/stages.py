@@ -120,6 +120,11 @@ def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
     for name, placement in plan.stages[index].inputs.items():
         if name in graph.inputs:
             continue
+        if len(placement) != len(plan.stages[index].axes):
+            raise PlacementError(
+                f"stage {index}: expected {name} with a type for each of {len(plan.stages[index].axes)} axes, "
+                f"found [{format_placement(placement)}]"
+            )
         leaving_placement(graph, plan, index, name)
         if not _are_equally_long(plan.stages[maker_of(graph, plan, index, name)].axes, plan.stages[index].axes):
             _check_arrival(graph, plan, index, name, placement)
@@ -128,7 +133,7 @@ def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
 def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placement: Placement) -> None:
     axes, tensor = plan.stages[index].axes, graph.tensors[name]
     dims = [type_.dim for type_ in placement if type_.kind == "S"]
-    fine = len(placement) == len(axes) and all(0 <= dim < len(tensor.shape) for dim in dims)
+    fine = all(0 <= dim < len(tensor.shape) for dim in dims)
     if not fine or not may_cross(tensor, placement, axes):
         raise PlacementError(
             f"{_where(graph.producers[name], index)}: expected {name} to come from other axes "

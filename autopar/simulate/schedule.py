@@ -245,7 +245,7 @@ class _Step:
             submesh.free_ns = submesh.links[tie.link] = start + tie.duration_ns
             task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
             submesh.pieces.append(Piece(start, "", [task], []))
-            submesh.hand(tie.collective, tie.num_bytes)
+            submesh.hand("all_reduce", tie.num_bytes)
 
     def _wait_for_home(self, submesh: _Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
