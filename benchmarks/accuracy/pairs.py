@@ -124,6 +124,12 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "zero2-microbatches": {"dp": 2, "zero": 2, "microbatches": 2},
     "zero3-microbatches": {"dp": 2, "zero": 3, "microbatches": 2},
     "tp-microbatches": {"tp": 2, "microbatches": 4},
+    "dp-full": {"dp": 2, "recompute": "full"},
+    "dp-block": {"dp": 2, "recompute": "block"},
+    "zero3-full": {"dp": 2, "zero": 3, "recompute": "full"},
+    "zero3-block-microbatches": {"dp": 2, "zero": 3, "recompute": "block", "microbatches": 2},
+    "tp-block": {"tp": 2, "recompute": "block"},
+    "sp-full": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
 }
 #: parameters that "mixed" splits; the other matrices are used whole, on samples that are split
 SPLIT_WHEN_MIXED = {
