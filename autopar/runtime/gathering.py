@@ -36,7 +36,8 @@ class Unit:
         self.kept = [slot for slot in slots if not slot.parameter.declared.regather]
         self.regathered = [slot for slot in slots if slot.parameter.declared.regather]
         self.has_run = False  # forward, in this microbatch
-        self.awaits_backward = False
+        self.in_flight = 0  # microbatches that have run forward, and not yet backward
+        self.awaits_backward = False  # in this backward pass
         self.runs_backward = False  # seen in the microbatch before: it is prefetched for the backward pass
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
         self._under_way: list[Callable[[], None]] = []
@@ -100,16 +101,26 @@ class Gatherer:
     def begin_step(self) -> None:
         """Starts to convert everything that is converted once a step. The stored shards may be new since."""
         for unit in self.units:
+            unit.in_flight = 0
             if unit.kept:
                 unit.launch_kept()
 
-    def begin_microbatch(self) -> None:
+    def begin_forward(self) -> None:
+        """A microbatch's forward pass begins."""
         self._visited = []
         for unit in self.units:
-            unit.has_run = unit.awaits_backward = False
-            unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
+            unit.has_run = False
 
-    def end_microbatch(self) -> None:
+    def begin_backward(self) -> None:
+        """A microbatch's backward pass begins: its own forward pass, or that of another, may have just ended."""
+        for unit in self.units:
+            unit.awaits_backward = unit.in_flight > 0
+            unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
+            if unit.is_root:
+                unit.launch()
+                unit.finish()
+
+    def end_pass(self) -> None:
         """Frees whatever is still in place, such as frozen parameters and those that nothing used."""
         self._order = self._visited or self._order
         for unit in self.units:
@@ -136,12 +147,13 @@ class Gatherer:
             return
         differentiable = [x for x in _tensors(outputs) if x.requires_grad]
         if differentiable and torch.is_grad_enabled():
-            unit.awaits_backward = True
+            unit.in_flight += 1
             register_multi_grad_hook(differentiable, lambda grad: self._before_backward(unit), mode="any")
         unit.release()
 
     def _before_backward(self, unit: Unit) -> None:
         unit.awaits_backward, unit.runs_backward = False, True
+        unit.in_flight -= 1
         if not unit.is_done:  # a block may run in pieces, of which the later ones have brought all gradients
             unit.launch()
         self._launch_neighbour(unit, -1)

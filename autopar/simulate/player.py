@@ -194,7 +194,10 @@ class Player:
         """When what other stages wait for is there: tensors forward, gradients of what was received backward."""
         program, tasks = self.program, self.engine.tasks
         if self._kind.name == "forward":
-            return {name: tasks[self._ready[value]][3] for name, value in program.sends.items()}
+            ready: dict[str, int] = {}
+            for (name, _), value in program.sends.items():
+                ready[name] = max(ready.get(name, 0), tasks[self._ready[value]][3])
+            return ready
         if self._kind.name == "backward":
             items = ((name, self._gradients.get(value)) for name, value in program.receives.items())
             return {name: max(tasks[task][3] for task in made) for name, made in items if made}

@@ -25,7 +25,7 @@ from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.stages import stage_graph
+from autopar.ir.stages import leaving_placement, maker_of, stage_graph
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
@@ -150,30 +150,42 @@ class Program:
     reductions: list[Bucket] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     receives: dict[str, int] = field(default_factory=dict)  # tensors of earlier stages -> value
-    sends: dict[str, int] = field(default_factory=dict)  # tensors that later stages read -> value
+    sends: dict[tuple[str, Placement], int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
 
 
-def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
-    """The program of each stage's first rank. Raises PlanError when the plan lacks a redistribution."""
-    facts = graph_facts(graph, profile.device_type)
-    prices: dict[LogicalMesh, _Prices] = {}
-    return [
-        _Lowering(
-            stage_graph(graph, plan, index), part, profile, facts, prices.setdefault(part.axes, _Prices()),
-            _sent(plan, index),
-        ).run()
-        for index, part in enumerate(plan.parts)
-    ]  # fmt: skip
+def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Program]:
+    """The program of each stage's first rank, priced by its own profile.
+
+    Raises PlanError when the plan lacks a redistribution.
+    """
+    facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
+    prices: dict[tuple[LogicalMesh, int, Profile], _Prices] = {}
+    programs = []
+    for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
+        per_node = _devices_per_node(plan, index)
+        own = prices.setdefault((part.axes, per_node, profile), _Prices())
+        stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
+        programs.append(_Lowering(stage, part, profile, per_node, facts[profile.device_type], own, leaving).run())
+    return programs
 
 
-def _sent(plan: Plan, index: int) -> dict[str, Placement]:
-    """The placement that each tensor arrives in at later stages; the first counts."""
-    found: dict[str, Placement] = {}
-    for later in plan.stages[index + 1 :]:
-        found = dict(later.inputs) | found
+def _devices_per_node(plan: Plan, index: int) -> int:
+    """How many neighbours of a stage share a node, as far as its axes go."""
+    mesh = plan.mesh.part(plan.stages[index].ranks) if plan.stages else plan.mesh
+    return mesh.devices_per_node
+
+
+def _leaving(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
+    """The placements that each tensor is sent in to later stages."""
+    found: dict[str, tuple[Placement, ...]] = {}
+    for reader in range(index + 1, len(plan.stages)):
+        for name in plan.stages[reader].inputs:
+            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
+                placement = leaving_placement(graph, plan, reader, name)
+                found[name] = tuple(dict.fromkeys((*found.get(name, ()), placement)))
     return found
 
 
@@ -220,11 +232,11 @@ class _Prices:
 
 class _Lowering:
     def __init__(
-        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, prices: _Prices,
-        arriving: Mapping[str, Placement],
+        self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
+        leaving: Mapping[str, tuple[Placement, ...]],
     ) -> None:  # fmt: skip
-        self.graph, self.plan, self.profile = graph, plan, profile
-        self.facts, self.prices, self.arriving = facts, prices, arriving
+        self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
+        self.facts, self.prices, self.leaving = facts, prices, leaving
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
@@ -251,8 +263,9 @@ class _Lowering:
             self._source(item.tensor, self.plan.storage[item.tensor].placement)
         for node in self.graph.nodes:
             self._operator(node)
-        for name in self.graph.sent:
-            self._send(name)
+        for name, placements in self.leaving.items():
+            for placement in placements:
+                self._send(name, placement)
         made = [name for name in self.graph.outputs if name in self.placements]
         program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
         if self.trains:
@@ -360,7 +373,7 @@ class _Lowering:
     def _transmission(self, collective: str, axis: int, num_bytes: int) -> Transmission:
         key = (collective, axis, num_bytes)
         if key not in self.transmissions:
-            per_node = self.plan.mesh.devices_per_node
+            per_node = self.per_node
             mesh_axis = self.plan.axes[axis]
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
@@ -390,11 +403,11 @@ class _Lowering:
         program.receives[name] = self._value(name, placement, storage, item=number)
         program.items.append(Item(f"receive {name}", inputs=(), outputs=(program.receives[name],)))
 
-    def _send(self, name: str) -> None:
-        """A tensor for a later stage: an item without results, which keeps its memory until its gradient is there."""
-        program, placement = self.program, self.arriving[name]
+    def _send(self, name: str, placement: Placement) -> None:
+        """A tensor for later stages: an item without results, which keeps its memory until its gradient is there."""
+        program = self.program
         value = self._operand(name, placement, 0)
-        program.sends[name] = value
+        program.sends[name, placement] = value
         storage = program.values[value].storage
         program.items.append(Item(f"send {name}", inputs=(value,), outputs=(), saved=(storage,)))
 
