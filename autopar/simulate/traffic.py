@@ -80,7 +80,7 @@ def _inside(graph: Graph, plan: Plan) -> Counter[str]:
     for node in graph.nodes:
         forward, backward = inner_collectives(graph, node, plan)
         trains = not reached.isdisjoint(node.results)
-        again = recomputation.of_node(node.name) >= 0
+        again = recomputation.computes_again(node.name)
         for inner in [*forward, *(forward if again else []), *(backward if trains else [])]:
             counts[inner.collective] += inner.num_bytes * plan.microbatches
         if plan.microbatches > 1:  # once for all of them
@@ -117,7 +117,7 @@ def _step_counts(
     if name in once and not is_cut(plan, redistribute.target):
         return 1, 0  # in the first step; the later ones keep the result
     if stored is None or stored.kind != "parameter":
-        again = recomputation.of_conversion((name, redistribute.target)) >= 0
+        again = recomputation.converts_again((name, redistribute.target))
         return plan.microbatches * (2 if again else 1), plan.microbatches if trains else 0
     storage = plan.storage[name]
     gathers = plan.microbatches * regathering.count(redistribute) if storage.regather else 1

@@ -123,6 +123,29 @@ def test_printed_plan_names_stages_and_what_is_recomputed() -> None:
     assert "layers.2.attention.query" in two_stages().explain("layers.2")
 
 
+@pytest.mark.parametrize(
+    ("recompute", "text"),
+    [
+        (
+            ("layers.0", "layers.1", "layers.2", "layers.3"),
+            "for block in self.layers:\n{}x_1 = rt.recomputed(block, x_1)",
+        ),
+        (
+            ("layers.0", "layers.1"),
+            "for number, block in enumerate(self.layers):\n"
+            "{}x_1 = rt.recomputed(block, x_1) if number < 2 else block(x_1)",
+        ),
+        (("layers.0.attention",), "for block in self.layers:\n{}x_1 = block(x_1)"),
+        (("layers.2",), "x_3 = rt.recomputed(self.layers[2], x_2)\n        x_4 = self.layers[3](x_3)"),
+    ],
+    ids=["all blocks", "the first", "inside of the first", "one in between"],
+)
+def test_emitted_calls_of_recomputed_blocks(recompute: tuple[str, ...], text: str) -> None:
+    plan = replace(staged(dp=4), recompute=recompute)
+    verify(plan)
+    assert text.format(" " * 12) in emit(graph(), plan)
+
+
 def changed(index: int, change: Callable[[Stage], dict[str, Any]]) -> Plan:
     plan = two_stages()
     stages = [replace(s, **change(s)) if number == index else s for number, s in enumerate(plan.stages)]
@@ -152,6 +175,13 @@ MUTANTS: dict[str, tuple[Callable[[], Plan], type[Exception], str]] = {
     "summands are stored": (
         lambda: changed(0, lambda s: {"storage": {n: replace(k, placement=(I, R)) for n, k in s.storage.items()}}),
         PlacementError, r"stored as I or S\(d\)",
+    ),
+    "nothing of the name is recomputed": (
+        lambda: replace(two_stages(), recompute=("layers.7",)), PlanError, r"found 'layers.7'; there is layers"
+    ),
+    "recomputed in what is recomputed": (
+        lambda: replace(two_stages(), recompute=("layers.1", "layers.1.attention")), PlanError,
+        r"each module to recompute once, found layers.1.attention inside of layers.1",
     ),
 }  # fmt: skip
 
