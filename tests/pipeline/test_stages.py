@@ -110,8 +110,8 @@ def test_no_attention_to_recompute_is_refused() -> None:
 def test_emitted_source_has_a_class_for_each_stage_and_shares_those_of_equal_blocks() -> None:
     source = emit(graph(), two_stages())
     assert "class Stage0(rt.Stage)" in source and "STAGES = (Stage0, Stage1)" in source
-    assert "self.layers = rt.Numbered(2, *(Layer(mesh) for _ in range(2)))" in source
-    assert source.count("class Layer") == 1 and source.count("for block in self.layers:") == 2
+    assert "self.layers = rt.Numbered(2, *(Layer_1(mesh) for _ in range(2)))" in source
+    assert source.count("class Layer") == 2 and source.count("for block in self.layers:") == 2
     assert re.search(r"rt\.Received\('\w+', \(\d+, \d+, \d+\), torch\.float32, '.*', source=0, position=0", source)
 
 
