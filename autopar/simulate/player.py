@@ -5,6 +5,9 @@ unit before theirs does, one unit ahead, and again in the backward pass. A gradi
 as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
 link level queue. A region that is recomputed runs again before its first backward item.
 
+A backward pass may come in two parts: the first makes gradients of what earlier stages sent, with the regathered
+parameters that this takes; the second those of stored tensors.
+
 A pass that begins in the same state as an earlier one of its kind is that one, later: it is played once.
 """
 
@@ -20,14 +23,16 @@ from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.engine import LAST, Carried, Change, Engine, Moment, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 
 UNDER_WAY = "gradients under way"
 ROOT = 0  # the unit of parameters that belong to no block
+LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
 
 
 class PassKind(NamedTuple):
-    """What a pass does: "begin" a step, "forward", "backward" or "optimizer"; of the first or the last microbatch."""
+    """What a pass does: "begin" a step, a turn's direction, or "optimizer"; of the first or the last microbatch."""
 
     name: str
     is_first: bool = False
@@ -66,7 +71,7 @@ class Standing(NamedTuple):
     home: tuple[tuple[int, str], ...] = ()
 
     def without_gradients(self) -> Standing:
-        """What a forward pass depends on."""
+        """What a pass depends on that makes no gradients of stored tensors."""
         return Standing(self.ready, self.live, self.pinned, self.arriving)
 
 
@@ -91,6 +96,43 @@ class Pass:
     ready_ns: dict[str, int]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Backward:
+    """One direction of a backward pass.
+
+    numbers: its items, in order; part: of `Split`, -1 for the whole; wanting: the values whose gradients it makes;
+    first: of each unit that it enters, the item that it leaves it with; regions: those that it recomputes.
+    """
+
+    numbers: list[int]
+    part: int
+    wanting: frozenset[int]
+    first: dict[int, int]
+    regions: frozenset[int]
+    ends_microbatch: bool
+
+
+def _find_backward(program: Program, direction: str) -> _Backward:
+    """Units and regions are for the first part to enter, if it has anything in them."""
+    items, values = program.items, program.values
+    whole = [number for number, item in enumerate(items) if item.runs_backward]
+    numbers = sorted({BACKWARD_INPUT: program.led, BACKWARD_WEIGHT: program.own}.get(direction, whole), reverse=True)
+    part = {BACKWARD_INPUT: 0, BACKWARD_WEIGHT: 1}.get(direction, -1)
+    before = program.led if part == 1 else frozenset()
+    units, regions = ({getattr(items[n], what) for n in before} for what in ("unit", "region"))
+    return _Backward(
+        numbers=numbers,
+        part=part,
+        wanting=frozenset(
+            number for number, value in enumerate(values)
+            if value.wants_gradient and (part < 0 or value.leads_back == (part == 0))
+        ),
+        first={items[n].unit: n for n in numbers if items[n].unit not in units},
+        regions=frozenset(items[n].region for n in numbers if items[n].region >= 0) - regions,
+        ends_microbatch=bool(numbers) and not before,
+    )  # fmt: skip
+
+
 class Player:
     """One stage's state while its program is played."""
 
@@ -107,15 +149,16 @@ class Player:
             if program.reductions[number].has_buffer or program.slots[slot].shrinks
         }  # fmt: skip
         self._slot_values = frozenset(slot.value for slot in program.slots)
-        self._wanting = frozenset(number for number, value in enumerate(program.values) if value.wants_gradient)
+        directions = () if not trains else (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,)
+        self._backwards = {direction: _find_backward(program, direction) for direction in directions}
         self._slowdown = profile.facts.overlap_slowdown
         self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
 
     def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        """The pass, from what the device and the stage have under way. A forward pass leaves gradients as they are:
-        its `standing` says nothing of them."""
-        if kind.name == "forward":
+        """The pass, from what the device and the stage have under way. One that leaves gradients as they are says
+        nothing of them in its `standing`."""
+        if kind.name in LEAVE_GRADIENTS:
             standing = standing.without_gradients()
         if not self._copies:
             carried = carried._replace(last_ns=0)
@@ -126,7 +169,7 @@ class Player:
         return known
 
     def _played(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        busy_ns = self._pass_ns if kind.name in ("forward", "backward") else 0
+        busy_ns = self._pass_ns if self._has_work(kind.name) else 0
         waiting = "forward" if kind.name == "begin" else kind.name
         self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
         self._late: list[Bucket] = []  # buckets that go home after the pass
@@ -147,9 +190,14 @@ class Player:
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
         self._kind = kind
-        {"begin": self._begin_step, "forward": self._forward, "backward": self._backward,
-         "optimizer": self._optimize}[kind.name]()  # fmt: skip
+        if kind.name in self._backwards:
+            self._backward(self._backwards[kind.name])
+        else:
+            {"begin": self._begin_step, "forward": self._forward, "optimizer": self._optimize}[kind.name]()
         return self._result()
+
+    def _has_work(self, direction: str) -> bool:
+        return direction == FORWARD or (direction in self._backwards and bool(self._backwards[direction].numbers))
 
     def _result(self) -> Pass:
         engine, length = self.engine, self.engine.free_ns
@@ -194,7 +242,7 @@ class Player:
         program, tasks = self.program, self.engine.tasks
         if self._kind.name == "forward":
             return {name: tasks[self._ready[value]][3] for name, value in program.sends.items()}
-        if self._kind.name == "backward":
+        if self._kind.name in (BACKWARD, BACKWARD_INPUT):
             items = ((name, self._gradients.get(value)) for name, value in program.receives.items())
             return {name: max(tasks[task][3] for task in made) for name, made in items if made}
         return {}
@@ -225,24 +273,23 @@ class Player:
         if not self.trains:
             self._end_microbatch()
 
-    def _backward(self) -> None:
+    def _backward(self, back: _Backward) -> None:
         current, recomputed = ROOT, set()
-        for number in range(len(self.program.items) - 1, -1, -1):
+        for number in back.numbers:
             item = self.program.items[number]
-            if not item.runs_backward:
-                continue
-            if item.unit not in (current, ROOT):
+            if item.unit not in (current, ROOT) and item.unit in back.first:
                 current = item.unit
                 self._enter(current, -1)
-            if item.region >= 0 and item.region not in recomputed:
+            if item.region not in recomputed and item.region in back.regions:
                 recomputed.add(item.region)
                 self._recompute(item.region)
-            self._run_backward(number, item)
-            if number == self.orders.first[item.unit] and item.unit != ROOT:
+            self._run_backward(number, item, back)
+            if number == back.first.get(item.unit) and item.unit != ROOT:
                 self._release(item.unit)
         for bucket in self._late:
             self._send_home(bucket, [self.engine.last])
-        self._end_microbatch()
+        if back.ends_microbatch:
+            self._end_microbatch()
 
     def _end_microbatch(self) -> None:
         for unit in list(self._live):
@@ -275,25 +322,34 @@ class Player:
             ready[value] = last
         self._change(memory, number, first, last, "activations")
 
-    def _run_backward(self, number: int, item: Item) -> None:
-        gradients, ready, orders = self._gradients, self._ready, self.orders
+    def _run_backward(self, number: int, item: Item, back: _Backward) -> None:
+        gradients, ready, orders, direction = self._gradients, self._ready, self.orders, self._kind.name
         after = [task for value in item.outputs if value in gradients for task in gradients[value]]
         if item.inner:  # what it sent in the forward pass may be under way still
             after += [ready[value] for value in item.outputs if value in ready]
-        own = item.backward_ns + orders.hooks_ns(number, self._kind.is_first, self._kind.is_last)
+        own, issue_ns = item.backward_ns, item.issue_ns[1]
+        if item.split is not None and back.part >= 0:
+            own, issue_ns = item.split.backward_ns[back.part], item.split.issue_ns[back.part]
+        own += orders.hooks_ns(number, direction, self._kind.is_first, self._kind.is_last)
         if item.backward:
-            handled = [self._compute(item.name, "backward", own, after)] if own else after
+            handled = [self._compute(item.name, direction, own, after)] if own else after
             first, last = self._transmit(item.name, "activation", item.backward, handled)
         else:
             after += [ready[value] for value in item.inputs if value in self._slot_values and value in ready]
-            first = last = self._compute(item.name, "backward", own, after, item.issue_ns[1])
-        if item.inner_backward:
+            first = last = self._compute(item.name, direction, own, after, issue_ns)
+        if item.inner_backward and (back.part < 1 or number not in self.program.led):
             _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
         for value in item.inputs:
-            if value in self._wanting:
+            if value in back.wanting:
                 gradients[value].append(last)
-        self._change(self.lifetimes.backward, number, first, last, "activations")
-        self._change(self.lifetimes.gradients, number, first, last, "activation gradients")
+        self._change(self.lifetimes.backward[direction], number, first, last, "activations")
+        self._change(self.lifetimes.gradients[direction], number, first, last, "activation gradients")
+        if back.part != 0:
+            self._run_gradients(number, first, last)
+
+    def _run_gradients(self, number: int, first: int, last: int) -> None:
+        """What an item's backward means for gradients of stored tensors."""
+        orders = self.orders
         for slot in orders.begun_at.get(number, ()):
             self._begin_gradient(slot, first)
         for slot, several in orders.ended_at.get(number, ()):

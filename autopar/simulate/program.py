@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
 from autopar.cost.collectives import ACROSS, INSIDE
-from autopar.cost.compute import copy_time_ns, node_issue_ns, node_time_ns, optimizer_time_ns, split_norm_time_ns
+from autopar.cost.compute import (
+    copy_time_ns,
+    node_issue_ns,
+    node_time_ns,
+    optimizer_time_ns,
+    split_backward_ns,
+    split_norm_backward_ns,
+    split_norm_time_ns,
+)
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
 from autopar.cost.work import operator
 from autopar.cost.workspace import Sizes, workspace_bytes
@@ -64,6 +72,7 @@ class Value:
     slot: int = -1
     differentiable: bool = False
     wants_gradient: bool = False
+    leads_back: bool = False  # depends on what an earlier stage made: its gradient goes on to that
 
 
 @dataclass(slots=True)
@@ -72,6 +81,14 @@ class Memory:
 
     num_bytes: int
     owner: int
+
+
+class Split(NamedTuple):
+    """An operator's backward pass in two parts: to values that lead back, and to the others. Nanoseconds, and those of
+    the host to launch them."""
+
+    backward_ns: tuple[int, int]
+    issue_ns: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -95,6 +112,7 @@ class Item:
     unit: int = 0
     region: int = -1
     runs_backward: bool = False
+    split: Split | None = None  # where the schedule asks for it, of operators
 
 
 @dataclass(slots=True)
@@ -149,6 +167,9 @@ class Program:
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
+    splits: bool = False  # the backward pass is made in two parts
+    led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
+    own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
 
 def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
@@ -158,7 +179,7 @@ def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
     return [
         _Lowering(
             stage_graph(graph, plan, index), part, profile, facts, prices.setdefault(part.axes, _Prices()),
-            _sent(plan, index),
+            _sent(plan, index), plan.schedule == "zero_bubble" and len(plan.stages) > 1,
         ).run()
         for index, part in enumerate(plan.parts)
     ]  # fmt: skip
@@ -182,6 +203,8 @@ class _OperatorPrice(NamedTuple):
     inner: tuple[Transmission, ...]
     inner_backward: tuple[Transmission, ...]
     workspace: tuple[int, int]
+    leads_back: tuple[bool, ...]  # of its operands
+    split: Split | None
 
 
 class _SlotPrice(NamedTuple):
@@ -216,7 +239,7 @@ class _Prices:
 class _Lowering:
     def __init__(
         self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, prices: _Prices,
-        arriving: Mapping[str, Placement],
+        arriving: Mapping[str, Placement], is_split: bool,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.profile = graph, plan, profile
         self.facts, self.prices, self.arriving = facts, prices, arriving
@@ -231,7 +254,9 @@ class _Lowering:
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
         self.regions: dict[str, int] = {}
+        self.leading_back = _leading_back(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
+        self.program.splits = self.trains and is_split
 
     def run(self) -> Program:
         program = self.program
@@ -253,6 +278,8 @@ class _Lowering:
             loss = self.graph.loss
             sent = [value for value in program.sends.values() if program.values[value].differentiable]
             _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
+        if program.splits:
+            _mark_parts(program)
         self._residents()
         program.gathers = self._buckets(forward=True)
         program.reductions = self._buckets(forward=False)
@@ -273,7 +300,10 @@ class _Lowering:
         shape, num_bytes = self.shapes.local(tensor, placement)
         differentiable = self.graph.tensors[tensor].differentiable
         number = self.known[tensor, placement] = len(self.program.values)
-        self.program.values.append(Value(tensor, shape, num_bytes, storage, item, slot, differentiable))
+        leads_back = differentiable and tensor in self.leading_back
+        self.program.values.append(
+            Value(tensor, shape, num_bytes, storage, item, slot, differentiable, leads_back=leads_back)
+        )
         return number
 
     def _operand(self, tensor: str, placement: Placement, unit: int, region: int) -> int:
@@ -450,6 +480,7 @@ class _Lowering:
                 forward_ns=price.forward_ns,
                 backward_ns=price.backward_ns,
                 issue_ns=price.issue_ns,
+                split=price.split,
                 passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
                 workspace=price.workspace,
                 inner=price.inner,
@@ -466,17 +497,24 @@ class _Lowering:
     ) -> _OperatorPrice:
         """That of a twin in an equal block with equal placements, if one is known."""
         key = self.twins.get(node.name, node.name)
-        known = self.prices.operators.get(key)
-        if known is None or known.placements != placements:
-            values = self.program.values
+        known, values = self.prices.operators.get(key), self.program.values
+        back = tuple([values[value].leads_back for value in inputs]) if self.program.splits else ()
+        if known is None or known.placements != placements or known.leads_back != back:
             operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
+            split = (
+                Split(*split_backward_ns(node, operands, results, self.graph.tensors, back, self.profile))
+                if back
+                else None
+            )
             inner, inner_backward = self._inner(node)
             if inner and self.profile.runtime and operator(node.op).family == "batch_norm":
-                times = split_norm_time_ns(values[inputs[0]].num_bytes, self.profile)
+                size = values[inputs[0]].num_bytes
+                times = split_norm_time_ns(size, self.profile)
+                split = split and split._replace(backward_ns=split_norm_backward_ns(size, self.profile))
             workspace = self._workspace(node, inputs, outputs, bool(inner))
-            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace)
+            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace, back, split)
             self.prices.operators[key] = known
         return known
 
@@ -665,3 +703,24 @@ def _mark_gradients(program: Program, ends: list[int]) -> None:
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True
+
+
+def _leading_back(graph: Graph) -> frozenset[str]:
+    """The tensors of a stage that depend on what it received."""
+    found = set(graph.received)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.operands):
+            found.update(node.results)
+    return frozenset(found)
+
+
+def _mark_parts(program: Program) -> None:
+    """Which items run in which part of the backward pass, by the gradients that come from them."""
+    led: set[int] = set()
+    own: set[int] = set()
+    for number, item in enumerate(program.items):
+        if item.runs_backward:
+            wanted = [v for v in item.inputs if program.values[v].wants_gradient] or item.outputs
+            for value in wanted:
+                (led if program.values[value].leads_back else own).add(number)
+    program.led, program.own = frozenset(led), frozenset(own)
