@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from enum import IntEnum
 from typing import NamedTuple
 
 COMPUTE = "compute"
@@ -39,8 +38,8 @@ class Carried(NamedTuple):
     last_ns: int = 0
 
 
-class Moment(IntEnum):
-    """What happens to memory at one time, in this order.
+class Moment:
+    """What happens to memory at one time, in this order: plain numbers, which arrays take as they are.
 
     A task ends; what several tasks have made is summed; hooks collect gradients; journeys end, which leaves shards;
     new ones and gathers start; the next task starts.
@@ -55,6 +54,7 @@ class Moment(IntEnum):
     ARRIVED = 6
     SEND = 7
     START = 8
+    COUNT = 9
 
 
 class Engine:
@@ -146,13 +146,13 @@ class Engine:
         """The task that ends later."""
         return max(first, second, key=lambda task: self.tasks[task][3])
 
-    def allocate(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.START) -> None:
+    def allocate(self, task: int, num_bytes: int, kind: str, moment: int = Moment.START) -> None:
         """Memory taken when a task starts, or at a moment of its end."""
         if num_bytes:
             _, _, start, end, _ = self.tasks[task]
-            self.allocations.append((start if moment is Moment.START else end, num_bytes, kind, moment))
+            self.allocations.append((start if moment == Moment.START else end, num_bytes, kind, moment))
 
-    def release(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.END) -> None:
+    def release(self, task: int, num_bytes: int, kind: str, moment: int = Moment.END) -> None:
         """Memory given back at a moment of a task's end."""
         if num_bytes:
             self.allocations.append((self.tasks[task][3], -num_bytes, kind, moment))

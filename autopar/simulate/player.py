@@ -537,7 +537,7 @@ class Player:
         self._whole.difference_update(bucket.slots)
         self._buffered.discard(index)
 
-    def _arrive(self, bucket: Bucket, task: int, moment: Moment) -> int:
+    def _arrive(self, bucket: Bucket, task: int, moment: int) -> int:
         """Takes memory for the shards; returns how much of it is for those added to what is at home."""
         added = 0
         for slot in (self.program.slots[number] for number in bucket.slots):
