@@ -81,16 +81,16 @@ class Engine:
 
     def launch(self, issue_ns: int) -> None:
         """The host launches the next task. A device that is idle until then counts as computing: it is launch-bound."""
-        if issue_ns:
-            self.host_ns += issue_ns
-            if self.host_ns > self.free_ns:
-                self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
-                self.free_ns = self.host_ns
+        self.host_ns += issue_ns
+        if self.host_ns > self.free_ns:
+            self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
+            self.free_ns = self.host_ns
 
     def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0) -> int:
         """Places a task on the compute stream; returns its number, for `after` of those that depend on it."""
         self._kind = kind
-        self.launch(issue_ns)
+        if issue_ns:
+            self.launch(issue_ns)
         tasks, free = self.tasks, self.free_ns
         start, cause = free, ""
         for number in after:
@@ -111,7 +111,8 @@ class Engine:
         self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0
     ) -> int:
         """Places a collective on a communication stream; returns its number."""
-        self.launch(issue_ns)
+        if issue_ns:
+            self.launch(issue_ns)
         tasks = self.tasks
         start = max(self.links.get(link, 0), self.host_ns)
         for number in after:
@@ -145,6 +146,13 @@ class Engine:
     def later(self, first: int, second: int) -> int:
         """The task that ends later."""
         return max(first, second, key=lambda task: self.tasks[task][3])
+
+    def change(self, first: int, last: int, taken: int, given: int, kind: str) -> None:
+        """Memory taken when the first task starts, and given back when the last one ends."""
+        if taken:
+            self.allocations.append((self.tasks[first][2], taken, kind, Moment.START))
+        if given:
+            self.allocations.append((self.tasks[last][3], -given, kind, Moment.END))
 
     def allocate(self, task: int, num_bytes: int, kind: str, moment: int = Moment.START) -> None:
         """Memory taken when a task starts, or at a moment of its end."""

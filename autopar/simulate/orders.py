@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT
+from autopar.simulate.passes import BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.simulate.program import Bucket, Program, Slot
 
 
@@ -35,15 +35,14 @@ class Orders:
     home_each_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     home_last_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
-    def hooks_ns(self, number: int, direction: str, is_first: bool, is_last: bool) -> int:
-        """What hooks add to an item's backward: gradients added up, to those of earlier microbatches too, and complete
-        ones taken into their buckets, in each microbatch or in the last one only."""
+    def hooks_ns(self, number: int, direction: str) -> tuple[int, int, int]:
+        """What hooks add to an item's backward: gradients added up and complete ones taken into their buckets, in each
+        microbatch; added to those of earlier microbatches; taken into their buckets in the last one only."""
+        led = self.led_ns.get(number, 0) if direction != BACKWARD_WEIGHT else 0
         if direction == BACKWARD_INPUT:
-            return self.led_ns.get(number, 0)
-        total = self.added_ns.get(number, 0) + self.home_each_ns.get(number, 0)
-        total += self.led_ns.get(number, 0) if direction == BACKWARD else 0
-        total += 0 if is_first else self.kept_ns.get(number, 0)
-        return total + (self.home_last_ns.get(number, 0) if is_last else 0)
+            return led, 0, 0
+        each = led + self.added_ns.get(number, 0) + self.home_each_ns.get(number, 0)
+        return each, self.kept_ns.get(number, 0), self.home_last_ns.get(number, 0)
 
 
 def find_orders(program: Program, profile: Profile) -> Orders:

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.runtime.packing import MAX_IN_FLIGHT
+from autopar.simulate.directions import BackwardStep, Direction, find_directions
 from autopar.simulate.engine import LAST, Carried, Change, Engine, Moment, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, FORWARD
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 
 UNDER_WAY = "gradients under way"
@@ -96,43 +97,6 @@ class Pass:
     ready_ns: dict[str, int]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Backward:
-    """One direction of a backward pass.
-
-    numbers: its items, in order; part: of `Split`, -1 for the whole; wanting: the values whose gradients it makes;
-    first: of each unit that it enters, the item that it leaves it with; regions: those that it recomputes.
-    """
-
-    numbers: list[int]
-    part: int
-    wanting: frozenset[int]
-    first: dict[int, int]
-    regions: frozenset[int]
-    ends_microbatch: bool
-
-
-def _find_backward(program: Program, direction: str) -> _Backward:
-    """Units and regions are for the first part to enter, if it has anything in them."""
-    items, values = program.items, program.values
-    whole = [number for number, item in enumerate(items) if item.runs_backward]
-    numbers = sorted({BACKWARD_INPUT: program.led, BACKWARD_WEIGHT: program.own}.get(direction, whole), reverse=True)
-    part = {BACKWARD_INPUT: 0, BACKWARD_WEIGHT: 1}.get(direction, -1)
-    before = program.led if part == 1 else frozenset()
-    units, regions = ({getattr(items[n], what) for n in before} for what in ("unit", "region"))
-    return _Backward(
-        numbers=numbers,
-        part=part,
-        wanting=frozenset(
-            number for number, value in enumerate(values)
-            if value.wants_gradient and (part < 0 or value.leads_back == (part == 0))
-        ),
-        first={items[n].unit: n for n in numbers if items[n].unit not in units},
-        regions=frozenset(items[n].region for n in numbers if items[n].region >= 0) - regions,
-        ends_microbatch=bool(numbers) and not before,
-    )  # fmt: skip
-
-
 class Player:
     """One stage's state while its program is played."""
 
@@ -148,9 +112,7 @@ class Player:
             slot for slot, number in self._bucket_of.items()
             if program.reductions[number].has_buffer or program.slots[slot].shrinks
         }  # fmt: skip
-        self._slot_values = frozenset(slot.value for slot in program.slots)
-        directions = () if not trains else (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,)
-        self._backwards = {direction: _find_backward(program, direction) for direction in directions}
+        self._directions = find_directions(program, self.orders, self.lifetimes) if trains else {}
         self._slowdown = profile.facts.overlap_slowdown
         self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
@@ -190,14 +152,14 @@ class Player:
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
         self._kind = kind
-        if kind.name in self._backwards:
-            self._backward(self._backwards[kind.name])
+        if kind.name in self._directions:
+            self._backward(self._directions[kind.name])
         else:
             {"begin": self._begin_step, "forward": self._forward, "optimizer": self._optimize}[kind.name]()
         return self._result()
 
     def _has_work(self, direction: str) -> bool:
-        return direction == FORWARD or (direction in self._backwards and bool(self._backwards[direction].numbers))
+        return direction == FORWARD or (direction in self._directions and bool(self._directions[direction].steps))
 
     def _result(self) -> Pass:
         engine, length = self.engine, self.engine.free_ns
@@ -273,22 +235,22 @@ class Player:
         if not self.trains:
             self._end_microbatch()
 
-    def _backward(self, back: _Backward) -> None:
-        current, recomputed = ROOT, set()
-        for number in back.numbers:
-            item = self.program.items[number]
-            if item.unit not in (current, ROOT) and item.unit in back.first:
-                current = item.unit
+    def _backward(self, direction: Direction) -> None:
+        current, left, first = ROOT, set(direction.regions), direction.first
+        for step in direction.steps:
+            unit, region = step.item.unit, step.item.region
+            if unit != current and unit != ROOT and unit in first:
+                current = unit
                 self._enter(current, -1)
-            if item.region not in recomputed and item.region in back.regions:
-                recomputed.add(item.region)
-                self._recompute(item.region)
-            self._run_backward(number, item, back)
-            if number == back.first.get(item.unit) and item.unit != ROOT:
-                self._release(item.unit)
+            if region in left:
+                left.discard(region)
+                self._recompute(region)
+            self._run_backward(step)
+            if unit != ROOT and step.number == first.get(unit):
+                self._release(unit)
         for bucket in self._late:
             self._send_home(bucket, [self.engine.last])
-        if back.ends_microbatch:
+        if direction.ends_microbatch:
             self._end_microbatch()
 
     def _end_microbatch(self) -> None:
@@ -320,32 +282,31 @@ class Player:
             _, last = self._transmit(item.name, "operator", item.inner, [last])
         for value in item.outputs:
             ready[value] = last
-        self._change(memory, number, first, last, "activations")
+        self.engine.change(first, last, memory.taken.get(number, 0), memory.given.get(number, 0), "activations")
 
-    def _run_backward(self, number: int, item: Item, back: _Backward) -> None:
-        gradients, ready, orders, direction = self._gradients, self._ready, self.orders, self._kind.name
+    def _run_backward(self, step: BackwardStep) -> None:
+        gradients, ready, engine, kind, item = self._gradients, self._ready, self.engine, self._kind, step.item
         after = [task for value in item.outputs if value in gradients for task in gradients[value]]
         if item.inner:  # what it sent in the forward pass may be under way still
             after += [ready[value] for value in item.outputs if value in ready]
-        own, issue_ns = item.backward_ns, item.issue_ns[1]
-        if item.split is not None and back.part >= 0:
-            own, issue_ns = item.split.backward_ns[back.part], item.split.issue_ns[back.part]
-        own += orders.hooks_ns(number, direction, self._kind.is_first, self._kind.is_last)
+        own = step.own_ns if kind.is_first else step.own_ns + step.kept_ns
+        if kind.is_last:
+            own += step.last_ns
         if item.backward:
-            handled = [self._compute(item.name, direction, own, after)] if own else after
+            handled = [self._compute(item.name, kind.name, own, after)] if own else after
             first, last = self._transmit(item.name, "activation", item.backward, handled)
         else:
-            after += [ready[value] for value in item.inputs if value in self._slot_values and value in ready]
-            first = last = self._compute(item.name, direction, own, after, issue_ns)
-        if item.inner_backward and (back.part < 1 or number not in self.program.led):
-            _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
-        for value in item.inputs:
-            if value in back.wanting:
-                gradients[value].append(last)
-        self._change(self.lifetimes.backward[direction], number, first, last, "activations")
-        self._change(self.lifetimes.gradients[direction], number, first, last, "activation gradients")
-        if back.part != 0:
-            self._run_gradients(number, first, last)
+            if step.slots:
+                after += [ready[value] for value in step.slots if value in ready]
+            first = last = self._compute(item.name, kind.name, own, after, step.issue_ns)
+        if step.inner:
+            _, last = self._transmit(item.name, "operator", step.inner, [last])
+        for value in step.wanting:
+            gradients[value].append(last)
+        engine.change(first, last, step.taken[0], step.given[0], "activations")
+        engine.change(first, last, step.taken[1], step.given[1], "activation gradients")
+        if step.ends:
+            self._run_gradients(step.number, first, last)
 
     def _run_gradients(self, number: int, first: int, last: int) -> None:
         """What an item's backward means for gradients of stored tensors."""
@@ -363,12 +324,6 @@ class Player:
     def _recompute(self, region: int) -> None:
         for number in self.orders.regions[region]:
             self._run(number, self.program.items[number], "recompute", self.lifetimes.recompute)
-
-    def _change(self, changes: Changes, number: int, first: int, last: int, kind: str) -> None:
-        if number in changes.taken:
-            self.engine.allocate(first, changes.taken[number], kind)
-        if number in changes.given:
-            self.engine.release(last, changes.given[number], kind)
 
     def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
         if self._awaited:
