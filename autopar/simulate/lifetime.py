@@ -96,14 +96,13 @@ def _enclosing(path: str, units: list[str]) -> list[int]:
 
 def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
     """What an item takes and gives back itself."""
+    directions = (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,)
+    places = (lifetimes.forward, lifetimes.recompute), tuple(lifetimes.gradients[name] for name in directions)
     for number, item in enumerate(program.items):
-        forward, backward = item.workspace
-        for changes, size in ((lifetimes.forward, forward), (lifetimes.recompute, forward)):
-            changes.taken[number] += size
-            changes.given[number] += size
-        for direction in (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,):
-            lifetimes.gradients[direction].taken[number] += backward
-            lifetimes.gradients[direction].given[number] += backward
+        for size, several in zip(item.workspace, places, strict=True):
+            for changes in several if size else ():
+                changes.taken[number] += size
+                changes.given[number] += size
 
 
 def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
@@ -62,23 +63,23 @@ def find_orders(program: Program, profile: Profile) -> Orders:
 
 def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None:
     readers = _backward_readers(program)
+    adding_ns = cache(lambda num_bytes: pointwise_time_ns(3 * num_bytes, profile))
     for value, items in readers.items():
         made = program.values[value]
         place = made.item if made.item >= 0 else items[0]
         if len(items) > 1:
             added = orders.led_ns if made.leads_back else orders.added_ns
-            added[place] += (len(items) - 1) * pointwise_time_ns(3 * made.num_bytes, profile)
+            added[place] += (len(items) - 1) * adding_ns(made.num_bytes)
     for slot in program.slots:
         if slot.requires_grad and slot.value in readers:
             items = readers[slot.value]
             orders.begun_at[items[-1]].append(slot)
             orders.ended_at[items[0]].append((slot, len(items) > 1))
-            moved = slot.stored_bytes if slot.reduces_each else slot.gradient_bytes
-            orders.kept_ns[readers[slot.value][0]] += pointwise_time_ns(3 * moved, profile)
+            orders.kept_ns[items[0]] += adding_ns(slot.stored_bytes if slot.reduces_each else slot.gradient_bytes)
             if slot.steps and profile.runtime:
                 home = orders.home_each_ns if slot.reduces_each else orders.home_last_ns
                 copied = copy_time_ns(slot.gradient_bytes, profile)
-                home[readers[slot.value][0]] += profile.runtime.parameter_ns + copied
+                home[items[0]] += profile.runtime.parameter_ns + copied
     for bucket in program.reductions:
         complete = [readers[v][0] for v in (program.slots[n].value for n in bucket.slots) if v in readers]
         if complete:

@@ -38,8 +38,8 @@ from autopar.ir.structure import region_of
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
-from autopar.simulate.facts import GraphFacts, graph_facts
-from autopar.simulate.shapes import LocalShapes
+from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
+from autopar.simulate.shapes import LocalShapes, Shape
 from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {
@@ -253,7 +253,7 @@ class _Lowering:
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
-        self.regions: dict[str, int] = {}
+        self.places: dict[str, tuple[int, int]] = {}
         self.leading_back = _leading_back(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
         self.program.splits = self.trains and is_split
@@ -290,29 +290,29 @@ class _Lowering:
     def _source(self, tensor: str, placement: Placement) -> None:
         """An input or stored tensor: memory that no item allocates."""
         self.placements[tensor] = placement
-        self._value(tensor, placement, self._memory(0, -1))
+        self._value(tensor, placement, self.shapes.local(tensor, placement), self._memory(0, -1))
 
     def _memory(self, num_bytes: int, owner: int) -> int:
         self.program.memory.append(Memory(num_bytes, owner))
         return len(self.program.memory) - 1
 
-    def _value(self, tensor: str, placement: Placement, storage: int, item: int = -1, slot: int = -1) -> int:
-        shape, num_bytes = self.shapes.local(tensor, placement)
-        differentiable = self.graph.tensors[tensor].differentiable
-        number = self.known[tensor, placement] = len(self.program.values)
+    def _value(
+        self, tensor: str, placement: Placement, local: tuple[Shape, int], storage: int, item: int = -1, slot: int = -1
+    ) -> int:
+        """A tensor in a placement, which makes it `local`: a shape and its bytes."""
+        differentiable, values = self.graph.tensors[tensor].differentiable, self.program.values
+        number = self.known[tensor, placement] = len(values)
         leads_back = differentiable and tensor in self.leading_back
-        self.program.values.append(
-            Value(tensor, shape, num_bytes, storage, item, slot, differentiable, leads_back=leads_back)
-        )
+        values.append(Value(tensor, *local, storage, item, slot, differentiable, False, leads_back))
         return number
 
     def _operand(self, tensor: str, placement: Placement, unit: int, region: int) -> int:
         """The value that an operator reads: as it was made, or converted here, once for all its readers."""
-        known = self.known.get((tensor, placement))
-        if known is not None and tensor not in self.plan.storage:
-            return known
         if tensor in self.plan.storage:
             return self._slot(tensor, placement)
+        known = self.known.get((tensor, placement))
+        if known is not None:
+            return known
         return self._conversion(tensor, placement, unit, region)
 
     def _route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
@@ -332,7 +332,8 @@ class _Lowering:
             return known
         steps = self._route(tensor, placement)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
-        value = self._value(tensor, placement, storage, slot=len(program.slots))
+        local = self.shapes.local(tensor, placement)
+        value = self._value(tensor, placement, local, storage, slot=len(program.slots))
         stored, price = self.graph.stored_by_tensor[tensor], self._slot_price(tensor, steps, program.values[value])
         program.slots.append(
             Slot(
@@ -408,9 +409,8 @@ class _Lowering:
         """A tensor of an earlier stage: an item without operands, which takes its memory."""
         program, placement = self.program, self.plan.inputs[name]
         self.placements[name] = placement
-        number = len(program.items)
-        storage = self._memory(self.shapes.local(name, placement)[1], number)
-        program.receives[name] = self._value(name, placement, storage, item=number)
+        number, local = len(program.items), self.shapes.local(name, placement)
+        program.receives[name] = self._value(name, placement, local, self._memory(local[1], number), number)
         program.items.append(Item(f"receive {name}", inputs=(), outputs=(program.receives[name],)))
 
     def _send(self, name: str) -> None:
@@ -431,9 +431,9 @@ class _Lowering:
         backward = self._transmissions(steps, sizes, 1)
         shares = is_free and not forward
         number = len(program.items)
-        size = self.shapes.local(tensor, target)[1]
-        storage = program.values[source].storage if shares else self._memory(size, number)
-        value = self._value(tensor, target, storage, item=number)
+        local = self.shapes.local(tensor, target)
+        storage = program.values[source].storage if shares else self._memory(local[1], number)
+        value = self._value(tensor, target, local, storage, number)
         views = self.profile.facts.view_ns
         program.items.append(
             Item(
@@ -462,7 +462,7 @@ class _Lowering:
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
         facts = self.facts.nodes[node.name]
-        unit, region = self._unit(node.scope.module), self._region(node.scope.module)
+        unit, region = self._place(node.scope.module)
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit, region) for tensor, placement in read]
         number = len(program.items)
@@ -470,7 +470,7 @@ class _Lowering:
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
+        saved, extra = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0)
         price = self._operator_price(node, placements, inputs, outputs)
         program.items.append(
             Item(
@@ -481,7 +481,7 @@ class _Lowering:
                 backward_ns=price.backward_ns,
                 issue_ns=price.issue_ns,
                 split=price.split,
-                passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
+                passing=frozenset([inputs[position] for position in facts.passing]),
                 workspace=price.workspace,
                 inner=price.inner,
                 inner_backward=price.inner_backward,
@@ -499,7 +499,7 @@ class _Lowering:
         key = self.twins.get(node.name, node.name)
         known, values = self.prices.operators.get(key), self.program.values
         back = tuple([values[value].leads_back for value in inputs]) if self.program.splits else ()
-        if known is None or known.placements != placements or known.leads_back != back:
+        if known is None or known.leads_back != back or known.placements != placements:
             operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
@@ -520,9 +520,9 @@ class _Lowering:
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
         self.placements[name] = placement
-        size = self.shapes.local(name, placement)[1]
-        storage = self.program.values[base].storage if base >= 0 else self._memory(size, item)
-        return self._value(name, placement, storage, item=item)
+        local = self.shapes.local(name, placement)
+        storage = self.program.values[base].storage if base >= 0 else self._memory(local[1], item)
+        return self._value(name, placement, local, storage, item)
 
     def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
         """What the operator sends inside its forward and its backward pass."""
@@ -548,16 +548,13 @@ class _Lowering:
         )
         return workspace_bytes(node.op, sizes)
 
-    def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
+    def _saved(
+        self, node: Node, facts: NodeFacts, inputs: list[int], outputs: list[int]
+    ) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""
-        if not self.facts.nodes[node.name].saved:
-            return (), 0
-        values = {
-            **dict(zip(node.operands, inputs, strict=True)),
-            **dict(zip(node.results, outputs, strict=True)),
-        }
+        values = dict(zip((*node.operands, *node.results), (*inputs, *outputs), strict=True))
         storages, extra = [], 0
-        for kept in self.facts.nodes[node.name].saved:
+        for kept in facts.saved:
             if isinstance(kept, Extra):
                 extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
             else:
@@ -574,11 +571,12 @@ class _Lowering:
             self.program.units.append(path)
         return self.units[path]
 
-    def _region(self, module: str) -> int:
-        """Which recomputed module path a node lies in; −1 for none."""
-        if module not in self.regions:
-            self.regions[module] = region_of(self.plan.recompute, module)
-        return self.regions[module]
+    def _place(self, module: str) -> tuple[int, int]:
+        """The unit of a node, and which recomputed module path it lies in; −1 for none."""
+        known = self.places.get(module)
+        if known is None:
+            known = self.places[module] = self._unit(module), region_of(self.plan.recompute, module)
+        return known
 
     # What stays ----------------------------------------
 
@@ -659,7 +657,8 @@ class _Lowering:
     def _bucket(self, slots: list[int], forward: bool) -> Bucket:
         first = self.program.slots[slots[0]]
         rows = [self.program.slots[number].sizes for number in slots]
-        sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
+        columns = zip(*rows, strict=True) if len(rows) > 1 else ()
+        sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in columns] or rows[0]
         sent = self._transmissions(first.steps, sizes, 0 if forward else 1)
         has_buffer = not forward and _is_summed_first(first)
         return Bucket(slots, sent, has_buffer, self._convert_ns(slots) if forward and sent else 0)
