@@ -310,23 +310,33 @@ class ClassWriter:
         left = ", ".join(names[value] for value in made.outputs)
         relative = region.path[len(path) + 1 :] if path else region.path
         method = "" if made.name == "forward" else f".{made.name}"
-        return f"{INDENT * 2}{left} = self{access(relative)}{method}({arguments})"
+        called = f"self{access(relative)}{method}"
+        call = _recomputed(called, arguments) if self._is_recomputed(region) else f"{called}({arguments})"
+        return f"{INDENT * 2}{left} = {call}"
+
+    def _is_recomputed(self, region: Region) -> bool:
+        return region.path in self.plan.recompute
 
     def _loop_length(self, items: list[Statement | Region]) -> int:
-        """How many of the following regions are equal blocks of one container, each feeding the next."""
+        """How many of the following regions are all blocks of one container, called alike, each feeding the next.
+
+        Their classes may differ. Those that are recomputed must come first.
+        """
         first = items[0]
         assert isinstance(first, Region)
         container, _, index = first.path.rpartition(".")
         count = 1
-        if not index.isdigit() or index != "0":
+        if index != "0" or self.made[id(first)].name != "forward":
             return 1
         while count < len(items):
             region, before = items[count], items[count - 1]
             if not isinstance(region, Region) or not isinstance(before, Region):
                 break
-            if region.path != f"{container}.{count}" or self.class_of[region.path] != self.class_of[first.path]:
+            if region.path != f"{container}.{count}" or self.made[id(region)].name != "forward":
                 break
             if not self._feeds(before, region, first):
+                break
+            if self._is_recomputed(region) and not self._is_recomputed(before):
                 break
             count += 1
         whole = self.container_sizes.get(container) == count
@@ -364,9 +374,21 @@ class ClassWriter:
         arguments = ", ".join(inside.get(p) or self.read(value, path, names) for p, value in enumerate(first.inputs))
         container = regions[0].path.rpartition(".")[0]
         relative = container[len(path) + 1 :] if path else container
-        lines.append(f"{INDENT * 2}for block in self{access(relative)}:")
-        lines.append(f"{INDENT * 3}{', '.join(targets)} = block({arguments})")
+        blocks, call = f"self{access(relative)}", f"block({arguments})"
+        again = sum(map(self._is_recomputed, regions))
+        if again == len(regions):
+            call = _recomputed("block", arguments)
+        elif again:
+            call = f"{_recomputed('block', arguments)} if number < {again} else {call}"
+        loop = f"number, block in enumerate({blocks})" if 0 < again < len(regions) else f"block in {blocks}"
+        lines.append(f"{INDENT * 2}for {loop}:")
+        lines.append(f"{INDENT * 3}{', '.join(targets)} = {call}")
         return lines
+
+
+def _recomputed(called: str, arguments: str) -> str:
+    """The call of a block that the backward pass runs again."""
+    return f"rt.recomputed({', '.join(filter(None, (called, arguments)))})"
 
 
 def _returns_list(item: Operate) -> bool:

@@ -36,16 +36,16 @@ aten = torch.ops.aten
 def emit(graph: Graph, plan: PlanData) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
-    The plan must have been verified. Raises PlanError for several stages and for recomputation: not available yet.
+    The plan must have been verified. Raises PlanError for several stages: not available yet.
     """
-    if plan.stages or plan.recompute:
-        what = f"{len(plan.stages)} stages" if plan.stages else f"recomputation of {len(plan.recompute)} modules"
+    if plan.stages:
         raise PlanError(
-            f"expected a plan of one stage without recomputation, found {what}: such plans can be shown and simulated, "
+            f"expected a plan of one stage, found {len(plan.stages)} stages: such plans can be shown and simulated, "
             "but not emitted yet"
         )
     flat = flatten(graph, plan)
-    root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program", block_paths(graph))
+    blocks = block_paths(graph, plan.recompute)
+    root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program", blocks)
     writer = ClassWriter(graph, plan, flat)
     tree = writer.module_tree(root)
     writer.container_sizes = _containers(tree)

@@ -61,7 +61,8 @@ def _direction(
 ) -> Direction:
     """Units and regions are for the first part to enter, if it has anything in them (`before`: its items)."""
     items = program.items
-    units, regions = ({getattr(items[n], what) for n in before} for what in ("unit", "region"))
+    units = {items[n].unit for n in before}
+    regions = {items[n].region for n in before if items[n].needs_saved}
     reader = _Reader(program, orders, lifetimes, name)
     return Direction(
         steps=tuple([reader.step(number) for number in numbers]),

@@ -25,7 +25,7 @@ class GraphFacts:
     def __init__(self, graph: Graph, device_type: str) -> None:
         self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
         self.blocks = block_paths(graph)
-        self._block_of: dict[str, str] = {}
+        self._block_of: dict[tuple[str, frozenset[str]], str] = {}
         self._graph = weakref.ref(graph)
         self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
 
@@ -40,12 +40,16 @@ class GraphFacts:
             self._twins = blocks, _twins(graph, blocks)
         return self._twins[1]
 
-    def block_of(self, name: str) -> str:
-        """The innermost block that a module path or parameter's name lies in; "" is the program itself."""
-        known = self._block_of.get(name)
+    def block_of(self, name: str, recomputed: frozenset[str] = frozenset()) -> str:
+        """The innermost block that a module path or parameter's name lies in; "" is the program itself.
+
+        recomputed: modules that are blocks for that reason.
+        """
+        key = name, recomputed
+        known = self._block_of.get(key)
         if known is None:
-            found = not name or name in self.blocks
-            known = self._block_of[name] = name if found else self.block_of(name.rpartition(".")[0])
+            found = not name or name in self.blocks or name in recomputed
+            known = self._block_of[key] = name if found else self.block_of(name.rpartition(".")[0], recomputed)
         return known
 
 

@@ -2,9 +2,9 @@
 
 The forward pass takes an item's memory when it runs and gives it back when the function returns in which it has a
 name, unless autograd saved it: then after the backward of the first item (in forward order) that saved it. In a
-recomputed region nothing but what enters it is kept; when the backward pass arrives, its items run again and their
-memory lives as without recomputation. Gradients of activations live from the first reader's backward to that of the
-maker.
+recomputed region nothing but what enters it is kept; when the backward pass first needs something of it, its items run
+again and their memory lives as without recomputation. Gradients of activations live from the first reader's backward to
+that of the maker.
 
 A backward pass in two parts keeps for the second what an operator with a gradient of its own saved, and the gradient
 of its result.
@@ -45,15 +45,15 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     """Plans the memory of one microbatch."""
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
-    regions = {item.region for item in program.items if item.runs_backward}
+    entries = _entries(program)
     frames = Frames(program)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
             uses = readers[storage], savers[storage], frames.end(memory.owner, readers[storage])
-            _place(lifetimes, program, regions, memory.owner, memory.num_bytes, *uses)
+            _place(lifetimes, program, entries, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
-            _place(lifetimes, program, regions, number, item.extra_bytes, [number], [number], number)
+            _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
     if trains and program.splits:
         _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT)
         _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT)
@@ -94,6 +94,15 @@ def _enclosing(path: str, units: list[str]) -> list[int]:
     return [number for number, unit in enumerate(units) if unit in prefixes]
 
 
+def _entries(program: Program) -> dict[int, int]:
+    """For each recomputed region, the first item that saves something: its backward pass is the last that needs it."""
+    found: dict[int, int] = {}
+    for number, item in enumerate(program.items):
+        if item.needs_saved:
+            found.setdefault(item.region, number)
+    return found
+
+
 def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
     """What an item takes and gives back itself."""
     directions = (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,)
@@ -121,25 +130,25 @@ def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[in
 
 
 def _place(
-    lifetimes: Lifetimes, program: Program, regions: set[int], owner: int, size: int, readers: list[int],
+    lifetimes: Lifetimes, program: Program, entries: dict[int, int], owner: int, size: int, readers: list[int],
     savers: list[int], returned: int,
 ) -> None:  # fmt: skip
     """One piece of memory: kept from the forward pass, or made again in its region, or both.
 
-    regions: those that are recomputed; returned: the item after which no function holds it.
+    returned: the item after which no function holds it.
     """
     items = program.items
     region = items[owner].region
     kept = [number for number in savers if region < 0 or items[number].region != region]
-    if region < 0:
-        # A region that reads it needs it again when it is recomputed, until its first item has run backward.
-        kept += [number for number in readers if items[number].region >= 0]
+    # What enters another region stays for its second run, until the backward pass needs nothing of that any more.
+    others = {items[number].region for number in readers} - {-1, region}
+    kept += [entries[other] for other in others if other in entries]
     lifetimes.forward.taken[owner] += size
     if kept:
         _give_back(lifetimes, program, size, kept, savers)
     else:
         lifetimes.forward.given[max(*readers, returned)] += size
-    if region < 0 or region not in regions:
+    if region < 0:
         return
     inside = [number for number in savers if items[number].region == region]
     lifetimes.recompute.taken[owner] += size

@@ -3,7 +3,8 @@
 Parameters that are converted once a step start at its begin, in order of use. Regathered ones start when the
 unit before theirs does, one unit ahead, and again in the backward pass. A gradient bucket starts home as soon
 as its last gradient is there. Compute waits for the conversions that it reads; collectives on one
-link level queue. A region that is recomputed runs again before its first backward item.
+link level queue. A region that is recomputed runs again before the first backward item that needs something of it;
+units in it are launched one ahead, as in the forward pass, and stay for the backward pass.
 
 A backward pass may come in two parts: the first makes gradients of what earlier stages sent, with the regathered
 parameters that this takes; the second those of stored tensors.
@@ -203,7 +204,10 @@ class Player:
         """When what other stages wait for is there: tensors forward, gradients of what was received backward."""
         program, tasks = self.program, self.engine.tasks
         if self._kind.name == "forward":
-            return {name: tasks[self._ready[value]][3] for name, value in program.sends.items()}
+            ready: dict[str, int] = {}
+            for (name, _), value in program.sends.items():
+                ready[name] = max(ready.get(name, 0), tasks[self._ready[value]][3])
+            return ready
         if self._kind.name in (BACKWARD, BACKWARD_INPUT):
             items = ((name, self._gradients.get(value)) for name, value in program.receives.items())
             return {name: max(tasks[task][3] for task in made) for name, made in items if made}
@@ -242,7 +246,7 @@ class Player:
             if unit != current and unit != ROOT and unit in first:
                 current = unit
                 self._enter(current, -1)
-            if region in left:
+            if region in left and step.item.needs_saved:
                 left.discard(region)
                 self._recompute(region)
             self._run_backward(step)
@@ -322,8 +326,17 @@ class Player:
                 self._late.append(bucket)
 
     def _recompute(self, region: int) -> None:
-        for number in self.orders.regions[region]:
-            self._run(number, self.program.items[number], "recompute", self.lifetimes.recompute)
+        numbers = self.orders.regions[region]
+        units = list(dict.fromkeys(self.program.items[number].unit for number in numbers))
+        current = ROOT
+        for number in numbers:
+            item = self.program.items[number]
+            if item.unit not in (current, ROOT):
+                current = item.unit
+                for unit in units[units.index(current) :][:2]:
+                    self._launch(unit)
+                self._unpack(current)
+            self._run(number, item, "recompute", self.lifetimes.recompute)
 
     def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
         if self._awaited:

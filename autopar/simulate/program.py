@@ -33,14 +33,14 @@ from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.stages import stage_graph
-from autopar.ir.structure import region_of
+from autopar.ir.stages import leaving_placement, maker_of, stage_graph
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
+from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.shapes import LocalShapes, Shape
-from autopar.simulate.traffic import inner_collectives
+from autopar.simulate.traffic import inner_collectives, reached_tensors
 
 OPTIMIZER_KERNELS = {
     "cpu": 8,
@@ -110,9 +110,14 @@ class Item:
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
     unit: int = 0
-    region: int = -1
+    region: int = -1  # what the backward pass runs again together, −1 for nothing
     runs_backward: bool = False
     split: Split | None = None  # where the schedule asks for it, of operators
+
+    @property
+    def needs_saved(self) -> bool:
+        """Whether its backward pass reads what was saved."""
+        return self.runs_backward and bool(self.saved or self.extra_bytes)
 
 
 @dataclass(slots=True)
@@ -163,7 +168,7 @@ class Program:
     reductions: list[Bucket] = field(default_factory=list)
     outputs: tuple[int, ...] = ()
     receives: dict[str, int] = field(default_factory=dict)  # tensors of earlier stages -> value
-    sends: dict[str, int] = field(default_factory=dict)  # tensors that later stages read -> value
+    sends: dict[tuple[str, Placement], int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
@@ -172,24 +177,38 @@ class Program:
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
 
-def lower_stages(graph: Graph, plan: Plan, profile: Profile) -> list[Program]:
-    """The program of each stage's first rank. Raises PlanError when the plan lacks a redistribution."""
-    facts = graph_facts(graph, profile.device_type)
-    prices: dict[LogicalMesh, _Prices] = {}
-    return [
-        _Lowering(
-            stage_graph(graph, plan, index), part, profile, facts, prices.setdefault(part.axes, _Prices()),
-            _sent(plan, index), plan.schedule == "zero_bubble" and len(plan.stages) > 1,
-        ).run()
-        for index, part in enumerate(plan.parts)
-    ]  # fmt: skip
+def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Program]:
+    """The program of each stage's first rank, priced by its own profile.
+
+    Raises PlanError when the plan lacks a redistribution.
+    """
+    facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
+    prices: dict[tuple[LogicalMesh, int, Profile], _Prices] = {}
+    is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
+    programs = []
+    for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
+        per_node = _devices_per_node(plan, index)
+        own = prices.setdefault((part.axes, per_node, profile), _Prices())
+        stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
+        known = facts[profile.device_type]
+        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, is_split).run())
+    return programs
 
 
-def _sent(plan: Plan, index: int) -> dict[str, Placement]:
-    """The placement that each tensor arrives in at later stages; the first counts."""
-    found: dict[str, Placement] = {}
-    for later in plan.stages[index + 1 :]:
-        found = dict(later.inputs) | found
+def _devices_per_node(plan: Plan, index: int) -> int:
+    """How many neighbours of a stage share a node, as far as its axes go."""
+    mesh = plan.mesh.part(plan.stages[index].ranks) if plan.stages else plan.mesh
+    return mesh.devices_per_node
+
+
+def _leaving(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
+    """The placements that each tensor is sent in to later stages."""
+    found: dict[str, tuple[Placement, ...]] = {}
+    for reader in range(index + 1, len(plan.stages)):
+        for name in plan.stages[reader].inputs:
+            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
+                placement = leaving_placement(graph, plan, reader, name)
+                found[name] = tuple(dict.fromkeys((*found.get(name, ()), placement)))
     return found
 
 
@@ -238,11 +257,11 @@ class _Prices:
 
 class _Lowering:
     def __init__(
-        self, graph: Graph, plan: Plan, profile: Profile, facts: GraphFacts, prices: _Prices,
-        arriving: Mapping[str, Placement], is_split: bool,
+        self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
+        leaving: Mapping[str, tuple[Placement, ...]], is_split: bool,
     ) -> None:  # fmt: skip
-        self.graph, self.plan, self.profile = graph, plan, profile
-        self.facts, self.prices, self.arriving = facts, prices, arriving
+        self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
+        self.facts, self.prices, self.leaving = facts, prices, leaving
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = Program()
@@ -253,10 +272,12 @@ class _Lowering:
         self.known: dict[tuple[str, Placement], int] = {}
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
-        self.places: dict[str, tuple[int, int]] = {}
+        self.recomputed = frozenset(plan.recompute)
+        self.places: dict[str, int] = {}
         self.leading_back = _leading_back(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
         self.program.splits = self.trains and is_split
+        self.recomputation = Recomputation(graph, plan, reached_tensors(graph) if self.trains else set())
 
     def run(self) -> Program:
         program = self.program
@@ -270,8 +291,9 @@ class _Lowering:
             self._source(item.tensor, self.plan.storage[item.tensor].placement)
         for node in self.graph.nodes:
             self._operator(node)
-        for name in self.graph.sent:
-            self._send(name)
+        for name, placements in self.leaving.items():
+            for placement in placements:
+                self._send(name, placement)
         made = [name for name in self.graph.outputs if name in self.placements]
         program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
         if self.trains:
@@ -306,14 +328,14 @@ class _Lowering:
         values.append(Value(tensor, *local, storage, item, slot, differentiable, False, leads_back))
         return number
 
-    def _operand(self, tensor: str, placement: Placement, unit: int, region: int) -> int:
+    def _operand(self, tensor: str, placement: Placement, unit: int) -> int:
         """The value that an operator reads: as it was made, or converted here, once for all its readers."""
         if tensor in self.plan.storage:
             return self._slot(tensor, placement)
         known = self.known.get((tensor, placement))
         if known is not None:
             return known
-        return self._conversion(tensor, placement, unit, region)
+        return self._conversion(tensor, placement, unit)
 
     def _route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
         if self.placements[tensor] == target:
@@ -384,7 +406,7 @@ class _Lowering:
     def _transmission(self, collective: str, axis: int, num_bytes: int) -> Transmission:
         key = (collective, axis, num_bytes)
         if key not in self.transmissions:
-            per_node = self.plan.mesh.devices_per_node
+            per_node = self.per_node
             mesh_axis = self.plan.axes[axis]
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
@@ -413,15 +435,15 @@ class _Lowering:
         program.receives[name] = self._value(name, placement, local, self._memory(local[1], number), number)
         program.items.append(Item(f"receive {name}", inputs=(), outputs=(program.receives[name],)))
 
-    def _send(self, name: str) -> None:
-        """A tensor for a later stage: an item without results, which keeps its memory until its gradient is there."""
-        program, placement = self.program, self.arriving[name]
-        value = self._operand(name, placement, 0, -1)
-        program.sends[name] = value
+    def _send(self, name: str, placement: Placement) -> None:
+        """A tensor for later stages: an item without results, which keeps its memory until its gradient is there."""
+        program = self.program
+        value = self._operand(name, placement, 0)
+        program.sends[name, placement] = value
         storage = program.values[value].storage
         program.items.append(Item(f"send {name}", inputs=(value,), outputs=(), saved=(storage,)))
 
-    def _conversion(self, tensor: str, target: Placement, unit: int, region: int) -> int:
+    def _conversion(self, tensor: str, target: Placement, unit: int) -> int:
         program = self.program
         source = self.known[tensor, self.placements[tensor]]
         steps = self._route(tensor, target)
@@ -447,7 +469,7 @@ class _Lowering:
                 passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
                 workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
-                region=region,
+                region=self.recomputation.of_conversion((tensor, target)),
             )
         )
         return value
@@ -462,9 +484,9 @@ class _Lowering:
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
         facts = self.facts.nodes[node.name]
-        unit, region = self._place(node.scope.module)
+        unit = self._place(node.scope.module)
         read = zip(node.operands, placements.operands, strict=True)
-        inputs = [self._operand(tensor, placement, unit, region) for tensor, placement in read]
+        inputs = [self._operand(tensor, placement, unit) for tensor, placement in read]
         number = len(program.items)
         outputs = [
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
@@ -488,7 +510,7 @@ class _Lowering:
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
-                region=region,
+                region=self.recomputation.of_node(node.name),
             )
         )
 
@@ -561,21 +583,21 @@ class _Lowering:
                 storages.append(self.program.values[values[kept]].storage)
         return tuple(dict.fromkeys(storages)), extra
 
-    # Units and regions ----------------------------------------
+    # Units ----------------------------------------
 
     def _unit(self, name: str) -> int:
         """The block around a module or parameter, numbered in order of appearance; the program itself is 0."""
-        path = self.facts.block_of(name)
+        path = self.facts.block_of(name, self.recomputed)
         if path not in self.units:
             self.units[path] = len(self.units)
             self.program.units.append(path)
         return self.units[path]
 
-    def _place(self, module: str) -> tuple[int, int]:
-        """The unit of a node, and which recomputed module path it lies in; −1 for none."""
+    def _place(self, module: str) -> int:
+        """The unit of a node in a module."""
         known = self.places.get(module)
         if known is None:
-            known = self.places[module] = self._unit(module), region_of(self.plan.recompute, module)
+            known = self.places[module] = self._unit(module)
         return known
 
     # What stays ----------------------------------------

@@ -2,7 +2,8 @@
 
 A block's parameters come when its forward is called and go when it ends. Whoever reads one at another time (a second
 piece of the block that runs apart, another module that shares the parameter) brings it again, and then it stays to the
-end. The backward pass brings what is not in place when the first gradient reaches an output of the block's forward.
+end. The backward pass brings what is not in place when the first gradient reaches an output of the block's forward, or
+when the block runs again.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths
+from autopar.simulate.recomputation import Recomputation
 
 
 class Span(NamedTuple):
@@ -27,8 +29,9 @@ class Span(NamedTuple):
 class Regathering:
     """Counts of one plan. `reached`: the tensors that get a gradient, none in inference."""
 
-    def __init__(self, graph: Graph, plan: Plan, reached: set[str]) -> None:
+    def __init__(self, graph: Graph, plan: Plan, reached: set[str], recomputation: Recomputation) -> None:
         self.graph, self.plan, self.reached = graph, plan, reached
+        self.recomputation = recomputation
 
     def count(self, redistribute: Redistribute) -> int:
         """How often a microbatch converts a parameter to one of its uses."""
@@ -40,7 +43,9 @@ class Regathering:
             return 1
         if any(position >= span.end for position in reads):
             return 2
-        return 2 if self._gets_gradient(span) else 1
+        statements = self._flat.statements[slice(*span)]
+        runs_again = any(map(self.recomputation.runs_again, statements))
+        return 2 if runs_again or self._gets_gradient(span) else 1
 
     @cached_property
     def _flat(self) -> Flat:
@@ -58,7 +63,7 @@ class Regathering:
     @cached_property
     def _spans(self) -> dict[str, Span]:
         """Where the forward of each block runs: the first of its pieces."""
-        blocks, found = block_paths(self.graph), dict[str, Span]()
+        blocks, found = block_paths(self.graph, self.plan.recompute), dict[str, Span]()
         for position, statement in enumerate(self._flat.statements):
             for path in {path for path, _ in statement.scope.path} & blocks:
                 start, end = found.get(path, (position, position))

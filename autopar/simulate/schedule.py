@@ -28,18 +28,26 @@ WORK = DIRECTIONS
 TIED = "gradient all_reduce"
 
 
-def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True) -> Timeline:
+def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], sums_early: bool = True) -> Timeline:
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. sums_early: gradients are summed over ranks while the backward pass
+    its first, which has the longest slices. profile: of the devices; by the name that the mesh has for them where they
+    are of several kinds (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass
     goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
     that lacks a redistribution.
     """
     with _without_collector():
-        step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
+        step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
+
+
+def _profiles(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
+    """The profile of each stage's devices, slowed down where those of a node share its cores."""
+    groups = [plan.mesh.group_of(stage.ranks) for stage in plan.stages] or [plan.mesh.group_of()]
+    known = {group.profile: profile if isinstance(profile, Profile) else profile[group.profile] for group in groups}
+    return [known[group.profile].shared_by(group.devices_per_node) for group in groups]
 
 
 @contextmanager
@@ -131,14 +139,17 @@ class _Progress:
 
 
 class _Step:
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile, sums_early: bool) -> None:
+    def __init__(self, graph: Graph, plan: Plan, profiles: Sequence[Profile], sums_early: bool) -> None:
         self.plan = plan
         self.trains = plan.mode == "train" and graph.loss is not None
-        programs = lower_stages(graph, plan, profile)
-        self.stages = [_Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
+        programs = lower_stages(graph, plan, profiles)
+        self.stages = [
+            _Progress(Player(program, profile, self.trains, sums_early))
+            for program, profile in zip(programs, profiles, strict=True)
+        ]
         self.submeshes = _submeshes(plan)
-        self.transfers = find_transfers(plan, programs, profile)
-        self.ties = find_ties(graph, plan, programs, profile) if self.trains else []
+        self.transfers = find_transfers(graph, plan, programs, profiles)
+        self.ties = find_ties(graph, plan, profiles) if self.trains else []
         self.home_of = {stage: submesh for submesh in self.submeshes for stage in submesh.stages}
         self.arrived: dict[tuple[int, bool, int], list[_Arrival]] = defaultdict(list)  # stage, forward, microbatch
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
@@ -225,7 +236,7 @@ class _Step:
                 self._play(submesh, stage, PassKind("optimizer"), submesh.free_ns, "")
 
     def _sum_tied(self, tie: Tie) -> None:
-        """An all-reduce between the stages that keep a tensor, once the last gradient is home on all of them."""
+        """What the stages that keep a tensor send each other, once the last gradient is home on all of them."""
         members = {self.home_of[stage].ranks.start: self.home_of[stage] for stage in tie.stages}.values()
         for submesh in members:
             self._wait_for_home(submesh)
@@ -236,7 +247,7 @@ class _Step:
             submesh.free_ns = submesh.links[tie.link] = start + tie.duration_ns
             task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
             submesh.pieces.append(Piece(start, "", [task], []))
-            submesh.sent["all_reduce"] += tie.num_bytes
+            submesh.sent[tie.collective] += tie.num_bytes
 
     def _wait_for_home(self, submesh: _Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""

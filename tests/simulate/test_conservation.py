@@ -110,7 +110,7 @@ def test_a_step_takes_as_long_as_its_streams_and_paths_and_its_parts_add_up(name
 
 def critical_path_ns(case: Case, profile: Profile) -> int:
     """The longest chain of items of one microbatch, forward over all stages and back, as if nothing ever queued."""
-    programs = lower_stages(case.graph, case.plan, profile)
+    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.parts))
     arrived: dict[str, int] = {}
     ends = [_forward_ns(program, arrived) for program in programs]
     returned: dict[str, int] = {}
@@ -126,13 +126,13 @@ def _forward_ns(program: Program, arrived: dict[str, int]) -> int:
         own = sum(sent.duration_ns for sent in (*item.forward, *item.inner))
         for value in item.outputs:
             ready[value] = max(ready.get(value, 0), begin + own + (0 if item.forward else item.forward_ns))
-    arrived.update((name, ready[value]) for name, value in program.sends.items())
+    arrived.update((name, ready[value]) for (name, _), value in program.sends.items())
     return max(ready.values())
 
 
 def _backward_ns(program: Program, end: int, returned: dict[str, int]) -> int:
     ready: dict[int, int] = defaultdict(lambda: end if not program.sends else 0)
-    ready.update((value, returned[name]) for name, value in program.sends.items() if name in returned)
+    ready.update((value, returned[name]) for (name, _), value in program.sends.items() if name in returned)
     for item in reversed(program.items):
         if item.runs_backward:
             begin = max((ready[value] for value in item.outputs), default=0)
@@ -163,7 +163,7 @@ def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, pro
 
 
 def _residents(case: Case, profile: Profile, first_rank: int) -> list[tuple[int, str]]:
-    programs = lower_stages(case.graph, case.plan, profile)
+    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.parts))
     stages = case.plan.stages
     own = [p for n, p in enumerate(programs) if not stages or stages[n].first_rank == first_rank]
     return [resident for program in own for resident in program.residents]
