@@ -43,6 +43,7 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
         received=tuple(name for name in stage.inputs if name not in graph.inputs),
         sent=sent,
+        ends=ends,
     )
 
 
@@ -141,6 +142,16 @@ def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placemen
 
 
 # What leaves a stage ----------------------------------------
+
+
+def leaving_values(graph: Graph, plan: PlanData, index: int) -> list[tuple[str, Placement]]:
+    """What a stage leaves for later ones, in the placements that it goes in, each once."""
+    pairs = []
+    for reader in range(index + 1, len(plan.stages)):
+        for name in plan.stages[reader].inputs:
+            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
+                pairs.append((name, leaving_placement(graph, plan, reader, name)))
+    return list(dict.fromkeys(pairs))
 
 
 def maker_of(graph: Graph, plan: PlanData, index: int, name: str) -> int:

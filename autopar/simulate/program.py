@@ -20,7 +20,7 @@ from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_by
 from autopar.cost.work import operator
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
@@ -30,9 +30,9 @@ from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, graph_facts
-from autopar.simulate.recomputation import Recomputation
+from autopar.simulate.recomputation import Call, call_of, number_calls
 from autopar.simulate.shapes import LocalShapes
-from autopar.simulate.traffic import inner_collectives, reached_tensors
+from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {
     "cpu": 8,
@@ -153,6 +153,7 @@ class Program:
     sends: dict[tuple[str, Placement], int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
+    is_stage: bool = False  # one of several: passes of other microbatches come between a microbatch's two
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
 
 
@@ -239,7 +240,7 @@ class _Lowering:
         self.facts, self.prices, self.leaving = facts, prices, leaving
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
-        self.program = Program()
+        self.program = Program(is_stage=graph.ends is not None)
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
@@ -249,7 +250,7 @@ class _Lowering:
         self.units: dict[str, int] = {}
         self.recomputed = frozenset(plan.recompute)
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
-        self.recomputation = Recomputation(graph, plan, reached_tensors(graph) if self.trains else set())
+        self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def run(self) -> Program:
         program = self.program
@@ -272,6 +273,7 @@ class _Lowering:
             loss = self.graph.loss
             sent = [value for value in program.sends.values() if program.values[value].differentiable]
             _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
+            self._mark_regions()
         self._residents()
         program.gathers = self._buckets(forward=True)
         program.reductions = self._buckets(forward=False)
@@ -420,6 +422,8 @@ class _Lowering:
         backward = self._transmissions(steps, sizes, 1)
         shares = is_free and not forward
         number = len(program.items)
+        if self.recomputed and tensor not in self.facts.constants:
+            self._note_call(number, self._reading_scope(tensor, target))
         size = self.shapes.local(tensor, target)[1]
         storage = program.values[source].storage if shares else self._memory(size, number)
         value = self._value(tensor, target, storage, item=number)
@@ -436,7 +440,6 @@ class _Lowering:
                 passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
                 workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
-                region=self.recomputation.of_conversion((tensor, target)),
             )
         )
         return value
@@ -455,6 +458,8 @@ class _Lowering:
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit) for tensor, placement in read]
         number = len(program.items)
+        if node.op != IDENTITY and not self.facts.constants.issuperset(node.results):
+            self._note_call(number, node.scope)
         outputs = [
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
@@ -476,7 +481,6 @@ class _Lowering:
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
-                region=self.recomputation.of_node(node.name),
             )
         )
 
@@ -554,6 +558,31 @@ class _Lowering:
             self.units[path] = len(self.units)
             self.program.units.append(path)
         return self.units[path]
+
+    # Recomputation ----------------------------------------
+
+    def _note_call(self, number: int, scope: Scope) -> None:
+        """Notes where an item stands, as far as recomputation asks for it."""
+        if self.recomputed and self.trains:
+            self.calls.append((number, call_of(scope, self.recomputed)))
+
+    def _reading_scope(self, tensor: str, target: Placement) -> Scope:
+        """The innermost module call that holds all readers of a conversion, which is where the emitter writes it."""
+        nodes = self.plan.nodes
+        readers = (
+            node.scope for node, position in self.graph.consumers[tensor]
+            if node.name in nodes and nodes[node.name].operands[position] == target
+        )  # fmt: skip
+        return common_scope(list(readers))
+
+    def _mark_regions(self) -> None:
+        """Numbers the calls that run again: those in which something is saved."""
+        items = self.program.items
+        regions = number_calls(call for _, call in self.calls)
+        found = [(number, region) for (number, _), region in zip(self.calls, regions, strict=True) if region >= 0]
+        again = {region for number, region in found if items[number].needs_saved}
+        for number, region in found:
+            items[number].region = region if region in again else -1
 
     # What stays ----------------------------------------
 
