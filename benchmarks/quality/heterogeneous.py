@@ -1,6 +1,6 @@
 """Predicted throughput on unequal devices: the plan that is found beside the best of all equal splits.
 
-    python -m benchmarks.quality.heterogeneous [--output FOLDER]
+    python -m benchmarks.quality.heterogeneous [--output FOLDER] [--only MODEL]
 
 Mesh: a node of 8 A100 and a node of 8 V100. Models: GPTs in float16 with float32 master weights, on meta tensors.
 An equal split gives every device the same share of the work. Tried are all of
@@ -147,10 +147,16 @@ def main() -> None:
     """Runs all models, prints the table and writes it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
-    output = parser.parse_args().output
-    rows = [row(name, config) for name, config in MODELS.items()]
+    parser.add_argument("--only", choices=MODELS, help="renews one row of the results")
+    options = parser.parse_args()
+    output, file = options.output, options.output / "heterogeneous.json"
+    known = json.loads(file.read_text())["rows"] if file.exists() and options.only else []
+    made = {r["model"]: r for r in known} | {
+        name: row(name, config) for name, config in MODELS.items() if options.only in (None, name)
+    }
+    rows = [made[name] for name in MODELS if name in made]
     stamp = f"{datetime.date.today()}, {platform.machine()}, torch {torch.__version__}"
-    (output / "heterogeneous.json").write_text(json.dumps({"stamp": stamp, "rows": rows}, indent=1) + "\n")
+    file.write_text(json.dumps({"stamp": stamp, "rows": rows}, indent=1) + "\n")
     (output / "heterogeneous.md").write_text(table(rows, stamp))
     print(table(rows, stamp))
 
