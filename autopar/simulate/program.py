@@ -33,7 +33,7 @@ from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.stages import leaving_placement, maker_of, stage_graph
+from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
@@ -205,11 +205,8 @@ def _devices_per_node(plan: Plan, index: int) -> int:
 def _leaving(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
     """The placements that each tensor is sent in to later stages."""
     found: dict[str, tuple[Placement, ...]] = {}
-    for reader in range(index + 1, len(plan.stages)):
-        for name in plan.stages[reader].inputs:
-            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
-                placement = leaving_placement(graph, plan, reader, name)
-                found[name] = tuple(dict.fromkeys((*found.get(name, ()), placement)))
+    for name, placement in leaving_values(graph, plan, index):
+        found[name] = (*found.get(name, ()), placement)
     return found
 
 
