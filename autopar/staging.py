@@ -8,8 +8,10 @@ runs in each stage that reads it, so that nothing of it is sent.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.cost import Profile
@@ -32,18 +34,29 @@ def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Member
 
     block_paths: module paths of the repeated blocks. Raises PlanError when their number is not a multiple of `count`.
     """
-    order: dict[str, int] = {}
-    block_of = {node.name: _block(node, set(block_paths)) for node in graph.nodes}
-    for path in block_of.values():
-        if path is not None:
-            order.setdefault(path, len(order))
+    order = _blocks_in_order(graph, block_paths)
     if not order or len(order) % count:
         raise PlanError(
             f"expected a number of repeated blocks that {count} stages divide equally, found {len(order)} "
             "(numbered modules that run something); choose a number of stages that divides it"
         )
-    fixed = {name: order[path] * count // len(order) for name, path in block_of.items() if path is not None}
-    return _spread(graph, fixed, count)
+    return stages_of_sizes(graph, block_paths, [len(order) // count] * count)
+
+
+def stages_of_sizes(graph: Graph, block_paths: Sequence[str], sizes: Sequence[int]) -> Members:
+    """The stages of each node when each stage has so many of the blocks, in the order in which they run."""
+    order = _blocks_in_order(graph, block_paths)
+    assert len(order) == sum(sizes), "each block is in a stage"
+    ends = list(accumulate(sizes))
+    stage_of = {path: bisect_right(ends, number) for number, path in enumerate(order)}
+    block_of = {node.name: _block(node, set(block_paths)) for node in graph.nodes}
+    return _spread(graph, {name: stage_of[path] for name, path in block_of.items() if path is not None}, len(sizes))
+
+
+def _blocks_in_order(graph: Graph, block_paths: Sequence[str]) -> list[str]:
+    """The blocks that run something, as they do."""
+    paths = set(block_paths)
+    return [*dict.fromkeys(path for node in graph.nodes if (path := _block(node, paths)) is not None)]
 
 
 def _block(node: Node, paths: set[str]) -> str | None:

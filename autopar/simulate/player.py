@@ -226,10 +226,13 @@ class Player:
             self._run(number, item, "forward", self.lifetimes.forward)
             if number == self.orders.last[item.unit] and item.unit != ROOT:
                 self._release(item.unit)
-        if not self.trains:
+        if not self.trains or self.program.is_stage:
             self._end_microbatch()
 
     def _backward(self) -> None:
+        if self.program.is_stage:
+            self._launch(ROOT)
+            self._unpack(ROOT)
         current, recomputed = ROOT, set()
         for number in range(len(self.program.items) - 1, -1, -1):
             item = self.program.items[number]

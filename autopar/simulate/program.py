@@ -153,6 +153,7 @@ class Program:
     sends: dict[tuple[str, Placement], int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
+    is_stage: bool = False  # one of several: passes of other microbatches come between a microbatch's two
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
 
 
@@ -239,7 +240,7 @@ class _Lowering:
         self.facts, self.prices, self.leaving = facts, prices, leaving
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
-        self.program = Program()
+        self.program = Program(is_stage=graph.ends is not None)
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}

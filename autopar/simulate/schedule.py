@@ -85,6 +85,7 @@ class _Submesh:
     spent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    between: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bubble_ns: int = 0
 
     def carried(self, now: int) -> Carried:
@@ -102,6 +103,11 @@ class _Submesh:
         for total, part in ((self.spent, done.spent), (self.waited, done.waited), (self.sent, done.sent)):
             for kind, amount in part.items():
                 total[kind] += amount
+
+    def hand(self, collective: str, num_bytes: int) -> None:
+        """Counts what goes to ranks of other submeshes."""
+        self.sent[collective] += num_bytes
+        self.between[collective] += num_bytes
 
     @property
     def end_ns(self) -> int:
@@ -214,7 +220,7 @@ class _Step:
             end = submesh.sends[transfer.link] = start + transfer.duration_ns
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
             submesh.pieces.append(Piece(start, label, [task], []))
-            submesh.sent["send"] += transfer.num_bytes
+            submesh.hand("send", transfer.num_bytes)
         turn = Turn(transfer.target, transfer.is_forward, microbatch)
         self.arrived[turn].append(_Arrival(end, end - ready))
 
@@ -239,7 +245,7 @@ class _Step:
             submesh.free_ns = submesh.links[tie.link] = start + tie.duration_ns
             task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
             submesh.pieces.append(Piece(start, "", [task], []))
-            submesh.sent[tie.collective] += tie.num_bytes
+            submesh.hand("all_reduce", tie.num_bytes)
 
     def _wait_for_home(self, submesh: _Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
@@ -285,7 +291,14 @@ def _lane(submesh: _Submesh, makespan: int) -> Lane:
         bubble_ns=submesh.bubble_ns + makespan - submesh.end_ns,
         optimizer_ns=spent.get("optimizer", 0),
     )
-    return Lane(submesh.ranks, tuple(submesh.pieces), breakdown, exposed, dict(sorted(submesh.sent.items())))
+    return Lane(
+        submesh.ranks,
+        tuple(submesh.pieces),
+        breakdown,
+        exposed,
+        dict(sorted(submesh.sent.items())),
+        dict(submesh.between),
+    )
 
 
 def _last_kind(pieces: Sequence[Piece]) -> str:

@@ -14,12 +14,14 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.stages import stage_graph
 from autopar.ir.structure import computed_once, is_cut
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
 from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.regathering import Regathering
+from autopar.simulate.timeline import Timeline
 
 
 def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
@@ -33,6 +35,19 @@ def traffic_over_microbatches(whole: Graph, full: Plan, part: Graph, plan: Plan)
     A tensor that ranks share along the dim that microbatches cut is gathered whole before it is cut.
     """
     return _total(_moved(whole, full), _inside(part, plan))
+
+
+def traffic_by_submesh(whole: Graph, full: Plan, part: Graph, plan: Plan, timeline: Timeline) -> list[dict[str, int]]:
+    """As `traffic_over_microbatches`, of a plan of several stages, for each lane of its timeline."""
+    found = []
+    for lane in timeline.lanes:
+        sent = Counter(lane.bytes_between)
+        for index, stage in enumerate(full.stages):
+            if stage.first_rank == lane.ranks.start:
+                graphs = stage_graph(whole, full, index), stage_graph(part, plan, index)
+                sent.update(traffic_over_microbatches(graphs[0], full.parts[index], graphs[1], plan.parts[index]))
+        found.append(_total(sent))
+    return found
 
 
 def _total(*parts: Counter[str]) -> dict[str, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -106,9 +107,12 @@ def test_no_attention_to_recompute_is_refused() -> None:
         autopar.template_plan(mlp.build(config), MESH, mlp.example_inputs(config), dp=4, recompute="block")
 
 
-def test_emission_is_refused_for_now() -> None:
-    with pytest.raises(PlanError, match=r"can be shown and simulated, but not emitted yet"):
-        emit(graph(), two_stages())
+def test_emitted_source_has_a_class_for_each_stage_and_shares_those_of_equal_blocks() -> None:
+    source = emit(graph(), two_stages())
+    assert "class Stage0(rt.Stage)" in source and "STAGES = (Stage0, Stage1)" in source
+    assert "self.layers = rt.Numbered(2, *(Layer_1(mesh) for _ in range(2)))" in source
+    assert source.count("class Layer") == 2 and source.count("for block in self.layers:") == 2
+    assert re.search(r"rt\.Received\('\w+', \(\d+, \d+, \d+\), torch\.float32, '.*', source=0, position=0", source)
 
 
 def test_printed_plan_names_stages_and_what_is_recomputed() -> None:
