@@ -112,7 +112,7 @@ def test_emitted_source_has_a_class_for_each_stage_and_shares_those_of_equal_blo
     source = emit(graph(), two_stages())
     assert "class Stage0(rt.Stage)" in source and "STAGES = (Stage0, Stage1)" in source
     assert "self.layers = rt.Numbered(2, *(Layer_1(mesh) for _ in range(2)))" in source
-    assert source.count("class Layer") == 2 and source.count("for block in self.layers:") == 2
+    assert source.count("class Layer") == 2 and "for block in self.layers:" in source
     assert re.search(r"rt\.Received\('\w+', \(\d+, \d+, \d+\), torch\.float32, '.*', source=0, position=0", source)
 
 
