@@ -71,7 +71,7 @@ def _gpt2() -> Any:
 def _t5() -> Any:
     config = transformers.T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, dropout_rate=0, vocab_size=128,
-        use_cache=False,
+        use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config), _tokens()
 
