@@ -32,7 +32,7 @@ from autopar.microbatch import (
 from autopar.ops import coverage
 from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
-from autopar.simulate import predict, simulate, traffic, traffic_over_microbatches
+from autopar.simulate import predict, simulate, traffic, traffic_by_submesh, traffic_over_microbatches
 from autopar.trace import Blocks
 from autopar.zero import storage_options
 
@@ -209,10 +209,17 @@ class Place:
         budget, graph = self.request.budget, self.part.graph
         plan = self.placements.plan(usage_limit * self.part.num_submeshes, seconds, budget.seed, budget.gap)
         if self.part.cut is not None:
-            plan = self.part.in_stages(plan)
-            return replace(plan, predicted=predict(simulate(graph, one_microbatch_plan(plan), self._shared)))
+            return self._staged(self.part.in_stages(plan))
         plan = replace(plan, predicted=predict(simulate(graph, plan, self._shared)))
         return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
+
+    def _staged(self, plan: Plan) -> Plan:
+        """A plan of several stages, with the simulator's prediction and the bytes of the submesh that sends most."""
+        part = one_microbatch_plan(plan)
+        timeline = simulate(self.part.graph, part, self._shared)
+        sent = traffic_by_submesh(self.part.whole, plan, self.part.graph, part, timeline)
+        most = max(sent, key=lambda counts: sum(counts.values()))
+        return replace(plan, predicted=replace(predict(timeline), comm_bytes=most))
 
     def least(self) -> tuple[Plan, LeastMemory]:
         """The plan of least usage, and what is largest in it. Raises InfeasibleError where there is no strategy."""

@@ -28,10 +28,11 @@ from autopar.intraop import Sends, TradeOff, TradeOffs
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
-from autopar.ir.plan import Plan, Prediction, SearchReport
+from autopar.ir.plan import Plan, SearchReport
+from autopar.microbatch import one_microbatch_plan
 from autopar.planning import Part, Place, Request, best_plan, divided, microbatch_counts
 from autopar.progress import Report, reporting
-from autopar.simulate import predict, simulate, traffic
+from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.simulate.layers import LayerCost, layer_costs
 from autopar.simulate.schedule import without_collector
 from autopar.staging import cut
@@ -345,9 +346,12 @@ class Planner:
             chosen = found.best.stages
             of_layer = tuple(n for n, stage in enumerate(chosen) for _ in range(stage.begin, stage.end))
             peak = _peak(kind, chosen, count, schedule)
-            yield Candidate(
-                setting, choice, recompute, schedule, of_layer, found.best.step_ns, peak, found.lower_bound_ns
-            )
+            step, bound = found.best.step_ns, found.lower_bound_ns
+            yield Candidate(setting, choice, recompute, schedule, of_layer, step, peak, bound)
+            if schedule == "1f1b" and stages > 1 and self.request.mode == "train":
+                step -= _hidden_bubble(kind, chosen)
+                peak = _peak(kind, chosen, count, "zero_bubble")
+                yield Candidate(setting, choice, recompute, "zero_bubble", of_layer, step, peak, min(step, bound))
         yield from self._interleaved(setting, kind, choice, recompute)
 
     def _interleaved(
@@ -386,30 +390,29 @@ class Planner:
     def best(self, found: Sequence[Candidate], others: Sequence[Plan]) -> Plan:
         """The fastest by simulation of the best that fit, and of other plans. Raises InfeasibleError."""
         tried: list[dict[str, Any]] = []
-        plans: list[tuple[Candidate, Prediction]] = []
+        plans: list[tuple[Candidate, Timeline]] = []
         deadline = self.started + self.request.budget.seconds
         for candidate in _distinct(found, self.admitted):
             tried.append(candidate.row)
-            predicted = self._simulated(candidate, tried[-1])
-            if predicted.peak_bytes <= self.limit:
-                plans.append((candidate, predicted))
+            played = self._simulated(candidate, tried[-1])
+            if played.peak_bytes <= self.limit:
+                plans.append((candidate, played))
             is_late = bool(plans) and time.monotonic() > deadline
             if len(plans) == FINALISTS or len(tried) == 4 * FINALISTS or is_late:
                 break
         rest = min(others, key=lambda plan: plan.predicted.step_time_ns, default=None)
         if rest is not None:
             tried += [dict(row) for row in rest.search.tried]
-            if all(rest.predicted.step_time_ns <= predicted.step_time_ns for _, predicted in plans):
+            if all(rest.predicted.step_time_ns <= played.step_time_ns for _, played in plans):
                 return replace(rest, search=replace(rest.search, tried=tuple(tried)))
         plans = plans or [self._smallest(tried)]
         return self.stated(*min(plans, key=lambda pair: pair[1].step_time_ns), tried)
 
-    def _simulated(self, candidate: Candidate, row: dict[str, Any]) -> Prediction:
+    def _simulated(self, candidate: Candidate, row: dict[str, Any]) -> Timeline:
         """What the simulator says of a candidate, noted in its row."""
-        plan = self.built(candidate)
-        predicted = predict(simulate(self.part(candidate.setting.microbatches).graph, plan, self.shared))
-        row |= {"step_time_ns": predicted.step_time_ns, "peak_bytes": predicted.peak_bytes}
-        return predicted
+        played = simulate(self.part(candidate.setting.microbatches).graph, self.built(candidate), self.shared)
+        row |= {"step_time_ns": played.step_time_ns, "peak_bytes": played.peak_bytes}
+        return played
 
     def built(self, candidate: Candidate) -> Plan:
         """One microbatch's plan of the whole model."""
@@ -432,16 +435,19 @@ class Planner:
         firsts = [n * size % self.request.mesh.num_devices for n in range(max(candidate.stage_of_layer) + 1)]
         return cut(graph, plan, members, firsts, candidate.schedule)
 
-    def stated(self, candidate: Candidate, predicted: Prediction, tried: Sequence[Mapping[str, Any]]) -> Plan:
+    def stated(self, candidate: Candidate, played: Timeline, tried: Sequence[Mapping[str, Any]]) -> Plan:
         """The candidate as a plan for the step, on all axes, with its prediction."""
         part = self.part(candidate.setting.microbatches)
-        plan = replace(self._placed(candidate), predicted=predicted, search=self._report(candidate, tried))
+        plan = replace(self._placed(candidate), predicted=predict(played), search=self._report(candidate, tried))
         short = self.short_place(candidate.setting.axes, candidate.setting.microbatches)
         plan = replace(plan, choices=short.placements.explained(candidate.choice.choice))
         if candidate.setting.num_stages == 1:
             sent = traffic(part.graph, plan)
-            return part.on_all_axes(replace(plan, predicted=replace(predicted, comm_bytes=sent)))
-        return replace(part, cut=lambda whole: self._cut(whole, candidate, self.graph)).in_stages(plan)
+            return part.on_all_axes(replace(plan, predicted=replace(plan.predicted, comm_bytes=sent)))
+        whole = replace(part, cut=lambda whole: self._cut(whole, candidate, self.graph)).in_stages(plan)
+        by_submesh = traffic_by_submesh(self.graph, whole, part.graph, one_microbatch_plan(whole), played)
+        most = max(by_submesh, key=lambda counts: sum(counts.values()))
+        return replace(whole, predicted=replace(whole.predicted, comm_bytes=most))
 
     def _report(self, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> SearchReport:
         return SearchReport(
@@ -456,7 +462,7 @@ class Planner:
 
     # Where nothing fits ----------------------------------------
 
-    def _smallest(self, tried: list[dict[str, Any]]) -> tuple[Candidate, Prediction]:
+    def _smallest(self, tried: list[dict[str, Any]]) -> tuple[Candidate, Timeline]:
         """The candidate with the least simulated peak, if that fits. Which are simulated does not depend on the limit.
 
         Raises InfeasibleError naming that peak, or the one that plans of one stage can do with, whichever is less.
@@ -468,10 +474,10 @@ class Planner:
             simulated.append((candidate, self._simulated(candidate, tried[-1])))
         if not simulated:
             raise self.refusal
-        chosen, predicted = min(simulated, key=lambda pair: pair[1].peak_bytes)
-        needed = predicted.peak_bytes
+        chosen, played = min(simulated, key=lambda pair: pair[1].peak_bytes)
+        needed = played.peak_bytes
         if needed <= self.limit:
-            return chosen, predicted
+            return chosen, played
         row = chosen.row
         raise InfeasibleError(
             f"expected a plan within memory_limit = {self.limit:,} bytes a device of {self.request.mesh}, found none: "
@@ -518,10 +524,17 @@ def _peak(kind: StageKind, stages: Sequence[ChosenStage], microbatches: int, sch
     """The largest of the stages' peaks in bytes a device."""
     peaks = []
     for number, (begin, end, _) in enumerate(stages):
-        flying = in_flight(schedule, len(stages) - number, microbatches)
+        flying = in_flight(schedule, len(stages) - number, microbatches, num_submeshes=len(stages))
         stays = kind.resident_bytes[begin:end].sum() + kind.workspace_bytes[begin:end].max()
         peaks.append(int(stays + flying * kind.activation_bytes[begin:end].sum()))
     return max(peaks)
+
+
+def _hidden_bubble(kind: StageKind, stages: Sequence[ChosenStage]) -> int:
+    """What gradients of stored tensors fill of the bubble of 1f1b when they wait: a third of a pass both ways, as with
+    matrices, on all stages but one (ZB-H1 of Zero Bubble, ICLR'24, table 1)."""
+    slowest = max(int(kind.time_ns[begin:end].sum()) for begin, end, _ in stages)
+    return (len(stages) - 1) * slowest // 3
 
 
 def _interleaved_estimate(

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+from autopar.cost import Profile
+from autopar.cost.crossing import End, cheapest_handover, way
 from autopar.errors import PlanError
 from autopar.interop import Members, block_layers
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import MICROBATCH
-from autopar.ir.placement import P, Placement
-from autopar.ir.plan import Plan, Stage
+from autopar.ir.mesh import MICROBATCH, Mesh
+from autopar.ir.placement import P, Placement, local_shape
+from autopar.ir.plan import Plan, Redistribute, Stage
+from autopar.ir.redistribution import cheapest_path
 from autopar.ir.verifier import output_placement
 
 
@@ -19,13 +24,20 @@ def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Member
 
     block_paths: module paths of the repeated blocks. Raises PlanError when their number is not a multiple of `count`.
     """
-    layers = block_layers(graph, block_paths)
-    if not layers.count or layers.count % count:
+    blocks = block_layers(graph, block_paths).count
+    if not blocks or blocks % count:
         raise PlanError(
-            f"expected a number of repeated blocks that {count} stages divide equally, found {layers.count} "
+            f"expected a number of repeated blocks that {count} stages divide equally, found {blocks} "
             "(numbered modules that run something); choose a number of stages that divides it"
         )
-    return layers.members(graph, [layer * count // layers.count for layer in range(layers.count)])
+    return stages_of_sizes(graph, block_paths, [blocks // count] * count)
+
+
+def stages_of_sizes(graph: Graph, block_paths: Sequence[str], sizes: Sequence[int]) -> Members:
+    """The stages of each node when each stage has so many of the blocks, in the order in which they run."""
+    layers = block_layers(graph, block_paths)
+    assert layers.count == sum(sizes), "each block is in a stage"
+    return layers.members(graph, [stage for stage, size in enumerate(sizes) for _ in range(size)])
 
 
 # The plan ----------------------------------------
@@ -34,13 +46,63 @@ Pair = tuple[str, Placement]
 """A tensor, and a placement that it is needed in."""
 
 
-def cut(graph: Graph, plan: Plan, members: Members, first_ranks: Sequence[int], schedule: str) -> Plan:
-    """The plan of one stage as one of several, each with the plan's axes, from the given ranks on."""
-    reads = [_reads(graph, plan, members, index, len(first_ranks)) for index in range(len(first_ranks))]
-    received = [_received(graph, plan, members, pairs, index) for index, pairs in enumerate(reads)]
-    stages = tuple(_stage(graph, plan, members, reads, received, *item) for item in enumerate(first_ranks))
+@dataclass(frozen=True, eq=False)
+class _Cut:
+    """What is cut: plans by stage, each for what its stage reads at least, and where the stages are."""
+
+    graph: Graph
+    plans: Sequence[Plan]
+    members: Members
+    first_ranks: Sequence[int]
+    mesh: Mesh
+    profiles: Mapping[str, Profile]
+
+    def end(self, index: int) -> End:
+        """The ranks and axes of a stage."""
+        axes = tuple(axis for axis in self.plans[index].axes if axis.name != MICROBATCH)
+        first = self.first_ranks[index]
+        ranks = range(first, first + math.prod(axis.size for axis in axes))
+        group = self.mesh.group_of(ranks)
+        return End(ranks, axes, self.profiles[group.profile].shared_by(group.devices_per_node))
+
+    def maker(self, index: int, name: str) -> int | None:
+        """The stage that a stage receives the tensor from; None where it does not receive it."""
+        node = self.graph.producers.get(name)
+        return None if node is None or index in self.members[node.name] else self.members[node.name][0]
+
+    def made(self, index: int, name: str) -> Placement:
+        """The placement that a tensor is made in by a stage."""
+        node = self.graph.producers[name]
+        return self.plans[index].nodes[node.name].results[node.results.index(name)]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Of one microbatch, whole over the ranks."""
+        plan = self.plans[self.members[self.graph.producers[name].name][0]]
+        placement = self.made(self.members[self.graph.producers[name].name][0], name)
+        cut = [(t, axis) for t, axis in zip(placement, plan.axes, strict=True) if axis.name == MICROBATCH]
+        return local_shape(self.graph.tensors[name].shape, tuple(t for t, _ in cut), tuple(axis for _, axis in cut))
+
+
+def cut(
+    graph: Graph, plans: Plan | Sequence[Plan], members: Members, first_ranks: Sequence[int], schedule: str,
+    mesh: Mesh | None = None, profiles: Mapping[str, Profile] | None = None,
+) -> Plan:  # fmt: skip
+    """One plan of several stages, from the given ranks on, out of a plan for each (or one for all of them).
+
+    A stage's plan is one of the whole graph on the stage's axes, or as much of it as the stage runs and reads; what
+    else a plan says is taken from the first. Between stages of one plan, a tensor is sent as it was made, but summands
+    are summed first; between others it travels as `cost.crossing` finds cheapest, and what must be redistributed for
+    that on both sides is added. mesh: that of all stages, if not the plans' own; profiles: by the names of its devices,
+    needed where the plans differ. Raises PlanError where a tensor cannot leave its stage.
+    """
+    own = [plans] * len(first_ranks) if isinstance(plans, Plan) else list(plans)
+    what = _Cut(graph, own, members, first_ranks, mesh or own[0].mesh, profiles or {})
+    reads = [_reads(graph, plan, members, index, len(own)) for index, plan in enumerate(own)]
+    handed = [_received(what, pairs, index) for index, pairs in enumerate(reads)]
+    stages = tuple(_stage(what, reads, handed, index) for index in range(len(own)))
     return replace(
-        plan, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=stages, schedule=schedule
+        own[0], mesh=what.mesh, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=stages,
+        schedule=schedule,
     )  # fmt: skip
 
 
@@ -57,18 +119,28 @@ def _reads(graph: Graph, plan: Plan, members: Members, index: int, count: int) -
     return found
 
 
-def _received(
-    graph: Graph, plan: Plan, members: Members, reads: Mapping[Pair, None], index: int
-) -> dict[str, Placement]:
-    """What comes from earlier stages, as it comes: as it was made, but summands are summed before they are sent."""
-    found: dict[str, Placement] = {}
+class _Handed(NamedTuple):
+    """A tensor that a stage receives: from which one, in which placement it leaves and arrives."""
+
+    maker: int
+    leaving: Placement
+    arriving: Placement
+
+
+def _received(what: _Cut, reads: Mapping[Pair, None], index: int) -> dict[str, _Handed]:
+    """What comes from earlier stages, as it goes and comes."""
+    found: dict[str, _Handed] = {}
     for name in dict.fromkeys(name for name, _ in reads):
-        maker = graph.producers.get(name)
-        if maker is None or index in members[maker.name]:
+        maker = what.maker(index, name)
+        if maker is None:
             continue
-        made = plan.nodes[maker.name].results[maker.results.index(name)]
-        wanted = [placement for read, placement in reads if read == name]
-        found[name] = wanted[0] if len(wanted) == 1 and _has_summands(made, plan) else made
+        made, plan = what.made(maker, name), what.plans[index]
+        wanted = tuple(placement for read, placement in reads if read == name)
+        if what.plans[maker] is plan:
+            sent = wanted[0] if len(wanted) == 1 and _has_summands(made, plan) else made
+            found[name] = _Handed(maker, sent, sent)
+        else:
+            found[name] = _handed_over(what, name, maker, index, wanted)
     return found
 
 
@@ -76,25 +148,73 @@ def _has_summands(placement: Placement, plan: Plan) -> bool:
     return any(t == P and axis.name != MICROBATCH for t, axis in zip(placement, plan.axes, strict=True))
 
 
+def _handed_over(what: _Cut, name: str, maker: int, index: int, wanted: Sequence[Placement]) -> _Handed:
+    """The cheapest way between stages that are planned apart."""
+    tensor, made = what.graph.tensors[name], what.made(maker, name)
+    found = cheapest_handover(
+        what.shape(name), tensor.itemsize, tensor.differentiable, _on_ranks(made, what.plans[maker]),
+        tuple(_on_ranks(p, what.plans[index]) for p in wanted), what.end(maker), what.end(index), what.mesh,
+    )  # fmt: skip
+    if found is None:
+        raise PlanError(f"expected a way for {name} from stage {maker} to stage {index}, found none")
+    over = _over_microbatches(made, what.plans[maker])
+    return _Handed(maker, (*over, *found.leaving), (*over, *found.arriving))
+
+
+def _on_ranks(placement: Placement, plan: Plan) -> Placement:
+    return tuple(t for t, axis in zip(placement, plan.axes, strict=True) if axis.name != MICROBATCH)
+
+
+def _over_microbatches(placement: Placement, plan: Plan) -> Placement:
+    """The type on the axis of microbatches, which is the outermost, if there is one."""
+    return tuple(t for t, axis in zip(placement, plan.axes, strict=True) if axis.name == MICROBATCH)
+
+
 def _stage(
-    graph: Graph, plan: Plan, members: Members, reads: Sequence[Mapping[Pair, None]],
-    received: Sequence[Mapping[str, Placement]], index: int, first_rank: int,
-) -> Stage:  # fmt: skip
-    nodes = {node.name: plan.nodes[node.name] for node in graph.nodes if index in members[node.name]}
+    what: _Cut, reads: Sequence[Mapping[Pair, None]], handed: Sequence[Mapping[str, _Handed]], index: int
+) -> Stage:
+    graph, plan = what.graph, what.plans[index]
+    received = {name: item.arriving for name, item in handed[index].items()}
+    nodes = {node.name: plan.nodes[node.name] for node in graph.nodes if index in what.members[node.name]}
     have = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
-    have.update(received[index])
+    have.update(received)
     for name, placed in nodes.items():
         have.update(zip(graph.node_by_name[name].results, placed.results, strict=True))
-    made = {name for node in nodes for name in graph.node_by_name[node].results}
-    sent = [pair for later in received[index + 1 :] for pair in later.items() if pair[0] in made]
+    sent = [
+        (name, item.leaving) for later in handed[index + 1 :] for name, item in later.items() if item.maker == index
+    ]
     wanted = dict.fromkeys([*reads[index], *sent])
-    names = {name for name, _ in reads[index]}
     known = {(item.tensor, item.target): item for item in plan.redistributes}
+    names = {name for name, _ in reads[index]}
     return Stage(
-        first_rank=first_rank,
+        first_rank=what.first_ranks[index],
         axes=plan.axes,
-        inputs={**{name: plan.inputs[name] for name in graph.inputs if name in names}, **received[index]},
+        inputs={**{name: plan.inputs[name] for name in graph.inputs if name in names}, **received},
         storage={name: kept for name, kept in plan.storage.items() if name in names},
         nodes=nodes,
-        redistributes=tuple(known[pair] for pair in wanted if have[pair[0]] != pair[1]),
-    )
+        redistributes=tuple(
+            known[pair] if (pair in known and _is_planned(what, index, pair[0], have[pair[0]]))
+            else _redistribute(what, index, pair[0], have[pair[0]], pair[1])
+            for pair in wanted if have[pair[0]] != pair[1]
+        ),
+    )  # fmt: skip
+
+
+def _is_planned(what: _Cut, index: int, name: str, have: Placement) -> bool:
+    """Whether the stage's plan has the tensor in the placement in which the stage has it."""
+    node = what.graph.producers.get(name)
+    return node is None or (node.name in what.plans[index].nodes and what.made(index, name) == have)
+
+
+def _redistribute(what: _Cut, index: int, name: str, have: Placement, target: Placement) -> Redistribute:
+    """The cheapest way between placements that the stage's plan does not know it in: of what is handed over."""
+    plan, tensor = what.plans[index], what.graph.tensors[name]
+    if _over_microbatches(have, plan) != _over_microbatches(target, plan):  # cut for a microbatch where it is read
+        steps = cheapest_path(have, target, lambda _, step: int(plan.axes[step.axis].name != MICROBATCH))
+    else:
+        source, to = _on_ranks(have, plan), _on_ranks(target, plan)
+        route = way(what.shape(name), tensor.itemsize, tensor.differentiable, source, to, what.end(index), what.mesh)
+        shift = len(plan.axes) - len(source)
+        steps = None if route is None else tuple(step._replace(axis=step.axis + shift) for step in route.steps)
+    assert steps is not None, f"{name} has a way from {have} to {target}, by which its handover was chosen"
+    return Redistribute(name, target, steps)

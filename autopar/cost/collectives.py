@@ -9,7 +9,7 @@ Byte conventions are those of `ir.redistribution.transfer_bytes`.
 | all_reduce     | ring σ + 2(p−1)α + 2(p−1)/p·bβ + bγ; double tree σ + 2⌈log₂p⌉α + 2bβ + bγ; hierarchical |
 | all_gather, reduce_scatter | ring σ + (p−1)α + (p−1)/p·bβ + bγ/2; hierarchical |
 | all_to_all     | pairwise σ + (p−1)α + (p−1)/p·bβ; Bruck σ + ⌈log₂p⌉α + ⌈log₂p⌉/2·bβ; two-level |
-| send           | σ + α + bβ |
+| send           | σ + α + bβ; k messages to several ranks σ + kα + bβ |
 
 A link may have two protocols, as NCCL's do: one of cheap messages, one of full bandwidth. Each algorithm takes the
 better one at its size.
@@ -93,11 +93,27 @@ def collective_time_ns(kind: str, num_bytes: int, axis: Axis, devices_per_node: 
     """
     if num_bytes <= 0 or axis.size <= 1:
         return 0
-    group = make_group(axis, devices_per_node, profile)
+    return _group_time_ns(kind, num_bytes, make_group(axis, devices_per_node, profile), devices_per_node, profile)
+
+
+def _group_time_ns(kind: str, num_bytes: int, group: Group, devices_per_node: int, profile: Profile) -> int:
     measured = _measured(kind, group, profile)
     if measured is None:
         return math.ceil(modelled_ns(kind, num_bytes, group) * _contention(devices_per_node, 1, profile))
-    return math.ceil(measured_ns(measured, num_bytes) * _contention(devices_per_node, axis.size, profile))
+    return math.ceil(measured_ns(measured, num_bytes) * _contention(devices_per_node, group.ranks, profile))
+
+
+@lru_cache(maxsize=1 << 16)
+def sends_time_ns(messages: int, num_bytes: int, level: str, devices_per_node: int, profile: Profile) -> int:
+    """Nanoseconds of several messages of one rank to others, of so many bytes in all, that are started together.
+
+    level: of the link between the ranks. Modelled messages are started once; measured ones each cost an empty one.
+    """
+    near, far = (_level(profile.link(name), 2, devices_per_node) for name in LEVELS)
+    pair = Group(2, 1, near, far) if level == INSIDE else Group(1, 2, near, far)
+    one, empty = (_group_time_ns("send", size, pair, devices_per_node, profile) for size in (num_bytes, 1))
+    is_measured = ("send", level, 2) in profile.collectives
+    return one + (messages - 1) * (empty if is_measured else max(0, empty - math.ceil(profile.link(level).start_ns)))
 
 
 def make_group(axis: Axis, devices_per_node: int, profile: Profile) -> Group:
@@ -119,11 +135,14 @@ def _level(link: Link, ranks: int, devices_per_node: int) -> Level:
 
 
 def _contention(devices_per_node: int, ranks_measured: int, profile: Profile) -> float:
-    """How much slower than measured: the ranks of a host share fewer cores, and more of them talk at once."""
+    """How much slower than measured: the ranks of a host share fewer cores, and more of them talk at once.
+
+    The ranks of a stage are some of a host's: the profile says with how many they share it.
+    """
     cores = profile.facts.cores
     if cores is None:
         return 1.0
-    return max(1.0, devices_per_node / cores) / max(1.0, ranks_measured / cores)
+    return max(1.0, max(devices_per_node, profile.ranks_sharing) / cores) / max(1.0, ranks_measured / cores)
 
 
 def _measured(kind: str, group: Group, profile: Profile) -> CollectivePoints | None:

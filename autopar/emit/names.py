@@ -7,7 +7,7 @@ import re
 
 from autopar.ir.statements import Value
 
-_RESERVED = {"self", "torch", "aten", "rt", "nn", "redistribute", "block", "float"}
+_RESERVED = {"self", "torch", "aten", "rt", "nn", "redistribute", "block", "number", "float"}
 
 
 class Names:

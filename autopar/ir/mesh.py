@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import MeshError
@@ -94,6 +94,46 @@ class Mesh:
     @property
     def num_devices(self) -> int:
         return sum(group.num_devices for group in self.groups)
+
+    def node_of(self, rank: int) -> int:
+        """The node that a rank is on."""
+        nodes = 0
+        for group in self.groups:
+            if rank < group.num_devices:
+                return nodes + rank // group.devices_per_node
+            rank, nodes = rank - group.num_devices, nodes + group.nodes
+        raise MeshError(f"expected a rank of {self}, found one that is {rank} beyond its last")
+
+    def group_of(self, ranks: range | None = None) -> DeviceGroup:
+        """The devices of neighbouring ranks (of all, when none are given) as one group of equal nodes.
+
+        Raises MeshError where they are of several kinds.
+        """
+        ranks = range(self.num_devices) if ranks is None else ranks
+        first, found = 0, []
+        for group in self.groups:
+            if max(ranks.start, first) < min(ranks.stop, first + group.num_devices):
+                found.append(group)
+            first += group.num_devices
+        if len({(group.profile, group.devices_per_node) for group in found}) != 1:
+            raise MeshError(
+                f"expected ranks {ranks.start} to {ranks.stop - 1} of {self} on devices of one kind, found "
+                f"{' and '.join(group.profile for group in found) or 'none'}; unequal devices need pipeline stages"
+            )
+        return replace(found[0], nodes=sum(group.nodes for group in found))
+
+    def part(self, ranks: range) -> Mesh:
+        """Neighbouring ranks as a mesh of their own, as far as nodes go: 2x4 for ranks 4 to 11 of 4x4.
+
+        Ranks that neither lie in one node nor fill nodes count by the largest equal parts of nodes that they fill.
+        Raises MeshError where their devices are of several kinds.
+        """
+        group = self.group_of(ranks)
+        if self.node_of(ranks.start) == self.node_of(ranks[-1]):
+            return Mesh(group.profile, 1, len(ranks))
+        ahead = next(n for n in range(1, len(ranks)) if self.node_of(ranks[n]) != self.node_of(ranks.start))
+        filled = math.gcd(ahead, len(ranks), group.devices_per_node)
+        return Mesh(group.profile, len(ranks) // filled, filled)
 
     def __str__(self) -> str:
         return "+".join(f"{g.profile}:{g.nodes}x{g.devices_per_node}" for g in self.groups)

@@ -6,11 +6,13 @@ these come back. Rank k of a stage sends to rank k of another stage of equal axe
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from autopar.errors import PlacementError, PlanError
-from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Placement, format_placement
+from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.mesh import MICROBATCH, LogicalMesh
+from autopar.ir.placement import Placement, Type, format_placement
 from autopar.ir.plan import SCHEDULES, PlanData, Stage
 from autopar.ir.structure import is_random
 
@@ -41,6 +43,7 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
         received=tuple(name for name in stage.inputs if name not in graph.inputs),
         sent=sent,
+        ends=ends,
     )
 
 
@@ -113,25 +116,107 @@ def _check_reads(graph: Graph, plan: PlanData, index: int) -> None:
 
 
 def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
-    """Each tensor of an earlier stage arrives in a placement that it has there."""
-    stage = plan.stages[index]
-    for name, placement in stage.inputs.items():
+    """Each tensor of an earlier stage arrives in a placement that it has there, or that it may cross in."""
+    for name, placement in plan.stages[index].inputs.items():
         if name in graph.inputs:
             continue
-        node = graph.producers.get(name)
-        maker = next((s for s in plan.stages[:index] if node is not None and node.name in s.nodes), None)
-        if node is None or maker is None:
-            raise PlanError(f"expected an input of the model or a tensor of a stage before {index}, found {name}")
-        there = _placements_of(node, maker, name)
-        if maker.axes != stage.axes:
+        if len(placement) != len(plan.stages[index].axes):
             raise PlacementError(
-                f"{_where(node, index)}: expected equal axes where {name} is made and received, found others"
+                f"stage {index}: expected {name} with a type for each of {len(plan.stages[index].axes)} axes, "
+                f"found [{format_placement(placement)}]"
             )
-        if placement not in there:
+        leaving_placement(graph, plan, index, name)
+        if not _are_equally_long(plan.stages[maker_of(graph, plan, index, name)].axes, plan.stages[index].axes):
+            _check_arrival(graph, plan, index, name, placement)
+
+
+def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placement: Placement) -> None:
+    axes, tensor = plan.stages[index].axes, graph.tensors[name]
+    dims = [type_.dim for type_ in placement if type_.kind == "S"]
+    fine = all(0 <= dim < len(tensor.shape) for dim in dims)
+    if not fine or not may_cross(tensor, placement, axes):
+        raise PlacementError(
+            f"{_where(graph.producers[name], index)}: expected {name} to come from other axes "
+            f"as {_travelling(tensor)} on each, found [{format_placement(placement)}]"
+        )
+
+
+# What leaves a stage ----------------------------------------
+
+
+def leaving_values(graph: Graph, plan: PlanData, index: int) -> list[tuple[str, Placement]]:
+    """What a stage leaves for later ones, in the placements that it goes in, each once."""
+    pairs = []
+    for reader in range(index + 1, len(plan.stages)):
+        for name in plan.stages[reader].inputs:
+            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
+                pairs.append((name, leaving_placement(graph, plan, reader, name)))
+    return list(dict.fromkeys(pairs))
+
+
+def maker_of(graph: Graph, plan: PlanData, index: int, name: str) -> int:
+    """The stage that sends a tensor to stage `index`: the first that makes it. Raises PlanError where there is none."""
+    node = graph.producers.get(name)
+    makers = (number for number, stage in enumerate(plan.stages[:index]) if node and node.name in stage.nodes)
+    found = next(makers, None)
+    if found is None:
+        raise PlanError(f"expected an input of the model or a tensor of a stage before {index}, found {name}")
+    return found
+
+
+def leaving_placement(graph: Graph, plan: PlanData, index: int, name: str) -> Placement:
+    """The placement in which a tensor leaves the stage that makes it for stage `index`.
+
+    Between axes that are equally long, that in which it arrives. Else, of the placements that its maker has it in, the
+    one that may cross and is cut by most ranks, the first of several. Raises PlacementError when there is none.
+    """
+    maker, stage = plan.stages[maker_of(graph, plan, index, name)], plan.stages[index]
+    node, tensor, arriving = graph.producers[name], graph.tensors[name], stage.inputs[name]
+    there = _placements_of(node, maker, name)
+    if _are_equally_long(maker.axes, stage.axes):
+        if arriving not in there:
             raise PlacementError(
-                f"{_where(node, index)}: expected {name} as it is there, "
-                f"{' or '.join(f'[{format_placement(p)}]' for p in there)}, found [{format_placement(placement)}]"
+                f"{_where(node, index)}: expected {name} as it is there, {_listed(there)}, "
+                f"found [{format_placement(arriving)}]"
             )
+        return arriving
+    microbatch = _on_microbatches(arriving, stage.axes)
+    able = [
+        p for p in there if may_cross(tensor, p, maker.axes) and _on_microbatches(p, maker.axes) == microbatch
+    ]  # fmt: skip
+    if not able:
+        raise PlacementError(
+            f"{_where(node, index)}: expected {name} to leave for other axes as {_travelling(tensor)} on each and as "
+            f"it arrives over microbatches, found {_listed(there)}; redistribute it where it is made"
+        )
+    return max(able, key=lambda placement: _num_cuts(placement, maker.axes))
+
+
+def may_cross(tensor: Tensor, placement: Placement, axes: LogicalMesh) -> bool:
+    """Whether a tensor may travel so between unequal axes: in slices and whole values, whose gradients are alike."""
+    kinds = "SI" if tensor.differentiable else "SIR"
+    return all(type_.kind in kinds for type_, axis in zip(placement, axes, strict=True) if axis.name != MICROBATCH)
+
+
+def _travelling(tensor: Tensor) -> str:
+    return "S(d) or I" if tensor.differentiable else "S(d) or R"
+
+
+def _are_equally_long(axes: LogicalMesh, others: LogicalMesh) -> bool:
+    return [axis.size for axis in axes] == [axis.size for axis in others]
+
+
+def _on_microbatches(placement: Placement, axes: LogicalMesh) -> list[Type]:
+    return [type_ for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
+
+
+def _num_cuts(placement: Placement, axes: LogicalMesh) -> int:
+    cuts = (a.size for t, a in zip(placement, axes, strict=True) if t.kind == "S" and a.name != MICROBATCH)
+    return math.prod(cuts)
+
+
+def _listed(placements: list[Placement]) -> str:
+    return " or ".join(f"[{format_placement(placement)}]" for placement in placements)
 
 
 def _placements_of(node: Node, stage: Stage, name: str) -> list[Placement]:

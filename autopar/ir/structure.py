@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Placement
@@ -63,11 +65,12 @@ def computed_once(graph: Graph, plan: PlanData) -> set[str]:
     return constant_tensors(graph) - {name for name, placement in made if is_cut(plan, placement)}
 
 
-def block_paths(graph: Graph) -> set[str]:
-    """Modules that have a module inside that runs something each step; each is emitted as a class of its own.
+def block_paths(graph: Graph, recompute: Iterable[str] = ()) -> set[str]:
+    """Modules that have a module inside that runs something each step, and those that are recomputed.
 
-    A block's parameters are gathered and freed together. Other modules are written out where they are called.
+    Each is emitted as a class of its own. A block's parameters are gathered and freed together. Other modules are
+    written out where they are called.
     """
     constant = constant_tensors(graph)
     running = (node for node in graph.nodes if node.op != IDENTITY and not constant.issuperset(node.results))
-    return {path for node in running for path, _ in node.scope.path[:-1] if path}
+    return {path for node in running for path, _ in node.scope.path[:-1] if path} | set(recompute)

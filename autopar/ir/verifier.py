@@ -6,12 +6,14 @@ A plan is well typed when
   3. every redistribution is a sequence of legal steps of the table from the producer's placement to its target;
   4. every node's placements follow one of its operator's rules on each axis, and its local shapes exist;
   5. the outputs end whole: I where a gradient enters, R elsewhere;
-  6. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
+  6. what is recomputed are modules that run, none inside of another;
+  7. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
 Together with the rules' own proofs this makes the emitted program equal to the model.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -34,6 +36,7 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
     `admits(graph, node, operands, results, axes)` says why a node must not run so, or None (`ops.admits`).
     """
     _check_identity(graph, plan)
+    _check_recompute(graph, plan)
     if plan.stages:
         check_stages(graph, plan)
     for index, part in enumerate(plan.parts):
@@ -81,6 +84,24 @@ def _check_identity(graph: Graph, plan: PlanData) -> None:
     if set(plan.storage) != names or set(plan.inputs) != set(graph.inputs):
         odd = sorted((set(plan.storage) ^ names) | (set(plan.inputs) ^ set(graph.inputs)))[:3]
         raise PlanError(f"expected a storage for each parameter and a placement for each input, found {odd} to differ")
+
+
+def _check_recompute(graph: Graph, plan: PlanData) -> None:
+    if not plan.recompute:
+        return
+    running = {path for node in graph.nodes for path, _ in node.scope.path if path}
+    for path in plan.recompute:
+        if path not in running:
+            near = ", ".join(difflib.get_close_matches(path, running)) or "none of a name like that"
+            raise PlanError(f"expected modules that run something to recompute, found {path!r}; there is {near}")
+    for path in plan.recompute:
+        parts = path.split(".")
+        around = {".".join(parts[:count]) for count in range(1, len(parts))}
+        inside = around.intersection(plan.recompute)
+        if inside or plan.recompute.count(path) > 1:
+            raise PlanError(
+                f"expected each module to recompute once, found {path} inside of {inside.pop() if inside else 'itself'}"
+            )
 
 
 def _check_axes(plan: PlanData, axes: LogicalMesh, num_devices: int) -> None:
@@ -237,8 +258,7 @@ def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Ty
 def _check_outputs(
     graph: Graph, plan: PlanData, placements: dict[str, Placement], arrived: set[tuple[str, Placement]]
 ) -> None:
-    ends = (name for name in graph.outputs if name not in graph.sent)
-    for name in (*ends, *graph.mutations.values()):
+    for name in (*graph.returned, *graph.mutations.values()):
         target = output_placement(graph, plan, name)
         if placements[name] != target and (name, target) not in arrived:
             raise PlacementError(

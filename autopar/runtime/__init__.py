@@ -1,10 +1,22 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
 from autopar.runtime.allocation import keep_freed_memory
+from autopar.runtime.build import build
 from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
 from autopar.runtime.constants import computed_once
-from autopar.runtime.declare import Block, Buffer, Input, Parameter, Parameters, Program
+from autopar.runtime.declare import (
+    Block,
+    Buffer,
+    Input,
+    Numbered,
+    Parameter,
+    Parameters,
+    Pipeline,
+    Program,
+    Received,
+    Stage,
+)
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
@@ -16,8 +28,9 @@ from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
-from autopar.runtime.randomness import draw, recompute, reference_dropout, seed_dropout, set_exact_dropout
-from autopar.runtime.rank import Rank, build
+from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
+from autopar.runtime.rank import Rank
+from autopar.runtime.recomputing import recomputed
 from autopar.runtime.redistribute import redistribute
 
 __all__ = [
@@ -26,12 +39,16 @@ __all__ = [
     "Buffer",
     "CollectiveError",
     "Input",
+    "Numbered",
     "Parameter",
     "Parameters",
+    "Pipeline",
     "Program",
     "ProgramError",
     "Rank",
     "RankMesh",
+    "Received",
+    "Stage",
     "WorldError",
     "avg_pool",
     "batch_norm",
@@ -57,7 +74,7 @@ __all__ = [
     "mean",
     "microbatch",
     "native_dropout",
-    "recompute",
+    "recomputed",
     "redistribute",
     "reference_dropout",
     "routed_experts",

@@ -80,6 +80,69 @@ def _advice(what: str, others: Sequence[int], timeout_s: float | None, error: Ru
     )
 
 
+def broadcast(whole: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
+    """Gives all ranks of a group what the source (a global rank) has, in place."""
+    dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, source, group=group)
+    return whole
+
+
+def broadcast_any(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
+    """Gives all ranks of a group what the source has: a tensor, of which the others need not know the shape, or
+    something else."""
+    is_source = dist.get_rank() == source
+    told: list[Any] = [None, None]
+    if is_source:
+        told = [True, (value.shape, value.dtype)] if isinstance(value, Tensor) else [False, value]
+    dist.broadcast_object_list(told, source, group=group, device=device)
+    if not told[0]:
+        return told[1]
+    shape, dtype = told[1]
+    whole = value.contiguous() if is_source else torch.empty(shape, dtype=dtype, device=device)
+    return broadcast(whole, source, group)
+
+
+class Sending:
+    """A tensor that is under way to, or from, one other rank."""
+
+    def __init__(self, work: Any, what: str, peer: int, timeout_s: float) -> None:
+        self._work, self._what, self._peer, self._timeout_s = work, what, peer, timeout_s
+
+    def is_done(self) -> bool:
+        """Whether it has left, or has come."""
+        return bool(self._work.is_completed())
+
+    def wait(self) -> None:
+        """Waits until it is. Raises CollectiveError when the other rank does not answer."""
+        with _explained_peer(self._what, self._peer, self._timeout_s):
+            self._work.wait()
+
+
+def start_send(
+    part: Tensor, peer: int, group: dist.ProcessGroup, tag: int, what: str, timeout_s: float
+) -> Sending:  # fmt: skip
+    """Starts to send a contiguous tensor, which must stay as it is until then."""
+    for counter in _counters:
+        counter["send", "stages"] += part.nbytes
+    with _explained_peer(what, peer, timeout_s):
+        return Sending(dist.isend(_flat(part), peer, group=group, tag=tag), what, peer, timeout_s)
+
+
+def start_receive(
+    part: Tensor, peer: int, group: dist.ProcessGroup, tag: int, what: str, timeout_s: float
+) -> Sending:  # fmt: skip
+    """Starts to receive into a contiguous tensor."""
+    with _explained_peer(what, peer, timeout_s):
+        return Sending(dist.irecv(_flat(part), peer, group=group, tag=tag), what, peer, timeout_s)
+
+
+@contextmanager
+def _explained_peer(what: str, peer: int, timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise CollectiveError(_advice(f"sending {what}", [peer], timeout_s, error)) from error
+
+
 def barrier(timeout_s: float | None = None) -> None:
     """Waits for all ranks. Raises CollectiveError when one does not come."""
     try:

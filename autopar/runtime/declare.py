@@ -7,7 +7,7 @@ second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -73,6 +73,24 @@ class Input:
     compute: torch.dtype | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A tensor that an earlier stage makes, by the global shape of one microbatch of it.
+
+    It is the one at `position` among what `source`'s forward leaves for other stages, where it has the placement
+    `left`; here it arrives as `placement`. `has_gradient`: its gradient goes back the same way.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    placement: str
+    source: int
+    position: int
+    left: str
+    has_gradient: bool = True
+
+
 class Parameters(nn.Module):
     """The parameters and buffers of one module of the model: local tensors by name, once built."""
 
@@ -111,6 +129,18 @@ class Parameters(nn.Module):
     def update(self, **buffers: Tensor) -> None:
         """Sets buffers by name; the new values are seen once the backward pass of this microbatch is done."""
         self.pending_updates.update({name: value.detach() for name, value in buffers.items()})
+
+
+class Numbered(Parameters):
+    """Modules of a list of the model, of which this stage has those from number `first` on."""
+
+    def __init__(self, first: int, *modules: nn.Module) -> None:
+        super().__init__()
+        for number, module in enumerate(modules, first):
+            self.add_module(str(number), module)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type] # torch allows None
 
 
 class Block(Parameters):
@@ -154,3 +184,33 @@ class Program(Block):
 
     def prepare(self, microbatches: list[tuple[Tensor, ...]]) -> None:
         """Called before a step's first microbatch with the local inputs of all; override to count them."""
+
+
+class Stage(Program):
+    """A part of a pipeline's model, on ranks of its own: as many as its axes hold, from FIRST_RANK on.
+
+    `forward` takes the local inputs that the stage reads, then what it receives; it returns what it makes of the
+    model's outputs (of the dtypes RESULTS), and what it leaves for later stages: two tuples.
+    """
+
+    FIRST_RANK: ClassVar[int] = 0
+    RECEIVED: ClassVar[tuple[Received, ...]] = ()
+    RESULTS: ClassVar[tuple[torch.dtype, ...]] = ()
+
+
+class Pipeline:
+    """A program of several stages, in the order in which a microbatch visits them.
+
+    SCHEDULE: the order of forward and backward passes on each submesh, "gpipe", "1f1b" or "interleaved".
+    INPUTS: those of the model, whose placements the stages state. OUTPUTS: for each output of the model the stage that
+    makes it, and its position among what that stage's forward returns.
+    """
+
+    STAGES: ClassVar[tuple[type[Stage], ...]] = ()
+    SCHEDULE: ClassVar[str] = "1f1b"
+    MICROBATCHES: ClassVar[int] = 1
+    TRAINING: ClassVar[bool] = True
+    INPUTS: ClassVar[tuple[Input, ...]] = ()
+    OUTPUTS: ClassVar[tuple[tuple[int, int], ...]] = ()
+    LOSS_INDEX: ClassVar[int] = 0
+    TIED: ClassVar[Mapping[str, str]] = {}

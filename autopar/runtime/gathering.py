@@ -3,7 +3,8 @@
 A *unit* is a block with a forward of its own, together with all parameters below it that no inner unit has.
 A regathered parameter is converted when its unit runs forward, freed after it, converted again when the
 backward pass reaches the unit, and freed when its gradients are done; one unit ahead is already under way
-meanwhile, in the order and for the passes that the microbatch before showed. The program itself is a unit, too,
+meanwhile, in the order and for the passes that the microbatch before showed. A unit that the backward pass recomputes
+is converted for that, and stays until its gradients are done. The program itself is a unit, too,
 but keeps its own parameters between the forward and the backward pass: they are converted once a microbatch.
 All other converted parameters are converted once a step, at its begin, and kept.
 """
@@ -35,9 +36,11 @@ class Unit:
         self.kept = [slot for slot in slots if not slot.parameter.declared.regather]
         self.regathered = [slot for slot in slots if slot.parameter.declared.regather]
         self.has_run = False  # forward, in this microbatch
-        self.awaits_backward = False
+        self.in_flight = 0  # microbatches that have run forward, and not yet backward
+        self.awaits_backward = False  # in this backward pass
         self.runs_backward = False  # seen in the microbatch before: it is prefetched for the backward pass
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
+        self.read_outside: dict[Slot, None] = {}  # regathered, asked for by something outside, in that order
         self._under_way: list[Callable[[], None]] = []
 
     def launch_kept(self) -> None:
@@ -77,7 +80,17 @@ class Unit:
         if not slot.is_live:
             start_conversion([slot])()
         slot.is_pinned = slot in self.regathered
+        if slot.is_pinned:
+            self.read_outside[slot] = None
         return slot.leaf
+
+    def bring_back(self) -> None:
+        """For a backward pass: the parameters that the backward pass of no block brings, if they are not in place."""
+        if self.is_root:
+            self.launch()
+            self.finish()
+        for slot in self.read_outside:
+            self.fetch(slot)
 
 
 class Gatherer:
@@ -85,7 +98,6 @@ class Gatherer:
 
     def __init__(self, units: Sequence[Unit]) -> None:
         self.units = list(units)
-        self.in_backward = False
         self._order = list(units)  # as the forward pass visits them: as declared, until it has been seen once
         self._visited: list[Unit] = []
         for unit in self.units:
@@ -100,19 +112,25 @@ class Gatherer:
     def begin_step(self) -> None:
         """Starts to convert everything that is converted once a step. The stored shards may be new since."""
         for unit in self.units:
+            unit.in_flight = 0
             if unit.kept:
                 unit.launch_kept()
 
-    def begin_microbatch(self) -> None:
-        self.in_backward = False
+    def begin_forward(self) -> None:
+        """A microbatch's forward pass begins."""
         self._visited = []
         for unit in self.units:
-            unit.has_run = unit.awaits_backward = False
-            unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
+            unit.has_run = False
 
-    def end_microbatch(self) -> None:
+    def begin_backward(self) -> None:
+        """A microbatch's backward pass begins: its own forward pass, or that of another, may have just ended."""
+        for unit in self.units:
+            unit.awaits_backward = unit.in_flight > 0
+            unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
+            unit.bring_back()
+
+    def end_pass(self) -> None:
         """Frees whatever is still in place, such as frozen parameters and those that nothing used."""
-        self.in_backward = False
         self._order = self._visited or self._order
         for unit in self.units:
             unit.release(all_slots=True)
@@ -124,34 +142,42 @@ class Gatherer:
             unit.release(all_slots=True)
 
     def _before_forward(self, unit: Unit) -> None:
-        unit.launch()
-        if not self.in_backward:
+        is_again = unit.block.mesh.progress.is_again
+        if not (is_again and unit.is_done):  # a block may run in pieces, of which the later ones have run backward
+            unit.launch()
+        if not is_again:
             self._visited.append(unit)
             unit.has_run = True
-            self._launch_neighbour(unit, +1)
+        self._launch_neighbour(unit, +1, is_again)
         unit.finish()
 
     def _after_forward(self, unit: Unit, outputs: Any) -> None:
-        if self.in_backward or not unit.regathered or unit.is_root:
+        if unit.block.mesh.progress.is_again or not unit.regathered or unit.is_root:
             return
         differentiable = [x for x in _tensors(outputs) if x.requires_grad]
         if differentiable and torch.is_grad_enabled():
-            unit.awaits_backward = True
+            unit.in_flight += 1
             register_multi_grad_hook(differentiable, lambda grad: self._before_backward(unit), mode="any")
         unit.release()
 
     def _before_backward(self, unit: Unit) -> None:
         unit.awaits_backward, unit.runs_backward = False, True
+        unit.in_flight -= 1
         if not unit.is_done:  # a block may run in pieces, of which the later ones have brought all gradients
             unit.launch()
         self._launch_neighbour(unit, -1)
         unit.finish()
 
-    def _launch_neighbour(self, unit: Unit, direction: int) -> None:
+    def _launch_neighbour(self, unit: Unit, direction: int, is_again: bool = False) -> None:
+        """Starts to convert the unit that is next in this direction, if it is still to run in this pass.
+
+        Of what is recomputed, all that is behind in forward order and awaits its backward pass is recomputed, too.
+        """
         index = self._order.index(unit) + direction if unit in self._order else -1
         if 0 <= index < len(self._order):
             neighbour = self._order[index]
-            if neighbour.awaits_backward and neighbour.runs_backward if direction < 0 else not neighbour.has_run:
+            goes_backward = neighbour.awaits_backward and neighbour.runs_backward
+            if goes_backward if direction < 0 or is_again else not neighbour.has_run:
                 neighbour.launch()
 
 

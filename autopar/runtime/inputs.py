@@ -26,7 +26,13 @@ def split_inputs(
     `args` and `kwargs` are the global batch, or this rank's shard of it if `local`. Raises ProgramError
     naming the input whose presence, shape or dtype is not what the program was emitted for.
     """
-    values = _by_name(program, args, kwargs)
+    return split_named(program, by_name(program.INPUTS, args, kwargs), mesh, local)
+
+
+def split_named(
+    program: type[Program], values: Mapping[str, Tensor], mesh: RankMesh, local: bool
+) -> list[tuple[Tensor, ...]]:
+    """`split_inputs` of inputs by name, of which the program takes those that it reads."""
     count = program.MICROBATCHES
     columns = [_split(spec, values[spec.name], mesh, count, local) for spec in program.INPUTS]
     return [tuple(column[index] for column in columns) for index in range(count)]
@@ -55,8 +61,9 @@ def shard_shape(spec: Input, count: int, mesh: RankMesh) -> tuple[int, ...]:
     return tuple(n * count if dim == spec.microbatch_dim else n for dim, n in enumerate(shape))
 
 
-def _by_name(program: type[Program], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    names = [spec.name for spec in program.INPUTS]
+def by_name(inputs: Sequence[Input], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The inputs by name. Raises ProgramError where they are not those that are declared."""
+    names = [spec.name for spec in inputs]
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     if len(args) > len(names) or set(values) != set(names) or set(names[: len(args)]) & set(kwargs):
         raise ProgramError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -37,10 +37,14 @@ class Axis:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """Where a step is: the microbatch that runs, and the count by which its mean loss is divided."""
+    """Where a step is: the microbatch that runs, and the count by which its mean loss is divided.
+
+    is_again: what runs is a block that the backward pass recomputes.
+    """
 
     microbatch: int = 0
     count: torch.Tensor | float | None = None
+    is_again: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,39 +88,91 @@ def make_rank_mesh(
     if device_mesh is None:
         _check_world(sizes, _start_process_group(device, timeout_s))
         device_mesh, known_s = _make_device_mesh(sizes, device, timeout_s), timeout_s
+    assert device_mesh is not None, "every rank is in the mesh of all ranks"
     _check_device_mesh(sizes, device_mesh)
     axes = tuple(_axis(device_mesh, name, size, known_s) for name, size in sizes.items())
     return RankMesh(axes, device_mesh, device, known_s)
 
 
-def _make_device_mesh(sizes: Mapping[str, int], device: torch.device, timeout_s: float) -> DeviceMesh:
-    """As `init_device_mesh` does, which has no way to say how long its groups wait."""
-    ranks = torch.arange(math.prod(sizes.values())).view(*sizes.values())
+def _make_device_mesh(
+    sizes: Mapping[str, int], device: torch.device, timeout_s: float, ranks: Sequence[int] | None = None
+) -> DeviceMesh | None:
+    """As `init_device_mesh` does, which has no way to say how long its groups wait. Of some ranks, all of the world
+    take part, and those that are not among them get None."""
+    ranks = range(math.prod(sizes.values())) if ranks is None else ranks
+    grid = torch.tensor(ranks).view(*sizes.values())
     groups = []
-    for dim in range(ranks.dim()):
-        rows = ranks.movedim(dim, -1).reshape(-1, ranks.size(dim)).tolist()
-        groups.append(_own_group(tuple(map(tuple, rows)), timeout_s))
-    return DeviceMesh.from_group(groups, device.type, ranks, mesh_dim_names=tuple(sizes))
+    for dim in range(grid.dim()):
+        rows = grid.movedim(dim, -1).reshape(-1, grid.size(dim)).tolist()
+        groups.append(own_group(tuple(map(tuple, rows)), timeout_s))
+    members = [group for group in groups if group is not None]
+    if len(members) < len(groups):
+        return None
+    return DeviceMesh.from_group(members, device.type, grid, mesh_dim_names=tuple(sizes))
+
+
+def make_submeshes(
+    submeshes: Sequence[tuple[Sequence[int], Mapping[str, int]]], device: torch.device, timeout_s: float
+) -> list[RankMesh | None]:
+    """This rank's view of each submesh, given by its ranks and axis sizes; None of one that it is not in.
+
+    All ranks of the world call this, since each takes part in making every group.
+    """
+    return [_make_submesh(ranks, sizes, device, timeout_s) for ranks, sizes in submeshes]
+
+
+def _make_submesh(
+    ranks: Sequence[int], sizes: Mapping[str, int], device: torch.device, timeout_s: float
+) -> RankMesh | None:
+    if len(ranks) == 1:
+        axes = tuple(Axis(name, 1, 0, None) for name in sizes)
+        return RankMesh(axes, None, device, timeout_s) if dist.get_rank() == ranks[0] else None
+    device_mesh = _make_device_mesh(sizes, device, timeout_s, ranks)
+    if device_mesh is None:
+        return None
+    return RankMesh(
+        tuple(_axis(device_mesh, *item, timeout_s) for item in sizes.items()), device_mesh, device, timeout_s
+    )
+
+
+def world_of(
+    count: int, device_mesh: DeviceMesh | None, device: torch.device | None, timeout_s: float
+) -> tuple[torch.device, list[int]]:
+    """The device of this rank and the ranks of a program of several stages, which starts the process group if need be.
+
+    Raises WorldError when they are not as many as the stages ask for.
+    """
+    device = device or _default_device(device_mesh)
+    if device_mesh is None:
+        _check_world({"stages": count}, _start_process_group(device, timeout_s))
+        return device, list(range(count))
+    ranks = device_mesh.mesh.flatten().tolist()
+    if ranks != list(range(count)):
+        raise WorldError(
+            f"the program needs a DeviceMesh over ranks 0 to {count - 1} in order, found one over {len(ranks)} ranks, "
+            f"{ranks[:8]}; give none, or plan again for it"
+        )
+    return device, ranks
 
 
 Rows = tuple[tuple[int, ...], ...]
-_groups: dict[tuple[Rows, float], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # world, this rank's group
+_groups: dict[tuple[Rows, float, str], tuple[dist.ProcessGroup, dist.ProcessGroup | None]] = {}  # world, own group
 
 
-def _own_group(rows: Rows, timeout_s: float) -> dist.ProcessGroup:
-    """The group that this rank is in of those that split the ranks into rows.
+def own_group(rows: Rows, timeout_s: float, purpose: str = "") -> dist.ProcessGroup | None:
+    """The group that this rank is in of those that the rows of ranks are; None where it is in no row.
 
     All programs of a process share it: each group costs connections and threads until the process ends.
     """
     world = dist.group.WORLD
-    known = _groups.get((rows, timeout_s))
+    known = _groups.get((rows, timeout_s, purpose))
     if known is not None and known[0] is world:
         return known[1]
     timeout = timedelta(seconds=timeout_s)
     made = dist.new_subgroups_by_enumeration(list(map(list, rows)), timeout=timeout)  # type: ignore[no-untyped-call] # torch's
     group: dist.ProcessGroup | None = made[0]
-    assert group is not None and world is not None, "every rank is in one group of each axis"
-    _groups[rows, timeout_s] = world, group
+    assert world is not None, "programs of several ranks run in a process group"
+    _groups[rows, timeout_s, purpose] = world, group
     return group
 
 

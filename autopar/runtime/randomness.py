@@ -1,7 +1,7 @@
 """Random numbers that ranks draw alike or apart, as placements ask, without touching torch's own generators.
 
-Each draw has a seed of its own, a hash of (base seed, step, draw within the step, coordinates on the axes
-that split the tensor). Ranks that differ on other axes alone draw the same. In exact mode every rank draws
+Each draw has a seed of its own, a hash of (base seed, step, stage, microbatch, draw within the pass, coordinates on
+the axes that split the tensor). Ranks that differ on other axes alone draw the same. In exact mode every rank draws
 for the whole tensor, from one generator that starts at the base seed and is never seeded again, and keeps its part:
 on a CPU these are, bit for bit, the numbers that the single-device model draws after `torch.manual_seed`.
 """
@@ -10,26 +10,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_slices, parse_placement
 
 State = dict[torch.device, Tensor]
+Position = tuple[
+    tuple[int, int], int, State
+]  # stage and microbatch, the next draw, the states of exact mode's generators
 
 
 @dataclass(slots=True)
 class _Stream:
     seed: int = 0
     step: int = -1
+    place: tuple[int, int] = (0, 0)  # stage and microbatch
     draw: int = 0
     exact: bool = False
     generators: dict[torch.device, torch.Generator] = field(default_factory=dict)  # of exact mode
@@ -82,7 +85,17 @@ def set_exact_dropout(exact: bool) -> None:
 def begin_step() -> None:
     """Moves the stream on to the next step."""
     _stream.step += 1
-    _stream.draw = 0
+    begin_pass(0, 0)
+
+
+def begin_pass(stage: int, microbatch: int) -> None:
+    """Moves the stream to the forward pass of a microbatch in a stage."""
+    _stream.place, _stream.draw = (stage, microbatch), 0
+
+
+def is_exact() -> bool:
+    """Whether every rank draws what a single device draws."""
+    return _stream.exact
 
 
 def keep_mask(
@@ -118,7 +131,7 @@ def _own_part(whole: Tensor, like: Tensor, axes: Sequence[Axis], placement: str)
 
 def _key(place: object) -> int:
     """The seed of the next draw in the given place."""
-    key = f"{_stream.seed}/{_stream.step}/{_stream.next_draw()}/{place}".encode()
+    key = f"{_stream.seed}/{_stream.step}/{_stream.place}/{_stream.next_draw()}/{place}".encode()
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") >> 1
 
 
@@ -205,32 +218,18 @@ def apply_mask(x: Tensor, mask: Tensor, p: float) -> Tensor:
     return x * mask.to(x.dtype) if p == 1 else x * mask.to(x.dtype).div_(1 - p)
 
 
-def recompute(function: Callable[..., Any], *args: Any) -> Any:
-    """Runs a block without saving what it computes, and again in the backward pass, with the same masks."""
-    return checkpoint(function, *args, use_reentrant=False, context_fn=_replay)
+def position() -> Position:
+    """Where the stream of draws is within a step."""
+    return (
+        _stream.place,
+        _stream.draw,
+        {device: generator.get_state() for device, generator in _stream.generators.items()},
+    )
 
 
-def _replay() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), _draw_from(_stream.draw, _generator_states())
-
-
-def _generator_states() -> State:
-    return {device: generator.get_state() for device, generator in _stream.generators.items()}
-
-
-@contextmanager
-def _draw_from(draw: int, states: State) -> Iterator[None]:
-    held, held_states = _stream.draw, _generator_states()
-    _go_to(draw, states)
-    try:
-        yield
-    finally:
-        _go_to(held, held_states)
-
-
-def _go_to(draw: int, states: State) -> None:
-    """Sets both streams back, or forth; a generator that did not draw yet starts anew."""
-    _stream.draw = draw
+def go_to(position: Position) -> None:
+    """Sets the stream back, or forth; a generator of exact mode that did not draw there starts anew."""
+    _stream.place, _stream.draw, states = position
     for device in set(_stream.generators) - set(states):
         del _stream.generators[device]
     for device, state in states.items():

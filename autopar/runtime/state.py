@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.runtime import comm
-from autopar.runtime.declare import Buffer, Parameters
+from autopar.runtime.declare import Buffer, Parameter, Parameters
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.placement import Type, local_shape, local_slices, parse_placement
@@ -28,6 +29,7 @@ class StoredBuffer:
     name: str
     declared: Buffer
     types: tuple[Type, ...]
+    mesh: RankMesh
     holder: Parameters
     attribute: str
     local: Tensor
@@ -35,6 +37,7 @@ class StoredBuffer:
     used: Tensor
     version: int = -1  # of `local`, when `used` was last made from it
     unset_version: int = -1  # of `local`, before it was given any value, where no state_dict holds it
+    latest: Tensor | None = None  # what forward has set in this step
 
     @property
     def is_set(self) -> bool:
@@ -43,32 +46,51 @@ class StoredBuffer:
 
     def refresh(self) -> None:
         """Brings `used` up to date with what is stored, which may have been loaded since."""
+        self.latest = None
+        self.holder.__dict__[self.attribute] = self.used
         if self.used is not self.local and self.version != self.local._version:
             self.used.copy_(self.local)
             self.version = self.local._version
 
-    def commit_update(self) -> None:
-        """Takes over the value that the forward pass has set, if it did."""
+    def show_update(self) -> None:
+        """After a forward pass: the next one reads what it has set, if it did. What is stored stays as it is, for the
+        backward passes that are still to come."""
         value = self.holder.pending_updates.pop(self.attribute, None)
         if value is not None:
-            self.local.copy_(value)
+            self.latest = value
+            self.holder.__dict__[self.attribute] = value.to(self.used.dtype)
+
+    def forget_update(self) -> None:
+        """After a backward pass: what recomputed blocks have set again."""
+        self.holder.pending_updates.pop(self.attribute, None)
+
+    def commit_update(self) -> None:
+        """At the end of a step: stores what forward has set, if it did."""
+        if self.latest is not None:
+            self.local.copy_(self.latest)
             self.refresh()
 
 
-def make_buffer(name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh) -> StoredBuffer:
-    """Makes this rank's part of a buffer, not yet loaded but for a constant, and puts it in its holder."""
+def make_buffer(
+    name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh, known: StoredBuffer | None = None
+) -> StoredBuffer:
+    """Makes this rank's part of a buffer, not yet loaded but for a constant, and puts it in its holder.
+
+    known: what another stage on this rank has made of it, to be shared.
+    """
     types = parse_placement(declared.placement, len(mesh.axes))
-    local = unset_tensor(local_shape(declared.shape, types, mesh.axes), declared.dtype, mesh.device)
-    if declared.value is not None:
+    shape = local_shape(declared.shape, types, mesh.axes)
+    local = known.local if known is not None else unset_tensor(shape, declared.dtype, mesh.device)
+    if declared.value is not None and known is None:
         whole = torch.tensor(declared.value, dtype=declared.dtype).reshape(declared.shape)
         local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
     sharded = any(kind.is_shard for kind in types)
     used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
     holder.__dict__[attribute] = used
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
-    known = declared.persistent or declared.value is not None
-    unset_version = -1 if known else local._version
-    return StoredBuffer(name, declared, types, holder, attribute, local, tensor, used, -1, unset_version)
+    is_given = declared.persistent or declared.value is not None
+    unset_version = -1 if is_given else local._version
+    return StoredBuffer(name, declared, types, mesh, holder, attribute, local, tensor, used, -1, unset_version)
 
 
 class State:
@@ -84,18 +106,9 @@ class State:
         self.parameters, self.buffers = dict(parameters), dict(buffers)
         self.tied, self.mesh = dict(tied), mesh
 
-    @torch.no_grad()
-    def refresh_buffers(self) -> None:
-        """Before a step: buffers in the dtype that the program computes with."""
-        for buffer in self.buffers.values():
-            buffer.refresh()
-
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
-        persistent = {name: stored for name, stored in self.buffers.items() if stored.declared.persistent}
-        tensors: dict[str, Tensor] = {name: stored.tensor for name, stored in self.parameters.items()}
-        tensors |= {name: stored.tensor for name, stored in persistent.items()}
-        full = {name: _whole(tensor) for name, tensor in tensors.items()}
+        full = self._whole_of({name: stored.tensor for name, stored in self._persistent().items()})
         if cpu_offload:
             full = {name: tensor.cpu() for name, tensor in full.items()}
         return full | {name: full[primary] for name, primary in self.tied.items()}
@@ -103,8 +116,16 @@ class State:
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the parameters that have one, on every rank."""
         grads = {name: stored.tensor.grad for name, stored in self.parameters.items()}
-        full = {name: _whole(grad) for name, grad in grads.items() if grad is not None}
+        full = self._whole_of({name: grad for name, grad in grads.items() if grad is not None})
         return full | {name: full[primary] for name, primary in self.tied.items() if primary in full}
+
+    def _persistent(self) -> dict[str, StoredParameter | StoredBuffer]:
+        """What a state_dict holds."""
+        return {**self.parameters, **{name: b for name, b in self.buffers.items() if b.declared.persistent}}
+
+    def _whole_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Whole tensors on every rank, from this rank's parts."""
+        return {name: whole_tensor(tensor) for name, tensor in tensors.items()}
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor], *, broadcast: bool) -> None:
@@ -115,11 +136,17 @@ class State:
         found = {self.tied.get(name, name): tensor for name, tensor in tensors.items()}
         found |= {name: tensor for name, tensor in tensors.items() if name not in self.tied}
         self._check(found)
-        for name, stored in self._targets().items():
+        targets = self._targets()
+        for name, declared in self._declared().items():
             if name in found:
-                whole = self._broadcast(found[name], stored) if broadcast else found[name]
-                slices = local_slices(stored.declared.shape, stored.types, self.mesh.axes)
-                stored.local.copy_(whole[slices])
+                whole = self._broadcast(found[name], declared) if broadcast else found[name]
+                if name in targets:
+                    _cut(whole, targets[name])
+
+    @property
+    def names(self) -> set[str]:
+        """Everything that `load` takes, tied names too."""
+        return {*self.parameters, *self.buffers, *self.tied}
 
     def check_set(self) -> None:
         """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
@@ -130,18 +157,36 @@ class State:
                 "hold them. Start from the model with init_from(model), or from PlannedProgram.build"
             )
 
+    @torch.no_grad()
+    def clip_grad_norm(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before."""
+        grads = [stored.tensor.grad for stored in self.parameters.values() if stored.tensor.grad is not None]
+        total = power(self._total_power(norm_type), 1 / norm_type).float()
+        scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+        for grad in grads:
+            local_part(grad).mul_(scale.to(grad.dtype))
+        return total
+
+    def _total_power(self, norm_type: float) -> Tensor:
+        """The sum over all elements of |gradient| to the power of the norm; their maximum for the infinite norm."""
+        return total_power(self.parameters.values(), self.mesh, norm_type)
+
     def _targets(self) -> dict[str, StoredParameter | StoredBuffer]:
         return {**self.parameters, **self.buffers}
 
+    def _declared(self) -> dict[str, Parameter | Buffer]:
+        """Everything that the program stores, on any rank."""
+        return {name: stored.declared for name, stored in self._targets().items()}
+
     def _check(self, found: Mapping[str, Tensor]) -> None:
-        targets = self._targets()
-        optional = {name for name, stored in self.buffers.items() if not stored.declared.persistent}
+        targets = self._declared()
+        optional = {name for name, item in targets.items() if isinstance(item, Buffer) and not item.persistent}
         missing = sorted(set(targets) - set(found) - optional)
         unexpected = sorted(set(found) - set(targets))
         shapes = [
-            f"{name}: expected {tuple(stored.declared.shape)}, found {tuple(found[name].shape)}"
-            for name, stored in targets.items()
-            if name in found and tuple(found[name].shape) != tuple(stored.declared.shape)
+            f"{name}: expected {tuple(declared.shape)}, found {tuple(found[name].shape)}"
+            for name, declared in targets.items()
+            if name in found and tuple(found[name].shape) != tuple(declared.shape)
         ]
         if missing or unexpected or shapes:
             raise ProgramError(
@@ -150,67 +195,65 @@ class State:
                 f"other shape: {'; '.join(shapes) or 'none'}"
             )
 
-    def _broadcast(self, tensor: Tensor, stored: StoredParameter | StoredBuffer) -> Tensor:
+    def _broadcast(self, tensor: Tensor, declared: Parameter | Buffer) -> Tensor:
         if self.mesh.device_mesh is None or self.mesh.size == 1:
             return tensor
-        whole = torch.empty(stored.declared.shape, dtype=stored.declared.dtype, device=self.mesh.device)
+        whole = torch.empty(declared.shape, dtype=declared.dtype, device=self.mesh.device)
         if all(axis.index == 0 for axis in self.mesh.axes):
             whole.copy_(tensor)
-        for axis in self.mesh.axes:
-            if axis.group is not None:
-                with comm.explained("broadcast", axis, whole.numel() * whole.element_size()):
-                    dist.broadcast(_broadcastable(whole), dist.get_global_rank(axis.group, 0), group=axis.group)
+        spread(whole, self.mesh)
         return whole
 
 
-def _broadcastable(tensor: Tensor) -> Tensor:
-    return tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor
+def spread(whole: Tensor, mesh: RankMesh) -> None:
+    """Gives all ranks of a mesh what its first rank has, in place."""
+    for axis in mesh.axes:
+        if axis.group is not None:
+            with comm.explained("broadcast", axis, whole.nbytes):
+                comm.broadcast(whole, dist.get_global_rank(axis.group, 0), axis.group)
+
+
+def _cut(whole: Tensor, stored: StoredParameter | StoredBuffer) -> None:
+    stored.local.copy_(whole[local_slices(stored.declared.shape, stored.types, stored.mesh.axes)])
 
 
 @torch.no_grad()
-def _whole(tensor: Tensor) -> Tensor:
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a DTensor, on every rank of its mesh; a copy of any other tensor."""
     if isinstance(tensor, DTensor):
         return tensor.full_tensor().detach().clone()
     return tensor.detach().clone()
 
 
 @torch.no_grad()
-def clip_grad_norm(
-    parameters: Mapping[str, StoredParameter], mesh: RankMesh, max_norm: float, norm_type: float
-) -> Tensor:
-    """Scales all gradients so that their global norm is at most `max_norm`; returns the norm before.
+def total_power(parameters: Iterable[StoredParameter], mesh: RankMesh, norm_type: float) -> Tensor:
+    """The sum of |gradient| to the power of the norm (the maximum for the infinite norm) over a mesh.
 
     Each element counts once, however many ranks hold it: the parts are summed over those axes alone that
     shard the parameter.
     """
     groups: dict[tuple[int, ...], list[Tensor]] = {}
-    for stored in parameters.values():
+    for stored in parameters:
         if stored.tensor.grad is not None:
             sharded = tuple(i for i, kind in enumerate(stored.types) if kind.is_shard and mesh.axes[i].size > 1)
             groups.setdefault(sharded, []).append(local_part(stored.tensor.grad))
-    total = _total_norm(groups, mesh, norm_type)
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    for grads in groups.values():
-        for grad in grads:
-            grad.mul_(scale.to(grad.dtype))
-    return total
-
-
-def _total_norm(groups: Mapping[tuple[int, ...], list[Tensor]], mesh: RankMesh, norm_type: float) -> Tensor:
-    combine: Callable[[Tensor], Tensor] = torch.amax if norm_type == float("inf") else torch.sum
-    operation = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+    combine, operation = combination(norm_type)
     parts = [torch.zeros((), dtype=torch.float64, device=mesh.device)]
     for axes, grads in sorted(groups.items()):
         norms = [torch.linalg.vector_norm(grad, norm_type) for grad in grads if grad.numel()]
-        powers = _power(torch.stack(norms).double(), norm_type) if norms else parts[0].view(1)
+        powers = power(torch.stack(norms).double(), norm_type) if norms else parts[0].view(1)
         part = combine(powers).clone()
         for axis in axes:
             with comm.explained("all_reduce", mesh.axes[axis], part.element_size()):
                 dist.all_reduce(part, op=operation, group=mesh.axes[axis].group)
         parts.append(part)
-    total = combine(torch.stack(parts))
-    return _power(total, 1 / norm_type).float()
+    return combine(torch.stack(parts))
 
 
-def _power(x: Tensor, exponent: float) -> Tensor:
+def combination(norm_type: float) -> tuple[Callable[[Tensor], Tensor], Any]:
+    """How powers combine on a rank, and over ranks."""
+    return (torch.amax, dist.ReduceOp.MAX) if norm_type == float("inf") else (torch.sum, dist.ReduceOp.SUM)
+
+
+def power(x: Tensor, exponent: float) -> Tensor:
     return x if exponent in (float("inf"), 0.0) else x**exponent

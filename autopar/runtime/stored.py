@@ -43,10 +43,14 @@ class SizedStep:
 
 
 class StoredParameter:
-    """The stored shard of one parameter, its DTensor, and the gradient that this step has brought so far."""
+    """The stored shard of one parameter, its DTensor, and the gradient that this step has brought so far.
 
-    def __init__(self, name: str, declared: Parameter, mesh: RankMesh) -> None:
-        self.name, self.declared, self.mesh = name, declared, mesh
+    is_tied: stages on other ranks store it as well, so that the step's gradient is summed with theirs before it is
+    added to what the parameter holds already.
+    """
+
+    def __init__(self, name: str, declared: Parameter, mesh: RankMesh, is_tied: bool = False) -> None:
+        self.name, self.declared, self.mesh, self.is_tied = name, declared, mesh, is_tied
         self.types = parse_placement(declared.stored, len(mesh.axes))
         shape = local_shape(declared.shape, self.types, mesh.axes)
         self.local = unset_tensor(shape, declared.dtype, mesh.device)
@@ -104,7 +108,7 @@ class Slot:
 
     def _make_leaf(self) -> Tensor:
         parameter = self.parameter
-        if self.is_alias and parameter.mesh.device_mesh is None:
+        if self.is_alias and parameter.mesh.device_mesh is None and not parameter.is_tied:
             return parameter.tensor
         if self.is_alias:
             return parameter.local.detach().requires_grad_(parameter.declared.requires_grad)

@@ -8,24 +8,25 @@ from typing import NamedTuple
 
 from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
-from autopar.ir.structure import block_paths
+from autopar.ir.structure import block_paths, constant_tensors
 
 
 class NodeFacts(NamedTuple):
-    """Whether results share the operand's memory, which operands' gradients do, and what autograd saves."""
+    """Whether results share the operand's memory, the positions of operands whose gradients do, what autograd saves."""
 
     is_view: bool
-    passes_gradient: tuple[bool, ...]  # by operand
+    passing: tuple[int, ...]
     saved: tuple[Saved, ...]
 
 
 class GraphFacts:
-    """Facts of each node by name, and the blocks that parameters and nodes belong to."""
+    """Facts of each node by name, the blocks that parameters and nodes belong to, and the tensors that never change."""
 
     def __init__(self, graph: Graph, device_type: str) -> None:
         self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
         self.blocks = block_paths(graph)
-        self._block_of: dict[str, str] = {}
+        self._block_of: dict[tuple[str, frozenset[str]], str] = {}
+        self.constants = constant_tensors(graph)
         self._graph = weakref.ref(graph)
         self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
 
@@ -40,12 +41,16 @@ class GraphFacts:
             self._twins = blocks, _twins(graph, blocks)
         return self._twins[1]
 
-    def block_of(self, name: str) -> str:
-        """The innermost block that a module path or parameter's name lies in; "" is the program itself."""
-        known = self._block_of.get(name)
+    def block_of(self, name: str, recomputed: frozenset[str] = frozenset()) -> str:
+        """The innermost block that a module path or parameter's name lies in; "" is the program itself.
+
+        recomputed: modules that are blocks for that reason.
+        """
+        key = name, recomputed
+        known = self._block_of.get(key)
         if known is None:
-            found = not name or name in self.blocks
-            known = self._block_of[name] = name if found else self.block_of(name.rpartition(".")[0])
+            found = not name or name in self.blocks or name in recomputed
+            known = self._block_of[key] = name if found else self.block_of(name.rpartition(".")[0], recomputed)
         return known
 
 
@@ -62,7 +67,8 @@ def _twins(graph: Graph, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple
 
 
 def _node_facts(node: Node, graph: Graph, device_type: str) -> NodeFacts:
-    return NodeFacts(is_view(node, graph), passes_gradient(node, graph), saved_values(node, graph, device_type))
+    passing = tuple(position for position, passes in enumerate(passes_gradient(node, graph)) if passes)
+    return NodeFacts(is_view(node, graph), passing, saved_values(node, graph, device_type))
 
 
 _known: dict[tuple[int, str], tuple[weakref.ref[Graph], GraphFacts]] = {}

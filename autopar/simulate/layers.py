@@ -45,8 +45,9 @@ class LayerCost(NamedTuple):
 def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
     """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`."""
     shared = profile.shared_by(plan.mesh.devices_per_node)
-    programs = lower_stages(graph, plan, shared)
-    transfers = find_transfers(plan, programs, shared)
+    profiles = [shared] * len(plan.stages)
+    programs = lower_stages(graph, plan, profiles)
+    transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None
     return [
         _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))

@@ -18,28 +18,36 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
 from autopar.simulate.engine import Carried
-from autopar.simulate.passes import Turn, turns
-from autopar.simulate.player import Pass, PassKind, Player, Standing
+from autopar.simulate.passes import BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
+from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
 from autopar.simulate.program import lower_stages
 from autopar.simulate.timeline import Lane, Piece, Timeline
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers
 
-WORK = ("forward", "backward")
+WORK = DIRECTIONS
 TIED = "gradient all_reduce"
 
 
-def simulate(graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True) -> Timeline:
+def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], sums_early: bool = True) -> Timeline:
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. sums_early: gradients are summed over ranks while the backward pass
+    its first, which has the longest slices. profile: of the devices; by the name that the mesh has for them where they
+    are of several kinds (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass
     goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
     that lacks a redistribution.
     """
     with without_collector():
-        step = _Step(graph, plan, profile.shared_by(plan.mesh.devices_per_node), sums_early)
+        step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
+
+
+def _profiles(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
+    """The profile of each stage's devices, slowed down where those of a node share its cores."""
+    groups = [plan.mesh.group_of(stage.ranks) for stage in plan.stages] or [plan.mesh.group_of()]
+    known = {group.profile: profile if isinstance(profile, Profile) else profile[group.profile] for group in groups}
+    return [known[group.profile].shared_by(group.devices_per_node) for group in groups]
 
 
 @contextmanager
@@ -77,6 +85,7 @@ class Submesh:
     spent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    between: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bubble_ns: int = 0
 
     def carried(self, now: int) -> Carried:
@@ -95,6 +104,11 @@ class Submesh:
             for kind, amount in part.items():
                 total[kind] += amount
 
+    def hand(self, collective: str, num_bytes: int) -> None:
+        """Counts what goes to ranks of other submeshes."""
+        self.sent[collective] += num_bytes
+        self.between[collective] += num_bytes
+
     @property
     def end_ns(self) -> int:
         """When all of its streams are free."""
@@ -103,11 +117,11 @@ class Submesh:
 
 @dataclass(eq=False)
 class Progress:
-    """How far a stage is: what it has under way in absolute time, how many passes it has made of each direction."""
+    """How far a stage is: what it has under way in absolute time, in how many passes it has made gradients."""
 
     player: Player
     standing: Standing = field(default_factory=Standing)
-    made: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    num_made: int = 0
 
     def at(self, now: int) -> Standing:
         old = self.standing
@@ -121,7 +135,7 @@ class Progress:
         new = done.standing
         ready = tuple((value, end + begin, kind) for value, end, kind in new.ready)
         arriving = tuple((unit, end + begin, size) for unit, end, size in new.arriving)
-        if done.kind.name == "forward":  # leaves gradients as they are
+        if done.kind.name in LEAVE_GRADIENTS:
             old = self.standing
             self.standing = old._replace(ready=ready, live=new.live, pinned=new.pinned, arriving=arriving)
             return
@@ -131,16 +145,19 @@ class Progress:
 
 
 class _Step:
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile, sums_early: bool) -> None:
+    def __init__(self, graph: Graph, plan: Plan, profiles: Sequence[Profile], sums_early: bool) -> None:
         self.plan = plan
         self.trains = plan.mode == "train" and graph.loss is not None
-        programs = lower_stages(graph, plan, profile)
-        self.stages = [Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
+        programs = lower_stages(graph, plan, profiles)
+        self.stages = [
+            Progress(Player(program, profile, self.trains, sums_early))
+            for program, profile in zip(programs, profiles, strict=True)
+        ]
         self.submeshes = _submeshes(plan)
-        self.transfers = find_transfers(plan, programs, profile)
-        self.ties = find_ties(graph, plan, programs, profile) if self.trains else []
+        self.transfers = find_transfers(graph, plan, programs, profiles)
+        self.ties = find_ties(graph, plan, profiles) if self.trains else []
         self.home_of = {stage: submesh for submesh in self.submeshes for stage in submesh.stages}
-        self.arrived: dict[Turn, list[_Arrival]] = defaultdict(list)
+        self.arrived: dict[tuple[int, bool, int], list[_Arrival]] = defaultdict(list)  # stage, forward, microbatch
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
         for submesh, order in zip(self.submeshes, orders, strict=True):
             submesh.turns = order
@@ -163,21 +180,30 @@ class _Step:
             self._end_step()
 
     def _is_possible(self, turn: Turn) -> bool:
-        return len(self.arrived.get(turn, ())) == self.transfers.num_awaited(turn.stage, turn.is_forward)
+        """The second part of a backward pass waits for nothing but the first, which is before it."""
+        if turn.direction == BACKWARD_WEIGHT:
+            return True
+        is_forward = turn.direction == FORWARD
+        there = self.arrived.get((turn.stage, is_forward, turn.microbatch), ())
+        return len(there) == self.transfers.num_awaited(turn.stage, is_forward)
 
     def _take_turn(self, submesh: Submesh, turn: Turn) -> None:
         """A forward or backward pass, and the sending of what it makes for others."""
-        begin = self._wait(submesh, self.arrived.pop(turn, []))
-        stage, direction = self.stages[turn.stage], turn.is_forward
-        stage.made[direction] += 1
-        number = stage.made[direction]
-        is_last = not direction and number == self.plan.microbatches
-        kind = PassKind("forward") if direction else PassKind("backward", number == 1, is_last)
+        is_forward, is_second = turn.direction == FORWARD, turn.direction == BACKWARD_WEIGHT
+        arrived = [] if is_second else self.arrived.pop((turn.stage, is_forward, turn.microbatch), [])
+        begin = self._wait(submesh, arrived)
         label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
-        done = self._play(submesh, turn.stage, kind, begin, label)
-        for transfer in self.transfers.of(turn.stage, direction):
+        done = self._play(submesh, turn.stage, self._kind(turn), begin, label)
+        for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
             ready = begin + max(done.ready_ns[name] for name in transfer.names)
             self._send(submesh, transfer, ready, turn.microbatch, label)
+
+    def _kind(self, turn: Turn) -> PassKind:
+        if turn.direction in LEAVE_GRADIENTS:
+            return PassKind(turn.direction)
+        stage = self.stages[turn.stage]
+        stage.num_made += 1
+        return PassKind(turn.direction, stage.num_made == 1, stage.num_made == self.plan.microbatches)
 
     def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
@@ -203,9 +229,8 @@ class _Step:
             end = submesh.sends[transfer.link] = start + transfer.duration_ns
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
             submesh.pieces.append(Piece(start, label, [task], []))
-            submesh.sent["send"] += transfer.num_bytes
-        turn = Turn(transfer.target, transfer.is_forward, microbatch)
-        self.arrived[turn].append(_Arrival(end, end - ready))
+            submesh.hand("send", transfer.num_bytes)
+        self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(end, end - ready))
 
     # The end of a step ----------------------------------------
 
@@ -217,7 +242,7 @@ class _Step:
                 self._play(submesh, stage, PassKind("optimizer"), submesh.free_ns, "")
 
     def _sum_tied(self, tie: Tie) -> None:
-        """An all-reduce between the stages that keep a tensor, once the last gradient is home on all of them."""
+        """What the stages that keep a tensor send each other, once the last gradient is home on all of them."""
         members = {self.home_of[stage].ranks.start: self.home_of[stage] for stage in tie.stages}.values()
         for submesh in members:
             self._wait_for_home(submesh)
@@ -228,7 +253,7 @@ class _Step:
             submesh.free_ns = submesh.links[tie.link] = start + tie.duration_ns
             task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
             submesh.pieces.append(Piece(start, "", [task], []))
-            submesh.sent["all_reduce"] += tie.num_bytes
+            submesh.hand("all_reduce", tie.num_bytes)
 
     def _wait_for_home(self, submesh: Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
@@ -274,7 +299,14 @@ def _lane(submesh: Submesh, makespan: int) -> Lane:
         bubble_ns=submesh.bubble_ns + makespan - submesh.end_ns,
         optimizer_ns=spent.get("optimizer", 0),
     )
-    return Lane(submesh.ranks, tuple(submesh.pieces), breakdown, exposed, dict(sorted(submesh.sent.items())))
+    return Lane(
+        submesh.ranks,
+        tuple(submesh.pieces),
+        breakdown,
+        exposed,
+        dict(sorted(submesh.sent.items())),
+        dict(submesh.between),
+    )
 
 
 def _last_kind(pieces: Sequence[Piece]) -> str:

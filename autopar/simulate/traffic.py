@@ -1,7 +1,8 @@
 """The bytes that one rank hands to each collective in a step, exactly as the emitted program sends them.
 
-Activations: each redistribution once a microbatch, both directions where a gradient flows. Parameters: once a step;
-regathered ones as often as `regathering` counts, each microbatch.
+Activations: each redistribution once a microbatch, both directions where a gradient flows; forward once more in a call
+that runs again (`recomputation`). Parameters: once a step; regathered ones each microbatch, as often as `regathering`
+counts.
 Operators that communicate inside add what they declare. Byte conventions: `ir.redistribution.transfer_bytes`.
 """
 
@@ -13,11 +14,14 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.structure import computed_once, is_cut, region_of
+from autopar.ir.stages import stage_graph
+from autopar.ir.structure import computed_once, is_cut
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
+from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.regathering import Regathering
+from autopar.simulate.timeline import Timeline
 
 
 def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
@@ -33,6 +37,19 @@ def traffic_over_microbatches(whole: Graph, full: Plan, part: Graph, plan: Plan)
     return _total(_moved(whole, full), _inside(part, plan))
 
 
+def traffic_by_submesh(whole: Graph, full: Plan, part: Graph, plan: Plan, timeline: Timeline) -> list[dict[str, int]]:
+    """As `traffic_over_microbatches`, of a plan of several stages, for each lane of its timeline."""
+    found = []
+    for lane in timeline.lanes:
+        sent = Counter(lane.bytes_between)
+        for index, stage in enumerate(full.stages):
+            if stage.first_rank == lane.ranks.start:
+                graphs = stage_graph(whole, full, index), stage_graph(part, plan, index)
+                sent.update(traffic_over_microbatches(graphs[0], full.parts[index], graphs[1], plan.parts[index]))
+        found.append(_total(sent))
+    return found
+
+
 def _total(*parts: Counter[str]) -> dict[str, int]:
     return {kind: size for kind, size in sorted(sum(parts, Counter[str]()).items()) if size}
 
@@ -42,12 +59,13 @@ def _moved(graph: Graph, plan: Plan) -> Counter[str]:
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
     once = computed_once(graph, plan)
-    reached = _reached(graph) if plan.mode == "train" else set()
-    regathering = Regathering(graph, plan, reached)
+    reached = reached_tensors(graph) if plan.mode == "train" else set()
+    recomputation = Recomputation(graph, plan, reached)
+    regathering = Regathering(graph, plan, reached, recomputation)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         name = redistribute.tensor
-        forward, backward = _step_counts(graph, plan, redistribute, regathering, reached, once)
+        forward, backward = _step_counts(graph, plan, redistribute, regathering, recomputation, reached, once)
         if (name, redistribute.target) in counted:
             forward += plan.microbatches
         _add(counts, graph, plan, name, placements[name], redistribute.steps, forward, backward)
@@ -57,11 +75,12 @@ def _moved(graph: Graph, plan: Plan) -> Counter[str]:
 def _inside(graph: Graph, plan: Plan) -> Counter[str]:
     """What operators send inside."""
     counts: Counter[str] = Counter()
-    reached = _reached(graph) if plan.mode == "train" else set()
+    reached = reached_tensors(graph) if plan.mode == "train" else set()
+    recomputation = Recomputation(graph, plan, reached)
     for node in graph.nodes:
         forward, backward = inner_collectives(graph, node, plan)
         trains = not reached.isdisjoint(node.results)
-        again = trains and region_of(plan.recompute, node.scope.module) >= 0
+        again = recomputation.computes_again(node.name)
         for inner in [*forward, *(forward if again else []), *(backward if trains else [])]:
             counts[inner.collective] += inner.num_bytes * plan.microbatches
         if plan.microbatches > 1:  # once for all of them
@@ -77,7 +96,7 @@ def _placements(graph: Graph, plan: Plan) -> dict[str, Placement]:
     return found
 
 
-def _reached(graph: Graph) -> set[str]:
+def reached_tensors(graph: Graph) -> set[str]:
     """The tensors whose gradient the backward pass computes: those that the loss (or what a stage sends) depends on,
     but for what is cut off by a comparison or a detached value."""
     found = set(graph.gradient_sources)
@@ -88,8 +107,9 @@ def _reached(graph: Graph) -> set[str]:
 
 
 def _step_counts(
-    graph: Graph, plan: Plan, redistribute: Redistribute, regathering: Regathering, reached: set[str], once: set[str]
-) -> tuple[int, int]:
+    graph: Graph, plan: Plan, redistribute: Redistribute, regathering: Regathering, recomputation: Recomputation,
+    reached: set[str], once: set[str],
+) -> tuple[int, int]:  # fmt: skip
     """How often a step a redistribution runs forward and backward."""
     name = redistribute.tensor
     trains = name in reached and _brings_gradient(graph, plan, redistribute, reached)
@@ -97,7 +117,7 @@ def _step_counts(
     if name in once and not is_cut(plan, redistribute.target):
         return 1, 0  # in the first step; the later ones keep the result
     if stored is None or stored.kind != "parameter":
-        again = trains and _is_recomputed(graph, plan, redistribute)
+        again = recomputation.converts_again((name, redistribute.target))
         return plan.microbatches * (2 if again else 1), plan.microbatches if trains else 0
     storage = plan.storage[name]
     gathers = plan.microbatches * regathering.count(redistribute) if storage.regather else 1
@@ -114,15 +134,6 @@ def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reach
     return redistribute.tensor in graph.gradient_sources or any(
         not reached.isdisjoint(node.results) for node in readers
     )
-
-
-def _is_recomputed(graph: Graph, plan: Plan, redistribute: Redistribute) -> bool:
-    """Whether the first reader of a redistributed tensor, with which it is converted, runs again before the backward
-    pass."""
-    for node, position in graph.consumers[redistribute.tensor]:
-        if plan.nodes[node.name].operands[position] == redistribute.target:
-            return region_of(plan.recompute, node.scope.module) >= 0
-    return False
 
 
 def _add(

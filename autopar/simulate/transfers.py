@@ -1,6 +1,7 @@
 """What stages send each other: tensors forward, their gradients backward, and the gradients of tied parameters.
 
-Rank k of a stage sends to rank k of another. The transfer is across nodes when any of these pairs is.
+Rank k of a stage sends to rank k of another whose axes are equally long; the transfer is across nodes when any of these
+pairs is. Between others, who sends what is the runtime's routing (`cost.crossing`), and the busiest rank counts.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
-from autopar.cost.collectives import ACROSS, INSIDE
+from autopar.cost.collectives import ACROSS, INSIDE, sends_time_ns
+from autopar.cost.crossing import Parcel, crossing_time_ns, sent_bytes, side
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Axis, local_shape
+from autopar.ir.placement import Axis, Type, local_shape
 from autopar.ir.plan import Plan
-from autopar.ir.stages import tied_tensors
+from autopar.ir.stages import leaving_placement, maker_of, tied_tensors
+from autopar.runtime.crossing import Side, crossing
 from autopar.simulate.program import Program
 
 
@@ -54,19 +57,20 @@ class Transfers:
         return self.awaited.get((stage, is_forward), 0)
 
 
-def find_transfers(plan: Plan, programs: Sequence[Program], profile: Profile) -> Transfers:
-    """Everything that travels between stages in a microbatch."""
+def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profiles: Sequence[Profile]) -> Transfers:
+    """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
     found = Transfers({}, {})
     for target, receiver in enumerate(programs):
-        for source, sender in enumerate(programs[:target]):
-            names = tuple(name for name in receiver.receives if name in sender.sends)
+        makers = {name: maker_of(graph, plan, target, name) for name in receiver.receives}
+        for source in range(target):
+            names = tuple(name for name, maker in makers.items() if maker == source)
             trained = tuple(name for name in names if receiver.values[receiver.receives[name]].wants_gradient)
             for sending, receiving, is_forward, what in (
                 (source, target, True, names), (target, source, False, trained)
             ):  # fmt: skip
                 if what:
-                    size = sum(receiver.values[receiver.receives[name]].num_bytes for name in what)
-                    link, duration = _link(plan, sending, receiving, size, profile)
+                    routes = [_route(graph, plan, source, target, name, is_forward) for name in what]
+                    size, link, duration = _sending(plan, sending, receiving, routes, profiles)
                     transfer = Transfer(receiving, is_forward, what, size, link, duration)
                     found.sent.setdefault((sending, is_forward), []).append(transfer)
                     key = receiving, is_forward
@@ -74,32 +78,103 @@ def find_transfers(plan: Plan, programs: Sequence[Program], profile: Profile) ->
     return found
 
 
-def _link(plan: Plan, source: int, target: int, num_bytes: int, profile: Profile) -> tuple[str, int]:
-    first, second = plan.stages[source], plan.stages[target]
-    if first.first_rank == second.first_rank:
-        return "", 0
-    level, axis = _level(plan, [first.ranks, second.ranks])
-    return f"send {level}", collective_time_ns("send", num_bytes, axis, plan.mesh.devices_per_node, profile)
+class _Way(NamedTuple):
+    """A tensor between two stages: its shape, bytes an element, and both sides; the first one sends."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    sender: Side
+    receiver: Side
+
+    @property
+    def is_rank_to_rank(self) -> bool:
+        return self.sender.sizes == self.receiver.sizes
+
+    @property
+    def local_bytes(self) -> int:
+        """What the sender's first rank has."""
+        axes = [Axis("", size, 0) for size in self.sender.sizes]
+        types = [Type(type_.kind, type_.dim) for type_ in self.sender.types]  # type: ignore[arg-type] # one of S, R, I, P
+        return math.prod(local_shape(self.shape, tuple(types), tuple(axes))) * self.itemsize
 
 
-def _level(plan: Plan, ranks: Sequence[range]) -> tuple[str, Axis]:
-    """The level of link that joins equal ranks of submeshes, and an axis as long as there are submeshes on it."""
-    per_node = plan.mesh.devices_per_node
-    groups = zip(*ranks, strict=False)
-    inside = all(len({rank // per_node for rank in group}) == 1 for group in groups)
-    return (INSIDE, Axis("stages", len(ranks), 1)) if inside else (ACROSS, Axis("stages", len(ranks), per_node))
+def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_forward: bool) -> _Way:
+    """The way of a tensor from the stage `source` to `target`, or of its gradient back."""
+    maker, reader, tensor = plan.stages[source], plan.stages[target], graph.tensors[name]
+    leaving = side(maker.ranks, maker.axes, leaving_placement(graph, plan, target, name))
+    arriving = side(reader.ranks, reader.axes, reader.inputs[name])
+    return _Way(tensor.shape, tensor.itemsize, *((leaving, arriving) if is_forward else (arriving, leaving)))
 
 
-def find_ties(graph: Graph, plan: Plan, programs: Sequence[Program], profile: Profile) -> list[Tie]:
-    """The gradients that are summed over stages, once a step."""
+def _sending(
+    plan: Plan, source: int, target: int, ways: Sequence[_Way], profiles: Sequence[Profile]
+) -> tuple[int, str, int]:
+    """Bytes that the busiest rank sends, the link that it does on, and nanoseconds."""
+    if plan.stages[source].first_rank == plan.stages[target].first_rank and ways[0].is_rank_to_rank:
+        return sum(way.local_bytes for way in ways), "", 0
+    if ways[0].is_rank_to_rank:
+        size, level = sum(way.local_bytes for way in ways), _level(plan, (source, target))
+        times = (sends_time_ns(1, size, level, _per_node(plan), profiles[stage]) for stage in (source, target))
+        return size, f"send {level}", max(times)
+    parcels = [Parcel(crossing(way.shape, way.sender, way.receiver), way.itemsize) for way in ways]
+    level, duration = crossing_time_ns(parcels, plan.mesh, (profiles[source], profiles[target]))
+    return max(sent_bytes(parcels).values(), default=0), f"send {level}" if level else "", duration
+
+
+def _per_node(plan: Plan) -> int:
+    return max(group.devices_per_node for group in plan.mesh.groups)
+
+
+def _level(plan: Plan, stages: Sequence[int]) -> str:
+    """The level of link that joins equal ranks of stages."""
+    groups = zip(*(plan.stages[stage].ranks for stage in stages), strict=False)
+    inside = all(len({plan.mesh.node_of(rank) for rank in group}) == 1 for group in groups)
+    return INSIDE if inside else ACROSS
+
+
+# Tied parameters ----------------------------------------
+
+
+def find_ties(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Tie]:
+    """The gradients that are summed over stages, once a step.
+
+    Stages that keep a tensor alike sum rank by rank. Of others, the first ranks sum whole gradients, which each submesh
+    gathers before and spreads behind that (`runtime.pipeline_state`); spreading is taken to last as long as gathering
+    from equal parts.
+    """
     found = []
     for tensor, stages in tied_tensors(graph, plan).items():
-        placement = plan.stages[stages[0]].storage[tensor].placement
-        shape = local_shape(graph.tensors[tensor].shape, placement, plan.stages[stages[0]].axes)
-        size = math.prod(shape) * graph.kept(tensor).itemsize
-        ranks = list({plan.stages[stage].first_rank: plan.stages[stage].ranks for stage in stages}.values())
-        if len(ranks) > 1:
-            level, axis = _level(plan, ranks)
-            duration = collective_time_ns("all_reduce", size, axis, plan.mesh.devices_per_node, profile)
-            found.append(Tie(tensor, stages, size, level, duration))
+        alone = {plan.stages[stage].first_rank: stage for stage in reversed(stages)}
+        apart = tuple(sorted(alone.values()))
+        if len(apart) > 1:
+            kept = {(tuple(_sizes(plan, stage)), plan.stages[stage].storage[tensor].placement) for stage in apart}
+            alike = len(kept) == 1
+            size, link, duration = _summed(graph, plan, tensor, apart, alike, profiles)
+            if not alike:
+                whole = graph.tensors[tensor].num_elements * graph.kept(tensor).itemsize
+                duration += 2 * max(_gathered_ns(plan, stage, whole, profiles[stage]) for stage in apart)
+            found.append(Tie(tensor, stages, size, link, duration))
     return found
+
+
+def _sizes(plan: Plan, stage: int) -> list[int]:
+    return [axis.size for axis in plan.stages[stage].axes]
+
+
+def _summed(
+    graph: Graph, plan: Plan, tensor: str, stages: Sequence[int], alike: bool, profiles: Sequence[Profile]
+) -> tuple[int, str, int]:
+    """Bytes, link and nanoseconds of an all-reduce over the equal ranks of stages, or of the whole over the first."""
+    first, shape = plan.stages[stages[0]], graph.tensors[tensor].shape
+    local = local_shape(shape, first.storage[tensor].placement, first.axes) if alike else shape
+    size, level = math.prod(local) * graph.kept(tensor).itemsize, _level(plan, stages)
+    per_node = max(_per_node(plan), len(stages))  # one link level joins them all
+    axis = Axis("stages", len(stages), 1 if level == INSIDE else per_node)
+    return size, level, max(collective_time_ns("all_reduce", size, axis, per_node, profiles[s]) for s in stages)
+
+
+def _gathered_ns(plan: Plan, stage: int, num_bytes: int, profile: Profile) -> int:
+    """Of a tensor that every rank of a stage has an equal part of."""
+    ranks = plan.stages[stage].ranks
+    per_node = plan.mesh.part(ranks).devices_per_node
+    return collective_time_ns("all_gather", num_bytes, Axis("stage", len(ranks), 1), per_node, profile)

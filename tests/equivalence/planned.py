@@ -72,6 +72,15 @@ def step_program(model_name: str, plan_name: str) -> autopar.PlannedProgram:
         return autopar.parallelize(model, chosen.mesh, batch, plan=chosen)
 
 
+def template_program(model_name: str, **choices: Any) -> autopar.PlannedProgram:
+    """A template's program. A model is traced once for all its plans."""
+    model, batch = zoo.build(model_name)
+    traced, world = graph(model_name), choices.get("dp", 1) * choices.get("tp", 1)
+    with mock.patch.object(pipeline, "trace", lambda *_, **__: traced):
+        plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=world), batch, **choices)
+        return autopar.parallelize(model, plan.mesh, batch, plan=plan)
+
+
 @cache
 def plan(model_name: str, plan_name: str) -> Plan:
     """The template's plan, or the searched one for 4 ranks."""

@@ -59,7 +59,7 @@ def test_pinned_plans_are_well_typed_and_take_what_is_told(stages: int, microbat
 @pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8)])
 def test_estimates_are_near_what_is_simulated(stages: int, microbatches: int) -> None:
     for row in pinned(stages, microbatches).search.tried:
-        assert row["estimated_ns"] == pytest.approx(row["step_time_ns"], rel=0.1)
+        assert row["estimated_ns"] == pytest.approx(row["step_time_ns"], rel=0.2)
         assert row["estimated_bytes"] == pytest.approx(row["peak_bytes"], rel=0.2)
 
 

@@ -44,7 +44,7 @@ def strike(grad):
 initialise = train.initialise
 def watched(rank):
     initialise(rank)
-    leaf = next(slot.leaf for bucket in rank._reducer.buckets for slot in bucket.slots)
+    leaf = next(slot.leaf for part in rank._locals for bucket in part.reducer.buckets for slot in bucket.slots)
     leaf.register_hook(strike)  # in the backward pass, before the first bucket of gradients is sent
 train.initialise = watched
 torch.set_num_threads(1)

@@ -255,7 +255,7 @@ def test_reference_dropout_draws_the_exact_masks() -> None:
 def test_recomputing_draws_the_same_masks() -> None:
     x = torch.randn(50, requires_grad=True)
     rt.seed_dropout(1)
-    y = rt.recompute(lambda v: rt.dropout(v.exp(), 0.5).sin(), x)
+    y = rt.recomputed(lambda v: rt.dropout(v.exp(), 0.5).sin(), x)
     rt.dropout(x, 0.5)
     (gradient,) = torch.autograd.grad(y.sum(), x)
     rt.seed_dropout(1)
@@ -271,7 +271,7 @@ def test_recomputing_draws_the_same_masks_in_exact_mode() -> None:
         return rt.dropout(v.exp(), 0.5, (), (50,), "").sin() * rt.draw(torch.rand_like, v)
 
     found = []
-    for run in (noisy, lambda v: rt.recompute(noisy, v)):
+    for run in (noisy, lambda v: rt.recomputed(noisy, v)):
         rt.set_exact_dropout(True)
         rt.seed_dropout(1)
         y = run(x)

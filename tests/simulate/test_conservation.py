@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cost import Profile, load_profile
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
@@ -32,6 +32,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "1f1b": {"pp": 2, "dp": 2, "tp": 2, "microbatches": 8, "recompute": "full"},
     "1f1b zero-3": {"pp": 4, "dp": 2, "microbatches": 8, "zero": 3},
     "interleaved": {"pp": 2, "tp": 4, "microbatches": 4, "schedule": "interleaved"},
+    "zero_bubble": {"pp": 4, "dp": 2, "microbatches": 8, "schedule": "zero_bubble"},
+    "zero_bubble zero-3": {
+        "pp": 2,
+        "tp": 2,
+        "dp": 2,
+        "microbatches": 4,
+        "schedule": "zero_bubble",
+        "zero": 3,
+        "recompute": "full",
+    },
 }
 
 
@@ -100,7 +110,7 @@ def test_a_step_takes_as_long_as_its_streams_and_paths_and_its_parts_add_up(name
 
 def critical_path_ns(case: Case, profile: Profile) -> int:
     """The longest chain of items of one microbatch, forward over all stages and back, as if nothing ever queued."""
-    programs = lower_stages(case.graph, case.plan, profile)
+    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.parts))
     arrived: dict[str, int] = {}
     ends = [_forward_ns(program, arrived) for program in programs]
     returned: dict[str, int] = {}
@@ -116,19 +126,20 @@ def _forward_ns(program: Program, arrived: dict[str, int]) -> int:
         own = sum(sent.duration_ns for sent in (*item.forward, *item.inner))
         for value in item.outputs:
             ready[value] = max(ready.get(value, 0), begin + own + (0 if item.forward else item.forward_ns))
-    arrived.update((name, ready[value]) for name, value in program.sends.items())
+    arrived.update((name, ready[value]) for (name, _), value in program.sends.items())
     return max(ready.values())
 
 
 def _backward_ns(program: Program, end: int, returned: dict[str, int]) -> int:
     ready: dict[int, int] = defaultdict(lambda: end if not program.sends else 0)
-    ready.update((value, returned[name]) for name, value in program.sends.items() if name in returned)
+    ready.update((value, returned[name]) for (name, _), value in program.sends.items() if name in returned)
     for item in reversed(program.items):
         if item.runs_backward:
             begin = max((ready[value] for value in item.outputs), default=0)
             own = sum(sent.duration_ns for sent in (*item.backward, *item.inner_backward))
+            spent = item.split.backward_ns[0] if item.split else item.backward_ns  # what others wait for
             for value in item.inputs:
-                ready[value] = max(ready[value], begin + own + (0 if item.backward else item.backward_ns))
+                ready[value] = max(ready[value], begin + own + (0 if item.backward else spent))
     returned.update((name, ready[value]) for name, value in program.receives.items())
     return max(ready.values())
 
@@ -152,7 +163,7 @@ def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, pro
 
 
 def _residents(case: Case, profile: Profile, first_rank: int) -> list[tuple[int, str]]:
-    programs = lower_stages(case.graph, case.plan, profile)
+    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.parts))
     stages = case.plan.stages
     own = [p for n, p in enumerate(programs) if not stages or stages[n].first_rank == first_rank]
     return [resident for program in own for resident in program.residents]
@@ -165,7 +176,7 @@ def test_faster_links_are_never_slower(name: str, bandwidth: float, inter: float
     assert simulate(*case_of(name), fast).step_time_ns <= simulate(*case_of(name), slow).step_time_ns
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b zero-3", "interleaved"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b zero-3", "interleaved", "zero_bubble"])
 def test_relabelling_devices_changes_nothing(name: str) -> None:
     """Stages in the opposite order of ranks: the same links join them."""
     case = case_of(name)
@@ -209,3 +220,26 @@ def test_1f1b_holds_fewer_microbatches_than_gpipe_in_the_same_time() -> None:
     assert activations[0][0] == activations[1][0], "the first stage holds all four"
     assert activations[0][3] * 3 < activations[1][3], "the last stage holds one"
     assert abs(early.step_time_ns - late.step_time_ns) < 0.05 * late.step_time_ns
+
+
+def test_zero_bubble_fills_the_bubble_with_gradients_of_weights_and_keeps_activations_longer() -> None:
+    """On a device so slow that nothing but computing counts. Two thirds would be filled if weights took a third."""
+    case, profile = case_of("zero_bubble"), device(10.0, 1.0, 0.1, 1e-4, 1.0)
+    split = simulate(*case, profile)
+    whole = simulate(case.graph, replace(case.plan, schedule="1f1b"), profile)
+    assert split.comm_bytes["send"] == whole.comm_bytes["send"]
+    bubbles = [[lane.breakdown.bubble_ns for lane in timeline.lanes] for timeline in (split, whole)]
+    assert 1 / 3 < bubbles[0][0] / bubbles[1][0] < 0.6
+    work = [sum(lane.breakdown.compute_ns for lane in timeline.lanes) for timeline in (split, whole)]
+    assert 1.0 <= work[0] / work[1] < 1.02, "gradients are read twice"
+    held = [[lane.memory_at_peak["activations"] for lane in timeline.lanes] for timeline in (split, whole)]
+    assert held[0][0] == held[1][0], "the first stage delays nothing"
+    assert held[0][3] > 2 * held[1][3]
+    names = {event.name.partition(" #")[0] for event in split.events if event.kind == "backward_weight"}
+    linear = {node.name for node in case.graph.nodes if ".linear." in node.op}
+    assert linear <= names and not any("attention" in node.op and node.name in names for node in late_nodes(case))
+
+
+def late_nodes(case: Case) -> list[Node]:
+    """Those of all stages but the first."""
+    return [node for node in case.graph.nodes if node.name not in case.plan.stages[0].nodes]

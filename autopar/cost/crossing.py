@@ -1,0 +1,182 @@
+"""What it costs that a tensor goes from the ranks of one stage to those of another, and in which placements it goes.
+
+The routing is the runtime's (`runtime.crossing`). All messages of a crossing leave at once; it lasts as long as the
+rank that sends or receives most needs for its own, inside the node and across nodes apart, since these are other wires:
+
+    max over ranks and levels of σ + kα + bβ        k messages of b bytes in all, see `cost.collectives`
+
+Between devices of two kinds the slower link of the two counts: both adapters are on the way.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from autopar.cost.collectives import ACROSS, INSIDE, Route, redistribution, sends_time_ns
+from autopar.cost.profile import Profile
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
+from autopar.ir.placement import I, Placement, R, S, leaves_none_empty
+from autopar.runtime.crossing import Crossing, Side, crossing
+from autopar.runtime.placement import parse_type
+
+Shape = tuple[int, ...]
+
+
+class End(NamedTuple):
+    """The ranks of a stage, its axes without the microbatches', and the profile of its devices."""
+
+    ranks: range
+    axes: LogicalMesh
+    profile: Profile
+
+
+class Parcel(NamedTuple):
+    """Tensors of so many bytes an element that are routed alike."""
+
+    route: Crossing
+    itemsize: int
+
+
+def side(ranks: range, axes: LogicalMesh, placement: Placement) -> Side:
+    """A stage's ranks as the runtime's routing sees them; microbatches are no part of it."""
+    kept = [(axis.size, type_) for axis, type_ in zip(axes, placement, strict=True) if axis.name != MICROBATCH]
+    return Side(tuple(ranks), tuple(size for size, _ in kept), tuple(parse_type(str(type_)) for _, type_ in kept))
+
+
+def sent_bytes(parcels: Iterable[Parcel]) -> dict[int, int]:
+    """The bytes that each rank sends to others."""
+    found: dict[int, int] = {}
+    for route, itemsize in parcels:
+        for rank, moves in route.sent.items():
+            sent = sum(move.num_elements for move in moves if move.peer != rank) * itemsize
+            found[rank] = found.get(rank, 0) + sent
+    return found
+
+
+def crossing_time_ns(parcels: Sequence[Parcel], mesh: Mesh, profiles: Sequence[Profile]) -> tuple[str, int]:
+    """The level of link that the parcels take longest on ("" where nothing travels), and nanoseconds.
+
+    profiles: of the devices on both sides.
+    """
+    per_node = max(group.devices_per_node for group in mesh.groups)
+    loads: dict[tuple[int, bool, str], tuple[int, int]] = {}
+    for route, itemsize in parcels:
+        for rank, moves in route.sent.items():
+            for move in (move for move in moves if move.peer != rank):
+                level = INSIDE if mesh.node_of(rank) == mesh.node_of(move.peer) else ACROSS
+                for key in ((rank, True, level), (move.peer, False, level)):
+                    messages, size = loads.get(key, (0, 0))
+                    loads[key] = messages + 1, size + move.num_elements * itemsize
+    heaviest = {(level, *load) for (_, _, level), load in loads.items()}
+    times = [
+        (max(sends_time_ns(messages, size, level, per_node, profile) for profile in profiles), level)
+        for level, messages, size in sorted(heaviest)
+    ]
+    duration, level = max(times, default=(0, ""))
+    return level, duration
+
+
+# Which placements ----------------------------------------
+
+
+class Handover(NamedTuple):
+    """The placement that a tensor leaves in, the one that it arrives in, and nanoseconds both ways with what is
+    redistributed on both sides."""
+
+    leaving: Placement
+    arriving: Placement
+    duration_ns: int
+
+
+@lru_cache(maxsize=1 << 12)
+def cheapest_handover(
+    shape: Shape, itemsize: int, differentiable: bool, made: Placement, wanted: tuple[Placement, ...],
+    maker: End, reader: End, mesh: Mesh,
+) -> Handover | None:  # fmt: skip
+    """The best way for a tensor of one microbatch from the placement it is made in to those it is read in.
+
+    A tensor that several ranks hold, or want, whole may travel in slices that are gathered where it arrives, and its
+    gradient the same way back: a redistribution like any other. So the fast links inside a node can do what the slow
+    ones across would (Alpa's local all-gather), where the sum of all times says that this is faster.
+    None where the tensor cannot leave.
+    """
+    if [axis.size for axis in maker.axes] == [axis.size for axis in reader.axes]:
+        return _rank_to_rank(shape, itemsize, differentiable, made, wanted, maker, reader, mesh)
+    leaving = {p: _ways_ns(shape, itemsize, differentiable, [(made, p)], maker, mesh)
+               for p in _able(shape, differentiable, maker)}  # fmt: skip
+    arriving = {p: _ways_ns(shape, itemsize, differentiable, [(p, w) for w in wanted], reader, mesh)
+                for p in _able(shape, differentiable, reader)}  # fmt: skip
+    pairs = [
+        (before + after, first, last)
+        for (first, before), (last, after) in itertools.product(leaving.items(), arriving.items())
+        if before is not None and after is not None
+    ]
+    best: Handover | None = None
+    for around, first, last in sorted(pairs, key=lambda pair: pair[0]):
+        if best is not None and around >= best.duration_ns:
+            break
+        duration = around + _both_ways_ns(shape, itemsize, differentiable, maker, first, reader, last, mesh)
+        if best is None or duration < best.duration_ns:
+            best = Handover(first, last, duration)
+    return best
+
+
+def _rank_to_rank(
+    shape: Shape, itemsize: int, differentiable: bool, made: Placement, wanted: tuple[Placement, ...],
+    maker: End, reader: End, mesh: Mesh,
+) -> Handover | None:  # fmt: skip
+    """Between axes that are equally long, any placement will do, if it is the same on both sides."""
+    best: Handover | None = None
+    for placement in dict.fromkeys((made, *wanted, *_able(shape, differentiable, maker))):
+        before = _ways_ns(shape, itemsize, differentiable, [(made, placement)], maker, mesh)
+        after = _ways_ns(shape, itemsize, differentiable, [(placement, w) for w in wanted], reader, mesh)
+        if before is None or after is None:
+            continue
+        sent = _both_ways_ns(shape, itemsize, differentiable, maker, placement, reader, placement, mesh)
+        if best is None or before + after + sent < best.duration_ns:
+            best = Handover(placement, placement, before + after + sent)
+    return best
+
+
+def _able(shape: Shape, differentiable: bool, end: End) -> list[Placement]:
+    """The placements that may travel, each rank with a part; whole ones first."""
+    types = [I if differentiable else R, *(S(dim) for dim, size in enumerate(shape) if size > 1)]
+    found = itertools.product(types, repeat=len(end.axes))
+    return [placement for placement in found if leaves_none_empty(shape, placement, end.axes)]
+
+
+def _ways_ns(
+    shape: Shape, itemsize: int, differentiable: bool, ways: Iterable[tuple[Placement, Placement]], end: End,
+    mesh: Mesh,
+) -> int | None:  # fmt: skip
+    """Nanoseconds, both ways, of all redistributions on one side; None where one does not exist."""
+    total = 0
+    for source, target in ways:
+        route = way(shape, itemsize, differentiable, source, target, end, mesh)
+        if route is None:
+            return None
+        total += route.forward_ns + route.backward_ns
+    return total
+
+
+def way(
+    shape: Shape, itemsize: int, differentiable: bool, source: Placement, target: Placement, end: End, mesh: Mesh
+) -> Route | None:
+    """The cheapest redistribution on one side."""
+    per_node = mesh.part(end.ranks).devices_per_node
+    return redistribution(shape, itemsize, source, target, end.axes, per_node, end.profile, differentiable)
+
+
+def _both_ways_ns(
+    shape: Shape, itemsize: int, differentiable: bool, maker: End, first: Placement, reader: End, last: Placement,
+    mesh: Mesh,
+) -> int:  # fmt: skip
+    ends = side(maker.ranks, maker.axes, first), side(reader.ranks, reader.axes, last)
+    profiles = maker.profile, reader.profile
+    _, forward = crossing_time_ns([Parcel(crossing(shape, *ends), itemsize)], mesh, profiles)
+    if not differentiable:
+        return forward
+    return forward + crossing_time_ns([Parcel(crossing(shape, *reversed(ends)), itemsize)], mesh, profiles)[1]

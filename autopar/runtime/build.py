@@ -1,0 +1,31 @@
+"""From an emitted program to this rank's part of it."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime.declare import Pipeline, Program
+from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh
+from autopar.runtime.pipeline import PipelineRank
+from autopar.runtime.rank import Rank
+
+
+def build(
+    program: type[Program] | type[Pipeline],
+    device_mesh: DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Rank:
+    """Builds this rank's part of an emitted program, with its real shards only, not yet loaded (NaN).
+
+    Under torchrun, the process group and the device mesh are made where they are not given. A program of one
+    rank needs neither; one of several stages takes any device mesh over all of its ranks. A rank that does not answer
+    for `timeout_s` seconds is given up (CollectiveError). Raises WorldError when the processes that run are not the
+    mesh of the program.
+    """
+    device = torch.device(device) if device is not None else None
+    if issubclass(program, Pipeline):
+        return PipelineRank(program, device_mesh, device, timeout_s)
+    mesh = make_rank_mesh(program.AXES, device_mesh, device, timeout_s)
+    return Rank(program(mesh), mesh)

@@ -1,0 +1,153 @@
+"""One program, or one stage of a pipeline, on this rank: its real tensors, and the passes over its microbatches.
+
+A pass is the forward or the backward pass of one microbatch. What gathers parameters and sends gradients is told
+where each begins and ends; several microbatches may be between their two passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime import comm, randomness, state
+from autopar.runtime.declare import Block, Parameters, Program
+from autopar.runtime.gathering import Gatherer, Unit
+from autopar.runtime.mesh import RankMesh
+from autopar.runtime.reducing import Reducer, on_gradient
+from autopar.runtime.stored import Slot, StoredParameter, slot_names
+
+Stored = TypeVar("Stored")
+
+
+class Local:
+    """A program with this rank's tensors.
+
+    number: of the stage, in the stream of random numbers. others: stages that this rank has made before; what they
+    store is shared. tied: parameters that stages elsewhere store as well, whose gradients are handed out by themselves.
+    """
+
+    def __init__(
+        self, program: Program, mesh: RankMesh, number: int = 0, others: Sequence[Local] = (),
+        tied: Container[str] = (),
+    ) -> None:  # fmt: skip
+        self.program, self.mesh, self.number = program, mesh, number
+        self.parameters: dict[str, StoredParameter] = {}
+        self.buffers: dict[str, state.StoredBuffer] = {}
+        slots = self._materialise(others, tied)
+        units = _units(program, slots)
+        owner = {slot: unit for unit in units for slot in (*unit.kept, *unit.regathered)}
+        self.gatherer = Gatherer(units)
+        self.reducer = Reducer(slots, mesh, owner.get)
+        self._watch_units(slots, owner)
+        self._backward_passes = 0
+
+    def _watch_units(self, slots: list[Slot], owner: Mapping[Slot, Unit]) -> None:
+        """After the reducer's hooks, so that a leaf's gradient is sent before its memory is given back."""
+        for slot in slots:
+            unit = owner.get(slot)
+            if unit is not None and slot in unit.regathered and slot.leaf.requires_grad:
+                done = self.gatherer.gradient_done
+                on_gradient(slot.leaf, partial(done, unit))
+
+    def _materialise(self, others: Sequence[Local], tied: Container[str]) -> list[Slot]:
+        """Makes this rank's tensors for all that the program declares, or takes those that others have made."""
+        slots: list[Slot] = []
+        for name, holder, attribute in declared_tensors(self.program):
+            if attribute in holder.declared_buffers:
+                known = _known(name, [other.buffers for other in others])
+                buffer = holder.declared_buffers[attribute]
+                self.buffers[name] = state.make_buffer(name, buffer, holder, attribute, self.mesh, known)
+                continue
+            declared = holder.declared_parameters[attribute]
+            made = _known(name, [other.parameters for other in others])
+            parameter = made or StoredParameter(name, declared, self.mesh, is_tied=name in tied)
+            self.parameters[name] = parameter
+            uses = zip(declared.uses, slot_names(attribute, len(declared.uses)), strict=True)
+            slots += [Slot(parameter, use, holder, named) for use, named in uses]
+        return slots
+
+    def refresh_buffers(self) -> None:
+        """Before a step: buffers in the dtype that the program computes with."""
+        with torch.no_grad():
+            for buffer in self.buffers.values():
+                buffer.refresh()
+
+    def begin_step(self, microbatches: Sequence[tuple[Tensor, ...]]) -> None:
+        """Starts what is gathered once a step, and counts what a mean over all microbatches divides by."""
+        self.program.prepare(list(microbatches))
+        self.reducer.begin_step()
+        self.gatherer.begin_step()
+        self._backward_passes = 0
+
+    def end_step(self) -> None:
+        """Waits for all gradients and late results."""
+        self.reducer.end_step()
+        self.finish_late()
+
+    def finish_late(self) -> None:
+        """Waits for results that nothing in the step reads, and takes over what forward has set of buffers."""
+        comm.finish_late(self.mesh)
+        with torch.no_grad():
+            for buffer in self.buffers.values():
+                buffer.commit_update()
+
+    def forward(self, index: int, inputs: Sequence[Tensor]) -> Any:
+        """The forward pass of a microbatch; what it set of buffers is what the next one reads."""
+        self.mesh.progress.microbatch = index
+        randomness.begin_pass(self.number, index)
+        self.gatherer.begin_forward()
+        outputs = self.program(*inputs)
+        self._show_updates()
+        return outputs
+
+    def _show_updates(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.show_update()
+
+    def backward(self, index: int, run: Callable[[], None]) -> None:
+        """The backward pass of a microbatch, which is what `run` does; in the last one's, gradients go home."""
+        self.mesh.progress.microbatch = index
+        self._backward_passes += 1
+        self.gatherer.begin_backward()
+        self.reducer.begin_microbatch(is_last=self._backward_passes == self.program.MICROBATCHES)
+        run()
+        self.reducer.end_microbatch()
+        for buffer in self.buffers.values():
+            buffer.forget_update()
+
+    def end_pass(self) -> None:
+        """Frees what the pass has gathered."""
+        self.gatherer.end_pass()
+
+
+def _known(name: str, made: Sequence[Mapping[str, Stored]]) -> Stored | None:
+    """What another stage on this rank has made of a tensor that both store."""
+    return next((tensors[name] for tensors in made if name in tensors), None)
+
+
+def declared_tensors(program: Program) -> Iterator[tuple[str, Parameters, str]]:
+    """Every parameter and buffer that a program declares: its name, and the attribute of which module it is."""
+    for prefix, module in program.named_modules():
+        if isinstance(module, Parameters):
+            for attribute in (*module.declared_parameters, *module.declared_buffers):
+                yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute
+
+
+def _units(program: Program, slots: list[Slot]) -> list[Unit]:
+    """One unit for each block with a forward of its own, each slot in the innermost that encloses it."""
+    owner: dict[nn.Module, Block] = {}
+    for module in program.modules():  # parents come before children
+        if _runs(module):
+            owner |= dict.fromkeys(module.modules(), module)  # type: ignore[arg-type]
+    blocks = [module for module in program.modules() if isinstance(module, Block) and _runs(module)]
+    converted = [slot for slot in slots if not slot.is_alias]
+    members = {block: [slot for slot in converted if owner[slot.holder] is block] for block in blocks}
+    return [Unit(block, members[block], block is program) for block in blocks if members[block]]
+
+
+def _runs(module: nn.Module) -> bool:
+    return isinstance(module, Block) and type(module).forward is not Block.forward

@@ -1,0 +1,149 @@
+"""One rank's part of a program of several stages: as `Rank`, over the stages that run here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.runtime import comm, randomness
+from autopar.runtime.declare import Pipeline
+from autopar.runtime.errors import ProgramError
+from autopar.runtime.inputs import by_name, join_outputs, split_named
+from autopar.runtime.local import Local
+from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
+from autopar.runtime.pipeline_state import Catalog, PipelineState, find_ties, make_catalog
+from autopar.runtime.rank import Microbatches, Rank
+from autopar.runtime.scheduled import ScheduledStage, make_schedule
+from autopar.runtime.transport import Channel, Transport, find_channels, num_ranks
+
+
+class PipelineRank(Rank):
+    """A `Rank` whose parameters are those of its stages, and whose steps follow the pipeline's schedule."""
+
+    def __init__(
+        self, pipeline: type[Pipeline], device_mesh: DeviceMesh | None, device: torch.device | None, timeout_s: float
+    ) -> None:
+        nn.Module.__init__(self)
+        count = max(stage.FIRST_RANK + num_ranks(stage) for stage in pipeline.STAGES)
+        device, ranks = world_of(count, device_mesh, device, timeout_s)
+        world, forward, backward = (
+            own_group((tuple(ranks),), timeout_s, purpose) for purpose in ("", "forward", "backward")
+        )
+        assert world is not None and forward is not None and backward is not None, "every rank has a stage"
+        meshes = _meshes(pipeline, device, timeout_s)
+        catalog = make_catalog(pipeline, device)
+        ties = find_ties(pipeline, catalog, timeout_s)
+        parts = _locals(pipeline, meshes, catalog.tied_stages)
+        state = PipelineState(parts, catalog, pipeline.TIED, ties, world, device)
+        self._take(list(parts.values()), state, _world_mesh(count, device, timeout_s), pipeline.TRAINING)
+        transport = Transport(forward, backward, pipeline.MICROBATCHES, device, timeout_s)
+        stages = _scheduled(pipeline, parts, transport)
+        self.__dict__.update(
+            _pipeline=pipeline, _catalog=catalog, _world=world, _transport=transport, _stages=stages,
+            _step=make_schedule(pipeline.SCHEDULE, stages, pipeline.MICROBATCHES),
+        )  # fmt: skip
+
+    _pipeline: type[Pipeline]
+    _catalog: Catalog
+    _state: PipelineState
+    _world: dist.ProcessGroup
+    _transport: Transport
+    _stages: list[ScheduledStage]
+
+    def _split(self, inputs: Any, named_inputs: Any, local: bool) -> list[Microbatches]:
+        if randomness.is_exact():
+            raise ProgramError(
+                "expected a program of one stage to draw what a single device draws, found one of "
+                f"{len(self._pipeline.STAGES)}, whose stages draw at the same time; use set_exact_dropout(False)"
+            )
+        values = by_name(self._pipeline.INPUTS, inputs, named_inputs)
+        return [split_named(type(part.program), values, part.mesh, local) for part in self._locals]
+
+    def _train(self, microbatches: list[Microbatches]) -> list[Tensor]:
+        self._transport.forget()
+        for stage, parts in zip(self._stages, microbatches, strict=True):
+            stage.begin_step(parts)
+        self._step()
+        self._transport.finish()
+        return [loss for stage in self._stages for loss in stage.losses]
+
+    _step: Callable[[], None]
+
+    def _finish(self, losses: list[Tensor]) -> Tensor:
+        self._state.sum_ties()
+        stage, position = self._pipeline.OUTPUTS[self._pipeline.LOSS_INDEX]
+        dtype = self._pipeline.STAGES[stage].RESULTS[position]
+        loss = super()._finish(losses) if losses else torch.empty((), dtype=dtype, device=self._mesh.device)
+        return comm.broadcast(loss, self._catalog.first_ranks[stage], self._world)
+
+    # Forward alone ----------------------------------------
+
+    def _run(self, microbatches: list[Microbatches]) -> list[Any]:
+        """Stage by stage, all microbatches. Returns what each stage here makes of the outputs of each microbatch."""
+        self._transport.forget()
+        found = []
+        for stage, parts in zip(self._stages, microbatches, strict=True):
+            stage.begin_step(parts)
+            found.append([self._run_microbatch_of(stage, index) for index in range(len(parts))])
+        self._transport.finish()
+        return found
+
+    def _run_microbatch_of(self, stage: ScheduledStage, index: int) -> tuple[Any, ...]:
+        stage.get_fwd_recv_ops(index)
+        results, _, _ = stage.run_forward(index)
+        stage.get_fwd_send_ops(index)
+        return results
+
+    def _join(self, outputs: list[Any]) -> Any:
+        """Every rank gets what any stage has made."""
+        made = {stage.stage_index: join_outputs(parts, ()) for stage, parts in zip(self._stages, outputs, strict=True)}
+        whole = []
+        for stage, position in self._pipeline.OUTPUTS:
+            own = made[stage][position] if self._catalog.is_first_of(stage) else None
+            whole.append(comm.broadcast_any(own, self._catalog.first_ranks[stage], self._world, self._mesh.device))
+        return whole[0] if len(whole) == 1 else tuple(whole)
+
+
+def _meshes(pipeline: type[Pipeline], device: torch.device, timeout_s: float) -> list[RankMesh | None]:
+    ranks = [range(stage.FIRST_RANK, stage.FIRST_RANK + num_ranks(stage)) for stage in pipeline.STAGES]
+    return make_submeshes(list(zip(ranks, (s.AXES for s in pipeline.STAGES), strict=True)), device, timeout_s)
+
+
+def _world_mesh(count: int, device: torch.device, timeout_s: float) -> RankMesh:
+    """What of the whole world a rank is asked for: how many ranks there are, and for how long they wait."""
+    return RankMesh((Axis("stages", count, dist.get_rank(), None),), None, device, timeout_s)
+
+
+def _locals(pipeline: type[Pipeline], meshes: list[RankMesh | None], tied: Container[str]) -> dict[int, Local]:
+    """The stages that run on this rank, by their number."""
+    found: dict[int, Local] = {}
+    for number, (stage, mesh) in enumerate(zip(pipeline.STAGES, meshes, strict=True)):
+        if mesh is not None:
+            found[number] = Local(stage(mesh), mesh, number, list(found.values()), tied)
+    return found
+
+
+def _scheduled(pipeline: type[Pipeline], parts: Mapping[int, Local], transport: Transport) -> list[ScheduledStage]:
+    channels = find_channels(pipeline.STAGES)
+    firsts = sorted({stage.FIRST_RANK for stage in pipeline.STAGES})
+    loss_stage, loss_position = pipeline.OUTPUTS[pipeline.LOSS_INDEX]
+    return [
+        ScheduledStage(
+            local, number, len(pipeline.STAGES), firsts.index(pipeline.STAGES[number].FIRST_RANK), len(firsts),
+            transport, [channel for channel in channels if channel.target == number], _sends(channels, number),
+            loss_position if number == loss_stage else None,
+        )
+        for number, local in parts.items()
+    ]  # fmt: skip
+
+
+def _sends(channels: Sequence[Channel], number: int) -> list[list[Channel]]:
+    """For each tensor that a stage leaves for later ones, the channels that it leaves by."""
+    own = [channel for channel in channels if channel.received.source == number]
+    count = 1 + max((channel.received.position for channel in own), default=-1)
+    return [[channel for channel in own if channel.received.position == position] for position in range(count)]

@@ -1,0 +1,198 @@
+"""One stage as the schedules of `torch.distributed.pipelining` call it, and the schedules by name.
+
+A schedule decides when a stage runs forward or backward, and when it sends and receives. What is received may come
+from any earlier stage, in several pieces and placements; so the stage sends and receives by itself when it is asked
+for the operations, and hands the schedule none to run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
+
+from autopar.runtime.errors import ProgramError
+from autopar.runtime.local import Local
+from autopar.runtime.transport import Channel, Transport
+
+Wait = Callable[[], Tensor]
+
+
+class ScheduledStage:
+    """A stage's passes over the microbatches of one step.
+
+    index, count: of the stage; place, num_places: of its submesh. `receives`: its channels; `sends`: those that each
+    tensor leaves by that it makes for later stages; loss_position: among what it makes of the model's outputs.
+    """
+
+    def __init__(
+        self, local: Local, index: int, count: int, place: int, num_places: int, transport: Transport,
+        receives: Sequence[Channel], sends: Sequence[Sequence[Channel]], loss_position: int | None,
+    ) -> None:  # fmt: skip
+        self.local, self._transport = local, transport
+        self._receives, self._sends = receives, sends
+        self._loss_position = loss_position
+        # What torch's schedules read and set.
+        self.submod, self.device = local.program, local.mesh.device
+        self.stage_index, self.num_stages, self.group_rank, self.group_size = index, count, place, num_places
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.has_backward = True
+        self.stage_index_to_group_rank: dict[int, int] = {}
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}
+        self.act_send_info: dict[int, list[int]] = {}
+        self.clear_runtime_states()
+
+    def begin_step(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:
+        """The local inputs of every microbatch of the step."""
+        self._inputs = inputs
+        self.losses: list[Tensor] = []
+
+    def clear_runtime_states(self) -> None:
+        """Before a step: forgets what one that failed midway has left."""
+        self.output_chunks: list[Tensor] = []  # merged by the schedule, for nobody
+        self._arriving: dict[int, list[Wait]] = {}
+        self._returning: dict[int, list[list[Wait]]] = {}
+        self._between: dict[int, tuple[list[Tensor], list[Any], tuple[Tensor, ...]]] = {}
+        self._sent: dict[int, tuple[Tensor, ...]] = {}
+        self._gradients: dict[int, list[Tensor]] = {}
+
+    # Forward ----------------------------------------
+
+    def get_fwd_recv_ops(self, index: int) -> list[Any]:
+        """Starts to receive what the microbatch's forward pass reads."""
+        self._arriving[index] = [self._transport.start_receive(channel, index, True) for channel in self._receives]
+        return []
+
+    def forward_one_chunk(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
+        """The forward pass of a microbatch. Returns its loss, or nothing of use where the stage makes none."""
+        results, sent, received = self.run_forward(index)
+        losses = [] if self._loss_position is None else [results[self._loss_position]]
+        if any(loss.dim() != 0 for loss in losses):
+            raise ProgramError(f"expected a scalar loss, found shape {tuple(losses[0].shape)}")
+        self._between[index] = received, losses, sent
+        self.losses += [loss.detach() for loss in losses]
+        output = self.losses[-1].view(1) if losses else torch.empty(0)
+        self.output_chunks.append(output)
+        return output
+
+    def run_forward(self, index: int) -> tuple[tuple[Any, ...], tuple[Tensor, ...], list[Tensor]]:
+        """What the stage makes of the model's outputs, what it leaves for later stages, and what it has received."""
+        received = [wait() for wait in self._arriving.pop(index, [])]
+        if torch.is_grad_enabled():
+            for tensor, channel in zip(received, self._receives, strict=True):
+                tensor.requires_grad_(channel.received.has_gradient)
+        try:
+            results, sent = self.local.forward(index, (*self._inputs[index], *received))
+        finally:
+            self.local.end_pass()
+        self._sent[index] = tuple(tensor.detach() for tensor in sent)
+        return results, sent, received
+
+    def get_fwd_send_ops(self, index: int) -> list[Any]:
+        """Starts to send what the forward pass has made for later stages."""
+        for tensor, channels in zip(self._sent.pop(index), self._sends, strict=True):
+            for channel in channels:
+                self._transport.send(channel, tensor, index, True)
+        return []
+
+    # Backward ----------------------------------------
+
+    def get_bwd_recv_ops(self, index: int) -> list[Any]:
+        """Starts to receive the gradients of what the stage has made for later stages."""
+        self._returning[index] = [
+            [self._transport.start_receive(channel, index, False) for channel in channels if _goes_back(channel)]
+            for channels in self._sends
+        ]
+        return []
+
+    def backward_one_chunk(
+        self, index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        """The backward pass of a microbatch, from its loss and the gradients that have come."""
+        received, losses, sent = self._between.pop(index)
+        roots: list[Tensor] = [loss for loss in losses if loss.requires_grad]
+        gradients: list[Tensor | None] = [None] * len(roots)
+        for tensor, waits in zip(sent, self._returning.pop(index, [[]] * len(sent)), strict=True):
+            parts = [wait() for wait in waits]
+            if parts and tensor.requires_grad:
+                roots.append(tensor)
+                gradients.append(_sum(parts))
+        try:
+            self.local.backward(index, partial(_run_backward, roots, gradients))
+        finally:
+            self.local.end_pass()
+        self._gradients[index] = [
+            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for tensor, channel in zip(received, self._receives, strict=True)
+            if _goes_back(channel)
+        ]
+
+    def get_bwd_send_ops(self, index: int) -> list[Any]:
+        """Starts to send the gradients of what the stage has received."""
+        channels = [channel for channel in self._receives if _goes_back(channel)]
+        for gradient, channel in zip(self._gradients.pop(index), channels, strict=True):
+            self._transport.send(channel, gradient, index, False)
+        return []
+
+    # What there is nothing to do for: placements, shapes and gradients are the program's own affair.
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Losses of microbatches add up to that of the batch: nothing is left to scale."""
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Gradients go home from the hooks of the last backward pass."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+        return []
+
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> tuple[()]:
+        return ()
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+
+def _goes_back(channel: Channel) -> bool:
+    return channel.received.has_gradient
+
+
+def _sum(parts: list[Tensor]) -> Tensor:
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+    if roots:
+        torch.autograd.backward(roots, gradients)
+
+
+class _Schedule1F1B(Schedule1F1B):
+    """1F1B with any number of microbatches; torch's refuses fewer than stages, which its order allows."""
+
+    def __init__(self, stage: Any, n_microbatches: int, loss_fn: Callable[..., Any], scale_grads: bool) -> None:
+        PipelineScheduleSingle.__init__(self, stage, n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
+
+
+def make_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[], None]:
+    """A step of the schedule over this rank's stages. Raises ProgramError for a name that is unknown."""
+    options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
+    if name == "interleaved":
+        schedule: Any = ScheduleInterleaved1F1B(list(stages), microbatches, **options)  # type: ignore[arg-type]
+    elif name in ("gpipe", "1f1b") and len(stages) == 1:
+        kind: Any = ScheduleGPipe if name == "gpipe" else _Schedule1F1B
+        schedule = kind(stages[0], microbatches, **options)
+    else:
+        raise ProgramError(f"expected a schedule for {len(stages)} stages on a rank, found {name!r}")
+    targets = {"target": torch.empty(microbatches)} if any(stage.is_last for stage in stages) else {}
+
+    def step() -> None:
+        schedule.step(**targets)
+
+    return step

@@ -1,0 +1,142 @@
+"""Tensors on their way between stages: activations forward, their gradients backward.
+
+Each direction has a group of its own: on NCCL, what two ranks send each other over one group is done in order, and a
+pipeline's two directions are not. Sends go on while the rank computes; what is under way is kept until it has left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime import comm
+from autopar.runtime.crossing import Crossing, Move, Side, crossing
+from autopar.runtime.declare import Received, Stage
+from autopar.runtime.mesh import Axis
+from autopar.runtime.placement import local_shape
+
+
+@dataclass(frozen=True, eq=False)
+class Channel:
+    """A received tensor of a stage: how it comes from its source, and how its gradient goes back.
+
+    number: tells channels apart, on all ranks alike.
+    """
+
+    number: int
+    received: Received
+    target: int
+    there: Side
+    here: Side
+
+    def route(self, is_forward: bool) -> Crossing:
+        """Who sends what to whom."""
+        sides = (self.there, self.here) if is_forward else (self.here, self.there)
+        return crossing(self.received.shape, *sides)
+
+
+def find_channels(stages: Sequence[type[Stage]]) -> list[Channel]:
+    """Everything that stages receive, in their order."""
+    found: list[Channel] = []
+    for target, stage in enumerate(stages):
+        for received in stage.RECEIVED:
+            there = _side(stages[received.source], received.left)
+            found.append(Channel(len(found), received, target, there, _side(stage, received.placement)))
+    return found
+
+
+def _side(stage: type[Stage], placement: str) -> Side:
+    return Side.of(stage.FIRST_RANK, tuple(stage.AXES.values()), placement)
+
+
+class Transport:
+    """This rank's sends and receives. Raises CollectiveError for a rank that does not answer."""
+
+    def __init__(
+        self, forward: dist.ProcessGroup, backward: dist.ProcessGroup, microbatches: int, device: torch.device,
+        timeout_s: float,
+    ) -> None:  # fmt: skip
+        self._groups = {True: forward, False: backward}
+        self._microbatches, self._device, self._timeout_s = microbatches, device, timeout_s
+        self._rank = dist.get_rank()
+        self._under_way: list[tuple[comm.Sending, Tensor]] = []
+        self._kept: dict[tuple[int, bool, int], tuple[Move, Tensor]] = {}  # from one stage of this rank to another
+
+    def send(self, channel: Channel, tensor: Tensor, microbatch: int, is_forward: bool) -> None:
+        """Starts to send this rank's part of a tensor."""
+        self._under_way = [item for item in self._under_way if not item[0].is_done()]
+        for move in channel.route(is_forward).sends(self._rank):
+            if move.peer == self._rank:
+                self._kept[channel.number, is_forward, microbatch] = move, tensor
+                continue
+            part = tensor[move.slices].contiguous()
+            tag = self._tag(channel, microbatch)
+            what = _what(channel, is_forward)
+            sending = comm.start_send(part, move.peer, self._groups[is_forward], tag, what, self._timeout_s)
+            self._under_way.append((sending, part))
+
+    def start_receive(self, channel: Channel, microbatch: int, is_forward: bool) -> Callable[[], Tensor]:
+        """Starts to receive this rank's part of a tensor, which the returned function waits for."""
+        side = channel.here if is_forward else channel.there
+        shape = local_part_shape(channel.received.shape, side, self._rank)
+        whole = torch.empty(shape, dtype=channel.received.dtype, device=self._device)
+        parts: list[tuple[comm.Sending, Tensor, Move]] = []
+        kept: list[Move] = []
+        for move in channel.route(is_forward).receives(self._rank):
+            if move.peer == self._rank:
+                kept.append(move)
+                continue
+            part = whole if move.num_elements == whole.numel() else whole.new_empty(whole[move.slices].shape)
+            tag = self._tag(channel, microbatch)
+            what = _what(channel, is_forward)
+            receiving = comm.start_receive(part, move.peer, self._groups[is_forward], tag, what, self._timeout_s)
+            parts.append((receiving, part, move))
+
+        def finish() -> Tensor:
+            for receiving, part, move in parts:
+                receiving.wait()
+                if part is not whole:
+                    whole[move.slices].copy_(part)
+            for move in kept:
+                source, tensor = self._kept.pop((channel.number, is_forward, microbatch))
+                whole[move.slices].copy_(tensor[source.slices])
+            return whole
+
+        return finish
+
+    def finish(self) -> None:
+        """Waits until everything has left."""
+        while self._under_way:
+            self._under_way.pop()[0].wait()
+
+    def forget(self) -> None:
+        """Leaves what a step that failed midway has under way."""
+        self._under_way.clear()
+        self._kept.clear()
+
+    def _tag(self, channel: Channel, microbatch: int) -> int:
+        return channel.number * self._microbatches + microbatch
+
+
+def _what(channel: Channel, is_forward: bool) -> str:
+    name = channel.received.name if is_forward else f"the gradient of {channel.received.name}"
+    return f"{name} between stages {channel.received.source} and {channel.target}"
+
+
+def local_part_shape(shape: Sequence[int], side: Side, rank: int) -> tuple[int, ...]:
+    """Shape of what a rank of the side holds."""
+    rest, axes = side.ranks.index(rank), list[Axis]()
+    for size in reversed(side.sizes):
+        rest, index = divmod(rest, size)
+        axes.insert(0, Axis("", size, index, None))
+    return local_shape(shape, side.types, axes)
+
+
+def num_ranks(stage: type[Stage]) -> int:
+    """Ranks of a stage's submesh."""
+    return math.prod(stage.AXES.values())
