@@ -26,27 +26,30 @@ from autopar.interop import ChosenStage, Folded, StageKind, best_stages, block_l
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import Sends, TradeOff, TradeOffs
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.placement import Axis
 from autopar.ir.plan import Plan, SearchReport
-from autopar.microbatch import one_microbatch_plan
+from autopar.microbatch import batch_types, one_microbatch_plan
 from autopar.planning import Part, Place, Request, best_plan, divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.simulate.layers import LayerCost, layer_costs
 from autopar.simulate.schedule import without_collector
 from autopar.staging import cut
-from autopar.template import template_recompute
+from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
 
 _FEW_DEVICES = 8
 FINALISTS = 3
-"""Plans that are built for the whole model and simulated; more where these do not fit."""
+"""Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
+_MOST_FINALISTS, _QUICK_S = 30, 3.0
 _HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit."""
 _HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further."""
 _NEVER = 2**62
+_TEMPLATE_SHAPES = 8
+"""Logical shapes, the best first, for which placements are also found around templates."""
 _LIKELY_STAGES = 8
 """The number of stages that is looked at first: what comes later is judged by what was found."""
 _SHARE = 0.6
@@ -59,14 +62,18 @@ _CHUNKS = (2, 4)
 RECOMPUTE = ("none", "block", "full")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Setting:
-    """Equal submeshes of one logical shape, and the number of microbatches."""
+    """Equal submeshes of one logical shape, and the number of microbatches.
+
+    zero: placements are found around a template's constraints with this ZeRO stage; None leaves them free.
+    """
 
     axes: LogicalMesh
     num_devices: int
     num_stages: int
     microbatches: int
+    zero: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,8 +166,17 @@ class Planner:
     def _part(self, microbatches: int) -> Part:
         return divided(self.graph, self.blocks, microbatches)
 
-    def _short_place(self, axes: LogicalMesh, microbatches: int) -> Place:
-        return Place(self.short_part(microbatches), axes, self.request, self.profile, self._sends(axes))
+    def _short_place(self, axes: LogicalMesh, microbatches: int, zero: int | None) -> Place:
+        part, request = self.short_part(microbatches), self.request
+        if zero is not None:
+            made = batch_types(part.graph).items()
+            batch = {name: type_ for name, type_ in made if self.blocks.representative_tensor(name) == name}
+            rules = template_constraints(axes, zero, False, tuple(self.paths), batch)
+            request = replace(request, constraints=(*request.constraints, *rules))
+        return Place(part, axes, request, self.profile, self._sends(axes))
+
+    def _place_of(self, setting: Setting) -> Place:
+        return self.short_place(setting.axes, setting.microbatches, setting.zero)
 
     def _sends(self, axes: LogicalMesh) -> Sends | None:
         """Every border of layers is one of stages, as often as there are fewer of these."""
@@ -231,8 +247,27 @@ class Planner:
             best = min((c for c in here if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns, default=None)
             what = f"{best.step_ns / 1e6:.3f} ms" if best else "nothing better that fits"
             report(f"{self.request.mesh.num_devices // size} stages of {[a.size for a in axes]}: {what}")
+        found += self._templates(found, deadline)
         found.sort(key=lambda candidate: candidate.step_ns)
         return found
+
+    def _templates(self, found: Sequence[Candidate], deadline: float) -> list[Candidate]:
+        """Templates on the best setting of each logical shape, and on those of half and twice as many microbatches.
+
+        What their placements hide, or send together, may be more than what they cost.
+        """
+        shapes: dict[tuple[int, LogicalMesh], Setting] = {}
+        for candidate in sorted(found, key=lambda c: (c.peak_bytes > self.admitted, c.step_ns)):
+            shapes.setdefault((candidate.setting.num_devices, candidate.setting.axes), candidate.setting)
+        settings = list(shapes.values())[:_TEMPLATE_SHAPES]
+        more: list[Candidate] = []
+        for factor in (1.0, 0.5, 2.0):
+            for setting in settings:
+                count = int(setting.microbatches * factor)
+                for named in _as_templates(replace(setting, microbatches=count)):
+                    if count in self.counts and time.monotonic() < deadline:
+                        more += self._look(named).found
+        return more
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
@@ -271,13 +306,13 @@ class Planner:
         Its floor is what the fastest placements would take if they fitted. Where that is no better than the best so
         far, nothing else is looked at; where even all costs in a row are far from it, not even that.
         """
-        place = self.short_place(setting.axes, setting.microbatches)
+        place = self._place_of(setting)
         stages, count = setting.num_stages, setting.microbatches
         try:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
             in_a_row = int(fastest.cost_ns / stages * (count + stages - 1) / count)
-            if in_a_row * self.hidden > _HOPELESS * self.best_ns:
+            if setting.zero is None and in_a_row * self.hidden > _HOPELESS * self.best_ns:
                 return _Look(in_a_row, _NEVER, [])
             found = self._staged(setting, place, fastest, "none")
             floor = min(candidate.step_ns for candidate in found)
@@ -391,14 +426,15 @@ class Planner:
         """The fastest by simulation of the best that fit, and of other plans. Raises InfeasibleError."""
         tried: list[dict[str, Any]] = []
         plans: list[tuple[Candidate, Timeline]] = []
-        deadline = self.started + self.request.budget.seconds
+        begun, deadline = time.monotonic(), self.started + self.request.budget.seconds
         for candidate in _distinct(found, self.admitted):
             tried.append(candidate.row)
             played = self._simulated(candidate, tried[-1])
             if played.peak_bytes <= self.limit:
                 plans.append((candidate, played))
-            is_late = bool(plans) and time.monotonic() > deadline
-            if len(plans) == FINALISTS or len(tried) == 4 * FINALISTS or is_late:
+            now = time.monotonic()
+            is_enough = len(plans) >= FINALISTS and now > begun + _QUICK_S
+            if is_enough or len(plans) == _MOST_FINALISTS or (plans and now > deadline):
                 break
         rest = min(others, key=lambda plan: plan.predicted.step_time_ns, default=None)
         if rest is not None:
@@ -425,7 +461,7 @@ class Planner:
         """The placements of one microbatch as of one stage."""
         setting = candidate.setting
         place = Place(self.part(setting.microbatches), setting.axes, self.request, self.profile)
-        short = self.short_place(setting.axes, setting.microbatches)
+        short = self._place_of(setting)
         draft = replace(place.draft(), recompute=self.recomputations[candidate.recompute])
         return short.placements.placed(draft, place.part.graph, candidate.choice.choice)
 
@@ -439,7 +475,7 @@ class Planner:
         """The candidate as a plan for the step, on all axes, with its prediction."""
         part = self.part(candidate.setting.microbatches)
         plan = replace(self._placed(candidate), predicted=predict(played), search=self._report(candidate, tried))
-        short = self.short_place(candidate.setting.axes, candidate.setting.microbatches)
+        short = self._place_of(candidate.setting)
         plan = replace(plan, choices=short.placements.explained(candidate.choice.choice))
         if candidate.setting.num_stages == 1:
             sent = traffic(part.graph, plan)
@@ -493,7 +529,7 @@ class Planner:
         mesh, count = self.request.mesh, self.counts[-1]
         for size, axes in self.shapes:
             setting = Setting(axes, size, mesh.num_devices // size, count)
-            place = self.short_place(axes, count)
+            place = self._place_of(setting)
             try:
                 curve = place.placements.trade_offs(min(setting.num_stages, count), *self._solver)
                 smallest = curve.smallest(curve.fastest())
@@ -501,6 +537,14 @@ class Planner:
                 self.refusal = error
                 continue
             yield from self._staged(setting, place, smallest, recompute)
+
+
+def _as_templates(setting: Setting) -> Iterator[Setting]:
+    """The setting with its axes named as templates name them, the outer one for data: ZeRO 0, 1 and 3 where it is."""
+    sizes = tuple(axis.size for axis in setting.axes)
+    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}[len(sizes)]:
+        for zero in (0, 1, 3) if "dp" in names else (0,):
+            yield replace(setting, axes=make_axes(names, sizes), zero=zero)
 
 
 def _stage_kind(costs: Sequence[LayerCost], num_devices: int, limit: int) -> StageKind:
@@ -559,9 +603,9 @@ def _interleaved_estimate(
 
 
 def _distinct(found: Sequence[Candidate], limit: int) -> list[Candidate]:
-    """Those that fit by estimate, the fastest first; of equal estimates on one setting one."""
+    """Those that fit by estimate, the fastest first, of each setting the best of each schedule."""
     kept: dict[Any, Candidate] = {}
     for candidate in found:
         if candidate.peak_bytes <= limit:
-            kept.setdefault((candidate.setting, candidate.step_ns), candidate)
+            kept.setdefault((candidate.setting, candidate.schedule), candidate)
     return list(kept.values())
