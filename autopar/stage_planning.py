@@ -42,7 +42,7 @@ from autopar.trace import Blocks
 _FEW_DEVICES = 8
 FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
-_MOST_FINALISTS, _QUICK_S = 30, 3.0
+_MOST_FINALISTS, _QUICK_S = 16, 1.5
 _HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit."""
 _HOPELESS = 1.03
