@@ -153,6 +153,7 @@ class Planner:
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self._solver = request.budget.seconds, request.budget.seed
         self.best_ns = _NEVER
+        self.floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
         self.hidden = 1.0  # the least share of all costs in a row that an estimate was
         self.short_part, self.part, self.short_place = (
             cache(self._short_part),
@@ -256,9 +257,10 @@ class Planner:
 
         What their placements hide, or send together, may be more than what they cost.
         """
-        shapes: dict[tuple[int, LogicalMesh], Setting] = {}
-        for candidate in sorted(found, key=lambda c: (c.peak_bytes > self.admitted, c.step_ns)):
-            shapes.setdefault((candidate.setting.num_devices, candidate.setting.axes), candidate.setting)
+        fitting = [(c.step_ns, c.setting) for c in found if c.peak_bytes <= self.admitted]
+        shapes: dict[LogicalMesh, Setting] = {}
+        for _, setting in sorted([*fitting, *self.floors], key=lambda pair: pair[0]):
+            shapes.setdefault(setting.axes, setting)
         settings = list(shapes.values())[:_TEMPLATE_SHAPES]
         more: list[Candidate] = []
         for factor in (1.0, 0.5, 2.0):
@@ -313,6 +315,7 @@ class Planner:
             fastest = curve.fastest()
             in_a_row = int(fastest.cost_ns / stages * (count + stages - 1) / count)
             if setting.zero is None and in_a_row * self.hidden > _HOPELESS * self.best_ns:
+                self.floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
             found = self._staged(setting, place, fastest, "none")
             floor = min(candidate.step_ns for candidate in found)

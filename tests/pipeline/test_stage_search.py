@@ -57,7 +57,7 @@ def test_pinned_plans_are_well_typed_and_take_what_is_told(stages: int, microbat
 
 
 def test_estimates_are_near_what_is_simulated() -> None:
-    """Peaks are over rather than under (but for zero bubble): each layer's largest workspace counts as if all had theirs at once."""
+    """Peaks are over rather than under, but for zero bubble: the largest workspace counts on top of all that stays."""
     for row in pinned(2, 4).search.tried:
         assert row["estimated_ns"] == pytest.approx(row["step_time_ns"], rel=0.2)
         assert 0.9 * row["peak_bytes"] <= row["estimated_bytes"] <= 1.5 * row["peak_bytes"], row
