@@ -88,8 +88,9 @@ def template_plan(
     pp: stages of repeated blocks, the embedding with the first, head and loss with the last, each on neighbouring ranks
     of one kind. split: "equal" gives each as many blocks, "speed" as many as keep the slowest stage fast while all fit.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
-    keep the stages busy) or "interleaved" (1f1b with `chunks` stages a submesh, in turn). microbatches: the global
-    batch is cut into so many, each split over dp.
+    keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
+    gradients of parameters are made later than those that earlier stages wait for). microbatches: the global batch is
+    cut into so many, each split over dp.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone (selective recomputation).

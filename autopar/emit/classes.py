@@ -326,9 +326,9 @@ class ClassWriter:
         return region.path in self.plan.recompute
 
     def _loop_length(self, items: list[Statement | Region]) -> int:
-        """How many of the following regions are all blocks of one container, called alike, each feeding the next.
+        """How many of the following regions are equal blocks of one container, each feeding the next.
 
-        Their classes may differ. Those that are recomputed must come first.
+        Blocks that differ in what is recomputed need only be called alike, the recomputed ones first.
         """
         first = items[0]
         assert isinstance(first, Region)
@@ -346,6 +346,8 @@ class ClassWriter:
                 break
             if region.path != f"{container}.{int(index) + count}" or self.made[id(region)].name != "forward":
                 break
+            if not self._are_equal(region, first):
+                break
             if not self._feeds(before, region, first):
                 break
             if self._is_recomputed(region) and not self._is_recomputed(before):
@@ -353,6 +355,14 @@ class ClassWriter:
             count += 1
         whole = len(self.containers[container]) == count
         return count if whole and self._only_last_escapes(items[:count]) else 1
+
+    def _are_equal(self, one: Region, other: Region) -> bool:
+        """Whether blocks are of one class, but for what is recomputed in them."""
+        inside = (
+            {path.removeprefix(region.path) for path in self.plan.recompute if path.startswith(f"{region.path}.")}
+            for region in (one, other)
+        )
+        return self.class_of[one.path] == self.class_of[other.path] or next(inside) != next(inside)
 
     def _feeds(self, before: Region, region: Region, first: Region) -> bool:
         previous, own, start = self.made[id(before)], self.made[id(region)], self.made[id(first)]
