@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.cost import Profile, profiles_of
+from autopar.cost import Profile, profiles_of, template_profile
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
@@ -123,6 +123,18 @@ def test_a_stage_takes_no_more_blocks_than_its_devices_hold() -> None:
     assert blocks_of(tight)[of_a100] < blocks_of(free)[0]
     with pytest.raises(InfeasibleError, match=r"found no plan of 2 stages within .* bytes a device of a100:1x2\+v100"):
         stages(with_memory("a100", limit // 100)).plan("speed")
+
+
+def test_ranks_that_share_a_core_get_fewer_blocks() -> None:
+    one_core = replace(template_profile(), facts=replace(template_profile().facts, cores=1), _shared={})
+    profiles = {"alone": one_core, "sharing": one_core}
+    mesh = autopar.Mesh([("alone", 1, 1), ("sharing", 1, 2)])
+    part = divided(graph(), find_blocks(graph()), 4)
+    paths = [path for group in part.blocks.paths for path in group]
+    request = Request(mesh, "train", "adamw", None, (), SearchBudget(5.0))
+    plan = UnequalStages(part, {"alone": (), "sharing": ()}, 1, "1f1b", paths, request, profiles).plan("speed")
+    blocks = {stage.first_rank: count for stage, count in zip(plan.stages, blocks_of(plan), strict=True)}
+    assert blocks == {0: 4, 1: 2, 2: 2}
 
 
 def test_the_search_is_no_slower_than_the_template() -> None:
