@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 from autopar.cost import Profile
@@ -24,34 +26,21 @@ def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Member
 
     block_paths: module paths of the repeated blocks. Raises PlanError when their number is not a multiple of `count`.
     """
-<<<<<<< HEAD
-    blocks = block_layers(graph, block_paths).count
-    if not blocks or blocks % count:
-=======
     layers = block_layers(graph, block_paths)
     if not layers.count or layers.count % count:
->>>>>>> main
         raise PlanError(
-            f"expected a number of repeated blocks that {count} stages divide equally, found {blocks} "
+            f"expected a number of repeated blocks that {count} stages divide equally, found {layers.count} "
             "(numbered modules that run something); choose a number of stages that divides it"
         )
-<<<<<<< HEAD
-    return stages_of_sizes(graph, block_paths, [blocks // count] * count)
-=======
     return stages_of_sizes(graph, block_paths, [layers.count // count] * count)
->>>>>>> main
 
 
 def stages_of_sizes(graph: Graph, block_paths: Sequence[str], sizes: Sequence[int]) -> Members:
     """The stages of each node when each stage has so many of the blocks, in the order in which they run."""
     layers = block_layers(graph, block_paths)
     assert layers.count == sum(sizes), "each block is in a stage"
-<<<<<<< HEAD
-    return layers.members(graph, [stage for stage, size in enumerate(sizes) for _ in range(size)])
-=======
     ends = list(accumulate(sizes))
     return layers.members(graph, [bisect_right(ends, number) for number in range(layers.count)])
->>>>>>> main
 
 
 # The plan ----------------------------------------

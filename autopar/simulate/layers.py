@@ -45,11 +45,7 @@ class LayerCost(NamedTuple):
 def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
     """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`."""
     shared = profile.shared_by(plan.mesh.devices_per_node)
-<<<<<<< HEAD
-    profiles = [shared] * len(plan.stages)
-=======
     profiles = [shared] * max(1, len(plan.stages))
->>>>>>> main
     programs = lower_stages(graph, plan, profiles)
     transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None

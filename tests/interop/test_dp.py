@@ -82,10 +82,6 @@ def test_in_flight_is_what_the_schedule_plays(schedule: str, count: int, chunks:
     chunks = chunks if schedule == "interleaved" else 1
     stages_of = [[chunk * count + position for chunk in range(chunks)] for position in range(count)]
     for position, order in enumerate(turns(schedule, stages_of, microbatches, True)):
-<<<<<<< HEAD
         held = np.cumsum([TAKEN[turn.direction] for turn in order])
-=======
-        held = np.cumsum([1 if turn.direction == "forward" else -1 for turn in order])
->>>>>>> main
         told = in_flight(schedule, count - position, microbatches, chunks, count)
         assert told == max(held)
