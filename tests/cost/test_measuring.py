@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from autopar.cost import collective_time_ns, host
-from autopar.cost.fit import _non_decreasing, profile_from_points
+from autopar.cost.fit import non_decreasing, profile_from_points
 from autopar.cost.profile import profile_from_json
 from autopar.ir.placement import Axis
 
@@ -70,6 +70,6 @@ def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
 
 
 def test_times_that_fall_take_the_mean_of_their_neighbours() -> None:
-    assert _non_decreasing([1.0, 4.0, 2.0, 3.0, 7.0]) == [1.0, 3.0, 3.0, 3.0, 7.0]
-    assert _non_decreasing([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
-    assert _non_decreasing([]) == []
+    assert non_decreasing([1.0, 4.0, 2.0, 3.0, 7.0]) == [1.0, 3.0, 3.0, 3.0, 7.0]
+    assert non_decreasing([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
+    assert non_decreasing([]) == []
