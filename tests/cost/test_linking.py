@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.cli import main
-from autopar.cost import collective_time_ns, load_profile, template_profile
+from autopar.cost import collective_time_ns, load_profile, measure_links, template_profile
 from autopar.cost.linked import with_measured_links
 from autopar.cost.measure_links import REVISION, default_meshes, parse_mesh
 from autopar.errors import ProfileError
 from autopar.ir.placement import Axis
+from tests.rank_pool import pool
 
 HOST = {"device_type": "cuda", "device": "NVIDIA H200", "torch": "2.11.0", "backend": "nccl", "ranks": 16, "local": 8,
         "node": "n1", "revision": REVISION}  # fmt: skip
@@ -30,32 +34,55 @@ FOUND = {
 }
 
 
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def measure_on(rank: int, world: int, per_node: int, folder: str, torch_version: str) -> list[dict[str, Any]] | str:
+    """A short sweep of ranks that take themselves for those of several nodes; or why it is refused."""
+    measure_links.WINDOWS, measure_links.NS_A_WINDOW = 1, 1e6
+    here = measure_links.World(torch.device("cpu"), tuple(n // per_node for n in range(world)), per_node)
+    host = {**measure_links.host_facts(here), "torch": torch_version}
+    try:
+        kept = measure_links.Kept(Path(folder) / "kept", host, rank)
+    except SystemExit as refused:
+        return str(refused)
+    meshes = default_meshes(world, per_node)
+    return measure_links.measure(here, meshes, 0.0, kept, lambda text: None)
+
+
 @pytest.mark.ranks
-def test_four_ranks_measure_every_collective_along_their_axes(tmp_path: Path) -> None:
-    """The smallest sizes of a real run, kept, gone on from, and refused under other circumstances."""
-    first = profile_links(4, tmp_path, "--seconds", "0")
-    assert first.returncode == 0, first.stderr[-2000:]
-    found = json.loads((tmp_path / "points.json").read_text())
-    groups = {(item["collective"], item["nodes"], item["inside"]) for item in found["collectives"]}
-    kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
-    assert groups == {*((kind, 1, size) for kind in kinds for size in (2, 4)), ("send", 1, 2)}
-    assert all(len(item["points"]) == 2 and item["points"][0][1] > 0 for item in found["collectives"])
+@pytest.mark.parametrize(("world", "per_node"), [(2, 2), (4, 4), (4, 2)])
+def test_every_collective_is_measured_along_every_kind_of_axis(world: int, per_node: int, tmp_path: Path) -> None:
+    ranks = pool(world)
+    found = ranks.run(measure_on, per_node, str(tmp_path), "2.13")
+    assert all(other == found[0] for other in found), "all ranks agree on sizes and times"
+    spans = {(2, 2): {(1, 2)}, (4, 4): {(1, 2), (1, 4)}, (4, 2): {(1, 2), (2, 1), (2, 2)}}[world, per_node]
+    sends = {("send", *span) for span in ((1, 2), (2, 1)) if span in spans}
+    groups = [(item["collective"], item["nodes"], item["inside"]) for item in found[0]]
+    assert len(groups) == len(set(groups))
+    assert set(groups) == {*((kind, *span) for kind in KINDS for span in spans), *sends}
+    assert all(len(item["points"]) == 2 and item["points"][0][1] > 0 for item in found[0])
     kept = (tmp_path / "kept").read_text()
-    again = profile_links(4, tmp_path, "--seconds", "0")
-    assert again.returncode == 0 and (tmp_path / "kept").read_text() == kept
-    assert json.loads((tmp_path / "points.json").read_text()) == found, "what is known is not measured again"
-    refused = profile_links(2, tmp_path)
-    assert refused.returncode != 0 and "do not mix; name another file" in refused.stderr
+    assert ranks.run(measure_on, per_node, str(tmp_path), "2.13") == found, "what is known is not measured again"
+    assert (tmp_path / "kept").read_text() == kept
+    refused = ranks.run(measure_on, per_node, str(tmp_path), "2.12")
+    assert all("do not mix; name another file, or remove this one" in str(text) for text in refused)
 
 
-def profile_links(ranks: int, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = ["-m", "autopar", "profile", "--collectives", "-o", str(folder / "points.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*torchrun, *command, "--points", str(folder / "kept"), *arguments],
-        capture_output=True, text=True, timeout=250, env=environment,
+@pytest.mark.ranks
+def test_a_copy_of_the_file_runs_alone_under_torchrun(tmp_path: Path) -> None:
+    script = shutil.copy(measure_links.__file__, tmp_path / "links.py")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*torchrun, str(script), "--seconds", "0"], capture_output=True, text=True, timeout=250, cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert found["host"]["backend"] == "gloo" and found["host"]["ranks"] == 2
+    profile = replace(template_profile(), title=f"CPU rank of one thread: {found['host']['device']}")
+    measured = with_measured_links(profile, found, "2026-01-01")
+    assert {("send", "intra_node", 2), *((kind, "intra_node", 2) for kind in KINDS)} <= set(measured.collectives)
 
 
 def test_without_torchrun_it_says_how_to_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
