@@ -62,6 +62,8 @@ def _measuring(commands: Any) -> None:
     )
     profile.add_argument("-o", "--output", type=Path, help="a JSON file; default: where the profile `cpu` is kept")
     profile.add_argument("--points", type=Path, help="keep measured points here, and go on from those that are there")
+    profile.add_argument("--windows", type=int, default=3, help="how often all of this host is measured; medians count")
+    profile.add_argument("--pause", type=float, default=0.0, help="seconds between windows: longer ones outlast drift")
     profile.add_argument("--collectives", action="store_true", help="under torchrun: collectives along axes of meshes")
     profile.add_argument("--axes", type=parse_mesh, action="append", default=[], help="of --collectives, such as 2x4")
     profile.add_argument("--seconds", type=float, default=120.0, help="about how long --collectives may take")
@@ -252,7 +254,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _profile(options: argparse.Namespace) -> int:
     if options.collectives or options.links:
         return _profile_links(options)
-    profile, path = measure_profile(options.output, options.points)
+    profile, path = measure_profile(options.output, options.points, max(1, options.windows), options.pause)
     facts = profile.facts
     print(f"{profile.title}\n  {facts.provenance}")
     print(f"  float32     {facts.peak_flops['float32'] / 1e9:.3g} GFLOP/s a rank")

@@ -73,3 +73,32 @@ def test_times_that_fall_take_the_mean_of_their_neighbours() -> None:
     assert non_decreasing([1.0, 4.0, 2.0, 3.0, 7.0]) == [1.0, 3.0, 3.0, 3.0, 7.0]
     assert non_decreasing([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
     assert non_decreasing([]) == []
+
+
+def test_several_windows_take_the_median_of_each_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast window, as hosts have them, changes nothing; operators and collectives take turns."""
+    asked: list[tuple[str, ...]] = []
+    speeds = iter((1.0, 1.0, 0.5, 0.5, 1.1, 1.1))
+
+    def measure(script: Path, *arguments: str) -> dict[str, Any]:
+        asked.append((script.name, *arguments))
+        speed = next(speeds)
+        if script == host.MEASURE[1]:
+            return {
+                "busy_share": {"2": 0.5 * speed},
+                "collectives": [{"ranks": 2, "points": [[1024, int(900 * speed)]]}],
+            }
+        return {"points": [{"op": "mm", "wanted": True, "forward_ns": int(1000 * speed)}], "launch": [int(10 * speed)]}
+
+    kept: list[dict[str, Any]] = []
+    monkeypatch.setattr(host, "_points", measure)
+    monkeypatch.setattr(host, "profile_from_points", lambda found, facts, day: kept.append(found) or found)
+    host.measure_host(tmp_path / "points", windows=3)
+    assert kept == [{
+        "points": [{"op": "mm", "wanted": True, "forward_ns": 1000}], "launch": [10],
+        "busy_share": {"2": 0.5}, "collectives": [{"ranks": 2, "points": [[1024, 900]]}],
+    }]  # fmt: skip
+    first, second = (script.name for script in host.MEASURE)
+    assert [name for name, *_ in asked] == [first, second] * 3
+    files = [Path(arguments[1]).name for name, *arguments in asked if name == first]
+    assert files == ["points", "points.1", "points.2"]
