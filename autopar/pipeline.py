@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.cost import load_profile
+from autopar.cost import load_profile, profiles_of
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir import verifier
@@ -23,13 +23,15 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
+from autopar.planning import STAGES_RUN, Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.simulate import Timeline, simulate
+from autopar.stage_planning import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
+from autopar.unequal import UnequalStages, best_unequal_plan
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
@@ -63,23 +65,32 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
-        plan = best_plan(graph, find_blocks(graph), request, load_profile(mesh.profile), progress)
+        plan = planned(graph, request, progress)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)
     return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
 
 
+def planned(graph: Graph, request: Request, progress: Report | None = None, stages: bool = STAGES_RUN) -> Plan:
+    """The fastest plan that fits of a traced model; of one stage alone where `stages` is False."""
+    if not request.mesh.is_homogeneous:
+        return best_unequal_plan(graph, find_blocks(graph), request, profiles_of(request.mesh), progress)
+    find = best_staged_plan if stages and request.mesh.num_devices > 1 else best_plan
+    return find(graph, find_blocks(graph), request, load_profile(request.mesh.profile), progress)
+
+
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none",
-    loss_fn: Callable[..., Any] | None = None, mode: str = "train", optimizer: str | None = "adamw",
-    precision: str | None = None, memory_limit: int | None = None,
+    split: str = "equal", loss_fn: Callable[..., Any] | None = None, mode: str = "train",
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × tp × pp devices, as constraints around which the rest is solved.
 
-    pp: stages of equally many repeated blocks, the embedding with the first, head and loss with the last, each on
-    neighbouring ranks. schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
+    pp: stages of repeated blocks, the embedding with the first, head and loss with the last, each on neighbouring ranks
+    of one kind. split: "equal" gives each as many blocks, "speed" as many as keep the slowest stage fast while all fit.
+    schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
     keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
     gradients of parameters are made later than those that earlier stages wait for). microbatches: the global batch is
     cut into so many, each split over dp.
@@ -93,14 +104,15 @@ def template_plan(
     return template_of_graph(
         _trace(model, example_inputs, loss_fn, mode, _precision(precision)), mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel, zero=zero,
-        recompute=recompute, mode=mode, optimizer=optimizer, precision=precision, memory_limit=memory_limit,
+        recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
+        memory_limit=memory_limit,
     )  # fmt: skip
 
 
 def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
-    chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none", mode: str = "train",
-    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none", split: str = "equal",
+    mode: str = "train", optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
     constraints: Sequence[Constraint] = (),
 ) -> Plan:  # fmt: skip
     """`template_plan` of a traced model, under further constraints."""
@@ -108,21 +120,30 @@ def template_of_graph(
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
     paths = tuple(path for group in part.blocks.paths for path in group)
-    if pp > 1:
+    by_speed = split != "equal" or not mesh.is_homogeneous
+    if pp > 1 and not by_speed:
         members = equal_stages(graph, paths, len(first_ranks))
         part = replace(part, cut=lambda plan: cut(graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
     rules = [*template_constraints(axes, zero, sequence_parallel, paths, batch), *constraints]
     again = template_recompute(graph, paths, recompute)
     request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
-    place = Place(part, axes, request, load_profile(mesh.profile))
-    try:
-        plan = place.fit(request.budget.seconds)
-    except InfeasibleError:
-        _, plan = fit_or_refuse_over([place])
-    plan = part.on_all_axes(plan)
+    if by_speed:
+        kinds = {group.profile: axes for group in mesh.groups}
+        stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
+        plan = stages.plan(split)
+    else:
+        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
     verifier.verify(graph, plan, admits)
     return _with_simulator(plan, graph)
+
+
+def _fitted(place: Place) -> Plan:
+    try:
+        plan = place.fit(place.request.budget.seconds)
+    except InfeasibleError:
+        _, plan = fit_or_refuse_over([place])
+    return place.part.on_all_axes(plan)
 
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
@@ -136,18 +157,18 @@ def timeline_of(
     """The simulated step of a plan that was read from a file. Raises like `verify`."""
     graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
     verifier.verify(graph, plan, admits)
-    return _simulated(graph, plan)
+    return simulated_step(graph, plan)
 
 
 def _with_simulator(plan: Plan, graph: Graph) -> Plan:
     """The plan with what `plan.timeline()` calls."""
-    return replace(plan, simulator=partial(_simulated, graph))
+    return replace(plan, simulator=partial(simulated_step, graph))
 
 
-def _simulated(graph: Graph, plan: Plan) -> Timeline:
+def simulated_step(graph: Graph, plan: Plan) -> Timeline:
     """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
     part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
-    return simulate(part, one_microbatch_plan(plan), load_profile(plan.mesh.profile))
+    return simulate(part, one_microbatch_plan(plan), profiles_of(plan.mesh))
 
 
 def _trace(model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None) -> Graph:

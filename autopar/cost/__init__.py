@@ -14,5 +14,6 @@ from autopar.cost.compute import node_time_ns as node_time_ns
 from autopar.cost.host import measure_profile as measure_profile
 from autopar.cost.library import load_profile as load_profile
 from autopar.cost.library import profile_names as profile_names
+from autopar.cost.library import profiles_of as profiles_of
 from autopar.cost.library import template_profile as template_profile
 from autopar.cost.profile import Profile as Profile

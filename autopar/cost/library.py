@@ -11,6 +11,7 @@ from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.host import host_profile
 from autopar.cost.profile import Profile, profile_from_json
 from autopar.errors import ProfileError
+from autopar.ir.mesh import Mesh
 
 
 @cache
@@ -32,6 +33,11 @@ def load_profile(name: str) -> Profile:
             "`autopar profile` or copy a file of cost_profiles/, and give the path of the JSON file as name"
         )
     return profile_from_json(shipped[name], f"cost profile {name!r}")
+
+
+def profiles_of(mesh: Mesh) -> dict[str, Profile]:
+    """The profile of each kind of device of a mesh, by the name that the mesh has for it. Raises ProfileError."""
+    return {group.profile: load_profile(group.profile) for group in mesh.groups}
 
 
 def template_profile() -> Profile:

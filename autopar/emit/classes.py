@@ -41,19 +41,25 @@ class Made:
     outputs: tuple[Value, ...]
 
 
-class ClassWriter:
-    """Writes every class of a program; equal text is one class."""
+@dataclass
+class Classes:
+    """The classes written so far, of all stages: the name of each text, where it is used, how often a name is."""
 
-    def __init__(self, graph: Graph, plan: PlanData, flat: Flat) -> None:
-        self.graph, self.plan, self.flat = graph, plan, flat
+    texts: dict[str, str] = field(default_factory=dict)  # body -> class name
+    instances: dict[str, list[str]] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class ClassWriter:
+    """Writes every class of a program, or of one stage; equal text is one class."""
+
+    def __init__(self, graph: Graph, plan: PlanData, flat: Flat, classes: Classes) -> None:
+        self.graph, self.plan, self.flat, self.classes = graph, plan, flat, classes
         self.calls = CallWriter(graph, plan)
         self.real = [position for position, axis in enumerate(plan.axes) if axis.name != MICROBATCH]
-        self.texts: dict[str, str] = {}  # body -> class name
-        self.instances: dict[str, list[str]] = {}
-        self.counts: dict[str, int] = {}
         self.made: dict[int, Made] = {}  # by id of the region
         self.class_of: dict[str, str] = {}  # module path -> class
-        self.container_sizes: dict[str, int] = {}
+        self.containers: dict[str, list[str]] = {}  # module path -> names of its modules
         self.escaping: set[Value] = set()  # values that the whole program leaves
         self.late: set[Value] = set()  # outputs that nothing in the program reads: nobody waits for them
 
@@ -118,7 +124,7 @@ class ClassWriter:
 
     def write_module(self, module: Module, class_name: str, base: str = "rt.Block") -> str:
         """Writes the classes of a module that has regions, innermost first; returns the class's name."""
-        for child in _with_regions(module):
+        for child in with_regions(module):
             self.write_module(child, child.regions[0].class_name)
         lines = [
             f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
@@ -129,14 +135,14 @@ class ClassWriter:
             lines += ["", *self._forward(region, number)]
         body = "\n".join(lines)
         key = f"{class_name}\n{base}\n{body}"
-        if key not in self.texts:
-            count = self.counts.get(class_name, 0)
-            self.counts[class_name] = count + 1
-            self.texts[key] = class_name + (f"_{count}" if count else "")
-            self.instances[key] = []
-        self.instances[key].append(module.path)
-        self.class_of[module.path] = self.texts[key]
-        return self.texts[key]
+        if key not in self.classes.texts:
+            count = self.classes.counts.get(class_name, 0)
+            self.classes.counts[class_name] = count + 1
+            self.classes.texts[key] = class_name + (f"_{count}" if count else "")
+            self.classes.instances[key] = []
+        self.classes.instances[key].append(module.path)
+        self.class_of[module.path] = self.classes.texts[key]
+        return self.classes.texts[key]
 
     def _init_lines(self, module: Module) -> list[str]:
         parts = {name: self.declaration(stored) for name, stored in module.stored.items()}
@@ -151,8 +157,10 @@ class ClassWriter:
             return f"{self.class_of[module.path]}(mesh)"
         declared = {name: self.declaration(stored) for name, stored in module.stored.items()}
         children = module.children
-        if children and list(children) == [str(i) for i in range(len(children))] and not declared:
-            return f"nn.ModuleList([{', '.join(self._runs(list(children.values())))}])"
+        first = _first_number(children)
+        if first is not None and not declared:
+            runs = ", ".join(self._runs(list(children.values())))
+            return f"rt.Numbered({first}, {runs})" if first else f"nn.ModuleList([{runs}])"
         parts = {**declared, **{name: self._construct(child) for name, child in children.items()}}
         if all(name.isidentifier() for name in parts):
             return f"rt.Parameters({', '.join(f'{name}={text}' for name, text in parts.items())})"
@@ -318,29 +326,43 @@ class ClassWriter:
         return region.path in self.plan.recompute
 
     def _loop_length(self, items: list[Statement | Region]) -> int:
-        """How many of the following regions are all blocks of one container, called alike, each feeding the next.
+        """How many of the following regions are equal blocks of one container, each feeding the next.
 
-        Their classes may differ. Those that are recomputed must come first.
+        Blocks that differ in what is recomputed need only be called alike, the recomputed ones first.
         """
         first = items[0]
         assert isinstance(first, Region)
         container, _, index = first.path.rpartition(".")
         count = 1
-        if index != "0" or self.made[id(first)].name != "forward":
+        if (
+            index not in self.containers.get(container, [])[:1]
+            or not index.isdigit()
+            or self.made[id(first)].name != "forward"
+        ):
             return 1
         while count < len(items):
             region, before = items[count], items[count - 1]
             if not isinstance(region, Region) or not isinstance(before, Region):
                 break
-            if region.path != f"{container}.{count}" or self.made[id(region)].name != "forward":
+            if region.path != f"{container}.{int(index) + count}" or self.made[id(region)].name != "forward":
+                break
+            if not self._are_equal(region, first):
                 break
             if not self._feeds(before, region, first):
                 break
             if self._is_recomputed(region) and not self._is_recomputed(before):
                 break
             count += 1
-        whole = self.container_sizes.get(container) == count
+        whole = len(self.containers[container]) == count
         return count if whole and self._only_last_escapes(items[:count]) else 1
+
+    def _are_equal(self, one: Region, other: Region) -> bool:
+        """Whether blocks are of one class, but for what is recomputed in them."""
+        inside = (
+            {path.removeprefix(region.path) for path in self.plan.recompute if path.startswith(f"{region.path}.")}
+            for region in (one, other)
+        )
+        return self.class_of[one.path] == self.class_of[other.path] or next(inside) != next(inside)
 
     def _feeds(self, before: Region, region: Region, first: Region) -> bool:
         previous, own, start = self.made[id(before)], self.made[id(region)], self.made[id(first)]
@@ -386,6 +408,14 @@ class ClassWriter:
         return lines
 
 
+def _first_number(children: Iterable[str]) -> int | None:
+    """The number of the first module of a list of which there are neighbours; None for other modules."""
+    names = list(children)
+    if not names or not names[0].isdigit() or names != [str(int(names[0]) + n) for n in range(len(names))]:
+        return None
+    return int(names[0])
+
+
 def _recomputed(called: str, arguments: str) -> str:
     """The call of a block that the backward pass runs again."""
     return f"rt.recomputed({', '.join(filter(None, (called, arguments)))})"
@@ -417,9 +447,9 @@ def _walk(region: Region) -> Iterable[Region]:
         yield from _walk(inner)
 
 
-def _with_regions(module: Module) -> list[Module]:
+def with_regions(module: Module) -> list[Module]:
     """The nearest modules below that run code themselves."""
     found = []
     for child in module.children.values():
-        found += [child] if child.regions else _with_regions(child)
+        found += [child] if child.regions else with_regions(child)
     return found

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.emit.calls import LOWERED
-from autopar.emit.classes import INDENT, ClassWriter, Module, access
+from autopar.emit.classes import INDENT, Classes, ClassWriter, Module, access, with_regions
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.names import Names
+from autopar.emit.stages import input_lines, pipeline, received_lines
 from autopar.emit.tree import Region, build_tree
-from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
+from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH
@@ -36,33 +39,44 @@ aten = torch.ops.aten
 def emit(graph: Graph, plan: PlanData) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
-    The plan must have been verified. Raises PlanError for several stages: not available yet.
+    The plan must have been verified. Raises PlanError for what cannot be emitted.
     """
+    classes = Classes()
     if plan.stages:
-        raise PlanError(
-            f"expected a plan of one stage, found {len(plan.stages)} stages: such plans can be shown and simulated, "
-            "but not emitted yet"
-        )
-    flat = flatten(graph, plan)
-    blocks = block_paths(graph, plan.recompute)
-    root = build_tree(flat.statements, [*flat.outputs, *flat.mutations.values()], "Program", blocks)
-    writer = ClassWriter(graph, plan, flat)
-    tree = writer.module_tree(root)
-    writer.container_sizes = _containers(tree)
-    writer.escaping = set(root.outputs)
-    writer.late = set(flat.outputs) - {v for s in flat.statements for v in s.reads} - set(flat.mutations.values())
-    classes: list[str] = []
-    inner = _inner_modules(tree)
-    for module in inner:
-        writer.write_module(module, module.regions[0].class_name)
-    for key, name in writer.texts.items():
-        body = key.split("\n", 2)[2]
-        paths = writer.instances[key]
-        where = paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} equal blocks)"
-        classes.append(f'class {name}(rt.Block):\n{INDENT}"""{where}"""\n\n{body}\n')
+        programs = [*(_stage_program(graph, plan, n, classes) for n in range(len(plan.stages))), pipeline(graph, plan)]
+    else:
+        programs = [_program(_Written(graph, plan, classes, "Program"))]
     header = _HEADER.format(model=graph.model_name, mesh=plan.mesh, axes=_axes_text(plan), imports=_imports(graph))
-    program = _program(graph, plan, flat, root, tree, writer)
-    return "\n\n".join([header, *classes, program])
+    return "\n\n".join([header, *_class_texts(classes), *programs])
+
+
+class _Written:
+    """A program, or a stage of one, with the classes of its blocks written."""
+
+    def __init__(
+        self, graph: Graph, plan: PlanData, classes: Classes, name: str, leaving: Sequence[Value] = ()
+    ) -> None:  # fmt: skip
+        self.graph, self.plan, self.name = graph, plan, name
+        self.flat = flat = flatten(graph, plan, leaving)
+        ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
+        self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute))
+        self.writer = writer = ClassWriter(graph, plan, flat, classes)
+        self.tree = writer.module_tree(self.root)
+        writer.containers = _containers(self.tree)
+        writer.escaping = set(self.root.outputs)
+        read = {value for statement in flat.statements for value in statement.reads}
+        writer.late = set(flat.outputs) - read - set(flat.mutations.values()) - set(flat.leaving)
+        for module in _inner_modules(self.tree):
+            writer.write_module(module, module.regions[0].class_name)
+
+
+def _class_texts(classes: Classes) -> list[str]:
+    found = []
+    for key, name in classes.texts.items():
+        body, paths = key.split("\n", 2)[2], classes.instances[key]
+        where = paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} equal blocks)"
+        found.append(f'class {name}(rt.Block):\n{INDENT}"""{where}"""\n\n{body}\n')
+    return found
 
 
 def _imports(graph: Graph) -> str:
@@ -72,37 +86,64 @@ def _imports(graph: Graph) -> str:
     return "".join(f"{line}\n" for line in sorted(lines))
 
 
-def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Module, writer: ClassWriter) -> str:
-    real = [axis for axis in plan.axes if axis.name != MICROBATCH]
+def _program(what: _Written) -> str:
     lines = [
         "class Program(rt.Program):",
-        f'{INDENT}"""{graph.model_name}: the whole program of one rank."""',
+        f'{INDENT}"""{what.graph.model_name}: the whole program of one rank."""',
         "",
+        *_declarations(what),
+        f"{INDENT}TIED = {dict(what.graph.tied)!r}",
     ]
-    lines.append(f"{INDENT}AXES = { ({axis.name: axis.size for axis in real})!r}")
-    lines.append(f"{INDENT}MICROBATCHES = {plan.microbatches}")
-    if not graph.training:
+    return "\n".join([*lines, *_methods(what)])
+
+
+def _stage_program(graph: Graph, plan: PlanData, index: int, classes: Classes) -> str:
+    part, stage = stage_graph(graph, plan, index), plan.stages[index]
+    what = _Written(part, plan.parts[index], classes, f"Stage{index}", leaving_values(graph, plan, index))
+    results = "".join(f"torch.{part.tensors[name].dtype}, " for name in part.returned).rstrip(" ")
+    lines = [
+        f"class Stage{index}(rt.Stage):",
+        f'{INDENT}"""Stage {index} of {graph.model_name}, on {_ranks_text(stage.ranks)} as {_axes_text(what.plan)}."""',
+        "",
+        f"{INDENT}FIRST_RANK = {stage.first_rank}",
+        *_declarations(what),
+        *received_lines(graph, plan, index, what.writer),
+        f"{INDENT}RESULTS = ({results})",
+    ]
+    return "\n".join([*lines, *_methods(what)])
+
+
+def _ranks_text(ranks: range) -> str:
+    return f"rank {ranks.start}" if len(ranks) == 1 else f"ranks {ranks.start} to {ranks.stop - 1}"
+
+
+def _declarations(what: _Written) -> list[str]:
+    """What the runtime must know of the program before it builds it."""
+    real = {axis.name: axis.size for axis in what.plan.axes if axis.name != MICROBATCH}
+    lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.plan.microbatches}"]
+    if not what.graph.training:
         lines.append(f"{INDENT}TRAINING = False")
-    lines.append(f"{INDENT}INPUTS = (")
-    for name in graph.inputs:
-        tensor = graph.kept(name)
-        cut = 0 if name in plan.microbatch_inputs else None
-        placement = writer.text(plan.inputs[name])
-        extra = ("" if cut is None else f", microbatch_dim={cut}") + writer.compute(name)
-        lines.append(f"{INDENT * 2}rt.Input({name!r}, {tensor.shape}, torch.{tensor.dtype}, {placement!r}{extra}),")
-    lines += [f"{INDENT})", f"{INDENT}TIED = {dict(graph.tied)!r}", ""]
-    lines += [
+    given = [name for name in what.graph.inputs if name not in what.graph.received]
+    return [*lines, *input_lines(what.graph, what.plan, given, what.writer)]
+
+
+def _methods(what: _Written) -> list[str]:
+    """`__init__`, what is computed once or counted ahead, and `forward`."""
+    graph, plan, flat, root, writer = what.graph, what.plan, what.flat, what.root, what.writer
+    lines = [
+        "",
         f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
         f"{INDENT * 2}super().__init__(mesh)",
+        *(f"{INDENT * 2}{line}" for line in writer._init_lines(what.tree)),
     ]
-    lines += [f"{INDENT * 2}{line}" for line in writer._init_lines(tree)]
     names = Names({axis.name for axis in plan.axes})
     constants = _constants(flat, root, writer, names)
-    inputs = [(name, plan.inputs[name]) for name in graph.inputs]
+    inputs = [(name, plan.inputs[name]) for name in graph.inputs if name not in graph.received]
+    received = [(name, plan.inputs[name]) for name in graph.received]
     body_names = Names({axis.name for axis in plan.axes})
-    for value in inputs:
+    for value in (*inputs, *received):
         body_names.make(value, value[0])
-    body = []
+    body: list[str] = []
     if constants:
         lines += ["", *constants[0]]
         targets = [body_names.make(value, value[0]) for value in constants[1]]
@@ -114,11 +155,17 @@ def _program(graph: Graph, plan: PlanData, flat: Flat, root: Region, tree: Modul
     body += count_lines(early.losses, writer.calls, body_names, INDENT * 2)
     body += writer.body(early.rest, "", body_names)
     body += _updates(flat, writer, body_names)
-    signature = ", ".join(["self", *(body_names[value] for value in inputs)])
+    signature = ", ".join(["self", *(body_names[value] for value in (*inputs, *received))])
     lines += ["", f"{INDENT}def forward({signature}):"]
-    lines += writer.axis_lines(body, [axis.name for axis in real])
-    returned = ", ".join(writer.read(value, "", body_names) for value in flat.outputs)
-    return "\n".join([*lines, *body, f"{INDENT * 2}return {returned}", ""])
+    lines += writer.axis_lines(body, [axis.name for axis in plan.axes if axis.name != MICROBATCH])
+    outputs, leaving = ([writer.read(value, "", body_names) for value in v] for v in (flat.outputs, flat.leaving))
+    is_stage = what.name != "Program"
+    returned = f"({_tuple(outputs)}), ({_tuple(leaving)})" if is_stage else ", ".join(outputs)
+    return [*lines, *body, f"{INDENT * 2}return {returned}", ""]
+
+
+def _tuple(items: Sequence[str]) -> str:
+    return ", ".join(items) + ("," if len(items) == 1 else "")
 
 
 def _constants(flat: Flat, root: Region, writer: ClassWriter, names: Names) -> tuple[list[str], list[Value]] | None:
@@ -151,18 +198,18 @@ def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:
 
 
 def _axes_text(plan: PlanData) -> str:
+    if plan.stages:
+        return f"{len(plan.stages)} stages ({plan.schedule}, {plan.microbatches} microbatches)"
     real = [f"{axis.name}={axis.size}" for axis in plan.axes if axis.name != MICROBATCH]
     return f"({', '.join(real)})" if real else "one device"
 
 
 def _inner_modules(module: Module) -> list[Module]:
-    from autopar.emit.classes import _with_regions
-
-    return _with_regions(module)
+    return with_regions(module)
 
 
-def _containers(module: Module) -> dict[str, int]:
-    found = {module.path: len(module.children)}
+def _containers(module: Module) -> dict[str, list[str]]:
+    found = {module.path: list(module.children)}
     for child in module.children.values():
         found.update(_containers(child))
     return found

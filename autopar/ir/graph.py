@@ -134,7 +134,13 @@ class Graph:
     #: of one stage's graph (`ir.stages`): inputs that earlier stages made, and outputs that later stages read
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
+    ends: tuple[str, ...] | None = None  # those of its outputs that the model returns, if not all
     training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """What leaves the model: of one stage's graph, what the model returns of it."""
+        return self.outputs if self.ends is None else self.ends
 
     @cached_property
     def stored_by_tensor(self) -> dict[str, Stored]:

@@ -43,6 +43,7 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
         received=tuple(name for name in stage.inputs if name not in graph.inputs),
         sent=sent,
+        ends=ends,
     )
 
 
@@ -119,6 +120,11 @@ def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
     for name, placement in plan.stages[index].inputs.items():
         if name in graph.inputs:
             continue
+        if len(placement) != len(plan.stages[index].axes):
+            raise PlacementError(
+                f"stage {index}: expected {name} with a type for each of {len(plan.stages[index].axes)} axes, "
+                f"found [{format_placement(placement)}]"
+            )
         leaving_placement(graph, plan, index, name)
         if not _are_equally_long(plan.stages[maker_of(graph, plan, index, name)].axes, plan.stages[index].axes):
             _check_arrival(graph, plan, index, name, placement)
@@ -127,7 +133,7 @@ def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
 def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placement: Placement) -> None:
     axes, tensor = plan.stages[index].axes, graph.tensors[name]
     dims = [type_.dim for type_ in placement if type_.kind == "S"]
-    fine = len(placement) == len(axes) and all(0 <= dim < len(tensor.shape) for dim in dims)
+    fine = all(0 <= dim < len(tensor.shape) for dim in dims)
     if not fine or not may_cross(tensor, placement, axes):
         raise PlacementError(
             f"{_where(graph.producers[name], index)}: expected {name} to come from other axes "
@@ -136,6 +142,16 @@ def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placemen
 
 
 # What leaves a stage ----------------------------------------
+
+
+def leaving_values(graph: Graph, plan: PlanData, index: int) -> list[tuple[str, Placement]]:
+    """What a stage leaves for later ones, in the placements that it goes in, each once."""
+    pairs = []
+    for reader in range(index + 1, len(plan.stages)):
+        for name in plan.stages[reader].inputs:
+            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
+                pairs.append((name, leaving_placement(graph, plan, reader, name)))
+    return list(dict.fromkeys(pairs))
 
 
 def maker_of(graph: Graph, plan: PlanData, index: int, name: str) -> int:

@@ -6,7 +6,8 @@ a redistribution makes another value of the same tensor.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
@@ -42,18 +43,24 @@ Statement = Operate | Convert
 
 @dataclass(frozen=True)
 class Flat:
-    """Constants are computed once; the statements run each microbatch. `uses`: placements of each parameter."""
+    """Constants are computed once; the statements run each microbatch. `uses`: placements of each parameter;
+    `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor."""
 
     constants: tuple[Statement, ...]
     statements: tuple[Statement, ...]
     outputs: tuple[Value, ...]
     mutations: dict[str, Value]
     uses: dict[str, tuple[Placement, ...]]
+    leaving: tuple[Value, ...] = ()
+    values: dict[str, Value] = field(default_factory=dict)
 
 
-def flatten(graph: Graph, plan: PlanData) -> Flat:
-    """Orders everything the program does. Identity nodes vanish: their value is their operand's."""
-    return _Flattener(graph, plan).run()
+def flatten(graph: Graph, plan: PlanData, leaving: Sequence[Value] = ()) -> Flat:
+    """Orders everything the program does. Identity nodes vanish: their value is their operand's.
+
+    leaving: what must be there at the end of a stage, for later ones (`stages.leaving_values`).
+    """
+    return _Flattener(graph, plan).run(leaving)
 
 
 class _Flattener:
@@ -69,20 +76,23 @@ class _Flattener:
         self.statements: list[Statement] = []
         self.scopes = self._conversion_scopes()
 
-    def run(self) -> Flat:
+    def run(self, leaving: Sequence[Value]) -> Flat:
         for name, placement in self.plan.inputs.items():
             self.value[name] = (name, placement)
         for stored in self.graph.stored:
             self.value[stored.tensor] = (stored.tensor, self.plan.storage[stored.tensor].placement)
         for node in self.graph.nodes:
             self._operate(node)
-        outputs = tuple(self._bring(name, output_placement(self.graph, self.plan, name)) for name in self.graph.outputs)
+        outputs = tuple(
+            self._bring(name, output_placement(self.graph, self.plan, name)) for name in self.graph.returned
+        )
         mutations = {
             buffer: self._bring(name, output_placement(self.graph, self.plan, name))
             for buffer, name in self.graph.mutations.items()
         }
+        left = tuple(self._bring(*value) for value in leaving)
         uses = {name: tuple(dict.fromkeys(placements)) for name, placements in self.uses.items()}
-        return Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses)
+        return Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value)
 
     def _operate(self, node: Node) -> None:
         node_plan = self.plan.nodes[node.name]

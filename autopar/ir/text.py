@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Breakdown, Plan, Prediction, Storage
 
@@ -51,7 +52,7 @@ def _kinds(kinds: Mapping[str, list[str]]) -> str:
 
 
 def _stage(plan: Plan, number: int) -> str:
-    """ "stage 1     ranks 4 to 7: 6 blocks, layers.6 to layers.11"."""
+    """ "stage 1     ranks 4 to 7: 6 blocks, layers.6 to layers.11", with its axes where stages differ in them."""
     stage = plan.stages[number]
     inside = dict.fromkeys(
         path for name in stage.nodes for path in _block_paths(plan) if f"{_module(plan, name)}.".startswith(f"{path}.")
@@ -60,7 +61,9 @@ def _stage(plan: Plan, number: int) -> str:
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
     blocks = [*inside]
     span = blocks[0] if len(blocks) == 1 else f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if blocks else "none"
-    return f"  {f'stage {number}'.ljust(11)} {ranks}: {span}"
+    alike = len({_axes_text(other.axes) for other in plan.stages}) == 1
+    placed = ranks if alike else f"{ranks} as ({_axes_text(stage.axes)})"
+    return f"  {f'stage {number}'.ljust(11)} {placed}: {span}"
 
 
 def _block_paths(plan: Plan) -> list[str]:
@@ -174,8 +177,14 @@ def _folded(name: str) -> str:
 
 
 def _axes(plan: Plan) -> str:
-    text = " × ".join(f"{axis.name}={axis.size}" for axis in plan.parts[0].axes) or "one device"
-    return f"{len(plan.stages)} stages, {plan.schedule}, each {text}" if plan.stages else text
+    if not plan.stages:
+        return _axes_text(plan.axes)
+    texts = {_axes_text(stage.axes) for stage in plan.stages}
+    return f"{len(plan.stages)} stages, {plan.schedule}" + (f", each {texts.pop()}" if len(texts) == 1 else "")
+
+
+def _axes_text(axes: LogicalMesh) -> str:
+    return " × ".join(f"{axis.name}={axis.size}" for axis in axes) or "one device"
 
 
 def _breakdown(parts: Breakdown) -> str:

@@ -258,8 +258,7 @@ def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Ty
 def _check_outputs(
     graph: Graph, plan: PlanData, placements: dict[str, Placement], arrived: set[tuple[str, Placement]]
 ) -> None:
-    ends = (name for name in graph.outputs if name not in graph.sent)
-    for name in (*ends, *graph.mutations.values()):
+    for name in (*graph.returned, *graph.mutations.values()):
         target = output_placement(graph, plan, name)
         if placements[name] != target and (name, target) not in arrived:
             raise PlacementError(

@@ -40,6 +40,7 @@ class Unit:
         self.awaits_backward = False  # in this backward pass
         self.runs_backward = False  # seen in the microbatch before: it is prefetched for the backward pass
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
+        self.read_outside: dict[Slot, None] = {}  # regathered, asked for by something outside, in that order
         self._under_way: list[Callable[[], None]] = []
 
     def launch_kept(self) -> None:
@@ -79,7 +80,17 @@ class Unit:
         if not slot.is_live:
             start_conversion([slot])()
         slot.is_pinned = slot in self.regathered
+        if slot.is_pinned:
+            self.read_outside[slot] = None
         return slot.leaf
+
+    def bring_back(self) -> None:
+        """For a backward pass: the parameters that the backward pass of no block brings, if they are not in place."""
+        if self.is_root:
+            self.launch()
+            self.finish()
+        for slot in self.read_outside:
+            self.fetch(slot)
 
 
 class Gatherer:
@@ -116,9 +127,7 @@ class Gatherer:
         for unit in self.units:
             unit.awaits_backward = unit.in_flight > 0
             unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
-            if unit.is_root:
-                unit.launch()
-                unit.finish()
+            unit.bring_back()
 
     def end_pass(self) -> None:
         """Frees whatever is still in place, such as frozen parameters and those that nothing used."""

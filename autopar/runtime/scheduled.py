@@ -42,7 +42,6 @@ class ScheduledStage:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = index, count, place, num_places
         self.is_first, self.is_last = index == 0, index == count - 1
         self.has_backward = True
-        self.output_chunks: list[Tensor] = []
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.args_recv_info: dict[int, tuple[()]] = {0: ()}
         self.act_send_info: dict[int, list[int]] = {}
@@ -54,7 +53,8 @@ class ScheduledStage:
         self.losses: list[Tensor] = []
 
     def clear_runtime_states(self) -> None:
-        """Forgets what a step that failed midway has left."""
+        """Before a step: forgets what one that failed midway has left."""
+        self.output_chunks: list[Tensor] = []  # merged by the schedule, for nobody
         self._arriving: dict[int, list[Wait]] = {}
         self._returning: dict[int, list[list[Wait]]] = {}
         self._between: dict[int, tuple[list[Tensor], list[Any], tuple[Tensor, ...]]] = {}
@@ -76,7 +76,9 @@ class ScheduledStage:
             raise ProgramError(f"expected a scalar loss, found shape {tuple(losses[0].shape)}")
         self._between[index] = received, losses, sent
         self.losses += [loss.detach() for loss in losses]
-        return self.losses[-1].view(1) if losses else torch.empty(0)
+        output = self.losses[-1].view(1) if losses else torch.empty(0)
+        self.output_chunks.append(output)
+        return output
 
     def run_forward(self, index: int) -> tuple[tuple[Any, ...], tuple[Tensor, ...], list[Tensor]]:
         """What the stage makes of the model's outputs, what it leaves for later stages, and what it has received."""

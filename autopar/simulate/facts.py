@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
-from autopar.ir.structure import block_paths
+from autopar.ir.structure import block_paths, constant_tensors
 
 
 class NodeFacts(NamedTuple):
@@ -20,12 +20,13 @@ class NodeFacts(NamedTuple):
 
 
 class GraphFacts:
-    """Facts of each node by name, and the blocks that parameters and nodes belong to."""
+    """Facts of each node by name, the blocks that parameters and nodes belong to, and the tensors that never change."""
 
     def __init__(self, graph: Graph, device_type: str) -> None:
         self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
         self.blocks = block_paths(graph)
         self._block_of: dict[tuple[str, frozenset[str]], str] = {}
+        self.constants = constant_tensors(graph)
         self._graph = weakref.ref(graph)
         self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
 

@@ -84,6 +84,16 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
         complete = [readers[v][0] for v in (program.slots[n].value for n in bucket.slots) if v in readers]
         if complete:
             orders.complete_at[min(complete)].append(bucket)
+    for number, buckets in orders.complete_at.items():
+        buckets.sort(key=lambda bucket: -_first_operand(program, number, bucket))
+
+
+def _first_operand(program: Program, number: int, bucket: Bucket) -> int:
+    """The place among an item's operands of the last slot of a bucket that has its gradient there: a bias, the last
+    operand, has it before the weight, whose gradient autograd still transposes."""
+    inputs = program.items[number].inputs
+    places = [inputs.index(value) for value in (program.slots[n].value for n in bucket.slots) if value in inputs]
+    return min(places, default=0)
 
 
 def _backward_readers(program: Program) -> dict[int, list[int]]:

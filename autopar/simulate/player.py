@@ -25,7 +25,7 @@ from autopar.simulate.directions import BackwardStep, Direction, find_directions
 from autopar.simulate.engine import LAST, Carried, Change, Engine, Moment, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, FORWARD
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 
 UNDER_WAY = "gradients under way"
@@ -236,10 +236,13 @@ class Player:
             self._run(number, item, "forward", self.lifetimes.forward)
             if number == self.orders.last[item.unit] and item.unit != ROOT:
                 self._release(item.unit)
-        if not self.trains:
+        if not self.trains or self.program.is_stage:
             self._end_microbatch()
 
     def _backward(self, direction: Direction) -> None:
+        if self.program.is_stage and self._kind.name != BACKWARD_WEIGHT:
+            self._launch(ROOT)
+            self._unpack(ROOT)
         current, left, first = ROOT, set(direction.regions), direction.first
         for step in direction.steps:
             unit, region = step.item.unit, step.item.region
@@ -254,7 +257,7 @@ class Player:
                 self._release(unit)
         for bucket in self._late:
             self._send_home(bucket, [self.engine.last])
-        if direction.ends_microbatch:
+        if direction.ends_microbatch or self.program.is_stage:
             self._end_microbatch()
 
     def _end_microbatch(self) -> None:

@@ -28,19 +28,19 @@ from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_by
 from autopar.cost.work import operator
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.stages import leaving_placement, maker_of, stage_graph
+from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
-from autopar.simulate.recomputation import Recomputation
+from autopar.simulate.recomputation import Call, call_of, number_calls
 from autopar.simulate.shapes import LocalShapes, Shape
-from autopar.simulate.traffic import inner_collectives, reached_tensors
+from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {
     "cpu": 8,
@@ -171,6 +171,7 @@ class Program:
     sends: dict[tuple[str, Placement], int] = field(default_factory=dict)  # tensors that later stages read -> value
     residents: list[tuple[int, str]] = field(default_factory=list)  # bytes held through the step, and of what kind
     optimizer_ns: int = 0
+    is_stage: bool = False  # one of several: passes of other microbatches come between a microbatch's two
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
     splits: bool = False  # the backward pass is made in two parts
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
@@ -204,11 +205,8 @@ def _devices_per_node(plan: Plan, index: int) -> int:
 def _leaving(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
     """The placements that each tensor is sent in to later stages."""
     found: dict[str, tuple[Placement, ...]] = {}
-    for reader in range(index + 1, len(plan.stages)):
-        for name in plan.stages[reader].inputs:
-            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
-                placement = leaving_placement(graph, plan, reader, name)
-                found[name] = tuple(dict.fromkeys((*found.get(name, ()), placement)))
+    for name, placement in leaving_values(graph, plan, index):
+        found[name] = (*found.get(name, ()), placement)
     return found
 
 
@@ -264,7 +262,7 @@ class _Lowering:
         self.facts, self.prices, self.leaving = facts, prices, leaving
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
-        self.program = Program()
+        self.program = Program(is_stage=graph.ends is not None)
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
@@ -277,7 +275,7 @@ class _Lowering:
         self.leading_back = _leading_back(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
         self.program.splits = self.trains and is_split
-        self.recomputation = Recomputation(graph, plan, reached_tensors(graph) if self.trains else set())
+        self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def run(self) -> Program:
         program = self.program
@@ -300,6 +298,7 @@ class _Lowering:
             loss = self.graph.loss
             sent = [value for value in program.sends.values() if program.values[value].differentiable]
             _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
+            self._mark_regions()
         if program.splits:
             _mark_parts(program)
         self._residents()
@@ -453,6 +452,8 @@ class _Lowering:
         backward = self._transmissions(steps, sizes, 1)
         shares = is_free and not forward
         number = len(program.items)
+        if self.recomputed and tensor not in self.facts.constants:
+            self._note_call(number, self._reading_scope(tensor, target))
         local = self.shapes.local(tensor, target)
         storage = program.values[source].storage if shares else self._memory(local[1], number)
         value = self._value(tensor, target, local, storage, number)
@@ -469,7 +470,6 @@ class _Lowering:
                 passing=frozenset((source,)) if all(map(keeps_gradient, steps)) else frozenset(),
                 workspace=self.copies.conversion_bytes(tensor, self.placements[tensor], steps),
                 unit=unit,
-                region=self.recomputation.of_conversion((tensor, target)),
             )
         )
         return value
@@ -488,6 +488,8 @@ class _Lowering:
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit) for tensor, placement in read]
         number = len(program.items)
+        if node.op != IDENTITY and not self.facts.constants.issuperset(node.results):
+            self._note_call(number, node.scope)
         outputs = [
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
@@ -510,7 +512,6 @@ class _Lowering:
                 saved=saved,
                 extra_bytes=extra,
                 unit=unit,
-                region=self.recomputation.of_node(node.name),
             )
         )
 
@@ -599,6 +600,31 @@ class _Lowering:
         if known is None:
             known = self.places[module] = self._unit(module)
         return known
+
+    # Recomputation ----------------------------------------
+
+    def _note_call(self, number: int, scope: Scope) -> None:
+        """Notes where an item stands, as far as recomputation asks for it."""
+        if self.recomputed and self.trains:
+            self.calls.append((number, call_of(scope, self.recomputed)))
+
+    def _reading_scope(self, tensor: str, target: Placement) -> Scope:
+        """The innermost module call that holds all readers of a conversion, which is where the emitter writes it."""
+        nodes = self.plan.nodes
+        readers = (
+            node.scope for node, position in self.graph.consumers[tensor]
+            if node.name in nodes and nodes[node.name].operands[position] == target
+        )  # fmt: skip
+        return common_scope(list(readers))
+
+    def _mark_regions(self) -> None:
+        """Numbers the calls that run again: those in which something is saved."""
+        items = self.program.items
+        regions = number_calls(call for _, call in self.calls)
+        found = [(number, region) for (number, _), region in zip(self.calls, regions, strict=True) if region >= 0]
+        again = {region for number, region in found if items[number].needs_saved}
+        for number, region in found:
+            items[number].region = region if region in again else -1
 
     # What stays ----------------------------------------
 

@@ -6,12 +6,15 @@ nothing is saved for the backward pass does not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Set
 
 from autopar.cost.memory import saved_values
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Scope
 from autopar.ir.plan import Plan
 from autopar.ir.statements import Operate, Statement, Value, flatten
+
+Call = tuple[tuple[str, str], ...]
+"""A recomputed module with those around it, as in `Scope.path`."""
 
 
 class Recomputation:
@@ -19,51 +22,50 @@ class Recomputation:
 
     def __init__(self, graph: Graph, plan: Plan, reached: set[str]) -> None:
         statements = flatten(graph, plan).statements if plan.recompute and reached else ()
-        pieces = call_numbers(statements, plan.recompute)
+        paths = frozenset(plan.recompute)
+        pieces = number_calls(call_of(statement.scope, paths) for statement in statements)
         again = {
-            piece for piece, statement in zip(pieces, statements, strict=True)
-            if piece >= 0 and _saves(graph, statement, reached)
+            piece for piece, statement in zip(pieces, statements, strict=True) if _saves(graph, statement, reached)
         }  # fmt: skip
-        self._of_node: dict[str, int] = {}
-        self._of_value: dict[Value, int] = {}
-        for piece, statement in zip(pieces, statements, strict=True):
-            if piece not in again:
-                continue
-            if isinstance(statement, Operate):
-                self._of_node[statement.node.name] = piece
-            else:
-                self._of_value[statement.makes[0]] = piece
-
-    def of_node(self, name: str) -> int:
-        """The number of the piece that an operator runs again in; −1 for one that does not."""
-        return self._of_node.get(name, -1)
-
-    def of_conversion(self, value: Value) -> int:
-        """The number of the piece that a tensor is brought to a placement in again; −1 for one that is not."""
-        return self._of_value.get(value, -1)
+        known = zip(pieces, statements, strict=True)
+        self._again: set[str | Value] = {_key(s) for piece, s in known if piece >= 0 and piece in again}
 
     def runs_again(self, statement: Statement) -> bool:
         """Whether the backward pass runs the statement once more."""
-        if isinstance(statement, Operate):
-            return statement.node.name in self._of_node
-        return statement.makes[0] in self._of_value
+        return _key(statement) in self._again
+
+    def computes_again(self, node: str) -> bool:
+        """Whether an operator runs again."""
+        return node in self._again
+
+    def converts_again(self, value: Value) -> bool:
+        """Whether a tensor is brought to a placement again."""
+        return value in self._again
 
 
-def call_numbers(statements: Sequence[Statement], recompute: Sequence[str]) -> list[int]:
-    """For each statement, the number of the recomputed call that it is in, −1 for none.
+def call_of(scope: Scope, recompute: Set[str]) -> Call | None:
+    """The call of a recomputed module that a statement is in."""
+    for depth, (path, _) in enumerate(scope.path):
+        if path in recompute:
+            return scope.path[: depth + 1]
+    return None
 
-    A call is a run of consecutive statements in one recomputed module, as the emitter cuts them.
+
+def number_calls(calls: Iterable[Call | None]) -> list[int]:
+    """For each of consecutive statements, the number of the piece that it is in, −1 for none.
+
+    A call that something else interrupts goes on in a piece of its own, as the emitter cuts it.
     """
-    paths, found, count, last = set(recompute), [], -1, None
-    for statement in statements:
-        levels = statement.scope.path
-        depth = next((number for number, (path, _) in enumerate(levels) if path in paths), None)
-        call = None if depth is None else levels[: depth + 1]
-        if call is not None and call != last:
-            count += 1
+    found, count, last = list[int](), -1, None
+    for call in calls:
+        count += call is not None and call != last
         found.append(-1 if call is None else count)
         last = call
     return found
+
+
+def _key(statement: Statement) -> str | Value:
+    return statement.node.name if isinstance(statement, Operate) else statement.makes[0]
 
 
 def _saves(graph: Graph, statement: Statement, reached: set[str]) -> bool:

@@ -2,7 +2,8 @@
 
 A block's parameters come when its forward is called and go when it ends. Whoever reads one at another time (a second
 piece of the block that runs apart, another module that shares the parameter) brings it again, and then it stays to the
-end. The backward pass brings what is not in place when the first gradient reaches an output of the block's forward, or
+end; a stage of several keeps nothing between a microbatch's two passes, and brings it once more for the second. The
+backward pass brings what is not in place when the first gradient reaches an output of the block's forward, or
 when the block runs again.
 """
 
@@ -36,16 +37,21 @@ class Regathering:
     def count(self, redistribute: Redistribute) -> int:
         """How often a microbatch converts a parameter to one of its uses."""
         span = self._span_of(self.graph.stored_by_tensor[redistribute.tensor].name)
+        goes_and_comes = int(self._is_stage and bool(self.reached))
         if span is None:  # the program keeps its own
-            return 1
+            return 1 + goes_and_comes
         reads = self._reads[redistribute.tensor, redistribute.target]
         if any(position < span.start for position in reads):
-            return 1
+            return 1 + goes_and_comes
         if any(position >= span.end for position in reads):
-            return 2
+            return 2 + goes_and_comes
         statements = self._flat.statements[slice(*span)]
         runs_again = any(map(self.recomputation.runs_again, statements))
         return 2 if runs_again or self._gets_gradient(span) else 1
+
+    @property
+    def _is_stage(self) -> bool:
+        return self.graph.ends is not None
 
     @cached_property
     def _flat(self) -> Flat:
@@ -98,8 +104,13 @@ class Regathering:
     @cached_property
     def _losses(self) -> set[Value]:
         """The values that gradients start from: the loss, and what later stages hand one back for."""
-        pairs = zip(self.graph.outputs, self._flat.outputs, strict=True)
-        return {value for name, value in pairs if name in self.graph.gradient_sources and self.reached}
+        if not self.reached:
+            return set()
+        sources = set(self.graph.gradient_sources)
+        pairs = zip(self.graph.returned, self._flat.outputs, strict=True)
+        sent = {self._flat.values[name][0] for name in sources.intersection(self.graph.sent)}
+        made = {value for statement in self._flat.statements for value in statement.makes}
+        return {value for name, value in pairs if name in sources} | {value for value in made if value[0] in sent}
 
     def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
         """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""

@@ -14,12 +14,14 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.stages import stage_graph
 from autopar.ir.structure import computed_once, is_cut
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
 from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.regathering import Regathering
+from autopar.simulate.timeline import Timeline
 
 
 def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
@@ -33,6 +35,19 @@ def traffic_over_microbatches(whole: Graph, full: Plan, part: Graph, plan: Plan)
     A tensor that ranks share along the dim that microbatches cut is gathered whole before it is cut.
     """
     return _total(_moved(whole, full), _inside(part, plan))
+
+
+def traffic_by_submesh(whole: Graph, full: Plan, part: Graph, plan: Plan, timeline: Timeline) -> list[dict[str, int]]:
+    """As `traffic_over_microbatches`, of a plan of several stages, for each lane of its timeline."""
+    found = []
+    for lane in timeline.lanes:
+        sent = Counter(lane.bytes_between)
+        for index, stage in enumerate(full.stages):
+            if stage.first_rank == lane.ranks.start:
+                graphs = stage_graph(whole, full, index), stage_graph(part, plan, index)
+                sent.update(traffic_over_microbatches(graphs[0], full.parts[index], graphs[1], plan.parts[index]))
+        found.append(_total(sent))
+    return found
 
 
 def _total(*parts: Counter[str]) -> dict[str, int]:
@@ -65,7 +80,7 @@ def _inside(graph: Graph, plan: Plan) -> Counter[str]:
     for node in graph.nodes:
         forward, backward = inner_collectives(graph, node, plan)
         trains = not reached.isdisjoint(node.results)
-        again = recomputation.of_node(node.name) >= 0
+        again = recomputation.computes_again(node.name)
         for inner in [*forward, *(forward if again else []), *(backward if trains else [])]:
             counts[inner.collective] += inner.num_bytes * plan.microbatches
         if plan.microbatches > 1:  # once for all of them
@@ -102,7 +117,7 @@ def _step_counts(
     if name in once and not is_cut(plan, redistribute.target):
         return 1, 0  # in the first step; the later ones keep the result
     if stored is None or stored.kind != "parameter":
-        again = recomputation.of_conversion((name, redistribute.target)) >= 0
+        again = recomputation.converts_again((name, redistribute.target))
         return plan.microbatches * (2 if again else 1), plan.microbatches if trains else 0
     storage = plan.storage[name]
     gathers = plan.microbatches * regathering.count(redistribute) if storage.regather else 1

@@ -34,11 +34,10 @@ class Transfer(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """A tensor that several stages keep, and what sums its gradient over them: an all-reduce, or sends."""
+    """A tensor that several stages keep, and the all-reduce that sums its gradient over them."""
 
     tensor: str
     stages: tuple[int, ...]
-    collective: str
     num_bytes: int
     link: str
     duration_ns: int
@@ -139,50 +138,43 @@ def _level(plan: Plan, stages: Sequence[int]) -> str:
 def find_ties(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Tie]:
     """The gradients that are summed over stages, once a step.
 
-    Stages that keep a tensor alike sum rank by rank. Of others, each sends its gradient to the first, as a tensor goes
-    between unequal axes, and gets the sum back.
+    Stages that keep a tensor alike sum rank by rank. Of others, the first ranks sum whole gradients, which each submesh
+    gathers before and spreads behind that (`runtime.pipeline_state`); spreading is taken to last as long as gathering
+    from equal parts.
     """
     found = []
     for tensor, stages in tied_tensors(graph, plan).items():
         alone = {plan.stages[stage].first_rank: stage for stage in reversed(stages)}
         apart = tuple(sorted(alone.values()))
         if len(apart) > 1:
-            sides = [_kept_side(plan, stage, tensor) for stage in apart]
-            alike = len({(own.sizes, own.types) for own in sides}) == 1
-            collective, priced = ("all_reduce", _summed) if alike else ("send", _summed_by_first)
-            found.append(Tie(tensor, stages, collective, *priced(graph, plan, tensor, apart, profiles)))
+            kept = {(tuple(_sizes(plan, stage)), plan.stages[stage].storage[tensor].placement) for stage in apart}
+            alike = len(kept) == 1
+            size, link, duration = _summed(graph, plan, tensor, apart, alike, profiles)
+            if not alike:
+                whole = graph.tensors[tensor].num_elements * graph.kept(tensor).itemsize
+                duration += 2 * max(_gathered_ns(plan, stage, whole, profiles[stage]) for stage in apart)
+            found.append(Tie(tensor, stages, size, link, duration))
     return found
 
 
-def _kept_side(plan: Plan, stage: int, tensor: str) -> Side:
-    placed = plan.stages[stage]
-    return side(placed.ranks, placed.axes, placed.storage[tensor].placement)
+def _sizes(plan: Plan, stage: int) -> list[int]:
+    return [axis.size for axis in plan.stages[stage].axes]
 
 
 def _summed(
-    graph: Graph, plan: Plan, tensor: str, stages: Sequence[int], profiles: Sequence[Profile]
+    graph: Graph, plan: Plan, tensor: str, stages: Sequence[int], alike: bool, profiles: Sequence[Profile]
 ) -> tuple[int, str, int]:
-    """Bytes, link and nanoseconds of an all-reduce over the equal ranks of stages."""
-    first = plan.stages[stages[0]]
-    shape = local_shape(graph.tensors[tensor].shape, first.storage[tensor].placement, first.axes)
-    size, level = math.prod(shape) * graph.kept(tensor).itemsize, _level(plan, stages)
+    """Bytes, link and nanoseconds of an all-reduce over the equal ranks of stages, or of the whole over the first."""
+    first, shape = plan.stages[stages[0]], graph.tensors[tensor].shape
+    local = local_shape(shape, first.storage[tensor].placement, first.axes) if alike else shape
+    size, level = math.prod(local) * graph.kept(tensor).itemsize, _level(plan, stages)
     per_node = max(_per_node(plan), len(stages))  # one link level joins them all
     axis = Axis("stages", len(stages), 1 if level == INSIDE else per_node)
     return size, level, max(collective_time_ns("all_reduce", size, axis, per_node, profiles[s]) for s in stages)
 
 
-def _summed_by_first(
-    graph: Graph, plan: Plan, tensor: str, stages: Sequence[int], profiles: Sequence[Profile]
-) -> tuple[int, str, int]:
-    """Of gradients that the others send to the first stage one after another, and of the sum on its way back."""
-    whole, itemsize = graph.tensors[tensor].shape, graph.kept(tensor).itemsize
-    home = _kept_side(plan, stages[0], tensor)
-    size, found, duration = 0, INSIDE, 0
-    for stage in stages[1:]:
-        other = _kept_side(plan, stage, tensor)
-        for sender, receiver in ((other, home), (home, other)):
-            parcels = [Parcel(crossing(whole, sender, receiver), itemsize)]
-            level, took = crossing_time_ns(parcels, plan.mesh, (profiles[stages[0]], profiles[stage]))
-            found, duration = (ACROSS if level == ACROSS else found), duration + took
-            size += max(sent_bytes(parcels).values(), default=0)
-    return size, found, duration
+def _gathered_ns(plan: Plan, stage: int, num_bytes: int, profile: Profile) -> int:
+    """Of a tensor that every rank of a stage has an equal part of."""
+    ranks = plan.stages[stage].ranks
+    per_node = plan.mesh.part(ranks).devices_per_node
+    return collective_time_ns("all_gather", num_bytes, Axis("stage", len(ranks), 1), per_node, profile)

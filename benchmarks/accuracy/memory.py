@@ -89,8 +89,9 @@ def measure_rank(
 
 def own_shard(rank: Any, batch: dict[str, Tensor]) -> list[Tensor]:
     """This rank's part of the global batch, in memory of its own."""
-    columns = zip(*split_inputs(type(rank._program), (), batch, rank._mesh, local=False), strict=True)
-    dims = [spec.microbatch_dim for spec in rank._program.INPUTS]
+    program = rank._locals[0].program
+    columns = zip(*split_inputs(type(program), (), batch, rank._mesh, local=False), strict=True)
+    dims = [spec.microbatch_dim for spec in program.INPUTS]
     return [
         parts[0].clone() if dim is None else torch.cat(parts, dim) for parts, dim in zip(columns, dims, strict=True)
     ]

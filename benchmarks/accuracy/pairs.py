@@ -2,10 +2,10 @@
 
     python -m benchmarks.accuracy.pairs        # lists them
 
-Six kinds of plan by `template_plan`, two more ("mixed": matrices of the MLPs or experts split, everything else data
-parallel; "spatial": rows of images split) by `parallelize` with constraints. Sizes are such that a step of a rank
-takes some tenths of a second on one thread, and its memory tens to hundreds of MB, so that small constant overheads
-do not decide.
+Six kinds of plan by `template_plan`, also in microbatches and with recomputation ("full", "block"), two more ("mixed":
+matrices of the MLPs or experts split, everything else data parallel; "spatial": rows of images split) by `parallelize`
+with constraints. Sizes are such that a step of a rank takes some tenths of a second on one thread, and its memory tens
+to hundreds of MB, so that small constant overheads do not decide.
 """
 
 from __future__ import annotations
@@ -124,6 +124,12 @@ TEMPLATES: Mapping[str, Mapping[str, Any]] = {
     "zero2-microbatches": {"dp": 2, "zero": 2, "microbatches": 2},
     "zero3-microbatches": {"dp": 2, "zero": 3, "microbatches": 2},
     "tp-microbatches": {"tp": 2, "microbatches": 4},
+    "dp-full": {"dp": 2, "recompute": "full"},
+    "dp-block": {"dp": 2, "recompute": "block"},
+    "zero3-full": {"dp": 2, "zero": 3, "recompute": "full"},
+    "zero3-block-microbatches": {"dp": 2, "zero": 3, "recompute": "block", "microbatches": 2},
+    "tp-block": {"tp": 2, "recompute": "block"},
+    "sp-full": {"tp": 2, "sequence_parallel": True, "recompute": "full"},
 }
 #: parameters that "mixed" splits; the other matrices are used whole, on samples that are split
 SPLIT_WHEN_MIXED = {
@@ -174,17 +180,17 @@ def _pairs(model: str, plans: str) -> tuple[Pair, ...]:
 
 
 PAIRS = (
-    *_pairs("gpt-small", "dp zero1 zero2 zero3 tp sp mixed dp-microbatches"),
-    *_pairs("gpt-wide", "dp zero1 zero3 tp sp zero2-microbatches"),
-    *_pairs("gpt-long", "dp zero3 tp sp tp-microbatches"),
-    *_pairs("llama-small", "dp zero1 zero2 zero3 tp sp mixed zero3-microbatches"),
-    *_pairs("llama-wide", "dp zero2 zero3 tp sp"),
-    *_pairs("moe-small", "dp zero1 zero3 tp mixed zero2-microbatches"),
-    *_pairs("moe-wide", "dp zero2 zero3 tp mixed"),
-    *_pairs("wide_resnet-small", "dp zero1 zero3 tp spatial mixed"),
-    *_pairs("wide_resnet-wide", "dp zero2 zero3 tp"),
-    *_pairs("bert-small", "dp zero1 zero3 tp sp mixed dp-microbatches"),
-    *_pairs("bert-wide", "dp zero2 zero3 tp sp"),
+    *_pairs("gpt-small", "dp zero1 zero2 zero3 tp sp mixed dp-microbatches dp-full zero3-full tp-block"),
+    *_pairs("gpt-wide", "dp zero1 zero3 tp sp zero2-microbatches sp-full"),
+    *_pairs("gpt-long", "dp zero3 tp sp tp-microbatches dp-full dp-block"),
+    *_pairs("llama-small", "dp zero1 zero2 zero3 tp sp mixed zero3-microbatches dp-full tp-block"),
+    *_pairs("llama-wide", "dp zero2 zero3 tp sp dp-block zero3-full"),
+    *_pairs("moe-small", "dp zero1 zero3 tp mixed zero2-microbatches dp-full zero3-block-microbatches"),
+    *_pairs("moe-wide", "dp zero2 zero3 tp mixed zero3-full"),
+    *_pairs("wide_resnet-small", "dp zero1 zero3 tp spatial mixed dp-full"),
+    *_pairs("wide_resnet-wide", "dp zero2 zero3 tp zero3-full"),
+    *_pairs("bert-small", "dp zero1 zero3 tp sp mixed dp-microbatches dp-full zero3-full"),
+    *_pairs("bert-wide", "dp zero2 zero3 tp sp sp-full tp-block"),
 )
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def test_the_pairs_are_those_that_were_asked_for() -> None:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("plan", ["zero3", "tp"])
+@pytest.mark.parametrize("plan", ["zero3", "tp", "zero3-full", "tp-block"])
 def test_predicted_peak_and_bytes_on_two_ranks(plan: str) -> None:
     row = measure_pair(Pair("gpt-small", plan), pool(2))
     assert row.sent == row.predicted_sent

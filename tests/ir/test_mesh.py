@@ -58,3 +58,16 @@ def test_ranks_within_a_node() -> None:
     outer, inner = make_axes(("x", "y"), (2, 4))
     assert ranks_within_node(inner, 4) == 4 and ranks_within_node(outer, 4) == 1
     assert ranks_within_node(inner, 2) == 2 and ranks_within_node(outer, 8) == 2
+
+
+def test_parts_of_a_mesh() -> None:
+    mesh = Mesh([("a100", 2, 4), ("v100", 1, 8)])
+    assert [mesh.node_of(rank) for rank in (0, 3, 4, 8, 15)] == [0, 0, 1, 2, 2]
+    assert str(mesh.part(range(8))) == "a100:2x4" and str(mesh.part(range(8, 16))) == "v100:1x8"
+    assert str(mesh.part(range(1, 4))) == "a100:1x3", "in one node"
+    assert str(mesh.part(range(2, 6))) == "a100:2x2" and str(mesh.part(range(3, 6))) == "a100:3x1"
+    assert mesh.group_of(range(9, 11)).profile == "v100"
+    with pytest.raises(MeshError, match=r"ranks 7 to 8 of .* on devices of one kind, found a100 and v100"):
+        mesh.part(range(7, 9))
+    with pytest.raises(MeshError, match="found one that is 0 beyond its last"):
+        mesh.node_of(16)

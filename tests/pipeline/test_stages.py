@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -107,9 +108,12 @@ def test_no_attention_to_recompute_is_refused() -> None:
         autopar.template_plan(mlp.build(config), MESH, mlp.example_inputs(config), dp=4, recompute="block")
 
 
-def test_emission_is_refused_for_now() -> None:
-    with pytest.raises(PlanError, match=r"can be shown and simulated, but not emitted yet"):
-        emit(graph(), two_stages())
+def test_emitted_source_has_a_class_for_each_stage_and_shares_those_of_equal_blocks() -> None:
+    source = emit(graph(), two_stages())
+    assert "class Stage0(rt.Stage)" in source and "STAGES = (Stage0, Stage1)" in source
+    assert "self.layers = rt.Numbered(2, *(Layer_1(mesh) for _ in range(2)))" in source
+    assert source.count("class Layer") == 2 and "for block in self.layers:" in source
+    assert re.search(r"rt\.Received\('\w+', \(\d+, \d+, \d+\), torch\.float32, '.*', source=0, position=0", source)
 
 
 def test_printed_plan_names_stages_and_what_is_recomputed() -> None:
@@ -118,6 +122,29 @@ def test_printed_plan_names_stages_and_what_is_recomputed() -> None:
     assert "stage 1     ranks 2 to 3: 2 blocks, layers.2 to layers.3" in text
     assert "recompute   layers.*  ×4" in text and "bubble" in text and "recomputation" in text
     assert "layers.2.attention.query" in two_stages().explain("layers.2")
+
+
+@pytest.mark.parametrize(
+    ("recompute", "text"),
+    [
+        (
+            ("layers.0", "layers.1", "layers.2", "layers.3"),
+            "for block in self.layers:\n{}x_1 = rt.recomputed(block, x_1)",
+        ),
+        (
+            ("layers.0", "layers.1"),
+            "for number, block in enumerate(self.layers):\n"
+            "{}x_1 = rt.recomputed(block, x_1) if number < 2 else block(x_1)",
+        ),
+        (("layers.0.attention",), "for block in self.layers:\n{}x_1 = block(x_1)"),
+        (("layers.2",), "x_3 = rt.recomputed(self.layers[2], x_2)\n        x_4 = self.layers[3](x_3)"),
+    ],
+    ids=["all blocks", "the first", "inside of the first", "one in between"],
+)
+def test_emitted_calls_of_recomputed_blocks(recompute: tuple[str, ...], text: str) -> None:
+    plan = replace(staged(dp=4), recompute=recompute)
+    verify(plan)
+    assert text.format(" " * 12) in emit(graph(), plan)
 
 
 def changed(index: int, change: Callable[[Stage], dict[str, Any]]) -> Plan:
@@ -149,6 +176,13 @@ MUTANTS: dict[str, tuple[Callable[[], Plan], type[Exception], str]] = {
     "summands are stored": (
         lambda: changed(0, lambda s: {"storage": {n: replace(k, placement=(I, R)) for n, k in s.storage.items()}}),
         PlacementError, r"stored as I or S\(d\)",
+    ),
+    "nothing of the name is recomputed": (
+        lambda: replace(two_stages(), recompute=("layers.7",)), PlanError, r"found 'layers.7'; there is layers"
+    ),
+    "recomputed in what is recomputed": (
+        lambda: replace(two_stages(), recompute=("layers.1", "layers.1.attention")), PlanError,
+        r"each module to recompute once, found layers.1.attention inside of layers.1",
     ),
 }  # fmt: skip
 

@@ -1,0 +1,80 @@
+"""What a pipeline's source states beside its stages' code: inputs, what is received, how stages belong together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.emit.classes import INDENT, ClassWriter
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.placement import Axis, Placement, local_shape
+from autopar.ir.plan import PlanData
+from autopar.ir.stages import leaving_placement, leaving_values, maker_of, stage_graph
+from autopar.ir.verifier import MICROBATCH
+
+
+def input_lines(
+    graph: Graph, plan: PlanData, names: Sequence[str], writer: ClassWriter | None = None
+) -> list[str]:  # fmt: skip
+    """The inputs that a program takes, with their placements where it has a writer of its own."""
+    lines = [f"{INDENT}INPUTS = ("]
+    for name in names:
+        tensor = graph.kept(name)
+        placement = "" if writer is None else f", {writer.text(plan.inputs[name])!r}"
+        extra = ", microbatch_dim=0" if name in plan.microbatch_inputs else ""
+        compute = "" if writer is None else writer.compute(name)
+        lines.append(
+            f"{INDENT * 2}rt.Input({name!r}, {tensor.shape}, torch.{tensor.dtype}{placement}{extra}{compute}),"
+        )
+    return [*lines, f"{INDENT})"]
+
+
+def received_lines(graph: Graph, plan: PlanData, index: int, writer: ClassWriter) -> list[str]:
+    """What a stage receives from which others, by the shape of one microbatch."""
+    lines = []
+    for name in stage_graph(graph, plan, index).received:
+        source = maker_of(graph, plan, index, name)
+        left = leaving_placement(graph, plan, index, name)
+        position = leaving_values(graph, plan, source).index((name, left))
+        tensor, placement = graph.tensors[name], plan.stages[index].inputs[name]
+        shape = _microbatch_shape(tensor.shape, placement, plan.stages[index].axes)
+        parts = [repr(name), str(shape), f"torch.{tensor.dtype}", repr(writer.text(placement)), f"source={source}",
+                 f"position={position}", f"left={_text(left, plan.stages[source].axes)!r}"]  # fmt: skip
+        parts += [] if tensor.differentiable else ["has_gradient=False"]
+        lines.append(f"{INDENT * 2}rt.Received({', '.join(parts)}),")
+    return [f"{INDENT}RECEIVED = (", *lines, f"{INDENT})"] if lines else []
+
+
+def _text(placement: Placement, axes: Sequence[Axis]) -> str:
+    return " ".join(str(t) for t, axis in zip(placement, axes, strict=True) if axis.name != MICROBATCH)
+
+
+def _microbatch_shape(shape: tuple[int, ...], placement: Placement, axes: Sequence[Axis]) -> tuple[int, ...]:
+    cut = [(type_, axis) for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
+    return local_shape(shape, tuple(type_ for type_, _ in cut), tuple(axis for _, axis in cut))
+
+
+def pipeline(graph: Graph, plan: PlanData) -> str:
+    """The class that names the stages. Raises PlanError where the loss is not made by the last stage."""
+    count = len(plan.stages)
+    returned = [stage_graph(graph, plan, index).returned for index in range(count)]
+    if graph.loss is not None and graph.loss not in returned[-1]:
+        raise PlanError(
+            f"expected the last of {count} stages to make the loss {graph.loss}, found it in an earlier one"
+        )
+    makers = [next(i for i, names in enumerate(returned) if name in names) for name in graph.outputs]
+    outputs = [(i, returned[i].index(name)) for i, name in zip(makers, graph.outputs, strict=True)]
+    lines = [
+        "class Program(rt.Pipeline):",
+        f'{INDENT}"""{graph.model_name}: {count} stages, of which each rank builds its own."""',
+        "",
+        f"{INDENT}STAGES = ({', '.join(f'Stage{index}' for index in range(count))})",
+        f"{INDENT}SCHEDULE = {plan.schedule!r}",
+        f"{INDENT}MICROBATCHES = {plan.microbatches}",
+        *([] if graph.training else [f"{INDENT}TRAINING = False"]),
+        *input_lines(graph, plan, graph.inputs),
+        f"{INDENT}OUTPUTS = {tuple(outputs)!r}  # (stage, position) of each",
+        f"{INDENT}TIED = {dict(graph.tied)!r}",
+        "",
+    ]
+    return "\n".join(lines)

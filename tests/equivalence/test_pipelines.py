@@ -1,0 +1,24 @@
+"""Programs of several stages compute what the model computes, and every rank sends the bytes that were predicted."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.equivalence import pipelines
+
+#: of each model, plans that between them have every plan and every schedule; `pipelines.main` proves all
+SAMPLE = {
+    "gpt": ["pp_zero3 1f1b", "pp4 1f1b", "pp_tp interleaved", "pp_few gpipe"],
+    "llama": ["pp_tp gpipe", "pp_zero2 1f1b"],
+    "hf_gpt2": ["pp2 interleaved", "pp_zero1 1f1b", "pp4 gpipe"],
+    "hf_t5": ["pp_dp 1f1b", "pp2 gpipe"],
+    "moe": ["pp_recompute 1f1b", "pp_tp 1f1b"],
+}
+CASES = [(model, *case.split()) for model, cases in SAMPLE.items() for case in cases]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("model_name", "plan_name", "schedule"), CASES)
+def test_pipeline_equals_model(model_name: str, plan_name: str, schedule: str) -> None:
+    found = pipelines.faults(model_name, pipelines.plan(model_name, plan_name, schedule))
+    assert not found, "\n".join(found)
