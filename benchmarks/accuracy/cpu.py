@@ -3,12 +3,13 @@
     python -m benchmarks.accuracy.cpu [--models gpt-small bert-wide ...] [--rounds 6] [--profile FILE]
                                       [--windows 3] [--pause 30] [--result FILE] [--folder FOLDER]
 
-One profile is measured beforehand (or read from --profile), in windows that lie --pause seconds apart. Each pair of `pairs.py` is planned, emitted and built in
-the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
-drift of the machine hits all alike: model by model, to bound memory, and all models over again `PASSES` times; in a
-round every pair of a model runs one step to warm up, then `STEPS` steps between two barriers. What part of the
-machine's cores other programs used meanwhile is noted too. A pair's time is the median over the rounds in which
-others took at most `QUIET` of the cores, or over the third that was disturbed least; its spread is their range over it.
+One profile is measured beforehand (or read from --profile), in windows that lie --pause seconds apart. Each pair of
+`pairs.py` is planned, emitted and built in the same two processes; a step is zero_grad, train_step and AdamW's step.
+The pairs are timed in rounds, so that a drift of the machine hits all alike: model by model, to bound memory, and all
+models over again `PASSES` times; in a round every pair of a model runs one step to warm up, then `STEPS` steps between
+two barriers. What part of the machine's cores other programs used meanwhile is noted too. A pair's time is the median
+over the rounds in which others took at most `QUIET` of the cores, or over the third that was disturbed least; its
+spread is their range over it.
 In --folder, programs and times are kept, and a later run adds its rounds to them.
 
 The ranks keep the memory that they free, as train.py does: otherwise page faults make equal steps differ by a fifth.
