@@ -152,6 +152,9 @@ def _operators(
     curved = {family: points for family, points in families.items() if family not in ("matmul", "linear", "view")}
     found = [_operator(family, points, calls[family], engine, peak, bandwidth) for family, points in curved.items()]
     matmul = _operator("matmul", families["linear"], calls["matmul"], engine, peak, bandwidth)
+    for item in (*found, matmul):
+        typed = [point for point in raw.get("typed", ()) if point["family"] == item["family"]]
+        item["points"] += [{**_point(point), "dtype": point["dtype"]} for point in typed]
     return [*found, matmul, _optimizer(raw["optimizer"], bandwidth)]
 
 

@@ -30,6 +30,7 @@ OPERATORS = {
     "BATCHED": (16,), "LENGTHS": (32,), "WIDTHS": (16,), "CHANNELS": (4, 16), "FILTERS": (16,), "SIZES": (4,),
     "KERNELS": (1,), "LOOKUP_SHAPES": ((4, 10, 4), (64, 1000, 64)), "LOSS_SHAPES": ((2, 8), (32, 256)),
     "IMAGE_SHAPES": ((2, 2, 2), (4, 16, 8)), "LINEAR_SHAPES": ((2, 4, 4), (128, 128, 128)),
+    "TYPED_PRODUCTS": ((64, 64, 64),), "TYPED_ATTENTION": ((2, 16, 16),), "TYPED_ROWS": ((64, 64),),
 }  # fmt: skip
 COLLECTIVES = {"RUNS": 3, "COLLECTIVE_BYTES": (1 << 10, 1 << 22), "MOST_IN_A_RUN": 2}
 
@@ -55,6 +56,11 @@ def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
     assert {source.split(":")[0] for source in profile.provenance.values()} == {"measured"}
     assert profile.facts.memory_bandwidth > 1e8
     assert profile.peak_flops("float32") > 1e8
+    assert (
+        {"bfloat16", "float16"}
+        == set(profile.curve("matmul").dtype_ratios)
+        == set(profile.curve("pointwise").dtype_ratios)
+    )
     axis = Axis("dp", 2, 1)
     few, many = (collective_time_ns("all_reduce", size, axis, 2, profile) for size in (1 << 10, 1 << 22))
     assert 0 < few <= many < 10**10
