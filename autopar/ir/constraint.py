@@ -21,7 +21,8 @@ class Constraint:
     graph for "tensor", and against input names for "input".
     allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
-    min_dims: only tensors of at least that many dims. microbatches: pins their number, whatever the pattern.
+    min_dims: only tensors of at least that many dims. microbatches, stages: pin their
+    numbers, whatever the pattern.
     """
 
     pattern: str = "*"
@@ -32,6 +33,7 @@ class Constraint:
     zero: int | None = None
     min_dims: int = 0
     microbatches: int | None = None
+    stages: int | None = None
 
     def __post_init__(self) -> None:
         for text in self.allow:
@@ -43,6 +45,8 @@ class Constraint:
             raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
+        if self.stages is not None and self.stages < 1:
+            raise PlanError(f"expected at least one stage, found {self.stages}")
 
     def matches(self, *names: str) -> bool:
         return any(fnmatchcase(name, self.pattern) for name in names)

@@ -37,7 +37,7 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
     that lacks a redistribution.
     """
-    with _without_collector():
+    with without_collector():
         step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
@@ -51,7 +51,7 @@ def _profiles(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Prof
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Many small objects and no cycles: the collector would go through all that torch has loaded, for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -70,7 +70,7 @@ class _Arrival(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Submesh:
+class Submesh:
     """A rank's streams in absolute time: when each is free, what is in flight, what was played, what waited for."""
 
     ranks: range
@@ -116,7 +116,7 @@ class _Submesh:
 
 
 @dataclass(eq=False)
-class _Progress:
+class Progress:
     """How far a stage is: what it has under way in absolute time, in how many passes it has made gradients."""
 
     player: Player
@@ -150,7 +150,7 @@ class _Step:
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = lower_stages(graph, plan, profiles)
         self.stages = [
-            _Progress(Player(program, profile, self.trains, sums_early))
+            Progress(Player(program, profile, self.trains, sums_early))
             for program, profile in zip(programs, profiles, strict=True)
         ]
         self.submeshes = _submeshes(plan)
@@ -187,7 +187,7 @@ class _Step:
         there = self.arrived.get((turn.stage, is_forward, turn.microbatch), ())
         return len(there) == self.transfers.num_awaited(turn.stage, is_forward)
 
-    def _take_turn(self, submesh: _Submesh, turn: Turn) -> None:
+    def _take_turn(self, submesh: Submesh, turn: Turn) -> None:
         """A forward or backward pass, and the sending of what it makes for others."""
         is_forward, is_second = turn.direction == FORWARD, turn.direction == BACKWARD_WEIGHT
         arrived = [] if is_second else self.arrived.pop((turn.stage, is_forward, turn.microbatch), [])
@@ -205,7 +205,7 @@ class _Step:
         stage.num_made += 1
         return PassKind(turn.direction, stage.num_made == 1, stage.num_made == self.plan.microbatches)
 
-    def _wait(self, submesh: _Submesh, arrivals: Sequence[_Arrival]) -> int:
+    def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
         latest = max(arrivals, default=_Arrival(0, 0))
         idle = max(0, latest.time_ns - submesh.free_ns)
@@ -215,14 +215,14 @@ class _Step:
         submesh.bubble_ns += idle - travelling
         return submesh.free_ns + idle
 
-    def _play(self, submesh: _Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
+    def _play(self, submesh: Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
         progress = self.stages[stage]
         done = progress.player.play(kind, submesh.carried(begin), progress.at(begin))
         submesh.take(done, begin, label)
         progress.take(done, begin)
         return done
 
-    def _send(self, submesh: _Submesh, transfer: Transfer, ready: int, microbatch: int, label: str) -> None:
+    def _send(self, submesh: Submesh, transfer: Transfer, ready: int, microbatch: int, label: str) -> None:
         end = ready
         if transfer.link:
             start = max(ready, submesh.sends.get(transfer.link, 0))
@@ -255,7 +255,7 @@ class _Step:
             submesh.pieces.append(Piece(start, "", [task], []))
             submesh.hand("all_reduce", tie.num_bytes)
 
-    def _wait_for_home(self, submesh: _Submesh) -> None:
+    def _wait_for_home(self, submesh: Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
         for stage in submesh.stages:
             for end, kind in self.stages[stage].standing.home:
@@ -273,17 +273,17 @@ class _Step:
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
 
 
-def _submeshes(plan: Plan) -> list[_Submesh]:
+def _submeshes(plan: Plan) -> list[Submesh]:
     """In the order of their first stages."""
     if not plan.stages:
-        return [_Submesh(range(plan.mesh.num_devices), [0])]
-    found: dict[int, _Submesh] = {}
+        return [Submesh(range(plan.mesh.num_devices), [0])]
+    found: dict[int, Submesh] = {}
     for number, stage in enumerate(plan.stages):
-        found.setdefault(stage.first_rank, _Submesh(stage.ranks, [])).stages.append(number)
+        found.setdefault(stage.first_rank, Submesh(stage.ranks, [])).stages.append(number)
     return list(found.values())
 
 
-def _lane(submesh: _Submesh, makespan: int) -> Lane:
+def _lane(submesh: Submesh, makespan: int) -> Lane:
     """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
     waited = dict(submesh.waited)
     tail = submesh.end_ns - submesh.free_ns
