@@ -49,7 +49,7 @@ def test_a_plan_that_fits_recomputes_nothing_and_is_searched_for_once() -> None:
     assert not plan.recompute and all("recompute" not in row for row in plan.search.tried)
 
 
-@pytest.mark.parametrize("share", [0.9, 0.6, 0.45])
+@pytest.mark.parametrize("share", [0.7, 0.6, 0.5])
 def test_what_does_not_fit_is_recomputed_as_far_as_it_takes(share: float) -> None:
     """And is at least as fast as every template that fits, with recomputation or without, in one microbatch or more."""
     limit = int(searched().predicted.peak_bytes * share)
@@ -71,13 +71,14 @@ def test_what_does_not_fit_is_recomputed_as_far_as_it_takes(share: float) -> Non
 
 
 def test_some_blocks_are_recomputed_where_that_is_enough() -> None:
-    plan = searched(int(searched().predicted.peak_bytes * 0.9))
-    assert 0 < len(plan.recompute) < CONFIG.num_layers and f"×{len(plan.recompute)} of 6" in str(plan)
+    plan = searched(int(searched().predicted.peak_bytes * 0.7))
+    assert plan.recompute == ("layers.0", "layers.1", "layers.2") and "recompute   layers.*  ×3 of 6" in str(plan)
 
 
 def test_the_smallest_limit_is_that_of_a_recomputed_plan_and_can_be_met() -> None:
     with pytest.raises(InfeasibleError) as refused:
         searched(10**5)
+    assert "6 modules recomputed" in str(refused.value)
     least = refused.value.smallest_bytes
     assert least is not None and searched(least).predicted.peak_bytes <= least
     kept = autopar.Constraint(recompute="none")
