@@ -23,10 +23,11 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
+from autopar.planning import STAGES_RUN, Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.simulate import Timeline, simulate
+from autopar.stage_planning import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
@@ -64,17 +65,19 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
-        plan = _found(graph, request, progress)
+        plan = planned(graph, request, progress)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     verifier.verify(graph, plan, admits)
     return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
 
 
-def _found(graph: Graph, request: Request, progress: Report | None) -> Plan:
+def planned(graph: Graph, request: Request, progress: Report | None = None, stages: bool = STAGES_RUN) -> Plan:
+    """The fastest plan that fits of a traced model; of one stage alone where `stages` is False."""
     if not request.mesh.is_homogeneous:
         return best_unequal_plan(graph, find_blocks(graph), request, profiles_of(request.mesh), progress)
-    return best_plan(graph, find_blocks(graph), request, load_profile(request.mesh.profile), progress)
+    find = best_staged_plan if stages and request.mesh.num_devices > 1 else best_plan
+    return find(graph, find_blocks(graph), request, load_profile(request.mesh.profile), progress)
 
 
 def template_plan(
@@ -88,8 +91,9 @@ def template_plan(
     pp: stages of repeated blocks, the embedding with the first, head and loss with the last, each on neighbouring ranks
     of one kind. split: "equal" gives each as many blocks, "speed" as many as keep the slowest stage fast while all fit.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
-    keep the stages busy) or "interleaved" (1f1b with `chunks` stages a submesh, in turn). microbatches: the global
-    batch is cut into so many, each split over dp.
+    keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
+    gradients of parameters are made later than those that earlier stages wait for). microbatches: the global batch is
+    cut into so many, each split over dp.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone (selective recomputation).
@@ -153,15 +157,15 @@ def timeline_of(
     """The simulated step of a plan that was read from a file. Raises like `verify`."""
     graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
     verifier.verify(graph, plan, admits)
-    return _simulated(graph, plan)
+    return simulated_step(graph, plan)
 
 
 def _with_simulator(plan: Plan, graph: Graph) -> Plan:
     """The plan with what `plan.timeline()` calls."""
-    return replace(plan, simulator=partial(_simulated, graph))
+    return replace(plan, simulator=partial(simulated_step, graph))
 
 
-def _simulated(graph: Graph, plan: Plan) -> Timeline:
+def simulated_step(graph: Graph, plan: Plan) -> Timeline:
     """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
     part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
     return simulate(part, one_microbatch_plan(plan), profiles_of(plan.mesh))

@@ -7,8 +7,8 @@ Where no place has a plan that fits, blocks are computed again (`zero.recomputat
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
-from autopar.intraop import LeastMemory, Placements, prepare_placements
+from autopar.intraop import LeastMemory, Placements, Sends, prepare_placements
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
@@ -44,6 +44,9 @@ from autopar.zero import (
     recomputable,
     storage_options,
 )
+
+STAGES_RUN = False
+"""Whether plans of several stages can be emitted, so that `parallelize` may choose one."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ class Request:
 class Part:
     """The graph of a step, and that of one of its microbatches, which is what is searched and simulated.
 
-    cut: makes a plan of `num_submeshes` submeshes of one for the whole graph on one of these.
+    cut: makes a plan of `num_submeshes` submeshes of one for the whole graph on one of these. copies: of a graph that
+    was made short (`interop.fold`), how many nodes and stored tensors one stands for.
     """
 
     whole: Graph
@@ -87,6 +91,7 @@ class Part:
     constraints: tuple[Constraint, ...] = ()
     cut: Callable[[Plan], Plan] | None = None
     num_submeshes: int = 1
+    copies: Mapping[str, int] = field(default_factory=dict)
 
     def in_stages(self, plan: Plan) -> Plan:
         """A plan for one microbatch of the whole graph as one of several stages, stated on all axes."""
@@ -126,7 +131,7 @@ def best_plan(graph: Graph, blocks: Blocks, request: Request, profile: Profile, 
     tried: list[dict[str, Any]] = []
     places: list[Place] = []
     found: list[tuple[Place, Plan]] = []
-    for count in _microbatch_counts(graph, request):
+    for count in microbatch_counts(graph, request):
         part = divided(graph, blocks, count)
         here = [Place(part, axes, request, profile) for axes in meshes]
         places += here
@@ -210,7 +215,7 @@ _LEAST_S = 2.0
 _TRIES = 6
 
 
-def _microbatch_counts(graph: Graph, request: Request) -> list[int]:
+def microbatch_counts(graph: Graph, request: Request) -> list[int]:
     """The pinned number, or 1, 2, 4, … as long as the model's batch can be divided so."""
     pinned = {c.microbatches for c in request.constraints if c.microbatches is not None}
     if len(pinned) > 1:
@@ -253,6 +258,7 @@ class Place:
     axes: LogicalMesh
     request: Request
     profile: Profile
+    sends: Sends | None = None
 
     def fit(self, seconds: float, limit: int | None = None) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
@@ -323,8 +329,8 @@ class Place:
     def placements(self) -> Placements:
         """The intra-op problem."""
         return prepare_placements(
-            self.part.graph, self.part.blocks, self._draft(), self._shared, self._storages,
-            (*self.request.constraints, *self.part.constraints), self.part.whole,
+            self.part.graph, self.part.blocks, self.draft(), self._shared, self._storages,
+            (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends,
         )  # fmt: skip
 
     @property
@@ -343,7 +349,7 @@ class Place:
         families = {operator(node.op).family for node in graph.nodes} | ({"optimizer"} if trains else set())
         return self.profile.sources(families, levels)
 
-    def _draft(self) -> Plan:
+    def draft(self) -> Plan:
         """Everything of the plan that is known before the search."""
         graph, request = self.part.whole, self.request
         return Plan(

@@ -1,9 +1,4 @@
-"""Cuts a model into stages of equal numbers of repeated blocks, and a plan of its whole into one of these stages.
-
-What comes before the blocks runs with the first of them, what comes after with the last (embedding; head and loss).
-A node that needs no activation, only inputs or only stored tensors (a mask, a rotary table, a view of a weight),
-runs in each stage that reads it, so that nothing of it is sent.
-"""
+"""Cuts a model into stages of equal numbers of repeated blocks, and a plan of its whole into one of given stages."""
 
 from __future__ import annotations
 
@@ -17,16 +12,13 @@ from typing import NamedTuple
 from autopar.cost import Profile
 from autopar.cost.crossing import End, cheapest_handover, way
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node
+from autopar.interop import Members, block_layers
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.placement import P, Placement, local_shape
 from autopar.ir.plan import Plan, Redistribute, Stage
 from autopar.ir.redistribution import cheapest_path
-from autopar.ir.structure import is_random
 from autopar.ir.verifier import output_placement
-
-Members = Mapping[str, tuple[int, ...]]
-"""The stages that each node runs in, by its name."""
 
 
 def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Members:
@@ -34,71 +26,21 @@ def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Member
 
     block_paths: module paths of the repeated blocks. Raises PlanError when their number is not a multiple of `count`.
     """
-    order = _blocks_in_order(graph, block_paths)
-    if not order or len(order) % count:
+    layers = block_layers(graph, block_paths)
+    if not layers.count or layers.count % count:
         raise PlanError(
-            f"expected a number of repeated blocks that {count} stages divide equally, found {len(order)} "
+            f"expected a number of repeated blocks that {count} stages divide equally, found {layers.count} "
             "(numbered modules that run something); choose a number of stages that divides it"
         )
-    return stages_of_sizes(graph, block_paths, [len(order) // count] * count)
+    return stages_of_sizes(graph, block_paths, [layers.count // count] * count)
 
 
 def stages_of_sizes(graph: Graph, block_paths: Sequence[str], sizes: Sequence[int]) -> Members:
     """The stages of each node when each stage has so many of the blocks, in the order in which they run."""
-    order = _blocks_in_order(graph, block_paths)
-    assert len(order) == sum(sizes), "each block is in a stage"
+    layers = block_layers(graph, block_paths)
+    assert layers.count == sum(sizes), "each block is in a stage"
     ends = list(accumulate(sizes))
-    stage_of = {path: bisect_right(ends, number) for number, path in enumerate(order)}
-    block_of = {node.name: _block(node, set(block_paths)) for node in graph.nodes}
-    return _spread(graph, {name: stage_of[path] for name, path in block_of.items() if path is not None}, len(sizes))
-
-
-def _blocks_in_order(graph: Graph, block_paths: Sequence[str]) -> list[str]:
-    """The blocks that run something, as they do."""
-    paths = set(block_paths)
-    return [*dict.fromkeys(path for node in graph.nodes if (path := _block(node, paths)) is not None)]
-
-
-def _block(node: Node, paths: set[str]) -> str | None:
-    return next((path for path, _ in node.scope.path if path in paths), None)
-
-
-def _spread(graph: Graph, fixed: Mapping[str, int], count: int) -> Members:
-    """The stages of all nodes, where those of the blocks are given."""
-    portable = _portable(graph)
-    stage: dict[str, int] = {}
-    behind: set[str] = set()  # nodes in a block, or that read what one makes
-    for node in graph.nodes:
-        makers = [graph.producers[name] for name in node.operands if name in graph.producers]
-        before = [maker.name for maker in makers if maker.name not in portable]
-        stage[node.name] = max([fixed.get(node.name, 0), *(stage[name] for name in before)])
-        if node.name in fixed or not behind.isdisjoint(before):
-            behind.add(node.name)
-    found: dict[str, tuple[int, ...]] = {}
-    for node in reversed(graph.nodes):
-        readers = [s for name in node.results for user, _ in graph.consumers[name] for s in found[user.name]]
-        if node.name in portable and readers:
-            found[node.name] = tuple(sorted(set(readers)))
-        elif node.name in behind or not readers:
-            found[node.name] = (stage[node.name] if node.name in behind else count - 1,)
-        else:
-            found[node.name] = (min(readers),)
-    return found
-
-
-def _portable(graph: Graph) -> set[str]:
-    """Nodes that depend on inputs and constants alone, or on stored tensors alone, and not on chance."""
-    kinds: dict[str, str] = dict.fromkeys(graph.inputs, "input")
-    kinds |= {item.tensor: "stored" if item.kind == "parameter" else "constant" for item in graph.stored}
-    kinds |= {item.tensor: "activation" for item in graph.stored if item.name in graph.mutations}
-    found = set()
-    for node in graph.nodes:
-        read = {kinds[name] for name in node.operands} - {"constant"}
-        kind = "activation" if len(read) > 1 or is_random(node) else read.pop() if read else "constant"
-        kinds.update((name, kind) for name in node.results)
-        if kind != "activation":
-            found.add(node.name)
-    return found
+    return layers.members(graph, [bisect_right(ends, number) for number in range(layers.count)])
 
 
 # The plan ----------------------------------------

@@ -117,12 +117,13 @@ class UnequalStages:
     @cached_property
     def times_ns(self) -> list[list[int]]:
         """Of each stage for each block."""
-        graph = self.part.graph
-        by_kind = {
-            name: block_times_ns(graph, plan, self.profiles[name], self.block_paths)
-            for name, plan in self.alone.items()
-        }
-        return [by_kind[self.kind(ranks)] for ranks in self.ranks]
+        found = {}
+        for ranks in self.ranks:
+            name = self.kind(ranks)
+            if name not in found:
+                plan, profile = self.alone[name], self.profile_of(ranks)
+                found[name] = block_times_ns(self.part.graph, plan, profile, self.block_paths)
+        return [found[self.kind(ranks)] for ranks in self.ranks]
 
     def plan(self, split: str) -> Plan:
         """Stages of equally many blocks, or by speed; of the latter, one that does not fit gets a block less.

@@ -52,6 +52,26 @@ def node_issue_ns(
     return _call_issue_ns(node_call(node, operand_shapes, result_shapes, tensors), profile) if profile.host else (0, 0)
 
 
+def split_backward_ns(
+    node: Node,
+    operand_shapes: tuple[Shape, ...],
+    result_shapes: tuple[Shape, ...],
+    tensors: Mapping[str, Tensor],
+    leads_back: tuple[bool, ...],
+    profile: Profile,
+) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Nanoseconds of an operator's backward direction in two parts, and what the host needs to launch each.
+
+    First the gradients of the operands that `leads_back` marks, then those of the others: each as if it were alone.
+    """
+    call = node_call(node, operand_shapes, result_shapes, tensors)
+    led = tuple(wanted and back for wanted, back in zip(call.differentiable, leads_back, strict=True))
+    kept = tuple(wanted and not back for wanted, back in zip(call.differentiable, leads_back, strict=True))
+    parts = call._replace(differentiable=led), call._replace(differentiable=kept)
+    times, issues = ([f(part, profile)[1] for part in parts] for f in (_call_time_ns, _call_issue_ns))
+    return (times[0], times[1]), (issues[0], issues[1])
+
+
 def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> int:
     """Forward floating-point operations of one operator on local shapes."""
     sizes = tuple(4 for _ in operand_shapes), tuple(4 for _ in result_shapes)
@@ -83,6 +103,12 @@ def split_norm_time_ns(num_bytes: int, profile: Profile) -> tuple[int, int]:
     """Nanoseconds (forward, backward) of a batch norm whose statistics cross ranks: plain operators, pass by pass."""
     forward, backward = (passes * pointwise_time_ns(2 * num_bytes, profile) for passes in SPLIT_NORM_PASSES)
     return forward, backward
+
+
+def split_norm_backward_ns(num_bytes: int, profile: Profile) -> tuple[int, int]:
+    """Nanoseconds of its gradient to the activation, and of that to the weight: a product and its sum."""
+    a_pass = pointwise_time_ns(2 * num_bytes, profile)
+    return (SPLIT_NORM_PASSES[1] - 2) * a_pass, 2 * a_pass
 
 
 def copy_time_ns(num_bytes: int, profile: Profile) -> int:

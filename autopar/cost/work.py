@@ -179,9 +179,12 @@ def _sum_gradient(call: Call) -> Work:
 
 
 def _normalization_gradient(call: Call) -> Work:
-    """Gradient and input are read for the statistics and again for the result; weight sums take no more."""
+    """Gradient and input are read for the statistics and again for the result; weight sums take no more.
+
+    Where only the weight's gradient is asked for, both are read once.
+    """
     activation = call.operand_bytes[0]
-    return Work(0, 2 * activation + call.result_bytes, 1)
+    return Work(0, (2 if call.differentiable[0] else 1) * activation + call.result_bytes, 1)
 
 
 def _reduction_gradient(call: Call) -> Work:

@@ -1,5 +1,7 @@
 """Chooses a placement for every tensor on one submesh (Alpa's intra-operator pass)."""
 
+from autopar.intraop.costs import Sends
 from autopar.intraop.search import LeastMemory, Placements, prepare_placements
+from autopar.intraop.tradeoffs import TradeOff, TradeOffs
 
-__all__ = ["LeastMemory", "Placements", "prepare_placements"]
+__all__ = ["LeastMemory", "Placements", "Sends", "TradeOff", "TradeOffs", "prepare_placements"]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -90,20 +90,23 @@ def build(
     constraints: Sequence[Constraint] = (),
     memory_limit: int | None = None,
     whole: Graph | None = None,
+    copies: Mapping[str, int] | None = None,
 ) -> Built:
     """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of.
 
-    `whole`: the graph of the step, when `graph` is that of one of its microbatches.
+    `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
+    stored tensors one stands for, by name, where not one.
     """
-    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole).build(memory_limit)
+    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, copies or {}).build(memory_limit)
 
 
 class _Builder:
     def __init__(
         self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
         storage_options: StorageOptions, constraints: Sequence[Constraint], whole: Graph | None,
+        copies: Mapping[str, int],
     ) -> None:  # fmt: skip
-        self.whole = whole
+        self.whole, self.copies = whole, copies
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.constraints = storage_options, constraints
         self.variables: list[Variable] = []
@@ -143,7 +146,9 @@ class _Builder:
         self.usage.append(np.array(usage, dtype=np.int64))
 
     def _stored(self) -> None:
-        counts = Counter(self.blocks.representative_tensor(s.tensor) for s in self.graph.stored)
+        counts: Counter[str] = Counter()
+        for stored in self.graph.stored:
+            counts[self.blocks.representative_tensor(stored.tensor)] += self.copies.get(stored.tensor, 1)
         for stored in self.graph.stored:
             if self.blocks.representative_tensor(stored.tensor) != stored.tensor:
                 continue
@@ -199,7 +204,9 @@ class _Builder:
             self._add("input", name, kept, 1, penalties, [0] * len(kept))
 
     def _nodes(self) -> None:
-        counts = Counter(self.blocks.representative_node(node.name) for node in self.graph.nodes)
+        counts: Counter[str] = Counter()
+        for node in self.graph.nodes:
+            counts[self.blocks.representative_node(node.name)] += self.copies.get(node.name, 1)
         for node in self.graph.nodes:
             if self.blocks.representative_node(node.name) != node.name:
                 continue
@@ -273,7 +280,8 @@ class _Builder:
             target = self.index["node", self.blocks.representative_node(node.name)]
             for operand, tensor in enumerate(node.operands):
                 source, result = self._variable_of(tensor)
-                self.edges[source, result, target, operand, self.blocks.representative_tensor(tensor)] += 1
+                edge = source, result, target, operand, self.blocks.representative_tensor(tensor)
+                self.edges[edge] += self.copies.get(node.name, 1)
 
     def _outputs(self) -> None:
         for name in dict.fromkeys((*self.graph.outputs, *self.graph.mutations.values())):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.cost import Profile, collective_time_ns, node_time_ns
+from autopar.cost.compute import pointwise_time_ns
 from autopar.cost.memory import Extra, Saved, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.problem import NO_PATH_NS
@@ -16,7 +20,7 @@ from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategy
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import Placement, local_shape
+from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
 from autopar.ops.communication import inner_communication
@@ -36,6 +40,16 @@ OPTIMIZER_BYTES = {
 }
 
 
+class Sends(NamedTuple):
+    """What is sent to another stage if stages begin anywhere: by tensor, how often a microbatch on average.
+
+    axis: as long as the two submeshes, with the distance of their equal ranks.
+    """
+
+    axis: Axis
+    times: Mapping[str, float]
+
+
 class ProfiledCosts:
     """Implements `builder.Costs` for one logical mesh."""
 
@@ -49,13 +63,22 @@ class ProfiledCosts:
         optimizer: str | None,
         microbatches: int = 1,
         again: RecomputedShares | None = None,
+        sends: Sends | None = None,
     ) -> None:
+        self.sends = sends
         self.graph, self.axes, self.profile = graph, axes, profile
         self.again = again or RecomputedShares((), ())
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
+
+    def of(self, graph: Graph) -> ProfiledCosts:
+        """The same for another graph."""
+        other = copy.copy(self)
+        other.__dict__.pop("_saved", None)
+        other.graph = graph
+        return other
 
     def _shapes(self, names: tuple[str, ...], placements: tuple[Placement, ...]) -> tuple[tuple[int, ...], ...]:
         tensors = self.graph.tensors
@@ -67,7 +90,20 @@ class ProfiledCosts:
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
         once = forward + (backward if self.train else 0) + sum(self._inner_ns(node, strategy))
         again = self._share(node) * (forward + self._inner_ns(node, strategy)[0])
-        return (once + round(again)) * self.microbatches
+        return (once + round(again) + self._sent_ns(node, strategy)) * self.microbatches
+
+    def _sent_ns(self, node: Node, strategy: Strategy) -> int:
+        """What sending the results to another stage takes, and their gradients back; summands are sent summed."""
+        if self.sends is None:
+            return 0
+        total = 0.0
+        for name, shape in zip(node.results, self._shapes(node.results, strategy.results), strict=True):
+            if name in self.sends.times:
+                tensor = self.graph.tensors[name]
+                size = math.prod(shape) * tensor.itemsize
+                one = collective_time_ns("send", size, self.sends.axis, self.devices_per_node, self.profile)
+                total += one * self.sends.times[name] * (1 + (tensor.differentiable and self.train))
+        return int(total)
 
     def _share(self, node: Node) -> float:
         """The part of a node's instances that runs again for the backward pass."""
@@ -131,12 +167,30 @@ class ProfiledCosts:
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
 
     def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
-        """Gathers before use (again before backward when regathered) and gradient synchronisation after."""
+        """Gathers before use (again before backward when regathered), gradient synchronisation after, and adding up
+        the gradients of the microbatches."""
         sources = [storage.placement for storage in storages]
         forward, backward = self._routes(tensor).times(sources, targets)
         gathers = np.array([self._num_gathers(storage) for storage in storages])[:, None]
         reductions = np.array([self._num_reductions(storage) for storage in storages])[:, None]
-        return np.where(forward >= UNREACHABLE, NO_PATH_NS, forward * gathers + backward * reductions)
+        total = forward * gathers + backward * reductions + self._added_up_ns(tensor, storages, targets)
+        return np.where(forward >= UNREACHABLE, NO_PATH_NS, total)
+
+    def _added_up_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:
+        """Adding each microbatch's gradient to those before it: as used, or as stored if it is reduced first."""
+        added = np.zeros((len(storages), len(targets)), dtype=np.int64)
+        if self.microbatches == 1 or not (tensor.differentiable and self.train):
+            return added
+
+        def once(placement: Placement) -> int:
+            size = math.prod(self._local(tensor.shape, placement)) * self.graph.kept(tensor.name).itemsize
+            return pointwise_time_ns(3 * size, self.profile) * (self.microbatches - 1)
+
+        added[:] = [once(target) for target in targets]
+        for row, storage in enumerate(storages):
+            if storage.regather or storage.reduce_each_microbatch:
+                added[row] = once(storage.placement)
+        return added
 
     def _num_gathers(self, storage: Storage) -> int:
         """A step; a regathered parameter is gathered for the forward and the backward pass of each microbatch."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,14 +10,15 @@ import numpy as np
 from autopar.cost import Profile
 from autopar.intraop.alternatives import explain_choices
 from autopar.intraop.builder import Built, Representatives, StorageOptions, build
-from autopar.intraop.costs import ProfiledCosts
+from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.solver import solve
+from autopar.intraop.tradeoffs import TradeOffs
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.plan import Choice, Plan, SearchReport
 
 
 @dataclass(frozen=True)
@@ -30,19 +31,21 @@ class LeastMemory:
 
 def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
-    constraints: Sequence[Constraint] = (), whole: Graph | None = None,
+    constraints: Sequence[Constraint] = (), whole: Graph | None = None, copies: Mapping[str, int] | None = None,
+    sends: Sends | None = None,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
-    `whole`: the graph of the step, when `graph` is that of one of its microbatches.
+    `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
+    stored tensors one stands for, by name, where not one. `sends`: what other stages are sent.
     Raises InfeasibleError when the constraints leave no strategy.
     """
     per_node = draft.mesh.devices_per_node
     costs = ProfiledCosts(
         graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
-        RecomputedShares(draft.recompute, draft.blocks),
+        RecomputedShares(draft.recompute, draft.blocks), sends,
     )  # fmt: skip
-    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole)
+    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole, copies=copies)
     return Placements(graph, blocks, draft, costs, built)
 
 
@@ -63,9 +66,6 @@ class Placements:
         """
         problem = replace(self.built.problem, usage_limit=usage_limit)
         solution = solve(problem, time_limit_s, seed, gap_limit)
-        inputs, storage, nodes, redistributes = extract(
-            self.graph, self.blocks, self.built, solution.choice, self.costs.steps
-        )
         report = SearchReport(
             method=f"intra-op ILP by {solution.method}",
             cost_ns=int(solution.cost),
@@ -74,10 +74,22 @@ class Placements:
             seconds=round(solution.seconds, 3),
             seed=seed,
         )
-        return replace(
-            self.draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes, search=report,
-            choices=explain_choices(self.built, solution.choice),
-        )  # fmt: skip
+        plan = self.placed(replace(self.draft, search=report), self.graph, solution.choice)
+        return replace(plan, choices=self.explained(solution.choice))
+
+    def explained(self, choice: Sequence[int]) -> tuple[Choice, ...]:
+        """Each decision against its alternatives."""
+        return explain_choices(self.built, choice)
+
+    def placed(self, draft: Plan, graph: Graph, choice: Sequence[int]) -> Plan:
+        """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""
+        steps = self.costs.steps if graph is self.graph else self.costs.of(graph).steps
+        inputs, storage, nodes, redistributes = extract(graph, self.blocks, self.built, choice, steps)
+        return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
+
+    def trade_offs(self, in_flight: int, time_limit_s: float = 10.0, seed: int = 0) -> TradeOffs:
+        """Time against memory, with the activations of so many microbatches; each solve may take so many seconds."""
+        return TradeOffs(self.built, in_flight, time_limit_s, seed)
 
     def unlimited_cost_ns(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
         """The cost of the best choice that is found where memory is no concern."""

@@ -22,7 +22,8 @@ class Constraint:
     graph for "tensor", and against input names for "input".
     allow: types such as "S(0)", "R", "I", "P", or "S" for any dim. axis: the mesh axis by name; None means all.
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
-    min_dims: only tensors of at least that many dims. microbatches: pins their number, whatever the pattern.
+    min_dims: only tensors of at least that many dims. microbatches, stages: pin their
+    numbers, whatever the pattern.
     recompute: pins what of the repeated blocks of these module paths is computed again: "none", "block" (the attention)
     or "full". Then nothing of the other blocks is, unless further constraints say so.
     """
@@ -36,6 +37,7 @@ class Constraint:
     min_dims: int = 0
     microbatches: int | None = None
     recompute: Recompute | None = None
+    stages: int | None = None
 
     def __post_init__(self) -> None:
         for text in self.allow:
@@ -49,6 +51,8 @@ class Constraint:
             raise PlanError(f'expected recompute as "none", "block" or "full", found {self.recompute!r}')
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
+        if self.stages is not None and self.stages < 1:
+            raise PlanError(f"expected at least one stage, found {self.stages}")
 
     def matches(self, *names: str) -> bool:
         return any(fnmatchcase(name, self.pattern) for name in names)

@@ -90,7 +90,7 @@ class SearchReport:
     tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved")
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
 @dataclass(frozen=True)

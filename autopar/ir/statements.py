@@ -7,7 +7,7 @@ a redistribution makes another value of the same tensor.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
@@ -44,7 +44,7 @@ Statement = Operate | Convert
 @dataclass(frozen=True)
 class Flat:
     """Constants are computed once; the statements run each microbatch. `uses`: placements of each parameter;
-    `leaving`: what a stage makes for later ones."""
+    `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor."""
 
     constants: tuple[Statement, ...]
     statements: tuple[Statement, ...]
@@ -52,6 +52,7 @@ class Flat:
     mutations: dict[str, Value]
     uses: dict[str, tuple[Placement, ...]]
     leaving: tuple[Value, ...] = ()
+    values: dict[str, Value] = field(default_factory=dict)
 
 
 def flatten(graph: Graph, plan: PlanData, leaving: Sequence[Value] = ()) -> Flat:
@@ -91,7 +92,7 @@ class _Flattener:
         }
         left = tuple(self._bring(*value) for value in leaving)
         uses = {name: tuple(dict.fromkeys(placements)) for name, placements in self.uses.items()}
-        return Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left)
+        return Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value)
 
     def _operate(self, node: Node) -> None:
         node_plan = self.plan.nodes[node.name]

@@ -40,7 +40,7 @@ class Unit:
         self.awaits_backward = False  # in this backward pass
         self.runs_backward = False  # seen in the microbatch before: it is prefetched for the backward pass
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
-        self.read_outside: set[Slot] = set()  # regathered, asked for by something outside
+        self.read_outside: dict[Slot, None] = {}  # regathered, asked for by something outside, in that order
         self._under_way: list[Callable[[], None]] = []
 
     def launch_kept(self) -> None:
@@ -80,7 +80,8 @@ class Unit:
         if not slot.is_live:
             start_conversion([slot])()
         slot.is_pinned = slot in self.regathered
-        self.read_outside |= {slot} if slot.is_pinned else set()
+        if slot.is_pinned:
+            self.read_outside[slot] = None
         return slot.leaf
 
     def bring_back(self) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
-from enum import IntEnum
 from typing import NamedTuple
 
 COMPUTE = "compute"
@@ -39,8 +38,8 @@ class Carried(NamedTuple):
     last_ns: int = 0
 
 
-class Moment(IntEnum):
-    """What happens to memory at one time, in this order.
+class Moment:
+    """What happens to memory at one time, in this order: plain numbers, which arrays take as they are.
 
     A task ends; what several tasks have made is summed; hooks collect gradients; journeys end, which leaves shards;
     new ones and gathers start; the next task starts.
@@ -55,6 +54,7 @@ class Moment(IntEnum):
     ARRIVED = 6
     SEND = 7
     START = 8
+    COUNT = 9
 
 
 class Engine:
@@ -81,16 +81,16 @@ class Engine:
 
     def launch(self, issue_ns: int) -> None:
         """The host launches the next task. A device that is idle until then counts as computing: it is launch-bound."""
-        if issue_ns:
-            self.host_ns += issue_ns
-            if self.host_ns > self.free_ns:
-                self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
-                self.free_ns = self.host_ns
+        self.host_ns += issue_ns
+        if self.host_ns > self.free_ns:
+            self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
+            self.free_ns = self.host_ns
 
     def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0) -> int:
         """Places a task on the compute stream; returns its number, for `after` of those that depend on it."""
         self._kind = kind
-        self.launch(issue_ns)
+        if issue_ns:
+            self.launch(issue_ns)
         tasks, free = self.tasks, self.free_ns
         start, cause = free, ""
         for number in after:
@@ -111,7 +111,8 @@ class Engine:
         self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0
     ) -> int:
         """Places a collective on a communication stream; returns its number."""
-        self.launch(issue_ns)
+        if issue_ns:
+            self.launch(issue_ns)
         tasks = self.tasks
         start = max(self.links.get(link, 0), self.host_ns)
         for number in after:
@@ -146,13 +147,20 @@ class Engine:
         """The task that ends later."""
         return max(first, second, key=lambda task: self.tasks[task][3])
 
-    def allocate(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.START) -> None:
+    def change(self, first: int, last: int, taken: int, given: int, kind: str) -> None:
+        """Memory taken when the first task starts, and given back when the last one ends."""
+        if taken:
+            self.allocations.append((self.tasks[first][2], taken, kind, Moment.START))
+        if given:
+            self.allocations.append((self.tasks[last][3], -given, kind, Moment.END))
+
+    def allocate(self, task: int, num_bytes: int, kind: str, moment: int = Moment.START) -> None:
         """Memory taken when a task starts, or at a moment of its end."""
         if num_bytes:
             _, _, start, end, _ = self.tasks[task]
-            self.allocations.append((start if moment is Moment.START else end, num_bytes, kind, moment))
+            self.allocations.append((start if moment == Moment.START else end, num_bytes, kind, moment))
 
-    def release(self, task: int, num_bytes: int, kind: str, moment: Moment = Moment.END) -> None:
+    def release(self, task: int, num_bytes: int, kind: str, moment: int = Moment.END) -> None:
         """Memory given back at a moment of a task's end."""
         if num_bytes:
             self.allocations.append((self.tasks[task][3], -num_bytes, kind, moment))

@@ -12,10 +12,10 @@ from autopar.ir.structure import block_paths, constant_tensors
 
 
 class NodeFacts(NamedTuple):
-    """Whether results share the operand's memory, which operands' gradients do, and what autograd saves."""
+    """Whether results share the operand's memory, the positions of operands whose gradients do, what autograd saves."""
 
     is_view: bool
-    passes_gradient: tuple[bool, ...]  # by operand
+    passing: tuple[int, ...]
     saved: tuple[Saved, ...]
 
 
@@ -67,7 +67,8 @@ def _twins(graph: Graph, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple
 
 
 def _node_facts(node: Node, graph: Graph, device_type: str) -> NodeFacts:
-    return NodeFacts(is_view(node, graph), passes_gradient(node, graph), saved_values(node, graph, device_type))
+    passing = tuple(position for position, passes in enumerate(passes_gradient(node, graph)) if passes)
+    return NodeFacts(is_view(node, graph), passing, saved_values(node, graph, device_type))
 
 
 _known: dict[tuple[int, str], tuple[weakref.ref[Graph], GraphFacts]] = {}

@@ -5,13 +5,18 @@ name, unless autograd saved it: then after the backward of the first item (in fo
 recomputed region nothing but what enters it is kept; when the backward pass first needs something of it, its items run
 again and their memory lives as without recomputation. Gradients of activations live from the first reader's backward to
 that of the maker.
+
+A backward pass in two parts keeps for the second what an operator with a gradient of its own saved, and the gradient
+of its result.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.simulate.program import Item, Program
 
 
@@ -25,12 +30,15 @@ class Changes:
 
 @dataclass(slots=True)
 class Lifetimes:
-    """Memory of activations forward, recomputed and backward; that of their gradients apart."""
+    """Memory of activations forward, recomputed and backward; that of their gradients apart.
+
+    backward, gradients: by direction, the whole pass and its two parts.
+    """
 
     forward: Changes = field(default_factory=Changes)
     recompute: Changes = field(default_factory=Changes)
-    backward: Changes = field(default_factory=Changes)
-    gradients: Changes = field(default_factory=Changes)
+    backward: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
+    gradients: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
 
 
 def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
@@ -42,12 +50,16 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
             uses = readers[storage], savers[storage], frames.end(memory.owner, readers[storage])
-            _place(lifetimes, program.items, entries, memory.owner, memory.num_bytes, *uses)
+            _place(lifetimes, program, entries, memory.owner, memory.num_bytes, *uses)
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
-            _place(lifetimes, program.items, entries, number, item.extra_bytes, [number], [number], number)
-    if trains:
-        _place_gradients(program, lifetimes.gradients)
+            _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
+    if trains and program.splits:
+        _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT)
+        _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT)
+    elif trains:
+        whole = [number for number, item in enumerate(program.items) if item.runs_backward]
+        _place_gradients(program, whole, lifetimes, BACKWARD)
     _place_workspace(program, lifetimes)
     return lifetimes
 
@@ -93,13 +105,13 @@ def _entries(program: Program) -> dict[int, int]:
 
 def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
     """What an item takes and gives back itself."""
+    directions = (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,)
+    places = (lifetimes.forward, lifetimes.recompute), tuple(lifetimes.gradients[name] for name in directions)
     for number, item in enumerate(program.items):
-        forward, backward = item.workspace
-        for changes, size in ((lifetimes.forward, forward), (lifetimes.recompute, forward)):
-            changes.taken[number] += size
-            changes.given[number] += size
-        lifetimes.gradients.taken[number] += backward
-        lifetimes.gradients.given[number] += backward
+        for size, several in zip(item.workspace, places, strict=True):
+            for changes in several if size else ():
+                changes.taken[number] += size
+                changes.given[number] += size
 
 
 def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
@@ -118,13 +130,14 @@ def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[in
 
 
 def _place(
-    lifetimes: Lifetimes, items: list[Item], entries: dict[int, int], owner: int, size: int, readers: list[int],
+    lifetimes: Lifetimes, program: Program, entries: dict[int, int], owner: int, size: int, readers: list[int],
     savers: list[int], returned: int,
 ) -> None:  # fmt: skip
     """One piece of memory: kept from the forward pass, or made again in its region, or both.
 
     returned: the item after which no function holds it.
     """
+    items = program.items
     region = items[owner].region
     kept = [number for number in savers if region < 0 or items[number].region != region]
     # What enters another region stays for its second run, until the backward pass needs nothing of that any more.
@@ -132,7 +145,7 @@ def _place(
     kept += [entries[other] for other in others if other in entries]
     lifetimes.forward.taken[owner] += size
     if kept:
-        lifetimes.backward.given[min(kept)] += size
+        _give_back(lifetimes, program, size, kept, savers)
     else:
         lifetimes.forward.given[max(*readers, returned)] += size
     if region < 0:
@@ -140,25 +153,42 @@ def _place(
     inside = [number for number in savers if items[number].region == region]
     lifetimes.recompute.taken[owner] += size
     if inside:
-        lifetimes.backward.given[min(inside)] += size
+        _give_back(lifetimes, program, size, inside, inside)
     else:
         held = [n for n in (*readers, returned) if items[n].region == region]
         lifetimes.recompute.given[max(held)] += size
 
 
-def _place_gradients(program: Program, changes: Changes) -> None:
-    """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on."""
-    buffer: dict[int, list[int]] = {}  # value -> [bytes, readers]
-    for number in range(len(program.items) - 1, -1, -1):
+def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[int], savers: list[int]) -> None:
+    """After the backward of all items that need it; in the second part, if one that saved it runs there."""
+    if not program.splits:
+        lifetimes.backward[BACKWARD].given[min(needing)] += size
+        return
+    early = [number for number in needing if number in program.led]
+    late = [number for number in savers if number in program.own]
+    direction = BACKWARD_WEIGHT if late or not early else BACKWARD_INPUT
+    lifetimes.backward[direction].given[min(late or early or needing)] += size
+
+
+def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Lifetimes, direction: str) -> None:
+    """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on.
+
+    numbers: the items of this direction. Buffers that the second part reads, too, are given back there.
+    """
+    changes, kept = lifetimes.gradients[direction], program.own if direction == BACKWARD_INPUT else ()
+    buffer: dict[int, list[int]] = {}  # value -> [bytes, readers, the first item that reads it in the second part]
+    for number in sorted(numbers, reverse=True):
         item = program.items[number]
-        if not item.runs_backward:
-            continue
         held = [buffer.pop(value) for value in item.outputs if value in buffer]
         for value in item.inputs:
-            _contribute(program, item, number, value, held, buffer, changes)
+            if direction == BACKWARD or program.values[value].leads_back == (direction == BACKWARD_INPUT):
+                _contribute(program, item, number, value, held, buffer, changes)
         for shared in held:
             shared[1] -= 1
-            if shared[1] == 0:
+            shared[2] = number if number in kept else shared[2]
+            if shared[1] == 0 and shared[2] >= 0:
+                lifetimes.gradients[BACKWARD_WEIGHT].given[shared[2]] += shared[0]
+            elif shared[1] == 0:
                 changes.given[number] += shared[0]
 
 
@@ -183,4 +213,4 @@ def _contribute(
         buffer[value] = held[0]
     else:
         changes.taken[number] += made.num_bytes
-        buffer[value] = [made.num_bytes, 1]
+        buffer[value] = [made.num_bytes, 1, -1]

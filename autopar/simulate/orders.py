@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
+from functools import cache
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
+from autopar.simulate.passes import BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.simulate.program import Bucket, Program, Slot
 
 
@@ -17,12 +19,11 @@ class Orders:
     `begun_at`: slots whose gradient the backward pass begins there; `ended_at`: those whose gradient is there after
     it, and whether several items have contributed; `complete_at`: buckets complete after it;
     `home_each_ns`, `home_last_ns`: hooks of complete gradients and their copies into buckets;
-    `added_ns`: adding up the gradients of a value with several readers; `kept_ns`: adding to a leaf's
-    gradient of earlier microbatches.
+    `added_ns`: adding up the gradients of a value with several readers, `led_ns`: of those that lead back to an earlier
+    stage; `kept_ns`: adding to a leaf's gradient of earlier microbatches.
     """
 
     visits: list[int] = field(default_factory=list)  # units in forward order, without the program's own
-    first: dict[int, int] = field(default_factory=dict)  # unit -> its first item that runs backward
     last: dict[int, int] = field(default_factory=dict)  # unit -> its last item
     gathers: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))  # regathered, by unit
     regions: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
@@ -30,16 +31,19 @@ class Orders:
     ended_at: dict[int, list[tuple[Slot, bool]]] = field(default_factory=lambda: defaultdict(list))
     complete_at: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
     added_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    led_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     kept_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     home_each_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
     home_last_ns: dict[int, int] = field(default_factory=lambda: defaultdict(int))
 
-    def hooks_ns(self, number: int, is_first: bool, is_last: bool) -> int:
-        """What hooks add to an item's backward: gradients added up, to those of earlier microbatches too, and complete
-        ones taken into their buckets, in each microbatch or in the last one only."""
-        total = self.added_ns.get(number, 0) + self.home_each_ns.get(number, 0)
-        total += 0 if is_first else self.kept_ns.get(number, 0)
-        return total + (self.home_last_ns.get(number, 0) if is_last else 0)
+    def hooks_ns(self, number: int, direction: str) -> tuple[int, int, int]:
+        """What hooks add to an item's backward: gradients added up and complete ones taken into their buckets, in each
+        microbatch; added to those of earlier microbatches; taken into their buckets in the last one only."""
+        led = self.led_ns.get(number, 0) if direction != BACKWARD_WEIGHT else 0
+        if direction == BACKWARD_INPUT:
+            return led, 0, 0
+        each = led + self.added_ns.get(number, 0) + self.home_each_ns.get(number, 0)
+        return each, self.kept_ns.get(number, 0), self.home_last_ns.get(number, 0)
 
 
 def find_orders(program: Program, profile: Profile) -> Orders:
@@ -47,8 +51,6 @@ def find_orders(program: Program, profile: Profile) -> Orders:
     orders = Orders(visits=[unit for unit in dict.fromkeys(item.unit for item in program.items) if unit])
     for number, item in enumerate(program.items):
         orders.last[item.unit] = number
-        if item.runs_backward:
-            orders.first.setdefault(item.unit, number)
         if item.region >= 0:
             orders.regions[item.region].append(number)
     for bucket in program.gathers:
@@ -61,22 +63,23 @@ def find_orders(program: Program, profile: Profile) -> Orders:
 
 def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None:
     readers = _backward_readers(program)
+    adding_ns = cache(lambda num_bytes: pointwise_time_ns(3 * num_bytes, profile))
     for value, items in readers.items():
         made = program.values[value]
         place = made.item if made.item >= 0 else items[0]
         if len(items) > 1:
-            orders.added_ns[place] += (len(items) - 1) * pointwise_time_ns(3 * made.num_bytes, profile)
+            added = orders.led_ns if made.leads_back else orders.added_ns
+            added[place] += (len(items) - 1) * adding_ns(made.num_bytes)
     for slot in program.slots:
         if slot.requires_grad and slot.value in readers:
             items = readers[slot.value]
             orders.begun_at[items[-1]].append(slot)
             orders.ended_at[items[0]].append((slot, len(items) > 1))
-            moved = slot.stored_bytes if slot.reduces_each else slot.gradient_bytes
-            orders.kept_ns[readers[slot.value][0]] += pointwise_time_ns(3 * moved, profile)
+            orders.kept_ns[items[0]] += adding_ns(slot.stored_bytes if slot.reduces_each else slot.gradient_bytes)
             if slot.steps and profile.runtime:
                 home = orders.home_each_ns if slot.reduces_each else orders.home_last_ns
                 copied = copy_time_ns(slot.gradient_bytes, profile)
-                home[readers[slot.value][0]] += profile.runtime.parameter_ns + copied
+                home[items[0]] += profile.runtime.parameter_ns + copied
     for bucket in program.reductions:
         complete = [readers[v][0] for v in (program.slots[n].value for n in bucket.slots) if v in readers]
         if complete:

@@ -7,6 +7,8 @@ On submesh p of P, with m microbatches:
 | gpipe       | all forward, then all backward (GPipe)                                                 | m         |
 | 1f1b        | P − p forward, then one backward and one forward in turn (PipeDream-Flush, DAPPLE)     | P − p     |
 | interleaved | 1f1b over the submesh's chunks in turn, each for a round of microbatches (Megatron-LM) | ~P·chunks |
+| zero_bubble | 1f1b whose backward pass is cut in two: what earlier stages wait for comes at once, the  | P         |
+|             | gradients of stored tensors p microbatches later (ZB-H1 of Zero Bubble, ICLR'24)       |           |
 
 The orders are those of `torch.distributed.pipelining`. Without a backward pass, all of them only go forward.
 """
@@ -18,12 +20,18 @@ from typing import NamedTuple
 
 from autopar.errors import PlanError
 
+FORWARD = "forward"
+BACKWARD = "backward"
+BACKWARD_INPUT = "backward_input"  # gradients on their way to what the stage received, and nothing else
+BACKWARD_WEIGHT = "backward_weight"  # the others: of stored tensors, and of what is made of these alone
+DIRECTIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+
 
 class Turn(NamedTuple):
-    """One pass: of which stage, forward or backward, of which microbatch."""
+    """One pass: of which stage, in which of the DIRECTIONS, of which microbatch."""
 
     stage: int
-    is_forward: bool
+    direction: str
     microbatch: int
 
 
@@ -33,37 +41,56 @@ def turns(schedule: str, stages_of: Sequence[Sequence[int]], microbatches: int, 
     Raises PlanError where the schedule is not possible for so many microbatches.
     """
     if not trains:
-        return [[Turn(s, True, m) for m in range(microbatches) for s in stages] for stages in stages_of]
+        return [[Turn(s, FORWARD, m) for m in range(microbatches) for s in stages] for stages in stages_of]
     order = _ORDERS["1f1b" if len(stages_of) == 1 and len(stages_of[0]) == 1 else schedule]
     return [order(position, len(stages_of), stages, microbatches) for position, stages in enumerate(stages_of)]
 
 
 def _gpipe(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
-    return [Turn(stages[0], is_forward, m) for is_forward in (True, False) for m in range(microbatches)]
+    return [Turn(stages[0], direction, m) for direction in (FORWARD, BACKWARD) for m in range(microbatches)]
 
 
 def _1f1b(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
-    forward = [Turn(stages[0], True, m) for m in range(microbatches)]
-    backward = [Turn(stages[0], False, m) for m in range(microbatches)]
+    forward = [Turn(stages[0], FORWARD, m) for m in range(microbatches)]
+    backward = [Turn(stages[0], BACKWARD, m) for m in range(microbatches)]
     return _alternating(forward, backward, min(microbatches, count - position))
 
 
 def _interleaved(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
+    a_round = _microbatches_a_round(count, microbatches)
+    chunks = len(stages)
+    visits = [
+        (n // (a_round * chunks) * a_round + n % a_round, n // a_round % chunks) for n in range(microbatches * chunks)
+    ]
+    forward = [Turn(stages[chunk], FORWARD, m) for m, chunk in visits]
+    backward = [Turn(stages[chunks - 1 - chunk], BACKWARD, m) for m, chunk in visits]
+    ahead = (chunks - 1) * a_round + 2 * (count - 1 - position)
+    return _alternating(forward, backward, min(len(forward), ahead + 1))
+
+
+def _microbatches_a_round(count: int, microbatches: int) -> int:
     rounds = max(1, microbatches // count)
     if microbatches % rounds:
         raise PlanError(
             f"expected a number of microbatches that makes {rounds} equal rounds over {count} submeshes, "
             f"found {microbatches}; take a multiple of {count}"
         )
-    a_round = microbatches // rounds
-    chunks = len(stages)
-    visits = [
-        (n // (a_round * chunks) * a_round + n % a_round, n // a_round % chunks) for n in range(microbatches * chunks)
-    ]
-    forward = [Turn(stages[chunk], True, m) for m, chunk in visits]
-    backward = [Turn(stages[chunks - 1 - chunk], False, m) for m, chunk in visits]
-    ahead = (chunks - 1) * a_round + 2 * (count - 1 - position)
-    return _alternating(forward, backward, min(len(forward), ahead + 1))
+    return microbatches // rounds
+
+
+def _zero_bubble(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
+    """Forward passes as far ahead as in 1f1b; on submesh p, gradients of stored tensors p microbatches behind."""
+    _microbatches_a_round(count, microbatches)  # which torch asks for with a single stage a submesh, too
+    forward, inputs, weights = (
+        [Turn(stages[0], direction, m) for m in range(microbatches)]
+        for direction in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+    )
+    warm_up = min(microbatches, count - 1 - position)
+    order = forward[:warm_up]
+    for n in range(microbatches):
+        behind = n - position
+        order += [*forward[warm_up + n :][:1], inputs[n], *(weights[behind : behind + 1] if behind >= 0 else ())]
+    return [*order, *weights[max(0, microbatches - position) :]]
 
 
 def _alternating(forward: list[Turn], backward: list[Turn], warm_up: int) -> list[Turn]:
@@ -77,4 +104,5 @@ _ORDERS: dict[str, Callable[[int, int, Sequence[int], int], list[Turn]]] = {
     "gpipe": _gpipe,
     "1f1b": _1f1b,
     "interleaved": _interleaved,
+    "zero_bubble": _zero_bubble,
 }

@@ -6,6 +6,9 @@ as its last gradient is there. Compute waits for the conversions that it reads; 
 link level queue. A region that is recomputed runs again before the first backward item that needs something of it;
 units in it are launched one ahead, as in the forward pass, and stay for the backward pass.
 
+A backward pass may come in two parts: the first makes gradients of what earlier stages sent, with the regathered
+parameters that this takes; the second those of stored tensors.
+
 A pass that begins in the same state as an earlier one of its kind is that one, later: it is played once.
 """
 
@@ -18,17 +21,20 @@ from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.runtime.packing import MAX_IN_FLIGHT
+from autopar.simulate.directions import BackwardStep, Direction, find_directions
 from autopar.simulate.engine import LAST, Carried, Change, Engine, Moment, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 
 UNDER_WAY = "gradients under way"
 ROOT = 0  # the unit of parameters that belong to no block
+LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
 
 
 class PassKind(NamedTuple):
-    """What a pass does: "begin" a step, "forward", "backward" or "optimizer"; of the first or the last microbatch."""
+    """What a pass does: "begin" a step, a turn's direction, or "optimizer"; of the first or the last microbatch."""
 
     name: str
     is_first: bool = False
@@ -67,7 +73,7 @@ class Standing(NamedTuple):
     home: tuple[tuple[int, str], ...] = ()
 
     def without_gradients(self) -> Standing:
-        """What a forward pass depends on."""
+        """What a pass depends on that makes no gradients of stored tensors."""
         return Standing(self.ready, self.live, self.pinned, self.arriving)
 
 
@@ -107,16 +113,15 @@ class Player:
             slot for slot, number in self._bucket_of.items()
             if program.reductions[number].has_buffer or program.slots[slot].shrinks
         }  # fmt: skip
-        self._slot_values = frozenset(slot.value for slot in program.slots)
-        self._wanting = frozenset(number for number, value in enumerate(program.values) if value.wants_gradient)
+        self._directions = find_directions(program, self.orders, self.lifetimes) if trains else {}
         self._slowdown = profile.facts.overlap_slowdown
         self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
 
     def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        """The pass, from what the device and the stage have under way. A forward pass leaves gradients as they are:
-        its `standing` says nothing of them."""
-        if kind.name == "forward":
+        """The pass, from what the device and the stage have under way. One that leaves gradients as they are says
+        nothing of them in its `standing`."""
+        if kind.name in LEAVE_GRADIENTS:
             standing = standing.without_gradients()
         if not self._copies:
             carried = carried._replace(last_ns=0)
@@ -127,7 +132,7 @@ class Player:
         return known
 
     def _played(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
-        busy_ns = self._pass_ns if kind.name in ("forward", "backward") else 0
+        busy_ns = self._pass_ns if self._has_work(kind.name) else 0
         waiting = "forward" if kind.name == "begin" else kind.name
         self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
         self._late: list[Bucket] = []  # buckets that go home after the pass
@@ -148,9 +153,14 @@ class Player:
         self._gradients: dict[int, list[int]] = defaultdict(list)  # value -> the tasks that contribute to it
         self._launched: set[int] = set()  # units whose regathered parameters this pass has asked for
         self._kind = kind
-        {"begin": self._begin_step, "forward": self._forward, "backward": self._backward,
-         "optimizer": self._optimize}[kind.name]()  # fmt: skip
+        if kind.name in self._directions:
+            self._backward(self._directions[kind.name])
+        else:
+            {"begin": self._begin_step, "forward": self._forward, "optimizer": self._optimize}[kind.name]()
         return self._result()
+
+    def _has_work(self, direction: str) -> bool:
+        return direction == FORWARD or (direction in self._directions and bool(self._directions[direction].steps))
 
     def _result(self) -> Pass:
         engine, length = self.engine, self.engine.free_ns
@@ -198,7 +208,7 @@ class Player:
             for (name, _), value in program.sends.items():
                 ready[name] = max(ready.get(name, 0), tasks[self._ready[value]][3])
             return ready
-        if self._kind.name == "backward":
+        if self._kind.name in (BACKWARD, BACKWARD_INPUT):
             items = ((name, self._gradients.get(value)) for name, value in program.receives.items())
             return {name: max(tasks[task][3] for task in made) for name, made in items if made}
         return {}
@@ -229,27 +239,26 @@ class Player:
         if not self.trains or self.program.is_stage:
             self._end_microbatch()
 
-    def _backward(self) -> None:
-        if self.program.is_stage:
+    def _backward(self, direction: Direction) -> None:
+        if self.program.is_stage and self._kind.name != BACKWARD_WEIGHT:
             self._launch(ROOT)
             self._unpack(ROOT)
-        current, recomputed = ROOT, set()
-        for number in range(len(self.program.items) - 1, -1, -1):
-            item = self.program.items[number]
-            if not item.runs_backward:
-                continue
-            if item.unit not in (current, ROOT):
-                current = item.unit
+        current, left, first = ROOT, set(direction.regions), direction.first
+        for step in direction.steps:
+            unit, region = step.item.unit, step.item.region
+            if unit != current and unit != ROOT and unit in first:
+                current = unit
                 self._enter(current, -1)
-            if item.region >= 0 and item.needs_saved and item.region not in recomputed:
-                recomputed.add(item.region)
-                self._recompute(item.region)
-            self._run_backward(number, item)
-            if number == self.orders.first[item.unit] and item.unit != ROOT:
-                self._release(item.unit)
+            if region in left and step.item.needs_saved:
+                left.discard(region)
+                self._recompute(region)
+            self._run_backward(step)
+            if unit != ROOT and step.number == first.get(unit):
+                self._release(unit)
         for bucket in self._late:
             self._send_home(bucket, [self.engine.last])
-        self._end_microbatch()
+        if direction.ends_microbatch or self.program.is_stage:
+            self._end_microbatch()
 
     def _end_microbatch(self) -> None:
         for unit in list(self._live):
@@ -280,27 +289,35 @@ class Player:
             _, last = self._transmit(item.name, "operator", item.inner, [last])
         for value in item.outputs:
             ready[value] = last
-        self._change(memory, number, first, last, "activations")
+        self.engine.change(first, last, memory.taken.get(number, 0), memory.given.get(number, 0), "activations")
 
-    def _run_backward(self, number: int, item: Item) -> None:
-        gradients, ready, orders = self._gradients, self._ready, self.orders
+    def _run_backward(self, step: BackwardStep) -> None:
+        gradients, ready, engine, kind, item = self._gradients, self._ready, self.engine, self._kind, step.item
         after = [task for value in item.outputs if value in gradients for task in gradients[value]]
         if item.inner:  # what it sent in the forward pass may be under way still
             after += [ready[value] for value in item.outputs if value in ready]
-        own = item.backward_ns + orders.hooks_ns(number, self._kind.is_first, self._kind.is_last)
+        own = step.own_ns if kind.is_first else step.own_ns + step.kept_ns
+        if kind.is_last:
+            own += step.last_ns
         if item.backward:
-            handled = [self._compute(item.name, "backward", own, after)] if own else after
+            handled = [self._compute(item.name, kind.name, own, after)] if own else after
             first, last = self._transmit(item.name, "activation", item.backward, handled)
         else:
-            after += [ready[value] for value in item.inputs if value in self._slot_values and value in ready]
-            first = last = self._compute(item.name, "backward", own, after, item.issue_ns[1])
-        if item.inner_backward:
-            _, last = self._transmit(item.name, "operator", item.inner_backward, [last])
-        for value in item.inputs:
-            if value in self._wanting:
-                gradients[value].append(last)
-        self._change(self.lifetimes.backward, number, first, last, "activations")
-        self._change(self.lifetimes.gradients, number, first, last, "activation gradients")
+            if step.slots:
+                after += [ready[value] for value in step.slots if value in ready]
+            first = last = self._compute(item.name, kind.name, own, after, step.issue_ns)
+        if step.inner:
+            _, last = self._transmit(item.name, "operator", step.inner, [last])
+        for value in step.wanting:
+            gradients[value].append(last)
+        engine.change(first, last, step.taken[0], step.given[0], "activations")
+        engine.change(first, last, step.taken[1], step.given[1], "activation gradients")
+        if step.ends:
+            self._run_gradients(step.number, first, last)
+
+    def _run_gradients(self, number: int, first: int, last: int) -> None:
+        """What an item's backward means for gradients of stored tensors."""
+        orders = self.orders
         for slot in orders.begun_at.get(number, ()):
             self._begin_gradient(slot, first)
         for slot, several in orders.ended_at.get(number, ()):
@@ -323,12 +340,6 @@ class Player:
                     self._launch(unit)
                 self._unpack(current)
             self._run(number, item, "recompute", self.lifetimes.recompute)
-
-    def _change(self, changes: Changes, number: int, first: int, last: int, kind: str) -> None:
-        if number in changes.taken:
-            self.engine.allocate(first, changes.taken[number], kind)
-        if number in changes.given:
-            self.engine.release(last, changes.given[number], kind)
 
     def _compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int], issue_ns: int = 0) -> int:
         if self._awaited:
@@ -497,7 +508,7 @@ class Player:
         self._whole.difference_update(bucket.slots)
         self._buffered.discard(index)
 
-    def _arrive(self, bucket: Bucket, task: int, moment: Moment) -> int:
+    def _arrive(self, bucket: Bucket, task: int, moment: int) -> int:
         """Takes memory for the shards; returns how much of it is for those added to what is at home."""
         added = 0
         for slot in (self.program.slots[number] for number in bucket.slots):

@@ -15,7 +15,15 @@ from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
 from autopar.cost.collectives import ACROSS, INSIDE
-from autopar.cost.compute import copy_time_ns, node_issue_ns, node_time_ns, optimizer_time_ns, split_norm_time_ns
+from autopar.cost.compute import (
+    copy_time_ns,
+    node_issue_ns,
+    node_time_ns,
+    optimizer_time_ns,
+    split_backward_ns,
+    split_norm_backward_ns,
+    split_norm_time_ns,
+)
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
 from autopar.cost.work import operator
 from autopar.cost.workspace import Sizes, workspace_bytes
@@ -25,13 +33,13 @@ from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
-from autopar.ir.stages import leaving_placement, maker_of, stage_graph
+from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
-from autopar.simulate.facts import GraphFacts, graph_facts
+from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
 from autopar.simulate.recomputation import Call, call_of, number_calls
-from autopar.simulate.shapes import LocalShapes
+from autopar.simulate.shapes import LocalShapes, Shape
 from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {
@@ -64,6 +72,7 @@ class Value:
     slot: int = -1
     differentiable: bool = False
     wants_gradient: bool = False
+    leads_back: bool = False  # depends on what an earlier stage made: its gradient goes on to that
 
 
 @dataclass(slots=True)
@@ -72,6 +81,14 @@ class Memory:
 
     num_bytes: int
     owner: int
+
+
+class Split(NamedTuple):
+    """An operator's backward pass in two parts: to values that lead back, and to the others. Nanoseconds, and those of
+    the host to launch them."""
+
+    backward_ns: tuple[int, int]
+    issue_ns: tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -95,6 +112,7 @@ class Item:
     unit: int = 0
     region: int = -1  # what the backward pass runs again together, −1 for nothing
     runs_backward: bool = False
+    split: Split | None = None  # where the schedule asks for it, of operators
 
     @property
     def needs_saved(self) -> bool:
@@ -155,6 +173,9 @@ class Program:
     optimizer_ns: int = 0
     is_stage: bool = False  # one of several: passes of other microbatches come between a microbatch's two
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
+    splits: bool = False  # the backward pass is made in two parts
+    led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
+    own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
 
 def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Program]:
@@ -164,12 +185,14 @@ def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[
     """
     facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
     prices: dict[tuple[LogicalMesh, int, Profile], _Prices] = {}
+    is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
     programs = []
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
         per_node = _devices_per_node(plan, index)
         own = prices.setdefault((part.axes, per_node, profile), _Prices())
         stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
-        programs.append(_Lowering(stage, part, profile, per_node, facts[profile.device_type], own, leaving).run())
+        known = facts[profile.device_type]
+        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, is_split).run())
     return programs
 
 
@@ -182,11 +205,8 @@ def _devices_per_node(plan: Plan, index: int) -> int:
 def _leaving(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
     """The placements that each tensor is sent in to later stages."""
     found: dict[str, tuple[Placement, ...]] = {}
-    for reader in range(index + 1, len(plan.stages)):
-        for name in plan.stages[reader].inputs:
-            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
-                placement = leaving_placement(graph, plan, reader, name)
-                found[name] = tuple(dict.fromkeys((*found.get(name, ()), placement)))
+    for name, placement in leaving_values(graph, plan, index):
+        found[name] = (*found.get(name, ()), placement)
     return found
 
 
@@ -200,6 +220,8 @@ class _OperatorPrice(NamedTuple):
     inner: tuple[Transmission, ...]
     inner_backward: tuple[Transmission, ...]
     workspace: tuple[int, int]
+    leads_back: tuple[bool, ...]  # of its operands
+    split: Split | None
 
 
 class _SlotPrice(NamedTuple):
@@ -234,7 +256,7 @@ class _Prices:
 class _Lowering:
     def __init__(
         self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
-        leaving: Mapping[str, tuple[Placement, ...]],
+        leaving: Mapping[str, tuple[Placement, ...]], is_split: bool,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
         self.facts, self.prices, self.leaving = facts, prices, leaving
@@ -249,7 +271,10 @@ class _Lowering:
         self.placements: dict[str, Placement] = {}
         self.units: dict[str, int] = {}
         self.recomputed = frozenset(plan.recompute)
+        self.places: dict[str, int] = {}
+        self.leading_back = _leading_back(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
+        self.program.splits = self.trains and is_split
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def run(self) -> Program:
@@ -274,6 +299,8 @@ class _Lowering:
             sent = [value for value in program.sends.values() if program.values[value].differentiable]
             _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
             self._mark_regions()
+        if program.splits:
+            _mark_parts(program)
         self._residents()
         program.gathers = self._buckets(forward=True)
         program.reductions = self._buckets(forward=False)
@@ -284,26 +311,29 @@ class _Lowering:
     def _source(self, tensor: str, placement: Placement) -> None:
         """An input or stored tensor: memory that no item allocates."""
         self.placements[tensor] = placement
-        self._value(tensor, placement, self._memory(0, -1))
+        self._value(tensor, placement, self.shapes.local(tensor, placement), self._memory(0, -1))
 
     def _memory(self, num_bytes: int, owner: int) -> int:
         self.program.memory.append(Memory(num_bytes, owner))
         return len(self.program.memory) - 1
 
-    def _value(self, tensor: str, placement: Placement, storage: int, item: int = -1, slot: int = -1) -> int:
-        shape, num_bytes = self.shapes.local(tensor, placement)
-        differentiable = self.graph.tensors[tensor].differentiable
-        number = self.known[tensor, placement] = len(self.program.values)
-        self.program.values.append(Value(tensor, shape, num_bytes, storage, item, slot, differentiable))
+    def _value(
+        self, tensor: str, placement: Placement, local: tuple[Shape, int], storage: int, item: int = -1, slot: int = -1
+    ) -> int:
+        """A tensor in a placement, which makes it `local`: a shape and its bytes."""
+        differentiable, values = self.graph.tensors[tensor].differentiable, self.program.values
+        number = self.known[tensor, placement] = len(values)
+        leads_back = differentiable and tensor in self.leading_back
+        values.append(Value(tensor, *local, storage, item, slot, differentiable, False, leads_back))
         return number
 
     def _operand(self, tensor: str, placement: Placement, unit: int) -> int:
         """The value that an operator reads: as it was made, or converted here, once for all its readers."""
-        known = self.known.get((tensor, placement))
-        if known is not None and tensor not in self.plan.storage:
-            return known
         if tensor in self.plan.storage:
             return self._slot(tensor, placement)
+        known = self.known.get((tensor, placement))
+        if known is not None:
+            return known
         return self._conversion(tensor, placement, unit)
 
     def _route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
@@ -323,7 +353,8 @@ class _Lowering:
             return known
         steps = self._route(tensor, placement)
         storage = self._memory(0, -1)  # its bytes are counted slot by slot
-        value = self._value(tensor, placement, storage, slot=len(program.slots))
+        local = self.shapes.local(tensor, placement)
+        value = self._value(tensor, placement, local, storage, slot=len(program.slots))
         stored, price = self.graph.stored_by_tensor[tensor], self._slot_price(tensor, steps, program.values[value])
         program.slots.append(
             Slot(
@@ -399,9 +430,8 @@ class _Lowering:
         """A tensor of an earlier stage: an item without operands, which takes its memory."""
         program, placement = self.program, self.plan.inputs[name]
         self.placements[name] = placement
-        number = len(program.items)
-        storage = self._memory(self.shapes.local(name, placement)[1], number)
-        program.receives[name] = self._value(name, placement, storage, item=number)
+        number, local = len(program.items), self.shapes.local(name, placement)
+        program.receives[name] = self._value(name, placement, local, self._memory(local[1], number), number)
         program.items.append(Item(f"receive {name}", inputs=(), outputs=(program.receives[name],)))
 
     def _send(self, name: str, placement: Placement) -> None:
@@ -424,9 +454,9 @@ class _Lowering:
         number = len(program.items)
         if self.recomputed and tensor not in self.facts.constants:
             self._note_call(number, self._reading_scope(tensor, target))
-        size = self.shapes.local(tensor, target)[1]
-        storage = program.values[source].storage if shares else self._memory(size, number)
-        value = self._value(tensor, target, storage, item=number)
+        local = self.shapes.local(tensor, target)
+        storage = program.values[source].storage if shares else self._memory(local[1], number)
+        value = self._value(tensor, target, local, storage, number)
         views = self.profile.facts.view_ns
         program.items.append(
             Item(
@@ -454,7 +484,7 @@ class _Lowering:
     def _operator(self, node: Node) -> None:
         program, placements = self.program, self.plan.nodes[node.name]
         facts = self.facts.nodes[node.name]
-        unit = self._unit(node.scope.module)
+        unit = self._place(node.scope.module)
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit) for tensor, placement in read]
         number = len(program.items)
@@ -464,7 +494,7 @@ class _Lowering:
             self._result(name, placement, number, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        saved, extra = self._saved(node, inputs, outputs) if self.trains else ((), 0)
+        saved, extra = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0)
         price = self._operator_price(node, placements, inputs, outputs)
         program.items.append(
             Item(
@@ -474,7 +504,8 @@ class _Lowering:
                 forward_ns=price.forward_ns,
                 backward_ns=price.backward_ns,
                 issue_ns=price.issue_ns,
-                passing=frozenset(v for v, passes in zip(inputs, facts.passes_gradient, strict=True) if passes),
+                split=price.split,
+                passing=frozenset([inputs[position] for position in facts.passing]),
                 workspace=price.workspace,
                 inner=price.inner,
                 inner_backward=price.inner_backward,
@@ -489,25 +520,32 @@ class _Lowering:
     ) -> _OperatorPrice:
         """That of a twin in an equal block with equal placements, if one is known."""
         key = self.twins.get(node.name, node.name)
-        known = self.prices.operators.get(key)
-        if known is None or known.placements != placements:
-            values = self.program.values
+        known, values = self.prices.operators.get(key), self.program.values
+        back = tuple([values[value].leads_back for value in inputs]) if self.program.splits else ()
+        if known is None or known.leads_back != back or known.placements != placements:
             operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
+            split = (
+                Split(*split_backward_ns(node, operands, results, self.graph.tensors, back, self.profile))
+                if back
+                else None
+            )
             inner, inner_backward = self._inner(node)
             if inner and self.profile.runtime and operator(node.op).family == "batch_norm":
-                times = split_norm_time_ns(values[inputs[0]].num_bytes, self.profile)
+                size = values[inputs[0]].num_bytes
+                times = split_norm_time_ns(size, self.profile)
+                split = split and split._replace(backward_ns=split_norm_backward_ns(size, self.profile))
             workspace = self._workspace(node, inputs, outputs, bool(inner))
-            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace)
+            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace, back, split)
             self.prices.operators[key] = known
         return known
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
         self.placements[name] = placement
-        size = self.shapes.local(name, placement)[1]
-        storage = self.program.values[base].storage if base >= 0 else self._memory(size, item)
-        return self._value(name, placement, storage, item=item)
+        local = self.shapes.local(name, placement)
+        storage = self.program.values[base].storage if base >= 0 else self._memory(local[1], item)
+        return self._value(name, placement, local, storage, item)
 
     def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
         """What the operator sends inside its forward and its backward pass."""
@@ -533,16 +571,13 @@ class _Lowering:
         )
         return workspace_bytes(node.op, sizes)
 
-    def _saved(self, node: Node, inputs: list[int], outputs: list[int]) -> tuple[tuple[int, ...], int]:
+    def _saved(
+        self, node: Node, facts: NodeFacts, inputs: list[int], outputs: list[int]
+    ) -> tuple[tuple[int, ...], int]:
         """The storages that autograd keeps alive for this operator, and further bytes."""
-        if not self.facts.nodes[node.name].saved:
-            return (), 0
-        values = {
-            **dict(zip(node.operands, inputs, strict=True)),
-            **dict(zip(node.results, outputs, strict=True)),
-        }
+        values = dict(zip((*node.operands, *node.results), (*inputs, *outputs), strict=True))
         storages, extra = [], 0
-        for kept in self.facts.nodes[node.name].saved:
+        for kept in facts.saved:
             if isinstance(kept, Extra):
                 extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
             else:
@@ -558,6 +593,13 @@ class _Lowering:
             self.units[path] = len(self.units)
             self.program.units.append(path)
         return self.units[path]
+
+    def _place(self, module: str) -> int:
+        """The unit of a node in a module."""
+        known = self.places.get(module)
+        if known is None:
+            known = self.places[module] = self._unit(module)
+        return known
 
     # Recomputation ----------------------------------------
 
@@ -663,7 +705,8 @@ class _Lowering:
     def _bucket(self, slots: list[int], forward: bool) -> Bucket:
         first = self.program.slots[slots[0]]
         rows = [self.program.slots[number].sizes for number in slots]
-        sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in zip(*rows, strict=True)]
+        columns = zip(*rows, strict=True) if len(rows) > 1 else ()
+        sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in columns] or rows[0]
         sent = self._transmissions(first.steps, sizes, 0 if forward else 1)
         has_buffer = not forward and _is_summed_first(first)
         return Bucket(slots, sent, has_buffer, self._convert_ns(slots) if forward and sent else 0)
@@ -707,3 +750,24 @@ def _mark_gradients(program: Program, ends: list[int]) -> None:
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True
+
+
+def _leading_back(graph: Graph) -> frozenset[str]:
+    """The tensors of a stage that depend on what it received."""
+    found = set(graph.received)
+    for node in graph.nodes:
+        if not found.isdisjoint(node.operands):
+            found.update(node.results)
+    return frozenset(found)
+
+
+def _mark_parts(program: Program) -> None:
+    """Which items run in which part of the backward pass, by the gradients that come from them."""
+    led: set[int] = set()
+    own: set[int] = set()
+    for number, item in enumerate(program.items):
+        if item.runs_backward:
+            wanted = [v for v in item.inputs if program.values[v].wants_gradient] or item.outputs
+            for value in wanted:
+                (led if program.values[value].leads_back else own).add(number)
+    program.led, program.own = frozenset(led), frozenset(own)

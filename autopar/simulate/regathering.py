@@ -108,7 +108,7 @@ class Regathering:
             return set()
         sources = set(self.graph.gradient_sources)
         pairs = zip(self.graph.returned, self._flat.outputs, strict=True)
-        sent = sources.intersection(self.graph.sent)
+        sent = {self._flat.values[name][0] for name in sources.intersection(self.graph.sent)}
         made = {value for statement in self._flat.statements for value in statement.makes}
         return {value for name, value in pairs if name in sources} | {value for value in made if value[0] in sent}
 

@@ -18,13 +18,13 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
 from autopar.simulate.engine import Carried
-from autopar.simulate.passes import Turn, turns
-from autopar.simulate.player import Pass, PassKind, Player, Standing
+from autopar.simulate.passes import BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
+from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
 from autopar.simulate.program import lower_stages
 from autopar.simulate.timeline import Lane, Piece, Timeline
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers
 
-WORK = ("forward", "backward")
+WORK = DIRECTIONS
 TIED = "gradient all_reduce"
 
 
@@ -37,7 +37,7 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
     that lacks a redistribution.
     """
-    with _without_collector():
+    with without_collector():
         step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
@@ -51,7 +51,7 @@ def _profiles(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Prof
 
 
 @contextmanager
-def _without_collector() -> Iterator[None]:
+def without_collector() -> Iterator[None]:
     """Many small objects and no cycles: the collector would go through all that torch has loaded, for nothing."""
     was_enabled = gc.isenabled()
     gc.disable()
@@ -70,7 +70,7 @@ class _Arrival(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Submesh:
+class Submesh:
     """A rank's streams in absolute time: when each is free, what is in flight, what was played, what waited for."""
 
     ranks: range
@@ -116,12 +116,12 @@ class _Submesh:
 
 
 @dataclass(eq=False)
-class _Progress:
-    """How far a stage is: what it has under way in absolute time, how many passes it has made of each direction."""
+class Progress:
+    """How far a stage is: what it has under way in absolute time, in how many passes it has made gradients."""
 
     player: Player
     standing: Standing = field(default_factory=Standing)
-    made: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    num_made: int = 0
 
     def at(self, now: int) -> Standing:
         old = self.standing
@@ -135,7 +135,7 @@ class _Progress:
         new = done.standing
         ready = tuple((value, end + begin, kind) for value, end, kind in new.ready)
         arriving = tuple((unit, end + begin, size) for unit, end, size in new.arriving)
-        if done.kind.name == "forward":  # leaves gradients as they are
+        if done.kind.name in LEAVE_GRADIENTS:
             old = self.standing
             self.standing = old._replace(ready=ready, live=new.live, pinned=new.pinned, arriving=arriving)
             return
@@ -150,14 +150,14 @@ class _Step:
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = lower_stages(graph, plan, profiles)
         self.stages = [
-            _Progress(Player(program, profile, self.trains, sums_early))
+            Progress(Player(program, profile, self.trains, sums_early))
             for program, profile in zip(programs, profiles, strict=True)
         ]
         self.submeshes = _submeshes(plan)
         self.transfers = find_transfers(graph, plan, programs, profiles)
         self.ties = find_ties(graph, plan, profiles) if self.trains else []
         self.home_of = {stage: submesh for submesh in self.submeshes for stage in submesh.stages}
-        self.arrived: dict[Turn, list[_Arrival]] = defaultdict(list)
+        self.arrived: dict[tuple[int, bool, int], list[_Arrival]] = defaultdict(list)  # stage, forward, microbatch
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
         for submesh, order in zip(self.submeshes, orders, strict=True):
             submesh.turns = order
@@ -180,23 +180,32 @@ class _Step:
             self._end_step()
 
     def _is_possible(self, turn: Turn) -> bool:
-        return len(self.arrived.get(turn, ())) == self.transfers.num_awaited(turn.stage, turn.is_forward)
+        """The second part of a backward pass waits for nothing but the first, which is before it."""
+        if turn.direction == BACKWARD_WEIGHT:
+            return True
+        is_forward = turn.direction == FORWARD
+        there = self.arrived.get((turn.stage, is_forward, turn.microbatch), ())
+        return len(there) == self.transfers.num_awaited(turn.stage, is_forward)
 
-    def _take_turn(self, submesh: _Submesh, turn: Turn) -> None:
+    def _take_turn(self, submesh: Submesh, turn: Turn) -> None:
         """A forward or backward pass, and the sending of what it makes for others."""
-        begin = self._wait(submesh, self.arrived.pop(turn, []))
-        stage, direction = self.stages[turn.stage], turn.is_forward
-        stage.made[direction] += 1
-        number = stage.made[direction]
-        is_last = not direction and number == self.plan.microbatches
-        kind = PassKind("forward") if direction else PassKind("backward", number == 1, is_last)
+        is_forward, is_second = turn.direction == FORWARD, turn.direction == BACKWARD_WEIGHT
+        arrived = [] if is_second else self.arrived.pop((turn.stage, is_forward, turn.microbatch), [])
+        begin = self._wait(submesh, arrived)
         label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
-        done = self._play(submesh, turn.stage, kind, begin, label)
-        for transfer in self.transfers.of(turn.stage, direction):
+        done = self._play(submesh, turn.stage, self._kind(turn), begin, label)
+        for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
             ready = begin + max(done.ready_ns[name] for name in transfer.names)
             self._send(submesh, transfer, ready, turn.microbatch, label)
 
-    def _wait(self, submesh: _Submesh, arrivals: Sequence[_Arrival]) -> int:
+    def _kind(self, turn: Turn) -> PassKind:
+        if turn.direction in LEAVE_GRADIENTS:
+            return PassKind(turn.direction)
+        stage = self.stages[turn.stage]
+        stage.num_made += 1
+        return PassKind(turn.direction, stage.num_made == 1, stage.num_made == self.plan.microbatches)
+
+    def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
         latest = max(arrivals, default=_Arrival(0, 0))
         idle = max(0, latest.time_ns - submesh.free_ns)
@@ -206,14 +215,14 @@ class _Step:
         submesh.bubble_ns += idle - travelling
         return submesh.free_ns + idle
 
-    def _play(self, submesh: _Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
+    def _play(self, submesh: Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
         progress = self.stages[stage]
         done = progress.player.play(kind, submesh.carried(begin), progress.at(begin))
         submesh.take(done, begin, label)
         progress.take(done, begin)
         return done
 
-    def _send(self, submesh: _Submesh, transfer: Transfer, ready: int, microbatch: int, label: str) -> None:
+    def _send(self, submesh: Submesh, transfer: Transfer, ready: int, microbatch: int, label: str) -> None:
         end = ready
         if transfer.link:
             start = max(ready, submesh.sends.get(transfer.link, 0))
@@ -221,8 +230,7 @@ class _Step:
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
             submesh.pieces.append(Piece(start, label, [task], []))
             submesh.hand("send", transfer.num_bytes)
-        turn = Turn(transfer.target, transfer.is_forward, microbatch)
-        self.arrived[turn].append(_Arrival(end, end - ready))
+        self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(end, end - ready))
 
     # The end of a step ----------------------------------------
 
@@ -247,7 +255,7 @@ class _Step:
             submesh.pieces.append(Piece(start, "", [task], []))
             submesh.hand("all_reduce", tie.num_bytes)
 
-    def _wait_for_home(self, submesh: _Submesh) -> None:
+    def _wait_for_home(self, submesh: Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
         for stage in submesh.stages:
             for end, kind in self.stages[stage].standing.home:
@@ -265,17 +273,17 @@ class _Step:
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
 
 
-def _submeshes(plan: Plan) -> list[_Submesh]:
+def _submeshes(plan: Plan) -> list[Submesh]:
     """In the order of their first stages."""
     if not plan.stages:
-        return [_Submesh(range(plan.mesh.num_devices), [0])]
-    found: dict[int, _Submesh] = {}
+        return [Submesh(range(plan.mesh.num_devices), [0])]
+    found: dict[int, Submesh] = {}
     for number, stage in enumerate(plan.stages):
-        found.setdefault(stage.first_rank, _Submesh(stage.ranks, [])).stages.append(number)
+        found.setdefault(stage.first_rank, Submesh(stage.ranks, [])).stages.append(number)
     return list(found.values())
 
 
-def _lane(submesh: _Submesh, makespan: int) -> Lane:
+def _lane(submesh: Submesh, makespan: int) -> Lane:
     """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
     waited = dict(submesh.waited)
     tail = submesh.end_ns - submesh.free_ns

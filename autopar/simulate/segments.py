@@ -13,11 +13,11 @@ from autopar.simulate.program import Item, lower_stages
 def block_times_ns(graph: Graph, plan: Plan, profile: Profile, block_paths: Sequence[str]) -> list[int]:
     """Nanoseconds of a microbatch in each block, forward and backward, with the collectives inside.
 
-    graph, plan: of one microbatch and one stage, on devices of the profile. block_paths: module paths of the blocks, in
-    any order; the result has the order in which they run. What runs before the first block counts to that, anything
-    else outside of blocks to the one before.
+    graph, plan: of one microbatch and one stage, on devices of the profile, slowed down where they share cores.
+    block_paths: module paths of the blocks, in any order; the result has the order in which they run. What runs before
+    the first block counts to that, anything else outside of blocks to the one before.
     """
-    (program,) = lower_stages(graph, plan, [profile.shared_by(plan.mesh.devices_per_node)])
+    (program,) = lower_stages(graph, plan, [profile])
     trains = plan.mode == "train" and graph.loss is not None
     times: dict[str, int] = {}
     before, current = 0, ""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.plan import Breakdown, Prediction
-from autopar.simulate.engine import COMPUTE, Change, Task
+from autopar.simulate.engine import COMPUTE, Change, Moment, Task
 
 Stream = tuple[int, str]  # rank, name
 Changes = list[Change]
@@ -38,6 +38,15 @@ class Piece(NamedTuple):
     changes: Changes
 
 
+class _Memory(NamedTuple):
+    """Memory after each change, the peak, and what that consists of, by kind."""
+
+    times_ns: np.ndarray[Any, np.dtype[np.int64]]
+    totals: np.ndarray[Any, np.dtype[np.int64]]
+    peak_bytes: int
+    at_peak: dict[str, int]
+
+
 @dataclass(frozen=True, eq=False)
 class Lane:
     """What one rank did; the other ranks of its submesh do the same."""
@@ -50,22 +59,22 @@ class Lane:
     bytes_between: Mapping[str, int]  # the part of them that goes to ranks of other submeshes
 
     @cached_property
-    def _memory(self) -> tuple[tuple[tuple[int, int], ...], int, dict[str, int]]:
+    def _memory(self) -> _Memory:
         return _played_memory(self.pieces)
 
-    @property
+    @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(ns, bytes) after each change."""
-        return self._memory[0]
+        return tuple(zip(self._memory.times_ns.tolist(), self._memory.totals.tolist(), strict=True))
 
     @property
     def peak_bytes(self) -> int:
-        return self._memory[1]
+        return self._memory.peak_bytes
 
     @property
     def memory_at_peak(self) -> dict[str, int]:
         """Bytes by kind."""
-        return self._memory[2]
+        return self._memory.at_peak
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,30 +168,34 @@ def _work(tasks: list[Task]) -> dict[str, int]:
     return busy
 
 
-def _played_memory(pieces: tuple[Piece, ...]) -> tuple[tuple[tuple[int, int], ...], int, dict[str, int]]:
-    """(ns, bytes) after each change; the peak; and what the peak consists of, by kind.
-
-    At equal times changes go by their moments; at equal moments memory is given back before more is taken.
-    """
+def _played_memory(pieces: tuple[Piece, ...]) -> _Memory:
+    """At equal times changes go by their moments; at equal moments memory is given back before more is taken."""
     kinds: dict[str, int] = {}
     known: dict[int, tuple[Any, ...]] = {}
     for piece in pieces:
-        if id(piece.changes) not in known:
-            rows = [(time, size, kinds.setdefault(kind, len(kinds)), at) for time, size, kind, at in piece.changes]
-            known[id(piece.changes)] = tuple(np.array(rows, dtype=np.int64).reshape(-1, 4).T)
-    found = [(piece.begin_ns, known[id(piece.changes)]) for piece in pieces]
-    times = np.concatenate([begin + columns[0] for begin, columns in found]) if found else np.zeros(0, np.int64)
-    if not len(times):
-        return ((0, 0),), 0, {}
+        if piece.changes and id(piece.changes) not in known:
+            known[id(piece.changes)] = _columns(piece.changes, kinds)
+    found = [(piece.begin_ns, known[id(piece.changes)]) for piece in pieces if piece.changes]
+    if not found:
+        return _Memory(np.zeros(1, np.int64), np.zeros(1, np.int64), 0, {})
+    times = np.concatenate([begin + columns[0] for begin, columns in found])
     sizes, numbers, moments = (np.concatenate([columns[which] for _, columns in found]) for which in (1, 2, 3))
-    order = np.lexsort((sizes, moments, times))
+    order = np.lexsort((sizes, times * Moment.COUNT + moments))
     totals = np.cumsum(sizes[order])
     highest = int(np.argmax(totals))
     at_peak = np.zeros(len(kinds), np.int64)
     np.add.at(at_peak, numbers[order[: highest + 1]], sizes[order[: highest + 1]])
     by_kind = {kind: int(at_peak[number]) for kind, number in sorted(kinds.items()) if at_peak[number]}
-    series = tuple(zip(times[order].tolist(), totals.tolist(), strict=True))
-    return series, int(totals[highest]), by_kind
+    return _Memory(times[order], totals, int(totals[highest]), by_kind)
+
+
+def _columns(changes: Changes, kinds: dict[str, int]) -> tuple[Any, ...]:
+    """Times, sizes, kinds by number and moments."""
+    times, sizes, names, moments = zip(*changes, strict=True)
+    for name in dict.fromkeys(names):
+        kinds.setdefault(name, len(kinds))
+    numbers = [kinds[name] for name in names]
+    return tuple(np.array(column, np.int64) for column in (times, sizes, numbers, moments))
 
 
 def _lane_names(lane: Lane, threads: Mapping[Stream, int]) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from autopar.cost import flops, load_profile, measure, node_time_ns, template_profile
-from autopar.cost.compute import node_call, optimizer_time_ns
+from autopar.cost.compute import node_call, optimizer_time_ns, split_backward_ns
 from autopar.cost.fit import profile_from_points
 from autopar.cost.kernels import Product, product_of
 from autopar.cost.profile import Profile, profile_from_json, profile_to_json
@@ -253,3 +253,23 @@ def test_the_cache_is_written_whole_and_read_again(tmp_path: Path, monkeypatch: 
     assert first.facts == second.facts
     assert len(measured) == 1
     assert [path.suffix for path in sorted((tmp_path / "autopar").iterdir())] == [".json", ".lock"]
+
+
+SPLIT: dict[str, tuple[list[Shape], Shape, tuple[bool, ...], float]] = {
+    "linear": ([(64, 4096), (4096, 4096)], (64, 4096), (True, False), 1.0),
+    "layer_norm": ([(4096, 4096), (4096,), (4096,)], (4096, 4096), (True, False, False), 1.7),  # read once more: 5 of 3
+    "mul": ([(4096, 4096), (4096,)], (4096, 4096), (True, False), 1.02),
+    "scaled_dot_product_attention": ([(2, 4, 256, 64)] * 3, (2, 4, 256, 64), (True, True, True), 1.0),
+}
+
+
+@pytest.mark.parametrize("op", SPLIT)
+def test_the_parts_of_a_backward_pass_are_worth_the_whole_and_what_is_read_again(op: str) -> None:
+    operands, result, leads_back, most = SPLIT[op]
+    node, shapes, results, tensors = call(op, operands, result)
+    profile = load_profile("a100")
+    whole = node_time_ns(node, shapes, results, tensors, profile)[1]
+    (led, own), _ = split_backward_ns(node, shapes, results, tensors, leads_back, profile)
+    launch = profile.facts.launch_ns[1]
+    assert whole - launch <= led + own <= most * whole + launch
+    assert (own == 0) == all(leads_back) and led > 0

@@ -19,7 +19,7 @@ import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
-from autopar.pipeline import _simulated
+from autopar.pipeline import simulated_step
 from autopar.simulate import traffic_by_submesh
 from autopar.trace import trace
 from models import gpt, llama, moe, unet
@@ -71,7 +71,7 @@ def _gpt2() -> Any:
 def _t5() -> Any:
     config = transformers.T5Config(
         d_model=32, d_kv=8, d_ff=64, num_layers=2, num_decoder_layers=2, num_heads=4, dropout_rate=0, vocab_size=128,
-        use_cache=False,
+        use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
     return transformers.T5ForConditionalGeneration(config), _tokens()
 
@@ -111,7 +111,7 @@ def single(model_name: str) -> Any:
 def bytes_by_submesh(plan: Plan, whole: Graph) -> list[tuple[range, dict[str, int]]]:
     """What a rank of each submesh hands to each collective in a step, as predicted."""
     part = one_microbatch(whole, types_of(plan), plan.microbatches) if plan.microbatches > 1 else whole
-    timeline: Any = replace(plan, simulator=partial(_simulated, whole)).timeline()
+    timeline: Any = replace(plan, simulator=partial(simulated_step, whole)).timeline()
     sent = traffic_by_submesh(whole, plan, part, one_microbatch_plan(plan), timeline)
     return [(lane.ranks, counts) for lane, counts in zip(timeline.lanes, sent, strict=True)]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cost import Profile, load_profile
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
@@ -32,6 +32,16 @@ PLANS: dict[str, dict[str, Any]] = {
     "1f1b": {"pp": 2, "dp": 2, "tp": 2, "microbatches": 8, "recompute": "full"},
     "1f1b zero-3": {"pp": 4, "dp": 2, "microbatches": 8, "zero": 3},
     "interleaved": {"pp": 2, "tp": 4, "microbatches": 4, "schedule": "interleaved"},
+    "zero_bubble": {"pp": 4, "dp": 2, "microbatches": 8, "schedule": "zero_bubble"},
+    "zero_bubble zero-3": {
+        "pp": 2,
+        "tp": 2,
+        "dp": 2,
+        "microbatches": 4,
+        "schedule": "zero_bubble",
+        "zero": 3,
+        "recompute": "full",
+    },
 }
 
 
@@ -127,8 +137,9 @@ def _backward_ns(program: Program, end: int, returned: dict[str, int]) -> int:
         if item.runs_backward:
             begin = max((ready[value] for value in item.outputs), default=0)
             own = sum(sent.duration_ns for sent in (*item.backward, *item.inner_backward))
+            spent = item.split.backward_ns[0] if item.split else item.backward_ns  # what others wait for
             for value in item.inputs:
-                ready[value] = max(ready[value], begin + own + (0 if item.backward else item.backward_ns))
+                ready[value] = max(ready[value], begin + own + (0 if item.backward else spent))
     returned.update((name, ready[value]) for name, value in program.receives.items())
     return max(ready.values())
 
@@ -165,7 +176,7 @@ def test_faster_links_are_never_slower(name: str, bandwidth: float, inter: float
     assert simulate(*case_of(name), fast).step_time_ns <= simulate(*case_of(name), slow).step_time_ns
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b zero-3", "interleaved"])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "1f1b zero-3", "interleaved", "zero_bubble"])
 def test_relabelling_devices_changes_nothing(name: str) -> None:
     """Stages in the opposite order of ranks: the same links join them."""
     case = case_of(name)
@@ -209,3 +220,26 @@ def test_1f1b_holds_fewer_microbatches_than_gpipe_in_the_same_time() -> None:
     assert activations[0][0] == activations[1][0], "the first stage holds all four"
     assert activations[0][3] * 3 < activations[1][3], "the last stage holds one"
     assert abs(early.step_time_ns - late.step_time_ns) < 0.05 * late.step_time_ns
+
+
+def test_zero_bubble_fills_the_bubble_with_gradients_of_weights_and_keeps_activations_longer() -> None:
+    """On a device so slow that nothing but computing counts. Two thirds would be filled if weights took a third."""
+    case, profile = case_of("zero_bubble"), device(10.0, 1.0, 0.1, 1e-4, 1.0)
+    split = simulate(*case, profile)
+    whole = simulate(case.graph, replace(case.plan, schedule="1f1b"), profile)
+    assert split.comm_bytes["send"] == whole.comm_bytes["send"]
+    bubbles = [[lane.breakdown.bubble_ns for lane in timeline.lanes] for timeline in (split, whole)]
+    assert 1 / 3 < bubbles[0][0] / bubbles[1][0] < 0.6
+    work = [sum(lane.breakdown.compute_ns for lane in timeline.lanes) for timeline in (split, whole)]
+    assert 1.0 <= work[0] / work[1] < 1.02, "gradients are read twice"
+    held = [[lane.memory_at_peak["activations"] for lane in timeline.lanes] for timeline in (split, whole)]
+    assert held[0][0] == held[1][0], "the first stage delays nothing"
+    assert held[0][3] > 2 * held[1][3]
+    names = {event.name.partition(" #")[0] for event in split.events if event.kind == "backward_weight"}
+    linear = {node.name for node in case.graph.nodes if ".linear." in node.op}
+    assert linear <= names and not any("attention" in node.op and node.name in names for node in late_nodes(case))
+
+
+def late_nodes(case: Case) -> list[Node]:
+    """Those of all stages but the first."""
+    return [node for node in case.graph.nodes if node.name not in case.plan.stages[0].nodes]

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
-from autopar.simulate.passes import Turn, turns
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Turn, turns
 
-FORWARD, BACKWARD = 1, 2  # time units of a pass of one chunk
+UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}  # of time, of a pass of one chunk
 
 
 def orders(schedule: str, submeshes: int, chunks: int, microbatches: int) -> list[list[Turn]]:
@@ -29,30 +30,35 @@ def makespan(rows: list[list[Turn]], num_stages: int) -> int:
             while heads[p] < len(row) and all(turn in ends for turn in needed(row[heads[p]], num_stages)):
                 turn = row[heads[p]]
                 begin = max([free[p], *(ends[other] for other in needed(turn, num_stages))])
-                ends[turn] = free[p] = begin + (FORWARD if turn.is_forward else BACKWARD)
+                ends[turn] = free[p] = begin + UNITS[turn.direction]
                 heads[p] += 1
         assert sum(heads) > before, "deadlock"
     return max(free)
 
 
 def needed(turn: Turn, num_stages: int) -> list[Turn]:
-    stage, is_forward, microbatch = turn
-    if is_forward:
-        return [Turn(stage - 1, True, microbatch)] if stage else []
-    later = [Turn(stage + 1, False, microbatch)] if stage < num_stages - 1 else []
-    return [Turn(stage, True, microbatch), *later]
+    stage, direction, microbatch = turn
+    if direction == FORWARD:
+        return [Turn(stage - 1, FORWARD, microbatch)] if stage else []
+    if direction == BACKWARD_WEIGHT:
+        return [Turn(stage, BACKWARD_INPUT, microbatch)]
+    later = [Turn(stage + 1, direction, microbatch)] if stage < num_stages - 1 else []
+    return [Turn(stage, FORWARD, microbatch), *later]
 
 
 def in_flight(row: list[Turn]) -> int:
     held = most = 0
     for turn in row:
-        held += 1 if turn.is_forward else -1
+        held += {FORWARD: 1, BACKWARD_INPUT: 0}.get(turn.direction, -1)
         most = max(most, held)
     return most
 
 
 CASES = st.tuples(
-    st.sampled_from(["gpipe", "1f1b", "interleaved"]), st.integers(1, 6), st.integers(2, 3), st.integers(1, 5)
+    st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
+    st.integers(1, 6),
+    st.integers(2, 3),
+    st.integers(1, 5),
 )
 
 
@@ -65,21 +71,24 @@ def test_every_pass_is_made_once_in_a_possible_order_with_the_known_bubble(case:
     microbatches = rounds * submeshes
     rows = orders(schedule, submeshes, chunks, microbatches)
     stages = chunks * submeshes
-    passes = [(s, f, m) for s in range(stages) for f in (True, False) for m in range(microbatches)]
+    split = schedule == "zero_bubble"
+    directions = (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT) if split else (FORWARD, BACKWARD)
+    passes = [(s, f, m) for s in range(stages) for f in directions for m in range(microbatches)]
     assert sorted(tuple(turn) for row in rows for turn in row) == sorted(passes)
-    work = chunks * microbatches * (FORWARD + BACKWARD)
-    bubble = (submeshes - 1) * (FORWARD + BACKWARD)
-    assert makespan(rows, stages) == work + bubble  # of 1/chunks of a submesh's share: Megatron-LM (SC'21), 2.2
+    work = 3 * chunks * microbatches
+    # Of 1/chunks of a submesh's share: Megatron-LM (SC'21), 2.2; of forward + input - weight: Zero Bubble, 2.2.
+    assert makespan(rows, stages) == work + (submeshes - 1) * (1 if split else 3)
 
 
 HELD: dict[str, Callable[[int, int, int], int]] = {
     "gpipe": lambda p, count, microbatches: microbatches,
     "1f1b": lambda p, count, microbatches: min(microbatches, count - p),
+    "zero_bubble": lambda p, count, microbatches: min(microbatches, count),
 }
 
 
 @pytest.mark.parametrize("schedule", HELD)
-@pytest.mark.parametrize(("count", "microbatches"), [(4, 8), (4, 2), (3, 7)])
+@pytest.mark.parametrize(("count", "microbatches"), [(4, 8), (4, 2), (3, 9)])
 def test_microbatches_in_flight(schedule: str, count: int, microbatches: int) -> None:
     rows = orders(schedule, count, 1, microbatches)
     assert [in_flight(row) for row in rows] == [HELD[schedule](p, count, microbatches) for p in range(count)]
@@ -91,4 +100,60 @@ def test_interleaving_refuses_microbatches_that_make_no_equal_rounds() -> None:
 
 
 def test_without_training_there_are_only_forward_passes() -> None:
-    assert turns("1f1b", [[0], [1]], 2, trains=False)[1] == [Turn(1, True, 0), Turn(1, True, 1)]
+    assert turns("1f1b", [[0], [1]], 2, trains=False)[1] == [Turn(1, FORWARD, 0), Turn(1, FORWARD, 1)]
+
+
+NAMES = {"F": FORWARD, "B": BACKWARD, "I": BACKWARD_INPUT, "W": BACKWARD_WEIGHT}
+
+
+class Recorder:
+    """A stage of torch's that computes nothing and notes what it is asked to compute."""
+
+    is_first = is_last = False
+    has_backward, submod, stage_index_to_group_rank = True, None, None
+
+    def __init__(self, stage_index: int, num_stages: int, group_size: int) -> None:
+        self.stage_index, self.num_stages, self.group_size = stage_index, num_stages, group_size
+        self.group_rank = stage_index % group_size
+        self.turns: list[Turn] = []
+
+    def forward_one_chunk(self, microbatch: int, *args: object, **kwargs: object) -> None:
+        self.turns.append(Turn(self.stage_index, FORWARD, microbatch))
+
+    def backward_one_chunk(self, microbatch: int, **kwargs: object) -> None:
+        self.turns.append(Turn(self.stage_index, BACKWARD, microbatch))
+
+    def no_transfers(self, microbatch: int) -> list[object]:
+        return []
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = no_transfers
+
+    def perform_reduce_grad(self, factor: int) -> None:
+        pass
+
+
+def torch_orders(schedule: str, submeshes: int, chunks: int, microbatches: int) -> list[list[Turn]]:
+    """What torch's own schedules compute on each rank: as it is run, or as it is listed for several stages a rank."""
+    stages = [Recorder(number, submeshes * chunks, submeshes) for number in range(submeshes * chunks)]
+    if schedule in ("gpipe", "1f1b"):
+        for stage in stages:
+            single = get_schedule_class({"gpipe": "GPipe", "1f1b": "1F1B"}[schedule])(stage, microbatches)
+            single._initialize_stage = lambda *args: None
+            single._step_microbatches()
+        return [stage.turns for stage in stages]
+    name = {"interleaved": "Interleaved1F1B", "zero_bubble": "InterleavedZeroBubble"}[schedule]
+    several = get_schedule_class(name)(stages[::submeshes], microbatches)
+    rows = [[action for action in several.pipeline_order[rank] if action] for rank in range(submeshes)]
+    return [[Turn(a.stage_index, NAMES[a.computation_type.value], a.microbatch_index) for a in row] for row in rows]
+
+
+KINDS = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zero_bubble", 1)]
+
+
+@pytest.mark.parametrize(("submeshes", "microbatches"), [(2, 2), (3, 3), (4, 8), (4, 10), (8, 24), (5, 3)])
+@pytest.mark.parametrize(("schedule", "chunks"), KINDS)
+def test_orders_are_those_of_torch(schedule: str, chunks: int, submeshes: int, microbatches: int) -> None:
+    if schedule == "1f1b" and microbatches < submeshes:
+        pytest.skip("torch asks for as many microbatches as stages")
+    ours = orders(schedule, submeshes, chunks, microbatches)
+    assert ours == torch_orders(schedule, submeshes, chunks, microbatches)

@@ -1,0 +1,20 @@
+"""Cuts a chain of layers into stages on submeshes (Alpa's inter-operator pass)."""
+
+from autopar.interop.clustering import Layers, Members, block_layers
+from autopar.interop.dp import ChosenStage, StageChoice, StageKind, StageSearch, best_stages
+from autopar.interop.folding import Folded, fold
+from autopar.interop.schedules import in_flight
+
+__all__ = [
+    "ChosenStage",
+    "Folded",
+    "Layers",
+    "Members",
+    "StageChoice",
+    "StageKind",
+    "StageSearch",
+    "best_stages",
+    "block_layers",
+    "fold",
+    "in_flight",
+]

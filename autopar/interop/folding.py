@@ -1,0 +1,119 @@
+"""A deep graph made short: of equal blocks the first, the second and the last are kept.
+
+The blocks between them cost what the second costs, so that everything is found on the short graph once, however many
+blocks there are. Who read what a block that is gone made, reads the equal tensor of the second block.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from autopar.interop.clustering import Layers, portable_nodes, spread
+from autopar.ir.graph import Graph, Node, Ref, map_references
+
+_KEPT = 3  # of a distinct block: the first, one that stands for those between, the last
+
+
+class EqualBlocks(Protocol):
+    """Module paths of the instances of each distinct block, and the first equal node and tensor of each."""
+
+    @property
+    def paths(self) -> tuple[tuple[str, ...], ...]: ...
+
+    def representative_node(self, name: str) -> str: ...
+    def representative_tensor(self, name: str) -> str: ...
+
+
+@dataclass(frozen=True)
+class Folded:
+    """A short graph and its layers. layer_of: for each layer of the whole graph the short one's that is equal to it.
+
+    copies: how many nodes or stored tensors of the whole graph one of the short graph stands for, where not one.
+    """
+
+    graph: Graph
+    layers: Layers
+    layer_of: tuple[int, ...]
+    copies: Mapping[str, int] = field(default_factory=dict)
+
+
+def fold(graph: Graph, blocks: EqualBlocks, layers: Layers) -> Folded:
+    """The graph with `_KEPT` blocks of each kind; itself where there are no more, or where something else runs between
+    them. `layers`: those of `block_layers`."""
+    same = Folded(graph, layers, tuple(range(layers.count)))
+    order = _instances(graph, blocks, layers)
+    stands = {layer: group[1] for group in order for layer in group[2:-1] if len(group) > _KEPT}
+    if not stands:
+        return same
+    members = spread(graph, layers.fixed, layers.count)
+    gone = {name for name, found in members.items() if all(layer in stands for layer in found)}
+    portable = portable_nodes(graph)
+    if any(layers.fixed.get(name) is None and name not in portable for name in gone):
+        return same
+    return _without(graph, blocks, layers, stands, gone)
+
+
+def _instances(graph: Graph, blocks: EqualBlocks, layers: Layers) -> list[list[int]]:
+    """The layers of each distinct block, in the order in which they run."""
+    groups: dict[str, list[int]] = defaultdict(list)
+    first: dict[int, str] = {}
+    for node in graph.nodes:
+        layer = layers.fixed.get(node.name)
+        if layer is not None and layer not in first:
+            first[layer] = blocks.representative_node(node.name)
+            groups[first[layer]].append(layer)
+    return list(groups.values())
+
+
+def _without(
+    graph: Graph, blocks: EqualBlocks, layers: Layers, stands: Mapping[int, int], gone: set[str]
+) -> Folded:  # fmt: skip
+    twin = _twins(graph, blocks, layers, stands)
+    nodes = tuple(_reading(node, twin) for node in graph.nodes if node.name not in gone)
+    used = {name for node in nodes for name in (*node.operands, *node.results)} | {*graph.inputs, *graph.outputs}
+    read = {name for node in graph.nodes for name in node.operands}
+    stored = tuple(item for item in graph.stored if item.tensor in used or item.tensor not in read)
+    known = used | {item.tensor for item in stored}
+    short = replace(
+        graph, nodes=nodes, stored=stored, tensors={name: t for name, t in graph.tensors.items() if name in known},
+    )  # fmt: skip
+    kept = {layer: number for number, layer in enumerate(n for n in range(layers.count) if n not in stands)}
+    fixed = {name: kept[layer] for name, layer in layers.fixed.items() if layer in kept}
+    layer_of = tuple(kept[stands.get(layer, layer)] for layer in range(layers.count))
+    copies = _copies(short, Layers(fixed, len(kept)), layer_of, graph)
+    return Folded(short, Layers(fixed, len(kept)), layer_of, copies)
+
+
+def _twins(graph: Graph, blocks: EqualBlocks, layers: Layers, stands: Mapping[int, int]) -> dict[str, str]:
+    """For each tensor that a block that is gone made, the equal one of the block that stands for it."""
+    equal: dict[tuple[int, str], str] = {}
+    made = [
+        (layers.fixed[node.name], blocks.representative_tensor(name), name)
+        for node in graph.nodes
+        if node.name in layers.fixed
+        for name in node.results
+    ]
+    for layer, representative, name in made:
+        equal[layer, representative] = name
+    return {name: equal[stands[layer], key] for layer, key, name in made if layer in stands}
+
+
+def _reading(node: Node, twin: Mapping[str, str]) -> Node:
+    if twin.keys().isdisjoint(node.operands):
+        return node
+    args, kwargs = map_references((node.args, node.kwargs), lambda name: Ref(twin.get(name, name)))
+    return replace(node, args=args, kwargs=kwargs)
+
+
+def _copies(short: Graph, layers: Layers, layer_of: Sequence[int], whole: Graph) -> dict[str, int]:
+    """How often each layer of the short graph stands in the whole one: for its nodes, and what they alone store."""
+    count = [list(layer_of).count(layer) for layer in range(layers.count)]
+    found = {name: count[layer] for name, layer in layers.fixed.items()}
+    for item in short.stored:
+        readers = {user.name for user, _ in whole.consumers[item.tensor]}
+        if readers and readers <= layers.fixed.keys():
+            found[item.tensor] = max(count[layers.fixed[name]] for name in readers)
+    return {name: number for name, number in found.items() if number > 1}

@@ -1,0 +1,160 @@
+"""What each stage of a plan costs by itself, for a search that puts layers together: its passes, played alone.
+
+Of a stage of several layers, times and bytes are about the sums of these; gradient sums of a layer run beside the
+backward passes of those before it, so what could hide them is told apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.cost import Profile
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.simulate.engine import COMPUTE, Change
+from autopar.simulate.player import Pass, PassKind, Player
+from autopar.simulate.program import Program, lower_stages
+from autopar.simulate.schedule import Progress, Submesh
+from autopar.simulate.transfers import Transfers, find_transfers
+
+
+class LayerCost(NamedTuple):
+    """Times in ns, memory in bytes a device.
+
+    forward_ns, backward_ns: of a microbatch, where none is the first or the last. receive_ns: of a microbatch, to fetch
+    what crosses the border before the layer, and to send its gradient back. reduce_ns: a step, gathering parameters and
+    summing gradients over ranks, which up to `hide_ns` of passes can run beside. optimizer_ns: a step.
+    resident_bytes: parameters, gradients and optimizer state. activation_bytes: of each microbatch in flight.
+    workspace_bytes: what a pass takes beside both.
+    """
+
+    forward_ns: int
+    backward_ns: int
+    receive_ns: int
+    reduce_ns: int
+    hide_ns: int
+    optimizer_ns: int
+    resident_bytes: int
+    activation_bytes: int
+    workspace_bytes: int
+
+
+def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
+    """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`."""
+    shared = profile.shared_by(plan.mesh.devices_per_node)
+    profiles = [shared] * max(1, len(plan.stages))
+    programs = lower_stages(graph, plan, profiles)
+    transfers = find_transfers(graph, plan, programs, profiles)
+    trains = plan.mode == "train" and graph.loss is not None
+    return [
+        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))
+        for number, program in enumerate(programs)
+    ]
+
+
+def _crossing_ns(transfers: Transfers, border: int) -> int:
+    """What is sent over the border before a stage, each tensor once a direction."""
+    found: dict[tuple[str, ...], int] = {}
+    for (source, is_forward), sent in transfers.sent.items():
+        for transfer in sent:
+            first, last = sorted((source, transfer.target))
+            if first < border <= last:
+                found[(str(is_forward), *transfer.names)] = transfer.duration_ns
+    return sum(found.values())
+
+
+def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) -> LayerCost:
+    """Plays a step of at most three microbatches: the first, one of those between, and the last."""
+    alone = _Alone(player)
+    count = min(microbatches, 3)
+    begin = alone.play(PassKind("begin"))
+    forward = [alone.play(PassKind("forward")) for _ in range(count)]
+    kinds = [PassKind("backward", number == 0, number == count - 1) for number in range(count)]
+    backward = [alone.play(kind) for kind in kinds] if player.trains else []
+    end = [alone.play(PassKind("optimizer"))] if player.trains else []
+    one, back = forward[-1], backward[count // 2 : count // 2 + 1]
+    passes = _held([begin, *forward, *backward, *end], count)
+    end_of_step = sum(_net(done.allocations) for done, _ in passes)
+    first = _net(begin.allocations) + _net(one.allocations)
+    kept = _net(one.allocations) if count > 1 else max(0, first - end_of_step)
+    resident = _between(passes, kept)
+    length, busy = sum(done.length_ns for done in (one, *back)), _link_ns([one, *back])
+    return LayerCost(
+        forward_ns=one.length_ns,
+        backward_ns=max(length, busy) - one.length_ns,
+        receive_ns=receive_ns,
+        reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
+        hide_ns=max(0, length - busy),
+        optimizer_ns=program.optimizer_ns,
+        resident_bytes=resident,
+        activation_bytes=kept,
+        workspace_bytes=_workspace(passes, resident, kept),
+    )
+
+
+class _Alone:
+    """A stage that waits for no other."""
+
+    def __init__(self, player: Player) -> None:
+        self.submesh, self.progress = Submesh(range(1), [0]), Progress(player)
+
+    def play(self, kind: PassKind) -> Pass:
+        begin = self.submesh.free_ns
+        done = self.progress.player.play(kind, self.submesh.carried(begin), self.progress.at(begin))
+        self.submesh.take(done, begin, "")
+        self.progress.take(done, begin)
+        return done
+
+
+def _net(changes: Iterable[Change]) -> int:
+    return sum(size for _, size, _, _ in changes)
+
+
+def _peak(changes: list[Change]) -> int:
+    """The most bytes above those at the begin of the pass."""
+    if not changes:
+        return 0
+    rows = np.array([(time, moment, size) for time, size, _, moment in changes], dtype=np.int64)
+    order = np.lexsort((rows[:, 2], rows[:, 1], rows[:, 0]))
+    return max(0, int(np.cumsum(rows[order, 2]).max()))
+
+
+Held = list[tuple[Pass, int]]
+"""Passes in order, with the number of microbatches that hold activations while each runs."""
+
+
+def _held(passes: list[Pass], count: int) -> Held:
+    flying = [0, *range(1, count + 1), *range(count, -1, -1)]
+    return list(zip(passes, flying, strict=False))
+
+
+def _between(passes: Held, kept: int) -> int:
+    """The most that is there between passes beside the activations of microbatches in flight."""
+    level = most = 0
+    for done, held in passes:
+        level += _net(done.allocations)
+        left = held - (done.kind.name == "backward")
+        most = max(most, level - left * kept)
+    return most
+
+
+def _workspace(passes: Held, resident: int, kept: int) -> int:
+    """How far a pass goes above what stays and what the microbatches in flight hold, itself included."""
+    level = most = 0
+    for done, held in passes:
+        most = max(most, level + _peak(done.allocations) - resident - held * kept)
+        level += _net(done.allocations)
+    return most
+
+
+def _link_ns(passes: list[Pass]) -> int:
+    """How long the busiest communication stream works in passes."""
+    busy: dict[str, int] = {}
+    for done in passes:
+        for stream, _, start, stop, _ in done.tasks:
+            if stream != COMPUTE:
+                busy[stream] = busy.get(stream, 0) + stop - start
+    return max(busy.values(), default=0)

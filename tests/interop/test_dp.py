@@ -1,0 +1,85 @@
+"""The stage programme against every choice of stages, on random chains of up to 8 layers and 8 devices."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from autopar.errors import InfeasibleError
+from autopar.interop import StageKind, best_stages, in_flight
+from autopar.simulate.passes import turns
+from tests.oracles.stages import Row, exhaustive, objective, peak
+
+ATTRIBUTES = ("time", "receive", "once", "reduce", "hide", "resident", "activation", "workspace")
+
+
+def drawn(rng: random.Random, layers: int, devices: int, limit: int) -> list[Row]:
+    """Up to three kinds of submesh of 1, 2, 4 or 8 devices; larger ones are faster, more or less."""
+    rows = []
+    for _ in range(rng.randint(1, 3)):
+        size = rng.choice([n for n in (1, 2, 4, 8) if n <= devices])
+        row: Row = {"devices": size, "limit": max(1, limit + rng.randint(-limit // 4, limit // 4))}
+        for name in ATTRIBUTES:
+            row[name] = [rng.randint(0, 60) // rng.choice((1, size)) for _ in range(layers)]
+        row["time"] = [value + 1 for value in row["time"]]
+        row["receive"][0] = 0
+        rows.append(row)
+    return rows
+
+
+def kind(row: Row) -> StageKind:
+    arrays = {f"{name}_ns": np.array(row[name]) for name in ATTRIBUTES[:5]}
+    arrays |= {f"{name}_bytes": np.array(row[name]) for name in ATTRIBUTES[5:]}
+    return StageKind(key=None, num_devices=row["devices"], memory_limit=row["limit"], **arrays)
+
+
+@pytest.mark.parametrize("layers", range(1, 9))
+@pytest.mark.parametrize("devices", range(1, 9))
+def test_equal_to_every_choice(layers: int, devices: int) -> None:
+    rng = random.Random(100 * layers + devices)
+    outcomes = set()
+    for _ in range(12):
+        rows = drawn(rng, layers, devices, rng.choice((30, 200, 600, 3000)))
+        microbatches, schedule = rng.choice((1, 2, 3, 8)), rng.choice(("gpipe", "1f1b"))
+        best, least = exhaustive(rows, layers, devices, microbatches, schedule)
+        outcomes.add(best is None)
+        kinds = [kind(row) for row in rows]
+        if best is None:
+            with pytest.raises(InfeasibleError) as refused:
+                best_stages(kinds, devices, microbatches, schedule)
+            assert refused.value.smallest_bytes == (least or None)
+            continue
+        found = best_stages(kinds, devices, microbatches, schedule)
+        stages = [tuple(stage) for stage in found.best.stages]
+        assert (found.best.step_ns, found.lower_bound_ns, found.stop_reason) == (best, best, "optimal")
+        assert objective(rows, stages, microbatches) == best
+        peaks = peak(rows, stages, microbatches, schedule)
+        assert all(have <= rows[number]["limit"] for have, (_, _, number) in zip(peaks, stages, strict=True))
+        assert all(objective(rows, [*map(tuple, c.stages)], microbatches) == c.step_ns for c in found.runners_up)
+    if layers > 2 and devices > 2:
+        assert outcomes == {True, False}, "some of the instances are feasible, some are not"
+
+
+def test_a_search_that_is_stopped_says_how_far_it_is_from_the_bound() -> None:
+    rng = random.Random(5)
+    for _ in range(50):
+        rows = drawn(rng, 8, 8, 3000)
+        best, _ = exhaustive(rows, 8, 8, 8, "1f1b")
+        if best is None:
+            continue
+        found = best_stages([kind(row) for row in rows], 8, 8, max_rounds=1)
+        assert found.lower_bound_ns <= best <= found.best.step_ns
+        assert (found.stop_reason == "optimal") == (found.lower_bound_ns == found.best.step_ns)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize(("count", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 2, 6), (2, 1, 1)])
+def test_in_flight_is_what_the_schedule_plays(schedule: str, count: int, chunks: int, microbatches: int) -> None:
+    chunks = chunks if schedule == "interleaved" else 1
+    stages_of = [[chunk * count + position for chunk in range(chunks)] for position in range(count)]
+    for position, order in enumerate(turns(schedule, stages_of, microbatches, True)):
+        held = np.cumsum([1 if turn.direction == "forward" else -1 for turn in order])
+        told = in_flight(schedule, count - position, microbatches, chunks, count)
+        assert told == max(held)

@@ -1,0 +1,130 @@
+"""Plans that the search over stages finds: well typed, as fast as told, no slower than templates, within limits."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import autopar
+from autopar.errors import InfeasibleError, PlanError
+from autopar.interop import block_layers, fold
+from autopar.ir import verifier
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.ops import admits
+from autopar.pipeline import planned, simulated_step, template_of_graph
+from autopar.planning import Request, SearchBudget
+from autopar.trace import find_blocks, trace
+from models import gpt, mlp
+
+MESH = autopar.Mesh("a100", nodes=2, devices_per_node=2)
+
+
+@cache
+def graph(layers: int = 8) -> Graph:
+    config = gpt.Config(num_layers=layers, hidden_size=128, num_heads=4, seq_len=32, vocab_size=256, batch_size=16)
+    with torch.device("meta"):
+        model = gpt.build(config)
+    inputs = {name: tensor.to("meta") for name, tensor in gpt.example_inputs(config).items()}
+    return trace(model, inputs)
+
+
+def found(limit: int | None = None, mesh: autopar.Mesh = MESH, model: Graph | None = None, **pins: int) -> Plan:
+    constraints = (autopar.Constraint(**pins),) if pins else ()
+    request = Request(mesh, "train", "adamw", limit, constraints, SearchBudget(60.0))
+    return planned(model or graph(), request, stages=True)
+
+
+@cache
+def pinned(stages: int, microbatches: int) -> Plan:
+    return found(stages=stages, microbatches=microbatches)
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(1, 2), (2, 4), (4, 8)])
+def test_pinned_plans_are_well_typed_and_take_what_is_told(stages: int, microbatches: int) -> None:
+    plan = pinned(stages, microbatches)
+    assert len({stage.first_rank for stage in plan.stages} or {0}) == stages
+    assert plan.microbatches == microbatches
+    verifier.verify(graph(), plan, admits)
+    assert Plan.from_json(plan.to_json()) == plan
+    step = simulated_step(graph(), plan)
+    assert (step.step_time_ns, step.peak_bytes) == (plan.predicted.step_time_ns, plan.predicted.peak_bytes)
+    assert plan.search.tried and plan.search.lower_bound_ns <= plan.search.cost_ns
+
+
+@pytest.mark.parametrize(("stages", "microbatches"), [(2, 4), (4, 8)])
+def test_estimates_are_near_what_is_simulated(stages: int, microbatches: int) -> None:
+    for row in pinned(stages, microbatches).search.tried:
+        assert row["estimated_ns"] == pytest.approx(row["step_time_ns"], rel=0.1)
+        assert row["estimated_bytes"] == pytest.approx(row["peak_bytes"], rel=0.2)
+
+
+@pytest.mark.parametrize("pp", [2, 4])
+def test_no_template_of_as_many_stages_is_faster(pp: int) -> None:
+    ours = pinned(pp, 2 * pp).predicted.step_time_ns
+    grids = [(dp, MESH.num_devices // pp // dp) for dp in (1, 2) if MESH.num_devices // pp % dp == 0]
+    for dp, tp in grids:
+        for schedule in ("gpipe", "1f1b", "interleaved"):
+            theirs = template_of_graph(graph(), MESH, dp=dp, tp=tp, pp=pp, microbatches=2 * pp, schedule=schedule)
+            assert ours <= theirs.predicted.step_time_ns, (dp, tp, schedule)
+
+
+def test_uneven_numbers_of_blocks() -> None:
+    plan = found(mesh=autopar.Mesh("a100", devices_per_node=4), model=graph(6), stages=4, microbatches=8)
+    verifier.verify(graph(6), plan, admits)
+    paths = [{path for n in stage.nodes for path in _block(plan.scopes[n])} for stage in plan.stages]
+    assert [len(blocks) for blocks in paths] in ([1, 2, 2, 1], [2, 1, 2, 1], [1, 1, 2, 2], [2, 2, 1, 1], [1, 2, 1, 2])
+    assert set().union(*paths) == {str(number) for number in range(6)}
+
+
+def _block(scope: str) -> list[str]:
+    return re.findall(r"^layers\.(\d+)", scope)
+
+
+def test_the_limit_that_a_refusal_names_can_be_met() -> None:
+    with pytest.raises(InfeasibleError, match="the smallest limit that can be met is") as refused:
+        found(1000, stages=2, microbatches=4)
+    needed = refused.value.smallest_bytes
+    assert needed is not None
+    assert found(needed, stages=2, microbatches=4).predicted.peak_bytes <= needed
+
+
+def test_stages_that_are_not_possible_are_refused() -> None:
+    with pytest.raises(PlanError, match="number of stages that a100:2x2 and 8 layers allow, found 3"):
+        found(stages=3)
+    with pytest.raises(PlanError, match="at least one stage"):
+        autopar.Constraint(stages=0)
+
+
+def test_a_model_without_blocks_has_one_stage() -> None:
+    config = mlp.Config()
+    plan = found(model=trace(mlp.build(config), mlp.example_inputs(config)))
+    assert not plan.stages
+
+
+def test_a_short_graph_stands_for_a_deep_one() -> None:
+    blocks = find_blocks(graph())
+    paths = [path for group in blocks.paths for path in group]
+    layers = block_layers(graph(), paths)
+    folded = fold(graph(), blocks, layers)
+    assert (layers.count, folded.layer_of) == (8, (0, 1, 1, 1, 1, 1, 1, 2))
+    names = {node.name for node in folded.graph.nodes}
+    assert all(name in names for node in folded.graph.nodes for name in _makers(folded.graph, node.operands))
+    total = sum(folded.copies.get(node.name, 1) for node in folded.graph.nodes)
+    assert total == len(graph().nodes), "every node of the deep graph is stood for"
+    assert replace(folded.graph, nodes=graph().nodes, stored=graph().stored, tensors=graph().tensors) == graph()
+
+
+def _makers(short: Graph, operands: tuple[str, ...]) -> list[str]:
+    known = {*short.inputs, *short.stored_by_tensor}
+    return [short.producers[name].name for name in operands if name not in known]
+
+
+def test_three_blocks_or_fewer_stay() -> None:
+    blocks = find_blocks(graph(3))
+    layers = block_layers(graph(3), [path for group in blocks.paths for path in group])
+    assert fold(graph(3), blocks, layers).graph is graph(3)
