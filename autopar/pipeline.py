@@ -73,7 +73,7 @@ def parallelize(
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None, stages: bool = STAGES_RUN) -> Plan:
-    """The fastest plan that fits of a traced model; of one stage alone where `stages` is False."""
+    """The fastest plan that fits of a traced model; on equal devices of one stage alone where `stages` is False."""
     if not request.mesh.is_homogeneous:
         return best_unequal_plan(graph, find_blocks(graph), request, profiles_of(request.mesh), progress)
     find = best_staged_plan if stages and request.mesh.num_devices > 1 else best_plan

@@ -26,26 +26,30 @@ from autopar.interop import ChosenStage, Folded, StageKind, best_stages, block_l
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import Sends, TradeOff, TradeOffs
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.placement import Axis
-from autopar.ir.plan import Plan, Prediction, SearchReport
+from autopar.ir.plan import Plan, SearchReport
+from autopar.microbatch import batch_types, one_microbatch_plan
 from autopar.planning import Part, Place, Request, best_plan, divided, microbatch_counts
 from autopar.progress import Report, reporting
-from autopar.simulate import predict, simulate, traffic
+from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.simulate.layers import LayerCost, layer_costs
 from autopar.simulate.schedule import without_collector
 from autopar.staging import cut
-from autopar.template import template_recompute
+from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
 
 _FEW_DEVICES = 8
 FINALISTS = 3
-"""Plans that are built for the whole model and simulated; more where these do not fit."""
+"""Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
+_MOST_FINALISTS, _QUICK_S = 16, 1.5
 _HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit."""
 _HOPELESS = 1.03
 """A setting whose fastest placements would take so many times the best estimate is not looked at further."""
 _NEVER = 2**62
+_TEMPLATE_SHAPES = 8
+"""Logical shapes, the best first, for which placements are also found around templates."""
 _LIKELY_STAGES = 8
 """The number of stages that is looked at first: what comes later is judged by what was found."""
 _SHARE = 0.6
@@ -58,14 +62,18 @@ _CHUNKS = (2, 4)
 RECOMPUTE = ("none", "block", "full")
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Setting:
-    """Equal submeshes of one logical shape, and the number of microbatches."""
+    """Equal submeshes of one logical shape, and the number of microbatches.
+
+    zero: placements are found around a template's constraints with this ZeRO stage; None leaves them free.
+    """
 
     axes: LogicalMesh
     num_devices: int
     num_stages: int
     microbatches: int
+    zero: int | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,6 +153,7 @@ class Planner:
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self._solver = request.budget.seconds, request.budget.seed
         self.best_ns = _NEVER
+        self.floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
         self.hidden = 1.0  # the least share of all costs in a row that an estimate was
         self.short_part, self.part, self.short_place = (
             cache(self._short_part),
@@ -158,8 +167,17 @@ class Planner:
     def _part(self, microbatches: int) -> Part:
         return divided(self.graph, self.blocks, microbatches)
 
-    def _short_place(self, axes: LogicalMesh, microbatches: int) -> Place:
-        return Place(self.short_part(microbatches), axes, self.request, self.profile, self._sends(axes))
+    def _short_place(self, axes: LogicalMesh, microbatches: int, zero: int | None) -> Place:
+        part, request = self.short_part(microbatches), self.request
+        if zero is not None:
+            made = batch_types(part.graph).items()
+            batch = {name: type_ for name, type_ in made if self.blocks.representative_tensor(name) == name}
+            rules = template_constraints(axes, zero, False, tuple(self.paths), batch)
+            request = replace(request, constraints=(*request.constraints, *rules))
+        return Place(part, axes, request, self.profile, self._sends(axes))
+
+    def _place_of(self, setting: Setting) -> Place:
+        return self.short_place(setting.axes, setting.microbatches, setting.zero)
 
     def _sends(self, axes: LogicalMesh) -> Sends | None:
         """Every border of layers is one of stages, as often as there are fewer of these."""
@@ -230,8 +248,28 @@ class Planner:
             best = min((c for c in here if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns, default=None)
             what = f"{best.step_ns / 1e6:.3f} ms" if best else "nothing better that fits"
             report(f"{self.request.mesh.num_devices // size} stages of {[a.size for a in axes]}: {what}")
+        found += self._templates(found, deadline)
         found.sort(key=lambda candidate: candidate.step_ns)
         return found
+
+    def _templates(self, found: Sequence[Candidate], deadline: float) -> list[Candidate]:
+        """Templates on the best setting of each logical shape, and on those of half and twice as many microbatches.
+
+        What their placements hide, or send together, may be more than what they cost.
+        """
+        fitting = [(c.step_ns, c.setting) for c in found if c.peak_bytes <= self.admitted]
+        shapes: dict[LogicalMesh, Setting] = {}
+        for _, setting in sorted([*fitting, *self.floors], key=lambda pair: pair[0]):
+            shapes.setdefault(setting.axes, setting)
+        settings = list(shapes.values())[:_TEMPLATE_SHAPES]
+        more: list[Candidate] = []
+        for factor in (1.0, 0.5, 2.0):
+            for setting in settings:
+                count = int(setting.microbatches * factor)
+                for named in _as_templates(replace(setting, microbatches=count)):
+                    if count in self.counts and time.monotonic() < deadline:
+                        more += self._look(named).found
+        return more
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
@@ -270,13 +308,14 @@ class Planner:
         Its floor is what the fastest placements would take if they fitted. Where that is no better than the best so
         far, nothing else is looked at; where even all costs in a row are far from it, not even that.
         """
-        place = self.short_place(setting.axes, setting.microbatches)
+        place = self._place_of(setting)
         stages, count = setting.num_stages, setting.microbatches
         try:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
             in_a_row = int(fastest.cost_ns / stages * (count + stages - 1) / count)
-            if in_a_row * self.hidden > _HOPELESS * self.best_ns:
+            if setting.zero is None and in_a_row * self.hidden > _HOPELESS * self.best_ns:
+                self.floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
             found = self._staged(setting, place, fastest, "none")
             floor = min(candidate.step_ns for candidate in found)
@@ -345,9 +384,12 @@ class Planner:
             chosen = found.best.stages
             of_layer = tuple(n for n, stage in enumerate(chosen) for _ in range(stage.begin, stage.end))
             peak = _peak(kind, chosen, count, schedule)
-            yield Candidate(
-                setting, choice, recompute, schedule, of_layer, found.best.step_ns, peak, found.lower_bound_ns
-            )
+            step, bound = found.best.step_ns, found.lower_bound_ns
+            yield Candidate(setting, choice, recompute, schedule, of_layer, step, peak, bound)
+            if schedule == "1f1b" and stages > 1 and self.request.mode == "train":
+                step -= _hidden_bubble(kind, chosen)
+                peak = _peak(kind, chosen, count, "zero_bubble")
+                yield Candidate(setting, choice, recompute, "zero_bubble", of_layer, step, peak, min(step, bound))
         yield from self._interleaved(setting, kind, choice, recompute)
 
     def _interleaved(
@@ -386,30 +428,30 @@ class Planner:
     def best(self, found: Sequence[Candidate], others: Sequence[Plan]) -> Plan:
         """The fastest by simulation of the best that fit, and of other plans. Raises InfeasibleError."""
         tried: list[dict[str, Any]] = []
-        plans: list[tuple[Candidate, Prediction]] = []
-        deadline = self.started + self.request.budget.seconds
+        plans: list[tuple[Candidate, Timeline]] = []
+        begun, deadline = time.monotonic(), self.started + self.request.budget.seconds
         for candidate in _distinct(found, self.admitted):
             tried.append(candidate.row)
-            predicted = self._simulated(candidate, tried[-1])
-            if predicted.peak_bytes <= self.limit:
-                plans.append((candidate, predicted))
-            is_late = bool(plans) and time.monotonic() > deadline
-            if len(plans) == FINALISTS or len(tried) == 4 * FINALISTS or is_late:
+            played = self._simulated(candidate, tried[-1])
+            if played.peak_bytes <= self.limit:
+                plans.append((candidate, played))
+            now = time.monotonic()
+            is_enough = len(plans) >= FINALISTS and now > begun + _QUICK_S
+            if is_enough or len(plans) == _MOST_FINALISTS or (plans and now > deadline):
                 break
         rest = min(others, key=lambda plan: plan.predicted.step_time_ns, default=None)
         if rest is not None:
             tried += [dict(row) for row in rest.search.tried]
-            if all(rest.predicted.step_time_ns <= predicted.step_time_ns for _, predicted in plans):
+            if all(rest.predicted.step_time_ns <= played.step_time_ns for _, played in plans):
                 return replace(rest, search=replace(rest.search, tried=tuple(tried)))
         plans = plans or [self._smallest(tried)]
         return self.stated(*min(plans, key=lambda pair: pair[1].step_time_ns), tried)
 
-    def _simulated(self, candidate: Candidate, row: dict[str, Any]) -> Prediction:
+    def _simulated(self, candidate: Candidate, row: dict[str, Any]) -> Timeline:
         """What the simulator says of a candidate, noted in its row."""
-        plan = self.built(candidate)
-        predicted = predict(simulate(self.part(candidate.setting.microbatches).graph, plan, self.shared))
-        row |= {"step_time_ns": predicted.step_time_ns, "peak_bytes": predicted.peak_bytes}
-        return predicted
+        played = simulate(self.part(candidate.setting.microbatches).graph, self.built(candidate), self.shared)
+        row |= {"step_time_ns": played.step_time_ns, "peak_bytes": played.peak_bytes}
+        return played
 
     def built(self, candidate: Candidate) -> Plan:
         """One microbatch's plan of the whole model."""
@@ -422,7 +464,7 @@ class Planner:
         """The placements of one microbatch as of one stage."""
         setting = candidate.setting
         place = Place(self.part(setting.microbatches), setting.axes, self.request, self.profile)
-        short = self.short_place(setting.axes, setting.microbatches)
+        short = self._place_of(setting)
         draft = replace(place.draft(), recompute=self.recomputations[candidate.recompute])
         return short.placements.placed(draft, place.part.graph, candidate.choice.choice)
 
@@ -432,16 +474,19 @@ class Planner:
         firsts = [n * size % self.request.mesh.num_devices for n in range(max(candidate.stage_of_layer) + 1)]
         return cut(graph, plan, members, firsts, candidate.schedule)
 
-    def stated(self, candidate: Candidate, predicted: Prediction, tried: Sequence[Mapping[str, Any]]) -> Plan:
+    def stated(self, candidate: Candidate, played: Timeline, tried: Sequence[Mapping[str, Any]]) -> Plan:
         """The candidate as a plan for the step, on all axes, with its prediction."""
         part = self.part(candidate.setting.microbatches)
-        plan = replace(self._placed(candidate), predicted=predicted, search=self._report(candidate, tried))
-        short = self.short_place(candidate.setting.axes, candidate.setting.microbatches)
+        plan = replace(self._placed(candidate), predicted=predict(played), search=self._report(candidate, tried))
+        short = self._place_of(candidate.setting)
         plan = replace(plan, choices=short.placements.explained(candidate.choice.choice))
         if candidate.setting.num_stages == 1:
             sent = traffic(part.graph, plan)
-            return part.on_all_axes(replace(plan, predicted=replace(predicted, comm_bytes=sent)))
-        return replace(part, cut=lambda whole: self._cut(whole, candidate, self.graph)).in_stages(plan)
+            return part.on_all_axes(replace(plan, predicted=replace(plan.predicted, comm_bytes=sent)))
+        whole = replace(part, cut=lambda whole: self._cut(whole, candidate, self.graph)).in_stages(plan)
+        by_submesh = traffic_by_submesh(self.graph, whole, part.graph, one_microbatch_plan(whole), played)
+        most = max(by_submesh, key=lambda counts: sum(counts.values()))
+        return replace(whole, predicted=replace(whole.predicted, comm_bytes=most))
 
     def _report(self, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> SearchReport:
         return SearchReport(
@@ -456,7 +501,7 @@ class Planner:
 
     # Where nothing fits ----------------------------------------
 
-    def _smallest(self, tried: list[dict[str, Any]]) -> tuple[Candidate, Prediction]:
+    def _smallest(self, tried: list[dict[str, Any]]) -> tuple[Candidate, Timeline]:
         """The candidate with the least simulated peak, if that fits. Which are simulated does not depend on the limit.
 
         Raises InfeasibleError naming that peak, or the one that plans of one stage can do with, whichever is less.
@@ -468,10 +513,10 @@ class Planner:
             simulated.append((candidate, self._simulated(candidate, tried[-1])))
         if not simulated:
             raise self.refusal
-        chosen, predicted = min(simulated, key=lambda pair: pair[1].peak_bytes)
-        needed = predicted.peak_bytes
+        chosen, played = min(simulated, key=lambda pair: pair[1].peak_bytes)
+        needed = played.peak_bytes
         if needed <= self.limit:
-            return chosen, predicted
+            return chosen, played
         row = chosen.row
         raise InfeasibleError(
             f"expected a plan within memory_limit = {self.limit:,} bytes a device of {self.request.mesh}, found none: "
@@ -487,7 +532,7 @@ class Planner:
         mesh, count = self.request.mesh, self.counts[-1]
         for size, axes in self.shapes:
             setting = Setting(axes, size, mesh.num_devices // size, count)
-            place = self.short_place(axes, count)
+            place = self._place_of(setting)
             try:
                 curve = place.placements.trade_offs(min(setting.num_stages, count), *self._solver)
                 smallest = curve.smallest(curve.fastest())
@@ -495,6 +540,14 @@ class Planner:
                 self.refusal = error
                 continue
             yield from self._staged(setting, place, smallest, recompute)
+
+
+def _as_templates(setting: Setting) -> Iterator[Setting]:
+    """The setting with its axes named as templates name them, the outer one for data: ZeRO 0, 1 and 3 where it is."""
+    sizes = tuple(axis.size for axis in setting.axes)
+    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}[len(sizes)]:
+        for zero in (0, 1, 3) if "dp" in names else (0,):
+            yield replace(setting, axes=make_axes(names, sizes), zero=zero)
 
 
 def _stage_kind(costs: Sequence[LayerCost], num_devices: int, limit: int) -> StageKind:
@@ -518,10 +571,17 @@ def _peak(kind: StageKind, stages: Sequence[ChosenStage], microbatches: int, sch
     """The largest of the stages' peaks in bytes a device."""
     peaks = []
     for number, (begin, end, _) in enumerate(stages):
-        flying = in_flight(schedule, len(stages) - number, microbatches)
+        flying = in_flight(schedule, len(stages) - number, microbatches, num_submeshes=len(stages))
         stays = kind.resident_bytes[begin:end].sum() + kind.workspace_bytes[begin:end].max()
         peaks.append(int(stays + flying * kind.activation_bytes[begin:end].sum()))
     return max(peaks)
+
+
+def _hidden_bubble(kind: StageKind, stages: Sequence[ChosenStage]) -> int:
+    """What gradients of stored tensors fill of the bubble of 1f1b when they wait: a third of a pass both ways, as with
+    matrices, on all stages but one (ZB-H1 of Zero Bubble, ICLR'24, table 1)."""
+    slowest = max(int(kind.time_ns[begin:end].sum()) for begin, end, _ in stages)
+    return (len(stages) - 1) * slowest // 3
 
 
 def _interleaved_estimate(
@@ -546,9 +606,9 @@ def _interleaved_estimate(
 
 
 def _distinct(found: Sequence[Candidate], limit: int) -> list[Candidate]:
-    """Those that fit by estimate, the fastest first; of equal estimates on one setting one."""
+    """Those that fit by estimate, the fastest first, of each setting the best of each schedule."""
     kept: dict[Any, Candidate] = {}
     for candidate in found:
         if candidate.peak_bytes <= limit:
-            kept.setdefault((candidate.setting, candidate.step_ns), candidate)
+            kept.setdefault((candidate.setting, candidate.schedule), candidate)
     return list(kept.values())

@@ -9,12 +9,13 @@ def in_flight(schedule: str, remaining: int, microbatches: int, chunks: int = 1,
     """Microbatches in flight, times the chunks of a submesh that hold them.
 
     remaining: submeshes from this one to the last, itself included. gpipe: all microbatches. 1f1b: `remaining` of them
-    (PipeDream-Flush). interleaved, over all chunks of a submesh together: its first passes forward before a backward
-    one, (chunks − 1) · num_submeshes + 2 · (remaining − 1) + 1 (Megatron-LM, SC'21).
+    (PipeDream-Flush). zero_bubble: one for each submesh (ZB-H1 of Zero Bubble, ICLR'24). interleaved, over all chunks
+    of a submesh together: its first passes forward before a backward one, (chunks − 1) · (microbatches a round)
+    + 2 · (remaining − 1) + 1 (Megatron-LM, SC'21).
     """
     if schedule == "gpipe":
         return microbatches
     if schedule == "interleaved":
         a_round = math.ceil(microbatches / max(1, microbatches // num_submeshes))
         return min(microbatches * chunks, (chunks - 1) * a_round + 2 * (remaining - 1) + 1)
-    return min(remaining, microbatches)
+    return min(num_submeshes if schedule == "zero_bubble" else remaining, microbatches)

@@ -9,9 +9,11 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.interop import StageKind, best_stages, in_flight
-from autopar.simulate.passes import turns
+from autopar.ir.plan import SCHEDULES
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, turns
 from tests.oracles.stages import Row, exhaustive, objective, peak
 
+TAKEN = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 ATTRIBUTES = ("time", "receive", "once", "reduce", "hide", "resident", "activation", "workspace")
 
 
@@ -74,12 +76,12 @@ def test_a_search_that_is_stopped_says_how_far_it_is_from_the_bound() -> None:
         assert (found.stop_reason == "optimal") == (found.lower_bound_ns == found.best.step_ns)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize(("count", "chunks", "microbatches"), [(2, 2, 4), (4, 2, 8), (4, 3, 4), (3, 2, 6), (2, 1, 1)])
 def test_in_flight_is_what_the_schedule_plays(schedule: str, count: int, chunks: int, microbatches: int) -> None:
     chunks = chunks if schedule == "interleaved" else 1
     stages_of = [[chunk * count + position for chunk in range(chunks)] for position in range(count)]
     for position, order in enumerate(turns(schedule, stages_of, microbatches, True)):
-        held = np.cumsum([1 if turn.direction == "forward" else -1 for turn in order])
+        held = np.cumsum([TAKEN[turn.direction] for turn in order])
         told = in_flight(schedule, count - position, microbatches, chunks, count)
         assert told == max(held)

@@ -1,0 +1,185 @@
+"""The plan that the search finds beside the best of the whole grid of templates, by predicted step time.
+
+    python -m benchmarks.quality.run [--pair NAME] [--seconds 120]
+
+For each (model, mesh): every dp × tp × pp of powers of two, 1, 2, 4, … microbatches up to `MICROBATCHES`, ZeRO 0, 1
+and 3, no and full recomputation, and every schedule, as `autopar.template_plan` makes them, on one trace. Only those
+that fit count. Where the grid takes longer than `--seconds` a pair, as many of it as there is time for are run in an
+order shuffled with a fixed seed, and the table says how many of how many. Models are on the meta device; profiles
+a100, h100 and v100 are data sheets and published points, cpu was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import platform
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import SCHEDULES, Plan
+from autopar.pipeline import planned, template_of_graph
+from autopar.planning import Request, SearchBudget
+from autopar.trace import trace
+from models import dit, gpt, llama, mlp, moe, unet, wide_resnet
+
+MICROBATCHES = 32
+SEARCH_SECONDS = 40.0  # at most; of the wall, on a machine that may be busy
+HERE = Path(__file__).parent
+Pair = tuple[Callable[[], tuple[Any, Any]], autopar.Mesh]
+
+
+def _built(module: Any, **sizes: Any) -> Callable[[], tuple[Any, Any]]:
+    def build() -> tuple[Any, Any]:
+        config = module.Config(**sizes)
+        with torch.device("meta"):
+            model = module.build(config)
+        inputs = module.example_inputs(config)
+        return model, torch.utils._pytree.tree_map(lambda tensor: tensor.to("meta"), inputs)
+
+    return build
+
+
+_GPT = {"num_layers": 8, "hidden_size": 512, "num_heads": 8, "seq_len": 256, "vocab_size": 8192, "batch_size": 32}
+_WIDE = {"num_layers": 8, "hidden_size": 4096, "num_heads": 32, "seq_len": 1024, "vocab_size": 32_000}
+_LLAMA = {"num_layers": 8, "hidden_size": 2048, "num_heads": 16, "num_kv_heads": 8, "mlp_size": 5632, "seq_len": 1024,
+          "vocab_size": 32_000}  # fmt: skip
+PAIRS: dict[str, Pair] = {
+    "gpt, 4 cpu": (_built(gpt, **_GPT), autopar.Mesh("cpu", devices_per_node=4)),
+    "llama, 4 cpu": (_built(llama, num_layers=4, hidden_size=256, mlp_size=768, vocab_size=4096, batch_size=16),
+                     autopar.Mesh("cpu", devices_per_node=4)),
+    "moe, 4 cpu": (_built(moe, num_layers=4, hidden_size=256, num_heads=8, seq_len=64, vocab_size=4096, batch_size=16),
+                   autopar.Mesh("cpu", devices_per_node=4)),
+    "mlp, 4 cpu": (_built(mlp), autopar.Mesh("cpu", devices_per_node=4)),
+    "unet, 4 cpu": (_built(unet, image_size=16, base_channels=32), autopar.Mesh("cpu", devices_per_node=4)),
+    "wide_resnet, 8 a100": (_built(wide_resnet, depths=(2, 2), base_channels=64, image_size=64, batch_size=64),
+                            autopar.Mesh("a100", devices_per_node=8)),
+    "dit, 8 a100": (_built(dit, num_layers=8, hidden_size=512, num_heads=8, image_size=32, batch_size=64),
+                    autopar.Mesh("a100", devices_per_node=8)),
+    "gpt, 2x4 v100": (_built(gpt, **_GPT | {"hidden_size": 1024, "num_heads": 16}),
+                      autopar.Mesh("v100", nodes=2, devices_per_node=4)),
+    "gpt wide, 2x8 v100": (_built(gpt, **_WIDE, batch_size=64), autopar.Mesh("v100", nodes=2, devices_per_node=8)),
+    "llama, 4x8 a100": (_built(llama, **_LLAMA, batch_size=128), autopar.Mesh("a100", nodes=4, devices_per_node=8)),
+    "gpt wide, 8x8 h100": (_built(gpt, **_WIDE, batch_size=256), autopar.Mesh("h100", nodes=8, devices_per_node=8)),
+    "llama, 128x8 h100": (_built(llama, **_LLAMA | {"num_layers": 16}, batch_size=2048),
+                          autopar.Mesh("h100", nodes=128, devices_per_node=8)),
+}  # fmt: skip
+
+
+def grid(mesh: autopar.Mesh) -> list[dict[str, Any]]:
+    """Every template."""
+    found = []
+    powers = [1 << n for n in range(mesh.num_devices.bit_length())]
+    microbatches = [n for n in powers if n <= MICROBATCHES]
+    for dp, tp in itertools.product(powers, powers):
+        if mesh.num_devices % (dp * tp) or tp > mesh.devices_per_node:
+            continue
+        pp = mesh.num_devices // (dp * tp)
+        for count, zero, recompute in itertools.product(microbatches, (0, 1, 3) if dp > 1 else (0,), ("none", "full")):
+            for schedule in SCHEDULES if pp > 1 else ("1f1b",):
+                found.append({"dp": dp, "tp": tp, "pp": pp, "microbatches": count, "zero": zero,
+                              "recompute": recompute, "schedule": schedule})  # fmt: skip
+    return found
+
+
+def compared(name: str, seconds: float) -> dict[str, Any]:
+    """One pair's row."""
+    build, mesh = PAIRS[name]
+    graph = trace(*build())
+    started = time.perf_counter()
+    ours = planned(graph, Request(mesh, "train", "adamw", None, (), SearchBudget(SEARCH_SECONDS)), stages=True)
+    planning = time.perf_counter() - started
+    choices, best, fitting, ran = grid(mesh), None, 0, 0
+    random.Random(0).shuffle(choices)
+    started = time.perf_counter()
+    for plan, choice in _templates(graph, mesh, choices, started + seconds):
+        ran += 1
+        if plan is not None:
+            fitting += 1
+            if best is None or plan.predicted.step_time_ns < best[0]:
+                best = plan.predicted.step_time_ns, choice
+    row = {
+        "pair": name, "planning_seconds": round(planning, 2), "step_ms": ours.predicted.step_time_ns / 1e6,
+        "plan": _described(ours), "peak_bytes": ours.predicted.peak_bytes, "memory_limit": ours.memory_limit,
+        "templates": len(choices), "ran": ran, "fitting": fitting,
+    }  # fmt: skip
+    if best is not None:
+        row |= {"best_template_ms": best[0] / 1e6, "template": best[1],
+                "ratio": ours.predicted.step_time_ns / best[0]}  # fmt: skip
+    return row
+
+
+def _templates(
+    graph: Graph, mesh: autopar.Mesh, choices: list[dict[str, Any]], deadline: float
+) -> Iterator[tuple[Plan | None, dict[str, Any]]]:
+    """What fits, as it is made; None for what does not, or is not possible (a batch, or blocks, that do not divide)."""
+    for choice in choices:
+        if time.perf_counter() > deadline:
+            return
+        try:
+            plan = template_of_graph(graph, mesh, **choice)
+        except AutoparError:
+            plan = None
+        yield plan, choice
+
+
+def _described(plan: Plan) -> str:
+    parts = plan.stages or (plan,)
+    sizes = "x".join(str(axis.size) for axis in parts[0].axes if axis.name != "microbatch") or "1"
+    again = f", {len(plan.recompute)} recomputed" if plan.recompute else ""
+    order = f", {plan.schedule}" if plan.stages else ""
+    return f"{len(parts)} stages of {sizes}, {plan.microbatches} microbatches{order}{again}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pair", choices=PAIRS, action="append", help="only these; results of others are kept")
+    parser.add_argument("--seconds", type=float, default=120.0, help="for the grid of one pair")
+    options = parser.parse_args()
+    path = HERE / "results.json"
+    rows = {row["pair"]: row for row in json.loads(path.read_text())["rows"]} if path.exists() else {}
+    for name in options.pair or PAIRS:
+        rows[name] = compared(name, options.seconds)
+        print(json.dumps(rows[name]), flush=True)
+        report = {
+            "command": "python -m benchmarks.quality.run", "seconds_a_pair": options.seconds,
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
+            "date": date.today().isoformat(), "rows": [rows[pair] for pair in PAIRS if pair in rows],
+        }  # fmt: skip
+        path.write_text(json.dumps(report, indent=1) + "\n")
+        (HERE / "results.md").write_text(_table(report))
+
+
+def _table(report: dict[str, Any]) -> str:
+    rows = report["rows"]
+    good = sum(row.get("ratio", 0.0) <= 1.0 for row in rows)
+    lines = [
+        f"command: {report['command']}  ", f"machine: {report['machine']}  ", f"date: {report['date']}", "",
+        f"Predicted steps: in {good} of {len(rows)} pairs the plan found is no slower than the best template.", "",
+        "| pair | found, ms | best template, ms | ratio | templates run (fit) | found | template |",
+        "|------|-----------|-------------------|-------|---------------------|-------|----------|",
+    ]  # fmt: skip
+    for row in rows:
+        best = f"{row['best_template_ms']:.3f} | {row['ratio']:.3f}" if "ratio" in row else "none fits | –"
+        template = ", ".join(f"{key}={value}" for key, value in row.get("template", {}).items())
+        lines.append(
+            f"| {row['pair']} | {row['step_ms']:.3f} | {best} | {row['ran']} of {row['templates']} ({row['fitting']}) "
+            f"| {row['plan']} | {template} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
