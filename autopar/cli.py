@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import json
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from autopar.cost import measure_profile
+from autopar.cost import load_profile, measure_profile
+from autopar.cost.linked import read_links, with_measured_links
+from autopar.cost.measure_links import parse_mesh
+from autopar.cost.measure_links import run as run_links
+from autopar.cost.profile import profile_to_json
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -46,10 +52,23 @@ def _parser() -> argparse.ArgumentParser:
     _planning(commands)
     _reading(commands)
     _with_model(commands)
-    profile = _command(commands, "profile", _profile, "measure this host and write its cost profile")
+    _measuring(commands)
+    return parser
+
+
+def _measuring(commands: Any) -> None:
+    profile = _command(
+        commands, "profile", _profile, "measure this host, or under torchrun the links between its ranks"
+    )
     profile.add_argument("-o", "--output", type=Path, help="a JSON file; default: where the profile `cpu` is kept")
     profile.add_argument("--points", type=Path, help="keep measured points here, and go on from those that are there")
-    return parser
+    profile.add_argument("--windows", type=int, default=3, help="how often all of this host is measured; medians count")
+    profile.add_argument("--pause", type=float, default=0.0, help="seconds between windows: longer ones outlast drift")
+    profile.add_argument("--collectives", action="store_true", help="under torchrun: collectives along axes of meshes")
+    profile.add_argument("--axes", type=parse_mesh, action="append", default=[], help="of --collectives, such as 2x4")
+    profile.add_argument("--seconds", type=float, default=120.0, help="about how long --collectives may take")
+    profile.add_argument("--links", type=Path, help="put the points of this file, from --collectives, into --into")
+    profile.add_argument("--into", metavar="PROFILE", help="the profile that collectives are put into, written to -o")
 
 
 def _planning(commands: Any) -> None:
@@ -233,7 +252,9 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _profile(options: argparse.Namespace) -> int:
-    profile, path = measure_profile(options.output, options.points)
+    if options.collectives or options.links:
+        return _profile_links(options)
+    profile, path = measure_profile(options.output, options.points, max(1, options.windows), options.pause)
     facts = profile.facts
     print(f"{profile.title}\n  {facts.provenance}")
     print(f"  float32     {facts.peak_flops['float32'] / 1e9:.3g} GFLOP/s a rank")
@@ -242,4 +263,30 @@ def _profile(options: argparse.Namespace) -> int:
         print(f"  {link.level.ljust(11)} {link.bandwidth / 1e9:.3g} GB/s, {link.alpha_ns / 1e3:.3g} µs a message")
     name = path if options.output else "cpu"
     print(f"written to {path}; plan with it: --mesh {name}:4")
+    return 0
+
+
+def _profile_links(options: argparse.Namespace) -> int:
+    """Of the ranks that torchrun started, or of a file that they wrote elsewhere."""
+    if options.output is None or (options.links and not options.into):
+        raise PlanError(
+            "expected -o FILE for what is written, and with --links the --into PROFILE that takes the points, found "
+            f"output {options.output} and profile {options.into}"
+        )
+    if options.into:
+        load_profile(options.into)  # refused before anything is measured
+    found = read_links(options.links) if options.links else run_links(options.axes, options.seconds, options.points)
+    if found is None:  # not the first rank
+        return 0
+    data = found
+    if options.into:
+        data = profile_to_json(with_measured_links(load_profile(options.into), found, date.today().isoformat()))
+    options.output.write_text(json.dumps(data, indent=1) + "\n")
+    for item in found["collectives"]:
+        (size, least), (most, longest) = item["points"][0], item["points"][-1]
+        print(
+            f"  {item['collective'].ljust(14)} {item['nodes']} × {item['inside']} ranks: {least / 1e3:.3g} µs for "
+            f"{size} bytes, {most / longest:.3g} GB/s at {most} bytes"
+        )
+    print(f"written to {options.output}")
     return 0

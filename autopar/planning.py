@@ -1,6 +1,7 @@
 """The search over logical meshes and numbers of microbatches: each place gets its best plan, the simulator picks.
 
 place = (graph of one microbatch, logical mesh)      intra-op placements with ZeRO storage → simulate → fits?
+Where no place has a plan that fits, blocks are computed again (`zero.recomputation`), too.
 """
 
 from __future__ import annotations
@@ -34,7 +35,15 @@ from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
 from autopar.simulate import predict, simulate, traffic, traffic_by_submesh, traffic_over_microbatches
 from autopar.trace import Blocks
-from autopar.zero import storage_options
+from autopar.zero import (
+    Modules,
+    Recomputable,
+    fit_with_recomputation,
+    joined,
+    pinned_modules,
+    recomputable,
+    storage_options,
+)
 
 STAGES_RUN = False
 """Whether plans of several stages can be emitted, so that `parallelize` may choose one."""
@@ -111,25 +120,90 @@ def divided(graph: Graph, blocks: Blocks, microbatches: int) -> Part:
 def best_plan(graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None) -> Plan:
     """The fastest plan that fits, in as few microbatches as do, over all logical meshes.
 
-    Raises InfeasibleError naming the smallest memory limit that can be met.
+    Where none fits, or memory keeps the fastest from being chosen, plans that compute blocks again compete, with those
+    of twice the microbatches, too. Raises InfeasibleError naming the smallest memory limit that can be met.
     """
     deadline = time.monotonic() + request.budget.seconds
     meshes = logical_meshes(request.mesh)
+    again = _recomputable(graph, blocks, request)
+    pinned = pinned_modules(recomputable(graph, _paths(blocks)), request.constraints)
+    request = replace(request, recompute=pinned or ())
     tried: list[dict[str, Any]] = []
     places: list[Place] = []
+    found: list[tuple[Place, Plan]] = []
     for count in microbatch_counts(graph, request):
         part = divided(graph, blocks, count)
         here = [Place(part, axes, request, profile) for axes in meshes]
         places += here
-        with reporting(progress, len(here)) as report:
-            found = [_candidate(place, _share(deadline, len(here) - n), tried, report) for n, place in enumerate(here)]
-        plans = [plan for plan in found if plan is not None]
-        if plans:
-            best = min(plans, key=lambda plan: plan.predicted.step_time_ns)
+        plans, is_second = _candidates(here, Place.fit, deadline, tried, progress), bool(found)
+        fits_at_once = bool(plans)
+        asked = _to_recompute(here, plans) if again.full else []
+        plans += _candidates(asked, partial(_fit_recomputed, again), deadline, tried, progress) if asked else []
+        found += plans
+        if fits_at_once or is_second:
             break
-    else:
-        part, best = fit_or_refuse_over(places)
-    return part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(tried))))
+    if not found:
+        whole = [place.recomputing(joined(again.full)) for place in places] if again.full else places
+        found = [fit_or_refuse_over(whole)]
+    place, best = _fastest(found)
+    return place.part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(tried))))
+
+
+def _recomputable(graph: Graph, blocks: Blocks, request: Request) -> Recomputable:
+    """What the search may compute again: nothing in inference, or where a constraint says what."""
+    is_open = request.mode == "train" and all(rule.recompute is None for rule in request.constraints)
+    return recomputable(graph, _paths(blocks) if is_open else ())
+
+
+def _paths(blocks: Blocks) -> list[str]:
+    return [path for paths in blocks.paths for path in paths]
+
+
+def _fastest(found: Sequence[tuple[Place, Plan]]) -> tuple[Place, Plan]:
+    return min(found, key=lambda item: item[1].predicted.step_time_ns)
+
+
+def _to_recompute(places: list[Place], fitting: list[tuple[Place, Plan]]) -> list[Place]:
+    """Where to compute blocks again: everywhere if nothing fits without; in the fastest place if memory limits that."""
+    if not fitting:
+        return places
+    place, plan = _fastest(fitting)
+    return [] if _is_unlimited(place, plan) else [place]
+
+
+def _is_unlimited(place: Place, plan: Plan) -> bool:
+    """Whether the place's plan would be no cheaper without a limit of memory, as far as the search can say."""
+    budget = place.request.budget
+    free_ns = place.placements.unlimited_cost_ns(_LEAST_S, budget.seed, budget.gap)
+    return plan.search.cost_ns * (1 - budget.gap) <= free_ns
+
+
+Fit = Callable[["Place", float], Plan]
+"""The best plan in a place that is found in so many seconds. Raises InfeasibleError."""
+
+
+def _candidates(
+    places: Sequence[Place], fit: Fit, deadline: float, tried: list[dict[str, Any]], progress: Report | None
+) -> list[tuple[Place, Plan]]:
+    """The plans of all places that have one."""
+    with reporting(progress, len(places)) as report:
+        found = [
+            (place, _candidate(place, fit, _share(deadline, len(places) - number), tried, report))
+            for number, place in enumerate(places)
+        ]
+    return [(place, plan) for place, plan in found if plan is not None]
+
+
+def _fit_recomputed(again: Recomputable, place: Place, seconds: float) -> Plan:
+    """The best plan of a place that computes blocks again."""
+
+    def fit(modules: Modules) -> Plan:
+        return place.recomputing(modules).fit(seconds / 2)
+
+    def rescore(plan: Plan, modules: Modules) -> Plan:
+        return place.simulated(replace(plan, recompute=modules))
+
+    return place.scored(fit_with_recomputation(again, fit, rescore))
 
 
 def _share(deadline: float, places_left: int) -> float:
@@ -138,6 +212,7 @@ def _share(deadline: float, places_left: int) -> float:
 
 
 _LEAST_S = 2.0
+_TRIES = 6
 
 
 def microbatch_counts(graph: Graph, request: Request) -> list[int]:
@@ -153,14 +228,14 @@ def microbatch_counts(graph: Graph, request: Request) -> list[int]:
     return counts
 
 
-def _candidate(place: Place, seconds: float, tried: list[dict[str, Any]], report: Report) -> Plan | None:
+def _candidate(place: Place, fit: Fit, seconds: float, tried: list[dict[str, Any]], report: Report) -> Plan | None:
     """The plan in one place, noted in `tried`; None when none was found that fits."""
     count = place.part.microbatches
     row: dict[str, Any] = {"mesh": "x".join(str(axis.size) for axis in place.axes) or "1", "microbatches": count}
     tried.append(row)
     started = time.monotonic()
     try:
-        plan = place.fit(seconds)
+        plan = fit(place, seconds)
     except InfeasibleError as error:
         row["infeasible"] = str(error)
         plan = None
@@ -168,7 +243,9 @@ def _candidate(place: Place, seconds: float, tried: list[dict[str, Any]], report
     if plan is not None:
         row |= {"step_time_ns": plan.predicted.step_time_ns, "peak_bytes": plan.predicted.peak_bytes,
                 "solve_seconds": plan.search.seconds}  # fmt: skip
+        row |= {"recompute": len(plan.recompute)} if plan.recompute else {}
     what = f"{plan.predicted.step_time_ns / 1e6:.3f} ms" if plan is not None else "no plan found that fits"
+    what += f", {len(plan.recompute)} modules recomputed" if plan is not None and plan.recompute else ""
     report(f"mesh {row['mesh']}{f' in {count} microbatches' if count > 1 else ''}: {what} ({row['seconds']} s)")
     return plan
 
@@ -186,17 +263,26 @@ class Place:
     def fit(self, seconds: float, limit: int | None = None) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
 
-        Raises InfeasibleError.
+        Where that is too tight for any plan, a limit in between is asked for. Raises InfeasibleError.
         """
         draft = self.placements.draft
         limit = asked = draft.memory_limit if limit is None else limit
         deadline = time.monotonic() + seconds
-        for _ in range(4):
-            plan = self.within(asked, max(_LEAST_S, deadline - time.monotonic()))
+        too_low, too_high = 0, 0  # usages that no plan has, and whose plan's peak does not fit
+        for _ in range(_TRIES if self.request.recompute else _TRIES - 2):
+            try:
+                plan = self.within(asked, max(_LEAST_S, deadline - time.monotonic()))
+            except InfeasibleError:
+                if not too_high or not self.request.recompute:
+                    raise
+                too_low, asked = asked, (asked + too_high) // 2
+                continue
             peak = plan.predicted.peak_bytes
             if peak <= limit:
                 return plan
-            asked = min(int(asked * 0.7), asked - (peak - limit))
+            too_high = asked
+            tighter = min(int(asked * 0.7), asked - (peak - limit))
+            asked = (too_low + too_high) // 2 if too_low else tighter
             if asked <= 0:
                 break
         raise InfeasibleError(f"found no plan within {limit:,} bytes a device")
@@ -206,12 +292,24 @@ class Place:
 
         Of several stages, the whole model's usage is limited to what all submeshes together have.
         """
-        budget, graph = self.request.budget, self.part.graph
+        budget = self.request.budget
         plan = self.placements.plan(usage_limit * self.part.num_submeshes, seconds, budget.seed, budget.gap)
         if self.part.cut is not None:
             return self._staged(self.part.in_stages(plan))
-        plan = replace(plan, predicted=predict(simulate(graph, plan, self._shared)))
-        return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
+        return self.scored(plan)
+
+    def scored(self, plan: Plan) -> Plan:
+        """A plan of one stage with the simulator's prediction, and the exact bytes that it sends."""
+        plan = self.simulated(plan)
+        return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(self.part.graph, plan)))
+
+    def simulated(self, plan: Plan) -> Plan:
+        """A plan of one stage with the simulator's prediction."""
+        return replace(plan, predicted=predict(simulate(self.part.graph, plan, self._shared)))
+
+    def recomputing(self, modules: Modules) -> Place:
+        """The place with these modules computed again."""
+        return replace(self, request=replace(self.request, recompute=modules))
 
     def _staged(self, plan: Plan) -> Plan:
         """A plan of several stages, with the simulator's prediction and the bytes of the submesh that sends most."""
@@ -278,11 +376,10 @@ class Place:
         )
 
 
-def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Part, Plan]:
+def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Place, Plan]:
     """The last resort when the search found no plan that fits: the one of least memory, or the error that names it."""
 
     def below(place: Place, limit: int) -> Plan:
         return place.fit(_LEAST_S, limit)
 
-    place, plan = fit_or_refuse(places, Place.least, below)
-    return place.part, plan
+    return fit_or_refuse(places, Place.least, below)

@@ -62,7 +62,7 @@ def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
     return InfeasibleError(
         f"expected a plan within memory_limit = {plan.memory_limit:,} bytes a device of {plan.mesh}, found none: the "
         f"smallest limit that can be met is {needed:,} bytes (on logical mesh {axes}"
-        f"{_in_microbatches(plan.microbatches)}), most of it "
+        f"{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}), most of it "
         f"{', '.join(f'{kind} ({size:,} bytes)' for kind, size in kinds)}; the largest tensors are "
         f"{', '.join(f'{name} ({size:,} bytes{_with_state(kind)})' for name, kind, size in least.largest)}. "
         "Raise memory_limit to that, use more devices, or a smaller batch.",
@@ -72,6 +72,10 @@ def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
 
 def _in_microbatches(count: int) -> str:
     return f", in {count} microbatches" if count > 1 else ""
+
+
+def _with_recomputation(plan: Plan) -> str:
+    return f", {len(plan.recompute)} modules recomputed" if plan.recompute else ""
 
 
 def _with_state(kind: str) -> str:

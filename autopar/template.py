@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 
 from autopar.errors import MeshError, PlanError
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import Type
 from autopar.ir.plan import SCHEDULES
+from autopar.zero import KINDS, joined, recomputable
 
 
 def template_axes(mesh: Mesh, dp: int, tp: int, pp: int) -> LogicalMesh:
@@ -45,33 +46,16 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
     alone, that is the innermost modules with an attention operator in them, or with a softmax and a product of two
     activations. Raises PlanError for another word, or when there is nothing of the kind.
     """
-    if recompute not in ("none", "block", "full"):
+    if recompute not in KINDS:
         raise PlanError(f'expected recompute as "none", "block" or "full", found {recompute!r}')
     if recompute == "none":
         return ()
-    inside = [(node, path) for node in graph.nodes for path, _ in node.scope.path if path in set(block_paths)]
-    if recompute == "full":
-        found = dict.fromkeys(path for _, path in inside)
-    else:
-        attending = _attending_modules(graph, [node for node, _ in inside])
-        found = dict.fromkeys(node.scope.module for node, _ in inside if node.scope.module in attending)
+    options = recomputable(graph, block_paths)
+    found = joined(options.full if recompute == "full" else options.attention)
     if not found:
         what = "repeated blocks" if recompute == "full" else "attention operators in repeated blocks"
         raise PlanError(f"expected a model with {what} for recompute={recompute!r}, found none")
-    return tuple(found)
-
-
-def _attending_modules(graph: Graph, nodes: Sequence[Node]) -> set[str]:
-    """The innermost modules that compute attention, in one operator or in several (as with dropout of its weights)."""
-    whole = {node.scope.module for node in nodes if "attention" in node.op}
-    weighing = {node.scope.module for node in nodes if "softmax" in node.op}
-    mixing = {node.scope.module for node in nodes if _multiplies_activations(graph, node)}
-    return whole | (weighing & mixing)
-
-
-def _multiplies_activations(graph: Graph, node: Node) -> bool:
-    is_product = any(name in node.op for name in (".matmul.", ".bmm.", ".baddbmm.", ".einsum."))
-    return is_product and graph.stored_by_tensor.keys().isdisjoint(node.operands)
+    return found
 
 
 def template_constraints(

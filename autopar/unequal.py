@@ -135,20 +135,27 @@ class UnequalStages:
         count = len(self.times_ns[0])
         most = [count] * len(self.ranks)
         sizes = sizes_by_speed(self.times_ns, most) if split == "speed" else self._equal(count)
+        over: dict[int, int] = {}
         while sizes is not None:
             plan, timeline = self._of_sizes(sizes)
             over = self._over(timeline)
             if not over:
                 return plan
-            if split == "equal":
-                break
             most = [min(limit, size - 1) if stage in over else limit
                     for stage, (limit, size) in enumerate(zip(most, sizes, strict=True))]  # fmt: skip
-            sizes = sizes_by_speed(self.times_ns, most)
-        raise InfeasibleError(
-            f"found no plan of {len(self.ranks)} stages within "
-            f"{' and '.join(f'{limit:,}' for limit in dict.fromkeys(self.limits))} bytes a device of {self.mesh}; use "
-            "zero, recompute, more microbatches or more devices"
+            sizes = sizes_by_speed(self.times_ns, most) if split == "speed" else None
+        raise self._does_not_fit(over)
+
+    def _does_not_fit(self, over: Mapping[int, int]) -> InfeasibleError:
+        needs = [
+            f"stage {stage} on ranks {self.ranks[stage].start} to {self.ranks[stage].stop - 1} would hold {size:,} of "
+            f"{self.limits[stage]:,}"
+            for stage, size in over.items()
+        ]
+        return InfeasibleError(
+            f"found no plan of {len(self.ranks)} stages within the bytes of each device of {self.mesh}: of the last "
+            f"one tried, {', '.join(needs) or 'no stage could have a block'}; use zero, recompute, more microbatches "
+            "or more devices"
         )
 
     def _equal(self, count: int) -> tuple[int, ...]:
@@ -176,11 +183,11 @@ class UnequalStages:
         limit = max(self.limits)
         return replace(plan, predicted=predict(timeline), sources=sources, memory_limit=limit), timeline
 
-    def _over(self, timeline: Timeline) -> set[int]:
-        """The stages whose devices hold more than they can."""
-        limits = {ranks.start: limit for ranks, limit in zip(self.ranks, self.limits, strict=True)}
-        full = {lane.ranks.start for lane in timeline.lanes if lane.peak_bytes > limits[lane.ranks.start]}
-        return {stage for stage, ranks in enumerate(self.ranks) if ranks.start in full}
+    def _over(self, timeline: Timeline) -> dict[int, int]:
+        """The stages whose devices hold more bytes than they can, with these."""
+        peaks = {lane.ranks.start: lane.peak_bytes for lane in timeline.lanes}
+        held = [peaks[ranks.start] for ranks in self.ranks]
+        return {stage: size for stage, size in enumerate(held) if size > self.limits[stage]}
 
 
 # The search ----------------------------------------

@@ -150,7 +150,7 @@ def test_profile_measures_and_writes(
 ) -> None:
     """The measuring itself is tests/cost's; here it is replaced by figures that are known."""
     figures = json.loads((ROOT / "cost_profiles" / "cpu.json").read_text())
-    monkeypatch.setattr(host, "measure_host", lambda points: figures)
+    monkeypatch.setattr(host, "measure_host", lambda points, windows, pause_s: figures)
     path = tmp_path / "mine.json"
     assert cli.main(["profile", "-o", str(path)]) == 0
     printed = capsys.readouterr().out

@@ -189,9 +189,11 @@ def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profi
     curve = profile.curve(family)
     found = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
     if found is not None and all(kernel.table in profile.tables for kernel in found.kernels):
-        return _kernels_ns(found, curve, direction, profile)
+        return _kernels_ns(found, curve, direction, call.dtype, profile)
     moving = family if curve.bound == "memory" else "pointwise"
     duration = _memory_ns(work.num_bytes, moving, direction, profile)
+    if curve.bound == "memory" and call.dtype in curve.dtype_ratios:  # of float32's time, not of its time a byte
+        duration = round(duration * curve.dtype_ratios[call.dtype][direction] * 4 / DTYPE_BYTES[call.dtype])
     if curve.bound == "compute":
         side = curve.backward if direction else curve.forward
         # Each gradient is a kernel of its own, so the curve is asked for one kernel's work.
@@ -207,11 +209,15 @@ def _call_ns(curve: OperatorCurve, direction: int, profile: Profile) -> int:
     return (curve.call_ns or profile.facts.launch_ns)[direction]
 
 
-def _kernels_ns(found: Kernels, curve: OperatorCurve, direction: int, profile: Profile) -> int:
-    """Each gradient of a product is a call; those of attention and of a convolution come from one."""
+def _kernels_ns(found: Kernels, curve: OperatorCurve, direction: int, dtype: str, profile: Profile) -> int:
+    """Tables are of float32; another dtype takes as much longer as the family's points in both say.
+
+    Each gradient of a product is a call; those of attention and of a convolution come from one.
+    """
     calls = len(found.kernels) if curve.family == "matmul" else min(1, len(found.kernels))
     rates = [profile.tables[kernel.table].ns_per_flop(kernel.coordinates) for kernel in found.kernels]
     computed = sum(kernel.flops * rate for kernel, rate in zip(found.kernels, rates, strict=True))
+    computed *= curve.dtype_ratios[dtype][direction] if dtype in curve.dtype_ratios else 1.0
     summed = sum(
         _memory_ns(size, "column_sum", 0, profile) + _call_ns(profile.curve("column_sum"), 0, profile)
         for size in found.summed_bytes

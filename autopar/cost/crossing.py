@@ -10,15 +10,18 @@ Between devices of two kinds the slower link of the two counts: both adapters ar
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.cost.collectives import ACROSS, INSIDE, Route, redistribution, sends_time_ns
 from autopar.cost.profile import Profile
+from autopar.cost.routes import routes
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
-from autopar.ir.placement import I, Placement, R, S, leaves_none_empty
+from autopar.ir.placement import I, Placement, R, S, leaves_none_empty, local_shape
 from autopar.runtime.crossing import Crossing, Side, crossing
 from autopar.runtime.placement import parse_type
 
@@ -62,11 +65,12 @@ def crossing_time_ns(parcels: Sequence[Parcel], mesh: Mesh, profiles: Sequence[P
     profiles: of the devices on both sides.
     """
     per_node = max(group.devices_per_node for group in mesh.groups)
+    nodes = _nodes(mesh)
     loads: dict[tuple[int, bool, str], tuple[int, int]] = {}
     for route, itemsize in parcels:
         for rank, moves in route.sent.items():
             for move in (move for move in moves if move.peer != rank):
-                level = INSIDE if mesh.node_of(rank) == mesh.node_of(move.peer) else ACROSS
+                level = INSIDE if nodes[rank] == nodes[move.peer] else ACROSS
                 for key in ((rank, True, level), (move.peer, False, level)):
                     messages, size = loads.get(key, (0, 0))
                     loads[key] = messages + 1, size + move.num_elements * itemsize
@@ -79,7 +83,17 @@ def crossing_time_ns(parcels: Sequence[Parcel], mesh: Mesh, profiles: Sequence[P
     return level, duration
 
 
+@lru_cache(maxsize=64)
+def _nodes(mesh: Mesh) -> list[int]:
+    """The node of each rank."""
+    return [mesh.node_of(rank) for rank in range(mesh.num_devices)]
+
+
 # Which placements ----------------------------------------
+
+
+MOST_ROUTED = 32
+"""Pairs of placements whose crossing is routed, of those that may be best by what each rank must get."""
 
 
 class Handover(NamedTuple):
@@ -101,7 +115,7 @@ def cheapest_handover(
     A tensor that several ranks hold, or want, whole may travel in slices that are gathered where it arrives, and its
     gradient the same way back: a redistribution like any other. So the fast links inside a node can do what the slow
     ones across would (Alpa's local all-gather), where the sum of all times says that this is faster.
-    None where the tensor cannot leave.
+    Routed are the `MOST_ROUTED` pairs of placements that a bound leaves as the best. None where it cannot leave.
     """
     if [axis.size for axis in maker.axes] == [axis.size for axis in reader.axes]:
         return _rank_to_rank(shape, itemsize, differentiable, made, wanted, maker, reader, mesh)
@@ -110,18 +124,37 @@ def cheapest_handover(
     arriving = {p: _ways_ns(shape, itemsize, differentiable, [(p, w) for w in wanted], reader, mesh)
                 for p in _able(shape, differentiable, reader)}  # fmt: skip
     pairs = [
-        (before + after, first, last)
-        for (first, before), (last, after) in itertools.product(leaving.items(), arriving.items())
+        (before + after + _least_ns(shape, itemsize, differentiable, maker, first, reader, last, mesh), number, before
+         + after, first, last)
+        for number, ((first, before), (last, after)) in enumerate(itertools.product(leaving.items(), arriving.items()))
         if before is not None and after is not None
-    ]
+    ]  # fmt: skip
     best: Handover | None = None
-    for around, first, last in sorted(pairs, key=lambda pair: pair[0]):
-        if best is not None and around >= best.duration_ns:
+    for least, _, around, first, last in heapq.nsmallest(MOST_ROUTED, pairs):
+        if best is not None and least >= best.duration_ns:
             break
         duration = around + _both_ways_ns(shape, itemsize, differentiable, maker, first, reader, last, mesh)
         if best is None or duration < best.duration_ns:
             best = Handover(first, last, duration)
     return best
+
+
+def _least_ns(
+    shape: Shape, itemsize: int, differentiable: bool, maker: End, first: Placement, reader: End, last: Placement,
+    mesh: Mesh,
+) -> int:  # fmt: skip
+    """What a crossing takes at least, both ways: each rank gets what it is to hold, in one message on the best link."""
+    if max(maker.ranks.start, reader.ranks.start) < min(maker.ranks.stop, reader.ranks.stop):
+        return 0  # a rank on both sides may have it already
+    nodes, per_node = _nodes(mesh), max(group.devices_per_node for group in mesh.groups)
+    apart = {nodes[rank] for rank in maker.ranks}.isdisjoint(nodes[rank] for rank in reader.ranks)
+    levels, total = ((ACROSS,) if apart else (INSIDE, ACROSS)), 0
+    for end, placement in ((reader, last), (maker, first))[: 2 if differentiable else 1]:
+        size = math.prod(local_shape(shape, placement, end.axes)) * itemsize
+        total += min(
+            max(sends_time_ns(1, size, level, per_node, own.profile) for own in (maker, reader)) for level in levels
+        )
+    return total
 
 
 def _rank_to_rank(
@@ -167,6 +200,9 @@ def way(
 ) -> Route | None:
     """The cheapest redistribution on one side."""
     per_node = mesh.part(end.ranks).devices_per_node
+    table = routes(shape, itemsize, end.axes, per_node, end.profile, differentiable)
+    if source in table.index and target in table.index:
+        return table.route(source, target)
     return redistribution(shape, itemsize, source, target, end.axes, per_node, end.profile, differentiable)
 
 

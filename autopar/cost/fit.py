@@ -152,6 +152,9 @@ def _operators(
     curved = {family: points for family, points in families.items() if family not in ("matmul", "linear", "view")}
     found = [_operator(family, points, calls[family], engine, peak, bandwidth) for family, points in curved.items()]
     matmul = _operator("matmul", families["linear"], calls["matmul"], engine, peak, bandwidth)
+    for item in (*found, matmul):
+        typed = [point for point in raw.get("typed", ()) if point["family"] == item["family"]]
+        item["points"] += [{**_point(point), "dtype": point["dtype"]} for point in typed]
     return [*found, matmul, _optimizer(raw["optimizer"], bandwidth)]
 
 
@@ -204,11 +207,11 @@ def _knots(samples: Samples, rate: float) -> list[list[float]]:
     by_work: dict[float, list[float]] = defaultdict(list)
     for work, duration in samples:
         by_work[work].append(duration)
-    times = _non_decreasing([statistics.median(by_work[work]) for work in by_work])
+    times = non_decreasing([statistics.median(by_work[work]) for work in by_work])
     return [[work, work / duration * 1e9 / rate] for work, duration in zip(by_work, times, strict=True) if work > 0]
 
 
-def _non_decreasing(times: Sequence[float]) -> list[float]:
+def non_decreasing(times: Sequence[float]) -> list[float]:
     """The closest sequence in least squares that never falls (pool adjacent violators)."""
     pools: list[tuple[float, int]] = []  # sum and number of neighbours that share their mean
     for total in times:
@@ -282,7 +285,7 @@ def _from_smaller(place: tuple[int, ...], known: Mapping[tuple[int, ...], float]
 
 
 def _collective(item: Mapping[str, Any]) -> dict[str, Any]:
-    times = _non_decreasing([duration for _, duration in item["points"]])
+    times = non_decreasing([duration for _, duration in item["points"]])
     points = [[size, round(duration)] for (size, _), duration in zip(item["points"], times, strict=True)]
     return {"collective": item["collective"], "level": "intra_node", "ranks": item["ranks"], "points": points}
 

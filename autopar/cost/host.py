@@ -14,9 +14,12 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
+from statistics import median_high
 from typing import Any
 
 from autopar.cost.fit import profile_from_points
@@ -39,14 +42,17 @@ def host_profile() -> Profile:
         return profile_from_json(json.loads(path.read_text()), str(path))
 
 
-def measure_profile(path: Path | None = None, points: Path | None = None) -> tuple[Profile, Path]:
+def measure_profile(
+    path: Path | None = None, points: Path | None = None, windows: int = 1, pause_s: float = 0.0
+) -> tuple[Profile, Path]:
     """Measures this host anew and writes its profile to `path`, or to where `cpu` is kept.
 
-    With `points`, each operator's time is kept in that file, and a run that was stopped goes on from there. Returns the
-    profile and where it lies. Raises ProfileError when the host cannot be measured, or the file is another host's.
+    With `points`, each operator's time is kept in that file (those of later windows beside it), and a run that was
+    stopped goes on from there. windows, pause_s: as in `measure_host`. Returns the profile and where it lies. Raises
+    ProfileError when the host cannot be measured, or the file is another host's.
     """
     path = path or cache_path()
-    data = measure_host(points)
+    data = measure_host(points, windows, pause_s)
     profile = profile_from_json(data, str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     _write_whole(path, data)
@@ -60,12 +66,33 @@ def cache_path() -> Path:
     return root / "autopar" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
 
 
-def measure_host(points: Path | None = None) -> dict[str, Any]:
-    """Measures in processes of their own, with one thread each, in about a minute; goes on from `points`, if given."""
-    kept = ["--points", str(points.absolute())] if points else []
-    found = _points(MEASURE[0], *kept) | _points(MEASURE[1])
+def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 0.0) -> dict[str, Any]:
+    """Measures in processes of their own, with one thread each, in about a minute a window; goes on from `points`.
+
+    windows: how often everything is measured, `pause_s` seconds apart; each number is its median over them. A host that
+    is fast or slow for minutes then does not make all of the profile so.
+    """
+    found = []
+    for number in range(windows):
+        time.sleep(pause_s if number else 0.0)
+        kept = ["--points", str(_window_file(points, number).absolute())] if points else []
+        found.append(_points(MEASURE[0], *kept) | _points(MEASURE[1]))
     facts = {"model": cpu_model(), "cores": num_cores(), "memory": memory_bytes()}
-    return profile_from_points(found, facts, date.today().isoformat())
+    return profile_from_points(median_of(found), facts, date.today().isoformat())
+
+
+def _window_file(points: Path, number: int) -> Path:
+    return points.with_name(f"{points.name}.{number}") if number else points
+
+
+def median_of(windows: Sequence[Any]) -> Any:
+    """The windows' results as one: of each number the median, the higher of two in the middle."""
+    first = windows[0]
+    if isinstance(first, dict):
+        return {key: median_of([window[key] for window in windows]) for key in first}
+    if isinstance(first, list):
+        return [median_of(items) for items in zip(*windows, strict=True)]
+    return median_high(windows) if isinstance(first, int | float) and not isinstance(first, bool) else first
 
 
 def _points(script: Path, *arguments: str) -> dict[str, Any]:

@@ -68,6 +68,44 @@ def operator_cases() -> list[Case]:
     return cases + list(_product_cases()) + list(_attention_cases()) + list(_convolution_cases())
 
 
+TYPES = ("float32", "bfloat16", "float16")
+TYPED_PRODUCTS = ((128, 128, 128), (512, 512, 512))  # m, n, k
+TYPED_ATTENTION = ((4, 128, 64),)  # heads, length, width
+TYPED_ROWS = ((256, 256), (512, 2048))
+
+
+def typed_cases(dtype: torch.dtype) -> list[Case]:
+    """A few operators of the families whose kernels differ by dtype."""
+    products = [((m, k), (n, k)) for m, n, k in TYPED_PRODUCTS]
+    heads = [((1, heads, length, width),) * 3 for heads, length, width in TYPED_ATTENTION]
+    attention = F.scaled_dot_product_attention
+    return [
+        *(_typed("matmul", "linear", shapes, F.linear, dtype) for shapes in products),
+        *(_typed("attention", "scaled_dot_product_attention", shapes, attention, dtype) for shapes in heads),
+        *(_typed("pointwise", "mul", (shape, shape), torch.mul, dtype) for shape in TYPED_ROWS),
+    ]
+
+
+def _typed(family: str, op: str, shapes: tuple[tuple[int, ...], ...], run: Operator, dtype: torch.dtype) -> Case:
+    def operands() -> Tensors:
+        return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+    return Case(family, op, tuple(size for shape in shapes for size in shape), operands, run)
+
+
+def measure_type(name: str, clock: Clock) -> list[dict[str, Any]]:
+    """The points of a dtype; none where the device has no kernels for it."""
+    found = []
+    for case in typed_cases(getattr(torch, name)):
+        try:
+            forward, backward = measure_case(case, clock)
+        except (RuntimeError, NotImplementedError):
+            continue
+        kept = {"family": case.family, "op": case.op, "shape": case.shape, "dtype": name}
+        found.append({**kept, "forward_ns": forward, "backward_ns": backward})
+    return found
+
+
 def _row_cases(rows: int, width: int) -> list[Case]:
     shape = (rows, width)
     return [
@@ -426,7 +464,10 @@ def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -
     optimizer = [[n, kept.get(f"optimizer {n}", measure_optimizer, n, clock)] for n in sizes]
     names = ("float64", "float32", "bfloat16", "float16")
     dtypes = {name: [384, kept.get(f"dtype {name}", measure_dtype, getattr(torch, name), clock)] for name in names}
-    return {"launch": launch, "view": view, "points": points, "optimizer": optimizer, "dtypes": dtypes}
+    typed = [point for name in TYPES for point in kept.get(f"typed {name}", measure_type, name, clock)]
+    return {
+        "launch": launch, "view": view, "points": points, "optimizer": optimizer, "dtypes": dtypes, "typed": typed
+    }  # fmt: skip
 
 
 def _point(case: Case, clock: Clock) -> dict[str, Any]:

@@ -131,6 +131,21 @@ class OperatorCurve:
     points: tuple[Point, ...] = ()
     call_ns: tuple[int, int] | None = None
 
+    @cached_property
+    def dtype_ratios(self) -> Mapping[str, tuple[float, float]]:
+        """By dtype, how long its operators take over equal ones in float32: geometric means, (forward, backward)."""
+        known = {(point.op, point.shape): point for point in self.points if point.dtype == "float32"}
+        pairs = [(point, known[point.op, point.shape]) for point in self.points if (point.op, point.shape) in known]
+        found: dict[str, list[tuple[float, float]]] = {}
+        for point, like in pairs:
+            if point.dtype != "float32" and point.backward_ns and like.backward_ns:
+                logs = math.log(point.forward_ns / like.forward_ns), math.log(point.backward_ns / like.backward_ns)
+                found.setdefault(point.dtype, []).append(logs)
+        return {
+            dtype: (math.exp(sum(a for a, _ in logs) / len(logs)), math.exp(sum(b for _, b in logs) / len(logs)))
+            for dtype, logs in found.items()
+        }
+
 
 @dataclass(frozen=True)
 class Table:

@@ -16,13 +16,13 @@ from autopar.cost.compute import pointwise_time_ns
 from autopar.cost.memory import Extra, Saved, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.problem import NO_PATH_NS
+from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategy
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
-from autopar.ir.structure import region_of
 from autopar.ops.communication import inner_communication
 
 Times = npt.NDArray[np.int64]
@@ -62,12 +62,12 @@ class ProfiledCosts:
         mode: str,
         optimizer: str | None,
         microbatches: int = 1,
-        recompute: tuple[str, ...] = (),
+        again: RecomputedShares | None = None,
         sends: Sends | None = None,
     ) -> None:
         self.sends = sends
         self.graph, self.axes, self.profile = graph, axes, profile
-        self.recompute = recompute  # module paths that keep nothing for the backward pass
+        self.again = again or RecomputedShares((), ())
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
@@ -88,8 +88,9 @@ class ProfiledCosts:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
-        own = forward + (backward if self.train else 0) + self._inner_ns(node, strategy)
-        return (own + self._sent_ns(node, strategy)) * self.microbatches
+        once = forward + (backward if self.train else 0) + sum(self._inner_ns(node, strategy))
+        again = self._share(node) * (forward + self._inner_ns(node, strategy)[0])
+        return (once + round(again) + self._sent_ns(node, strategy)) * self.microbatches
 
     def _sent_ns(self, node: Node, strategy: Strategy) -> int:
         """What sending the results to another stage takes, and their gradients back; summands are sent summed."""
@@ -104,16 +105,23 @@ class ProfiledCosts:
                 total += one * self.sends.times[name] * (1 + (tensor.differentiable and self.train))
         return int(total)
 
-    def _inner_ns(self, node: Node, strategy: Strategy) -> int:
-        """What the operator communicates inside, both ways."""
+    def _share(self, node: Node) -> float:
+        """The part of a node's instances that runs again for the backward pass."""
+        return self.again.of(node.scope.module) if self.train else 0.0
+
+    def _inner_ns(self, node: Node, strategy: Strategy) -> tuple[int, int]:
+        """What the operator communicates inside, forward and backward."""
         sent = inner_communication(self.graph, node, strategy.operands, self.axes, self.train)
-        return sum(
-            collective_time_ns(
-                inner.collective, inner.priced_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
+        forward, backward = (
+            sum(
+                collective_time_ns(
+                    inner.collective, inner.priced_bytes, self.axes[inner.axis], self.devices_per_node, self.profile
+                )
+                for inner in direction
             )
             for direction in sent
-            for inner in direction
         )
+        return forward, backward
 
     def saved_bytes(self, node: Node, strategy: Strategy) -> int:
         """What autograd keeps of operands and results; each storage counts at the first node that saves it."""
@@ -121,33 +129,40 @@ class ProfiledCosts:
             return 0
         placements = dict(zip((*node.results, *node.operands), (*strategy.results, *strategy.operands), strict=True))
         tensors, total = self.graph.tensors, 0
-        for saved in self._saved.get(node.name, ()):
+        for saved, share in self._saved.get(node.name, ()):
             name = saved.like if isinstance(saved, Extra) else saved
             shape = self._local(tensors[name].shape, placements[name])
-            total += saved.num_bytes(shape) if isinstance(saved, Extra) else math.prod(shape) * tensors[name].itemsize
+            size = saved.num_bytes(shape) if isinstance(saved, Extra) else math.prod(shape) * tensors[name].itemsize
+            total += round(share * size)
         return total
 
     @cached_property
-    def _saved(self) -> dict[str, tuple[Saved, ...]]:
-        """By node: the values that it is the first to save, but for inputs and parameters."""
+    def _saved(self) -> dict[str, tuple[tuple[Saved, float], ...]]:
+        """By node: the values that it is the first to save, but for inputs and parameters, and in which part of the
+        node's instances they are kept. Of what is recomputed, that is what enters."""
         known = {*self.graph.inputs, *(item.tensor for item in self.graph.stored)}
         found = {}
         for node in self.graph.nodes:
-            if region_of(self.recompute, node.scope.module) >= 0:
-                continue
-            own = []
-            for saved in saved_values(node, self.graph, self.profile.device_type):
-                root = None if isinstance(saved, Extra) else storage_root(saved, self.graph)
-                if root not in known:
-                    own.append(saved)
+            again, kept = self._share(node), dict[Saved, float]()
+            saved = saved_values(node, self.graph, self.profile.device_type) if again < 1 else ()
+            for value, share in (*((v, 1 - again) for v in saved), *((v, again) for v in self._entering(node))):
+                root = None if isinstance(value, Extra) else storage_root(value, self.graph)
+                if root not in known or value in kept:
+                    kept[value] = kept.get(value, 0.0) + share
                 if root is not None:
                     known.add(root)
-            found[node.name] = tuple(own)
+            found[node.name] = tuple(kept.items())
         return found
+
+    def _entering(self, node: Node) -> list[str]:
+        """What the operator reads from outside of the recomputed module that it is in."""
+        makers = ((name, self.graph.producers[name]) for name in node.operands if name in self.graph.producers)
+        return [name for name, maker in makers if self.again.is_entered(node.scope.module, maker.scope.module)]
 
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:
         forward, backward = self._routes(tensor).times(sources, targets)
-        total = (forward + backward) * self.microbatches
+        again = min((self._share(reader) for reader, _ in self.graph.consumers[tensor.name]), default=0.0)
+        total = (forward + backward + np.rint(again * forward).astype(np.int64)) * self.microbatches
         unequal = np.array([[source != target for target in targets] for source in sources])
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
 

@@ -13,6 +13,7 @@ from autopar.intraop.builder import Built, Representatives, StorageOptions, buil
 from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
+from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.solver import solve
 from autopar.intraop.tradeoffs import TradeOffs
 from autopar.ir.constraint import Constraint
@@ -41,8 +42,9 @@ def prepare_placements(
     """
     per_node = draft.mesh.devices_per_node
     costs = ProfiledCosts(
-        graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches, draft.recompute, sends
-    )
+        graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
+        RecomputedShares(draft.recompute, draft.blocks), sends,
+    )  # fmt: skip
     built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole, copies=copies)
     return Placements(graph, blocks, draft, costs, built)
 
@@ -88,6 +90,10 @@ class Placements:
     def trade_offs(self, in_flight: int, time_limit_s: float = 10.0, seed: int = 0) -> TradeOffs:
         """Time against memory, with the activations of so many microbatches; each solve may take so many seconds."""
         return TradeOffs(self.built, in_flight, time_limit_s, seed)
+
+    def unlimited_cost_ns(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
+        """The cost of the best choice that is found where memory is no concern."""
+        return int(solve(replace(self.built.problem, usage_limit=None), time_limit_s, seed, gap_limit).cost)
 
     def least_memory(self, time_limit_s: float = 10.0, seed: int = 0) -> LeastMemory:
         """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""

@@ -10,6 +10,7 @@ from autopar.errors import PlanError
 from autopar.ir.placement import Type, parse_type
 
 What = Literal["stored", "used", "output", "tensor", "input"]
+Recompute = Literal["none", "block", "full"]
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class Constraint:
     soft: prefer instead of require. zero: for "stored", the ZeRO behaviour of sharded storage (1, 2 or 3).
     min_dims: only tensors of at least that many dims. microbatches, stages: pin their
     numbers, whatever the pattern.
+    recompute: pins what of the repeated blocks of these module paths is computed again: "none", "block" (the attention)
+    or "full". Then nothing of the other blocks is, unless further constraints say so.
     """
 
     pattern: str = "*"
@@ -33,6 +36,7 @@ class Constraint:
     zero: int | None = None
     min_dims: int = 0
     microbatches: int | None = None
+    recompute: Recompute | None = None
     stages: int | None = None
 
     def __post_init__(self) -> None:
@@ -43,6 +47,8 @@ class Constraint:
             raise PlanError(f"expected what as one of {', '.join(get_args(What))}, found {self.what!r}")
         if self.zero not in (None, 0, 1, 2, 3):
             raise PlanError(f"expected a ZeRO stage from 0 to 3, found {self.zero!r}")
+        if self.recompute not in (None, *get_args(Recompute)):
+            raise PlanError(f'expected recompute as "none", "block" or "full", found {self.recompute!r}')
         if self.microbatches is not None and self.microbatches < 1:
             raise PlanError(f"expected at least one microbatch, found {self.microbatches}")
         if self.stages is not None and self.stages < 1:

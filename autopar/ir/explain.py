@@ -29,15 +29,22 @@ def explain_text(plan: Plan, pattern: str) -> str:
     found = [item for part in parts for item in (*_inputs(part, pattern), *_parameters(part, pattern))]
     found += [item for part in parts for item in _operators(part, pattern)]
     conversions = [line for part in parts for line in _redistributions(part, pattern)]
+    again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
     if not found and not conversions:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
-    shown = (SCREEN_LINES - 2 - len(conversions)) // max(1, len(found)) - 1
+    shown = (SCREEN_LINES - 2 - bool(again) - len(conversions)) // max(1, len(found)) - 1
     lines = [_HEADER]
     if plan.microbatches > 1:
         lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
+    if again:
+        lines.append(f"Computed again in the backward pass, but for what enters it: {_some(again)}")
     for line, choice in found:
         lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
     return "\n".join([*lines, *conversions])
+
+
+def _some(paths: list[str]) -> str:
+    return ", ".join(paths) if len(paths) < 4 else f"{paths[0]} … {paths[-1]} ({len(paths)} modules)"
 
 
 def _with_alternatives(line: str, choice: Choice | None, shown: int) -> Iterator[str]:

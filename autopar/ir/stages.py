@@ -65,6 +65,7 @@ def check_stages(graph: Graph, plan: PlanData) -> None:
     if plan.axes or plan.inputs or plan.storage or plan.nodes or plan.redistributes:
         raise PlanError("expected placements in the stages of the plan alone, found some in the plan itself")
     _check_submeshes(plan)
+    _check_together(graph, plan)
     _check_nodes(graph, plan)
     for index in range(len(plan.stages)):
         _check_reads(graph, plan, index)
@@ -86,6 +87,19 @@ def _check_submeshes(plan: PlanData) -> None:
         raise PlanError(f"expected stages on all {plan.mesh.num_devices} devices of {plan.mesh}, found {ends[-1]}")
     if len(submeshes) < len(plan.stages) and plan.schedule != "interleaved":
         raise PlanError(f"expected stages on submeshes of their own with schedule {plan.schedule!r}, found shared ones")
+
+
+def _check_together(graph: Graph, plan: PlanData) -> None:
+    """What does not go with what: a backward pass in two parts would recompute for each of its branches."""
+    if plan.schedule == "zero_bubble" and plan.recompute:
+        raise PlanError(
+            f'expected no recomputation with schedule "zero_bubble", found {len(plan.recompute)} recomputed modules; '
+            'take schedule="1f1b", or recompute="none"'
+        )
+    for stored in graph.stored:
+        keepers = [index for index, stage in enumerate(plan.stages) if stored.tensor in stage.storage]
+        if stored.name in graph.mutations and len(keepers) > 1:
+            raise PlanError(f"expected {stored.name}, which forward updates, in one stage, found it in {keepers}")
 
 
 def _check_nodes(graph: Graph, plan: PlanData) -> None:

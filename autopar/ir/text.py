@@ -28,11 +28,23 @@ def plan_text(plan: Plan) -> str:
     if plan.sources:
         lines.append(f"  costs       {sources_text(plan.sources)}")
     if plan.recompute:
-        again = Counter(_folded(path) for path in plan.recompute)
-        lines.append("  recompute   " + ", ".join(f"{path}  ×{count}" for path, count in again.items()))
+        lines.append(f"  recompute   {recompute_text(plan)}")
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def recompute_text(plan: Plan) -> str:
+    """ "layers.*  ×2 of 4": what is computed again, of how many modules of a like name; "none"."""
+    again = Counter(_folded(path) for path in plan.recompute)
+    modules = {".".join(parts[:n]) for parts in _module_parts(plan) for n in range(1, len(parts) + 1)}
+    alike = Counter(map(_folded, modules))
+    counts = {path: f"{count} of {alike[path]}" if count < alike[path] else str(count) for path, count in again.items()}
+    return ", ".join(f"{path}  ×{count}" for path, count in counts.items()) or "none"
+
+
+def _module_parts(plan: Plan) -> set[tuple[str, ...]]:
+    return {tuple(_module(plan, name).split(".")) for name in plan.scopes}
 
 
 def sources_text(sources: Mapping[str, str]) -> str:
@@ -141,7 +153,7 @@ def diff_text(plan: Plan, other: Plan) -> str:
     if _axes(plan) != _axes(other):
         lines.append(f"axes: {_axes(plan)} | {_axes(other)}")
     if plan.recompute != other.recompute:
-        lines.append(f"recompute: {len(plan.recompute)} modules | {len(other.recompute)} modules")
+        lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
     for name, number in (("step_time_ns", time_text), ("peak_bytes", bytes_text)):
         values = [getattr(item.predicted, name) for item in (plan, other)]
         lines.append(f"{name.rpartition('_')[0].replace('_', ' ')}: {number(values[0])} | {number(values[1])}")

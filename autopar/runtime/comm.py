@@ -107,12 +107,8 @@ class Sending:
     def __init__(self, work: Any, what: str, peer: int, timeout_s: float) -> None:
         self._work, self._what, self._peer, self._timeout_s = work, what, peer, timeout_s
 
-    def is_done(self) -> bool:
-        """Whether it has left, or has come."""
-        return bool(self._work.is_completed())
-
     def wait(self) -> None:
-        """Waits until it is. Raises CollectiveError when the other rank does not answer."""
+        """Waits until it has left, or has come. Raises CollectiveError when the other rank does not answer."""
         with _explained_peer(self._what, self._peer, self._timeout_s):
             self._work.wait()
 

@@ -128,13 +128,14 @@ def _crossing(shape: tuple[int, ...], sender: Side, receiver: Side, moves: Seque
     )
 
 
+@lru_cache(maxsize=1 << 10)
 def _box_of_each(shape: tuple[int, ...], side: Side) -> list[Box]:
     """What each rank of a side holds, in the side's order."""
-    found: list[Box] = []
-    for place in itertools.product(*map(range, side.sizes)):
-        axes = [Axis("", size, index, None) for size, index in zip(side.sizes, place, strict=True)]
-        found.append(tuple((part.start, part.stop) for part in local_slices(shape, side.types, axes)))
-    return found
+    rows = [[Axis("", size, index, None) for index in range(size)] for size in side.sizes]
+    return [
+        tuple((part.start, part.stop) for part in local_slices(shape, side.types, axes))
+        for axes in itertools.product(*rows)
+    ]
 
 
 def _boxes(shape: tuple[int, ...], side: Side) -> dict[Box, list[int]]:

@@ -129,6 +129,13 @@ class Gatherer:
             unit.undone = sum(slot.leaf.requires_grad for slot in unit.regathered)
             unit.bring_back()
 
+    def bring_all(self) -> None:
+        """For the second part of a backward pass, whose operators ask for their parameters in no order of blocks."""
+        for unit in self.units:
+            unit.launch()
+        for unit in self.units:
+            unit.finish()
+
     def end_pass(self) -> None:
         """Frees whatever is still in place, such as frozen parameters and those that nothing used."""
         self._order = self._visited or self._order

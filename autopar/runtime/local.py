@@ -38,6 +38,7 @@ class Local:
         self.parameters: dict[str, StoredParameter] = {}
         self.buffers: dict[str, state.StoredBuffer] = {}
         slots = self._materialise(others, tied)
+        self.leaves = [slot.leaf for slot in slots]
         units = _units(program, slots)
         owner = {slot: unit for unit in units for slot in (*unit.kept, *unit.regathered)}
         self.gatherer = Gatherer(units)
@@ -118,6 +119,21 @@ class Local:
         self.reducer.end_microbatch()
         for buffer in self.buffers.values():
             buffer.forget_update()
+
+    def backward_of_inputs(self, index: int, run: Callable[[], None]) -> None:
+        """The first part of a microbatch's backward pass, which makes no gradients of parameters."""
+        self.mesh.progress.microbatch = index
+        self.gatherer.begin_backward()
+        run()
+
+    def backward_of_leaves(self, index: int, run: Callable[[], None]) -> None:
+        """The second part, with all parameters in place; in the last one's, gradients go home."""
+        self.mesh.progress.microbatch = index
+        self._backward_passes += 1
+        self.gatherer.bring_all()
+        self.reducer.begin_microbatch(is_last=self._backward_passes == self.program.MICROBATCHES)
+        run()
+        self.reducer.end_microbatch()
 
     def end_pass(self) -> None:
         """Frees what the pass has gathered."""

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.local import Local
+from autopar.runtime.splitting import Root, SplitBackward
 from autopar.runtime.transport import Channel, Transport
 
 Wait = Callable[[], Tensor]
@@ -60,6 +61,7 @@ class ScheduledStage:
         self._between: dict[int, tuple[list[Tensor], list[Any], tuple[Tensor, ...]]] = {}
         self._sent: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
+        self._second: dict[int, Callable[[], None]] = {}
 
     # Forward ----------------------------------------
 
@@ -113,24 +115,42 @@ class ScheduledStage:
     def backward_one_chunk(
         self, index: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """The backward pass of a microbatch, from its loss and the gradients that have come."""
+        """The backward pass of a microbatch, from its loss and the gradients that have come.
+
+        full_backward: False makes the gradients of what was received alone; `backward_weight_one_chunk` makes the rest.
+        """
         received, losses, sent = self._between.pop(index)
-        roots: list[Tensor] = [loss for loss in losses if loss.requires_grad]
-        gradients: list[Tensor | None] = [None] * len(roots)
+        roots = [(loss, torch.ones_like(loss)) for loss in losses if loss.requires_grad]
         for tensor, waits in zip(sent, self._returning.pop(index, [[]] * len(sent)), strict=True):
             parts = [wait() for wait in waits]
             if parts and tensor.requires_grad:
-                roots.append(tensor)
-                gradients.append(_sum(parts))
-        try:
-            self.local.backward(index, partial(_run_backward, roots, gradients))
-        finally:
-            self.local.end_pass()
+                roots.append((tensor, _sum(parts)))
+        trained = [tensor for tensor in received if tensor.requires_grad]
+        if full_backward or not trained:
+            run = partial(_run_backward, roots)
+            if full_backward:
+                self._pass(partial(self.local.backward, index, run))
+            else:
+                self._second[index] = partial(self.local.backward, index, run)
+        else:
+            split = SplitBackward(roots, trained, self.local.leaves)
+            self._pass(partial(self.local.backward_of_inputs, index, split.first))
+            self._second[index] = partial(self.local.backward_of_leaves, index, split.second)
         self._gradients[index] = [
             torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for tensor, channel in zip(received, self._receives, strict=True)
             if _goes_back(channel)
         ]
+
+    def backward_weight_one_chunk(self, index: int, last_backward: bool = False) -> None:
+        """The second part of a backward pass: the gradients of parameters."""
+        self._pass(self._second.pop(index))
+
+    def _pass(self, run: Callable[[], None]) -> None:
+        try:
+            run()
+        finally:
+            self.local.end_pass()
 
     def get_bwd_send_ops(self, index: int) -> list[Any]:
         """Starts to send the gradients of what the stage has received."""
@@ -168,9 +188,9 @@ def _sum(parts: list[Tensor]) -> Tensor:
     return total
 
 
-def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
+def _run_backward(roots: Sequence[Root]) -> None:
     if roots:
-        torch.autograd.backward(roots, gradients)
+        torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
 
 
 class _Schedule1F1B(Schedule1F1B):
@@ -180,11 +200,14 @@ class _Schedule1F1B(Schedule1F1B):
         PipelineScheduleSingle.__init__(self, stage, n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
 
 
+_LOOPED: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+
+
 def make_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[], None]:
     """A step of the schedule over this rank's stages. Raises ProgramError for a name that is unknown."""
     options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
-    if name == "interleaved":
-        schedule: Any = ScheduleInterleaved1F1B(list(stages), microbatches, **options)  # type: ignore[arg-type]
+    if name in _LOOPED:
+        schedule: Any = _LOOPED[name](list(stages), microbatches, **options)
     elif name in ("gpipe", "1f1b") and len(stages) == 1:
         kind: Any = ScheduleGPipe if name == "gpipe" else _Schedule1F1B
         schedule = kind(stages[0], microbatches, **options)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from queue import SimpleQueue
+from threading import Thread
 
 import torch
 import torch.distributed as dist
@@ -54,6 +56,52 @@ def _side(stage: type[Stage], placement: str) -> Side:
     return Side.of(stage.FIRST_RANK, tuple(stage.AXES.values()), placement)
 
 
+class Outbox:
+    """Tensors that are leaving. A thread waits for each in turn and lets go of it: gloo tells nobody else that it has
+    left, and until then its memory is taken."""
+
+    def __init__(self) -> None:
+        self._leaving: SimpleQueue[tuple[comm.Sending, Tensor]] = SimpleQueue()
+        self._left: SimpleQueue[Exception | None] = SimpleQueue()
+        self._count = 0
+        self._thread: Thread | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether `finish` has not seen all of them leave."""
+        return self._count > 0
+
+    def add(self, sending: comm.Sending, tensor: Tensor) -> None:
+        """Takes a tensor until it has left."""
+        if self._thread is None:
+            self._thread = Thread(target=_watch, args=(self._leaving, self._left), daemon=True)
+            self._thread.start()
+        self._count += 1
+        self._leaving.put((sending, tensor))
+
+    def finish(self) -> None:
+        """Waits until all have left. Raises CollectiveError when one could not."""
+        while self._count:
+            error = self._left.get()
+            self._count -= 1
+            if error is not None:
+                raise error
+
+
+def _watch(leaving: SimpleQueue[tuple[comm.Sending, Tensor]], left: SimpleQueue[Exception | None]) -> None:
+    while True:
+        left.put(_see_off(*leaving.get()))
+
+
+def _see_off(sending: comm.Sending, tensor: Tensor) -> Exception | None:
+    """Waits with a tensor that is leaving; what went wrong, if anything did."""
+    try:
+        sending.wait()
+    except Exception as error:  # raised again by `finish`
+        return error
+    return None
+
+
 class Transport:
     """This rank's sends and receives. Raises CollectiveError for a rank that does not answer."""
 
@@ -64,12 +112,11 @@ class Transport:
         self._groups = {True: forward, False: backward}
         self._microbatches, self._device, self._timeout_s = microbatches, device, timeout_s
         self._rank = dist.get_rank()
-        self._under_way: list[tuple[comm.Sending, Tensor]] = []
+        self._outbox = Outbox()
         self._kept: dict[tuple[int, bool, int], tuple[Move, Tensor]] = {}  # from one stage of this rank to another
 
     def send(self, channel: Channel, tensor: Tensor, microbatch: int, is_forward: bool) -> None:
         """Starts to send this rank's part of a tensor."""
-        self._under_way = [item for item in self._under_way if not item[0].is_done()]
         for move in channel.route(is_forward).sends(self._rank):
             if move.peer == self._rank:
                 self._kept[channel.number, is_forward, microbatch] = move, tensor
@@ -77,8 +124,9 @@ class Transport:
             part = tensor[move.slices].contiguous()
             tag = self._tag(channel, microbatch)
             what = _what(channel, is_forward)
-            sending = comm.start_send(part, move.peer, self._groups[is_forward], tag, what, self._timeout_s)
-            self._under_way.append((sending, part))
+            self._outbox.add(
+                comm.start_send(part, move.peer, self._groups[is_forward], tag, what, self._timeout_s), part
+            )
 
     def start_receive(self, channel: Channel, microbatch: int, is_forward: bool) -> Callable[[], Tensor]:
         """Starts to receive this rank's part of a tensor, which the returned function waits for."""
@@ -111,12 +159,11 @@ class Transport:
 
     def finish(self) -> None:
         """Waits until everything has left."""
-        while self._under_way:
-            self._under_way.pop()[0].wait()
+        self._outbox.finish()
 
     def forget(self) -> None:
         """Leaves what a step that failed midway has under way."""
-        self._under_way.clear()
+        self._outbox = Outbox() if self._outbox.is_waiting else self._outbox
         self._kept.clear()
 
     def _tag(self, channel: Channel, microbatch: int) -> int:

@@ -6,8 +6,8 @@ recomputed region nothing but what enters it is kept; when the backward pass fir
 again and their memory lives as without recomputation. Gradients of activations live from the first reader's backward to
 that of the maker.
 
-A backward pass in two parts keeps for the second what an operator with a gradient of its own saved, and the gradient
-of its result.
+A backward pass in two parts keeps everything for the second, since autograd gives back nothing of a graph that is still
+asked for, and the gradients of what operators with a gradient of their own make.
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _place(
     kept += [entries[other] for other in others if other in entries]
     lifetimes.forward.taken[owner] += size
     if kept:
-        _give_back(lifetimes, program, size, kept, savers)
+        _give_back(lifetimes, program, size, kept)
     else:
         lifetimes.forward.given[max(*readers, returned)] += size
     if region < 0:
@@ -153,21 +153,20 @@ def _place(
     inside = [number for number in savers if items[number].region == region]
     lifetimes.recompute.taken[owner] += size
     if inside:
-        _give_back(lifetimes, program, size, inside, inside)
+        _give_back(lifetimes, program, size, inside)
     else:
         held = [n for n in (*readers, returned) if items[n].region == region]
         lifetimes.recompute.given[max(held)] += size
 
 
-def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[int], savers: list[int]) -> None:
-    """After the backward of all items that need it; in the second part, if one that saved it runs there."""
+def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[int]) -> None:
+    """After the backward of all items that need it. Of a pass in two parts, autograd keeps for the second what it keeps
+    at all: then with the next item from there on that runs in it."""
     if not program.splits:
         lifetimes.backward[BACKWARD].given[min(needing)] += size
         return
-    early = [number for number in needing if number in program.led]
-    late = [number for number in savers if number in program.own]
-    direction = BACKWARD_WEIGHT if late or not early else BACKWARD_INPUT
-    lifetimes.backward[direction].given[min(late or early or needing)] += size
+    number = max((own for own in program.own if own <= min(needing)), default=min(program.own, default=min(needing)))
+    lifetimes.backward[BACKWARD_WEIGHT].given[number] += size
 
 
 def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Lifetimes, direction: str) -> None:

@@ -240,7 +240,10 @@ class Player:
             self._end_microbatch()
 
     def _backward(self, direction: Direction) -> None:
-        if self.program.is_stage and self._kind.name != BACKWARD_WEIGHT:
+        if self._kind.name == BACKWARD_WEIGHT and self.program.led:
+            for unit in self.orders.gathers:
+                self._launch(unit)
+        elif self.program.is_stage:
             self._launch(ROOT)
             self._unpack(ROOT)
         current, left, first = ROOT, set(direction.regions), direction.first

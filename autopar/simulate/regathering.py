@@ -3,8 +3,8 @@
 A block's parameters come when its forward is called and go when it ends. Whoever reads one at another time (a second
 piece of the block that runs apart, another module that shares the parameter) brings it again, and then it stays to the
 end; a stage of several keeps nothing between a microbatch's two passes, and brings it once more for the second. The
-backward pass brings what is not in place when the first gradient reaches an output of the block's forward, or
-when the block runs again.
+backward pass brings what is not in place when the first gradient reaches an output of the block's forward, or when the
+block runs again. If it comes in two parts, the second brings everything once more.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ class Regathering:
 
     def count(self, redistribute: Redistribute) -> int:
         """How often a microbatch converts a parameter to one of its uses."""
+        return self._count(redistribute) + int(self._has_second_part)
+
+    def _count(self, redistribute: Redistribute) -> int:
         span = self._span_of(self.graph.stored_by_tensor[redistribute.tensor].name)
         goes_and_comes = int(self._is_stage and bool(self.reached))
         if span is None:  # the program keeps its own
@@ -48,6 +51,12 @@ class Regathering:
         statements = self._flat.statements[slice(*span)]
         runs_again = any(map(self.recomputation.runs_again, statements))
         return 2 if runs_again or self._gets_gradient(span) else 1
+
+    @property
+    def _has_second_part(self) -> bool:
+        """Whether the backward pass comes in two parts, of which the second brings all parameters."""
+        received = any(self.graph.tensors[name].differentiable for name in self.graph.received)
+        return self.plan.schedule == "zero_bubble" and received and bool(self.reached)
 
     @property
     def _is_stage(self) -> bool:

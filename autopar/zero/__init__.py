@@ -1,5 +1,24 @@
-"""How parameters are stored between steps (ZeRO 0 to 3), as storage placements."""
+"""How a plan meets its memory: how parameters are stored (ZeRO 0 to 3), and which blocks are computed again."""
 
+from autopar.zero.recomputation import (
+    KINDS,
+    Modules,
+    Recomputable,
+    fit_with_recomputation,
+    joined,
+    pinned_modules,
+    recomputable,
+)
 from autopar.zero.storage import storage_options, zero_stage
 
-__all__ = ["storage_options", "zero_stage"]
+__all__ = [
+    "KINDS",
+    "Modules",
+    "Recomputable",
+    "fit_with_recomputation",
+    "joined",
+    "pinned_modules",
+    "recomputable",
+    "storage_options",
+    "zero_stage",
+]

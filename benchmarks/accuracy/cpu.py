@@ -1,14 +1,15 @@
 """Predicted beside measured step times of real training steps on two gloo ranks of one thread each.
 
     python -m benchmarks.accuracy.cpu [--models gpt-small bert-wide ...] [--rounds 6] [--profile FILE]
-                                      [--result FILE] [--folder FOLDER]
+                                      [--windows 3] [--pause 30] [--result FILE] [--folder FOLDER]
 
-One profile is measured beforehand (or read from --profile). Each pair of `pairs.py` is planned, emitted and built in
-the same two processes; a step is zero_grad, train_step and AdamW's step. The pairs are timed in rounds, so that a
-drift of the machine hits all alike: model by model, to bound memory, and all models over again `PASSES` times; in a
-round every pair of a model runs one step to warm up, then `STEPS` steps between two barriers. What part of the
-machine's cores other programs used meanwhile is noted too. A pair's time is the median over the rounds in which
-others took at most `QUIET` of the cores, or over the third that was disturbed least; its spread is their range over it.
+One profile is measured beforehand (or read from --profile), in windows that lie --pause seconds apart. Each pair of
+`pairs.py` is planned, emitted and built in the same two processes; a step is zero_grad, train_step and AdamW's step.
+The pairs are timed in rounds, so that a drift of the machine hits all alike: model by model, to bound memory, and all
+models over again `PASSES` times; in a round every pair of a model runs one step to warm up, then `STEPS` steps between
+two barriers. What part of the machine's cores other programs used meanwhile is noted too. A pair's time is the median
+over the rounds in which others took at most `QUIET` of the cores, or over the third that was disturbed least; its
+spread is their range over it.
 In --folder, programs and times are kept, and a later run adds its rounds to them.
 
 The ranks keep the memory that they free, as train.py does: otherwise page faults make equal steps differ by a fifth.
@@ -231,6 +232,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--windows", type=int, default=3, help="of the profile that is measured")
+    parser.add_argument("--pause", type=float, default=30.0, help="seconds between these windows")
     parser.add_argument("--profile", type=Path, help="a profile's JSON file; default: this host is measured first")
     parser.add_argument("--result", type=Path, default=Path(__file__).with_name("cpu.json"))
     parser.add_argument("--folder", type=Path, help="where to keep programs and times; default: a temporary one")
@@ -239,7 +242,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        profile = options.profile or _measured_profile(folder)
+        profile = options.profile or _measured_profile(folder, options.windows, options.pause)
         predicted = write_programs(chosen, profile, folder)
         mp.spawn(run_rank, (free_port(), chosen, folder, options.rounds), nprocs=WORLD)
         rows = rows_of(predicted, json.loads((folder / "times.json").read_text()))
@@ -248,10 +251,10 @@ def main() -> None:
     options.result.write_text(json.dumps(_record(rows, found, options.rounds), indent=1) + "\n")
 
 
-def _measured_profile(folder: Path) -> Path:
+def _measured_profile(folder: Path, windows: int, pause_s: float) -> Path:
     from autopar.cost import measure_profile
 
-    return measure_profile(folder / "profile.json")[1]
+    return measure_profile(folder / "profile.json", windows=windows, pause_s=pause_s)[1]
 
 
 def _record(rows: Sequence[Row], found: dict[str, Any], rounds: int) -> dict[str, Any]:

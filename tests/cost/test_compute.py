@@ -13,7 +13,7 @@ from autopar.cost import flops, load_profile, measure, node_time_ns, template_pr
 from autopar.cost.compute import node_call, optimizer_time_ns, split_backward_ns
 from autopar.cost.fit import profile_from_points
 from autopar.cost.kernels import Product, product_of
-from autopar.cost.profile import Profile, profile_from_json, profile_to_json
+from autopar.cost.profile import Point, Profile, profile_from_json, profile_to_json
 from autopar.ir.graph import Node, Ref, Tensor
 
 Shape = tuple[int, ...]
@@ -273,3 +273,26 @@ def test_the_parts_of_a_backward_pass_are_worth_the_whole_and_what_is_read_again
     launch = profile.facts.launch_ns[1]
     assert whole - launch <= led + own <= most * whole + launch
     assert (own == 0) == all(leads_back) and led > 0
+
+
+def test_a_dtype_takes_as_long_beside_float32_as_it_was_measured_to_take() -> None:
+    """Of tables and curves alike; float32 itself, and what was not measured, stay what they are."""
+    known = fitted()
+    ratios = {"matmul": (4.0, 2.0), "pointwise": (1.5, 1.5)}
+    curves = dict(known.operators)
+    for family, (forward, backward) in ratios.items():
+        like = Point("op", (512,), "float32", 1000, 1000)
+        typed = Point("op", (512,), "bfloat16", round(1000 * forward), round(1000 * backward))
+        curves[family] = replace(curves[family], points=(like, typed), call_ns=(0, 0))
+    profile = replace(known, operators=curves, _shared={})
+    for op, operands in (("linear", [(1024, 512), (512, 512)]), ("mul", [(1024, 512), (1024, 512)])):
+        node, shapes, results, tensors = call(op, operands, (1024, 512))
+        typed_tensors = {name: replace(tensor, dtype="bfloat16") for name, tensor in tensors.items()}
+        whole, typed_times = (node_time_ns(node, shapes, results, t, profile) for t in (tensors, typed_tensors))
+        ratio = ratios["matmul" if op == "linear" else "pointwise"]
+        assert typed_times[0] == pytest.approx(ratio[0] * whole[0], rel=0.1)
+        assert typed_times[1] == pytest.approx(ratio[1] * whole[1], rel=0.1)
+        others = {name: replace(tensor, dtype="float64") for name, tensor in tensors.items()}
+        plain = replace(known, operators={f: replace(c, points=()) for f, c in curves.items()}, _shared={})
+        same = (node_time_ns(node, shapes, results, others, which) for which in (profile, plain))
+        assert len(set(same)) == 1

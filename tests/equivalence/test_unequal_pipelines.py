@@ -33,6 +33,7 @@ PLANS: dict[str, tuple[tuple[Axes, ...], str]] = {
     "1+3 tp": (({}, {"tp": 3}), "1f1b"),
     "2+2 dp tp": (({"dp": 2}, {"tp": 2}), "1f1b"),
     "2+2 tp dp": (({"tp": 2}, {"dp": 2, "zero": 1}), "gpipe"),
+    "2+1 turned": (({"tp": 2}, {}), "1f1b"),  # the first stage on the last ranks
     "1+2+1": (({}, {"tp": 2, "sequence_parallel": True}, {}), "1f1b"),
 }
 CASES = [*(("gpt", plan) for plan in PLANS), ("moe", "2+2 tp dp")]
@@ -71,6 +72,8 @@ def planned(model_name: str, plan_name: str) -> Plan:
     paths = [path for group in find_blocks(whole).paths for path in group]
     members = stages_of_sizes(whole, paths, [1] * (len(sizes) - 1) + [len(paths) - len(sizes) + 1])
     firsts = [sum(sizes[:index]) for index in range(len(sizes))]
+    if plan_name.endswith("turned"):
+        firsts = [sum(sizes) - first - size for first, size in zip(firsts, sizes, strict=True)]
     mesh = autopar.Mesh("cpu", devices_per_node=sum(sizes))
     return cut(whole, plans, members, firsts, schedule, mesh, profiles_of(mesh))
 

@@ -279,3 +279,20 @@ def test_recomputing_draws_the_same_masks_in_exact_mode() -> None:
         found.append((y.detach(), gradient, rt.draw(torch.rand, 3)))
         rt.set_exact_dropout(False)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
+
+
+class OfMicrobatch(rt.Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * (1.0 + self.microbatch)).exp() * self.count
+
+
+def test_recomputing_goes_back_to_its_microbatch_and_leaves_what_runs_as_it_was() -> None:
+    """Between the forward and the backward pass of a microbatch, a pipeline runs others."""
+    block = OfMicrobatch(rt.make_rank_mesh({}, device=torch.device("cpu")))
+    progress, x = block.mesh.progress, torch.randn(5, requires_grad=True)
+    progress.microbatch, progress.count = 2, 4.0
+    y = rt.recomputed(block, x)
+    progress.microbatch, progress.count = 5, 7.0
+    (gradient,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(gradient, 3.0 * (3.0 * x.detach()).exp() * 4.0)
+    assert (progress.microbatch, progress.count, progress.is_again) == (5, 7.0, False)
