@@ -172,8 +172,8 @@ def _table(report: dict[str, Any]) -> str:
     lines = [
         f"command: {report['command']}  ", f"machine: {report['machine']}  ", f"date: {report['date']}", "",
         f"Predicted steps: in {good} of {len(rows)} pairs the plan found is no slower than the best template that ran.",
-        f"The whole grid ran for {whole} of them, for the others a part drawn with a fixed seed: the column says how much,",
-        "and the ratio is one to the best of that part alone.", "",
+        f"The whole grid ran for {whole} of them, for the others a part drawn with a fixed seed: the column says how",
+        "much, and the ratio is one to the best of that part alone.", "",
         "| pair | found, ms | best template, ms | ratio | templates run (fit) | found | template |",
         "|------|-----------|-------------------|-------|---------------------|-------|----------|",
     ]  # fmt: skip
