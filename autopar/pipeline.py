@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import STAGES_RUN, Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
+from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.simulate import Timeline, simulate
@@ -72,7 +72,7 @@ def parallelize(
     return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
 
 
-def planned(graph: Graph, request: Request, progress: Report | None = None, stages: bool = STAGES_RUN) -> Plan:
+def planned(graph: Graph, request: Request, progress: Report | None = None, stages: bool = True) -> Plan:
     """The fastest plan that fits of a traced model; on equal devices of one stage alone where `stages` is False."""
     if not request.mesh.is_homogeneous:
         return best_unequal_plan(graph, find_blocks(graph), request, profiles_of(request.mesh), progress)

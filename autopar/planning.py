@@ -45,9 +45,6 @@ from autopar.zero import (
     storage_options,
 )
 
-STAGES_RUN = False
-"""Whether plans of several stages can be emitted, so that `parallelize` may choose one."""
-
 
 @dataclass(frozen=True)
 class SearchBudget:

@@ -172,12 +172,17 @@ def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[
 def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Lifetimes, direction: str) -> None:
     """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on.
 
-    numbers: the items of this direction. Buffers that the second part reads, too, are given back there.
+    numbers: the items of this direction. Buffers that the second part reads, too, are given back there. Gradients that
+    come from other stages are in memory of their own, which is kept until the pass ends.
     """
     changes, kept = lifetimes.gradients[direction], program.own if direction == BACKWARD_INPUT else ()
     buffer: dict[int, list[int]] = {}  # value -> [bytes, readers, the first item that reads it in the second part]
+    received = 0
     for number in sorted(numbers, reverse=True):
         item = program.items[number]
+        if item.is_send:
+            received += _receive(program, item, number, buffer, changes)
+            continue
         held = [buffer.pop(value) for value in item.outputs if value in buffer]
         for value in item.inputs:
             if direction == BACKWARD or program.values[value].leads_back == (direction == BACKWARD_INPUT):
@@ -189,6 +194,21 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
                 lifetimes.gradients[BACKWARD_WEIGHT].given[shared[2]] += shared[0]
             elif shared[1] == 0:
                 changes.given[number] += shared[0]
+    if received:
+        changes.given[min(numbers)] += received
+
+
+def _receive(
+    program: Program, item: Item, number: int, buffer: dict[int, list[int]], changes: Changes
+) -> int:  # fmt: skip
+    """The gradient of what was sent, which takes nothing but what has come. Returns its bytes."""
+    (value,) = item.inputs
+    made = program.values[value]
+    if not made.wants_gradient or made.slot >= 0 or made.item < 0:
+        return 0
+    changes.taken[number] += made.num_bytes
+    buffer.setdefault(value, [0, 1, -1])
+    return made.num_bytes
 
 
 def _contribute(
@@ -203,7 +223,10 @@ def _contribute(
     made = program.values[value]
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return
-    if value in buffer:  # added to what is there, from memory that is given back at once
+    if value in buffer and buffer[value][0] == 0:  # added to what has come from another stage, in new memory
+        changes.taken[number] += made.num_bytes
+        buffer[value] = [made.num_bytes, 1, -1]
+    elif value in buffer:  # added to what is there, from memory that is given back at once
         if value not in item.passing:
             changes.taken[number] += made.num_bytes
             changes.given[number] += made.num_bytes

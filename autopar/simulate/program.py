@@ -115,6 +115,11 @@ class Item:
     split: Split | None = None  # where the schedule asks for it, of operators
 
     @property
+    def is_send(self) -> bool:
+        """Whether it leaves a tensor for other stages."""
+        return self.name.startswith("send ")
+
+    @property
     def needs_saved(self) -> bool:
         """Whether its backward pass reads what was saved."""
         return self.runs_backward and bool(self.saved or self.extra_bytes)
@@ -427,12 +432,13 @@ class _Lowering:
     # Items ----------------------------------------
 
     def _receive(self, name: str) -> None:
-        """A tensor of an earlier stage: an item without operands, which takes its memory."""
+        """A tensor of an earlier stage: an item without operands, which keeps its memory until its gradient is made."""
         program, placement = self.program, self.plan.inputs[name]
         self.placements[name] = placement
         number, local = len(program.items), self.shapes.local(name, placement)
-        program.receives[name] = self._value(name, placement, local, self._memory(local[1], number), number)
-        program.items.append(Item(f"receive {name}", inputs=(), outputs=(program.receives[name],)))
+        storage = self._memory(local[1], number)
+        value = program.receives[name] = self._value(name, placement, local, storage, number)
+        program.items.append(Item(f"receive {name}", inputs=(), outputs=(value,), saved=(storage,)))
 
     def _send(self, name: str, placement: Placement) -> None:
         """A tensor for later stages: an item without results, which keeps its memory until its gradient is there."""
