@@ -97,7 +97,6 @@ def template_plan(
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone (selective recomputation).
-    Plans of several stages can be simulated but not yet emitted.
     """
     template_axes(mesh, dp, tp, pp)  # refused before the model is traced
     template_ranks(mesh, pp, chunks, schedule)

@@ -14,6 +14,7 @@ import torch
 
 from autopar.emit import train_script
 from autopar.ir.graph import Graph
+from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
 from autopar.ir.serialization import write_whole
 
@@ -35,8 +36,17 @@ class PlannedProgram:
 
     @property
     def input_layout(self) -> dict[str, str]:
-        """Each input's placement on the mesh axes: what `train_step(local=True)` expects of this rank."""
-        return {name: " ".join(map(str, placement)) for name, placement in self.plan.inputs.items()}
+        """Each input's placement on the mesh axes: what `train_step(local=True)` expects of this rank.
+
+        Of several stages: on the axes of each stage that reads it; other ranks may give None.
+        """
+        if not self.plan.stages:
+            return {name: _layout(placement) for name, placement in self.plan.inputs.items()}
+        found: dict[str, list[str]] = {name: [] for name in self._graph.inputs}
+        for index, stage in enumerate(self.plan.stages):
+            for name in (name for name in stage.inputs if name in found):
+                found[name].append(f"stage {index}: {_layout(stage.inputs[name])}".rstrip())
+        return {name: "; ".join(layouts) for name, layouts in found.items()}
 
     def save(self, folder: str | Path) -> Path:
         """Writes program.py, plan.json, train.py and the model's weights, each whole or not at all."""
@@ -61,6 +71,10 @@ class PlannedProgram:
         if self._state is not None:
             rank.init_from(self._state, broadcast=False)
         return rank
+
+
+def _layout(placement: Placement) -> str:
+    return " ".join(map(str, placement))
 
 
 def load_source(source: str) -> ModuleType:

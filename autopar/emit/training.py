@@ -42,6 +42,7 @@ def initialise(rank: rt.Rank) -> None:
     else:  # planned from a meta model: random matrices, everything else one
         for parameter in rank.parameters():
             torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+        rank.unite_tied()
 
 
 def main(steps: int, save_every: int, checkpoints: Path) -> None:

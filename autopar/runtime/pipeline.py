@@ -81,6 +81,10 @@ class PipelineRank(Rank):
         loss = super()._finish(losses) if losses else torch.empty((), dtype=dtype, device=self._mesh.device)
         return comm.broadcast(loss, self._catalog.first_ranks[stage], self._world)
 
+    def unite_tied(self) -> None:
+        """See `Rank.unite_tied`."""
+        self._state.unite_ties()
+
     # Forward alone ----------------------------------------
 
     def _run(self, microbatches: list[Microbatches]) -> list[Any]:

