@@ -37,7 +37,7 @@ _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01),
     "default": SearchBudget(20.0),
-    "thorough": SearchBudget(300.0, gap=0.0),
+    "thorough": SearchBudget(300.0, gap=0.0, stages=True),
 }
 
 
@@ -72,12 +72,27 @@ def parallelize(
     return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
 
 
-def planned(graph: Graph, request: Request, progress: Report | None = None, stages: bool = True) -> Plan:
-    """The fastest plan that fits of a traced model; on equal devices of one stage alone where `stages` is False."""
+def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
+    """The fastest plan that fits of a traced model. Raises like `parallelize`."""
+    blocks = find_blocks(graph)
     if not request.mesh.is_homogeneous:
-        return best_unequal_plan(graph, find_blocks(graph), request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if stages and request.mesh.num_devices > 1 else best_plan
-    return find(graph, find_blocks(graph), request, load_profile(request.mesh.profile), progress)
+        return best_unequal_plan(graph, blocks, request, profiles_of(request.mesh), progress)
+    find = best_staged_plan if _looks_for_stages(request) else best_plan
+    return find(graph, blocks, request, load_profile(request.mesh.profile), progress)
+
+
+def _looks_for_stages(request: Request) -> bool:
+    """Whether plans of several stages are looked for: where asked for, unless constraints say what these do not know."""
+    pinned = {constraint.stages for constraint in request.constraints} - {None}
+    recomputed = any(constraint.recompute is not None for constraint in request.constraints)
+    if recomputed and pinned - {1}:
+        raise PlanError(
+            f"expected constraints on the number of stages or on recomputation, found both (stages={max(pinned)}): the "  # type: ignore[type-var]
+            "search chooses recomputation for all stages alike; use template_plan(pp=…, recompute=…) for a plan of both"
+        )
+    if pinned:
+        return pinned != {1}
+    return request.budget.stages and not recomputed and request.mesh.num_devices > 1
 
 
 def template_plan(

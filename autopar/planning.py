@@ -51,11 +51,13 @@ class SearchBudget:
     """How long the search may take in seconds over all logical meshes, how near is near enough, and the seed.
 
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
+    stages: plans of several pipeline stages are looked for, too. Without it, only where constraints pin their number.
     """
 
     seconds: float = 20.0
     seed: int = 0
     gap: float = 0.002
+    stages: bool = False
 
 
 @dataclass(frozen=True)

@@ -65,7 +65,7 @@ def plan_staged_row(row: str) -> dict[str, Any]:
     started, worked = time.perf_counter(), time.process_time()
     graph = trace(model, inputs)
     traced, trace_work = time.perf_counter(), time.process_time()
-    plan = planned(graph, Request(mesh, "train", "adamw", None, (), SearchBudget()), stages=True)
+    plan = planned(graph, Request(mesh, "train", "adamw", None, (), SearchBudget(stages=True)))
     ended = time.perf_counter()
     assert plan.predicted.peak_bytes <= plan.memory_limit
     parts = plan.stages or (plan,)

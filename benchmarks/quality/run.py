@@ -101,7 +101,8 @@ def compared(name: str, seconds: float) -> dict[str, Any]:
     build, mesh = PAIRS[name]
     graph = trace(*build())
     started = time.perf_counter()
-    ours = planned(graph, Request(mesh, "train", "adamw", None, (), SearchBudget(SEARCH_SECONDS)), stages=True)
+    budget = SearchBudget(SEARCH_SECONDS, stages=True)
+    ours = planned(graph, Request(mesh, "train", "adamw", None, (), budget))
     planning = time.perf_counter() - started
     verifier.verify(graph, ours, admits)
     choices, best, fitting, ran = grid(mesh), None, 0, 0

@@ -35,8 +35,8 @@ def graph(layers: int = 8) -> Graph:
 
 def found(limit: int | None = None, mesh: autopar.Mesh = MESH, model: Graph | None = None, **pins: int) -> Plan:
     constraints = (autopar.Constraint(**pins),) if pins else ()
-    request = Request(mesh, "train", "adamw", limit, constraints, SearchBudget(60.0))
-    return planned(model or graph(), request, stages=True)
+    request = Request(mesh, "train", "adamw", limit, constraints, SearchBudget(60.0, stages=True))
+    return planned(model or graph(), request)
 
 
 @cache

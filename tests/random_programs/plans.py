@@ -146,7 +146,7 @@ def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan
     inputs, storage, nodes = dict(choices.inputs), dict(choices.storage), dict(choices.nodes)
     path = partial(_path, axes, choices.ways)
     redistributes = _redistributes(part.graph, inputs, storage, nodes, outputs, path)
-    plan = replace(place._draft(), inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
+    plan = replace(place.draft(), inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
     plan = replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
     whole = part.on_all_axes(plan)
     verifier.verify(graph, whole, admits)

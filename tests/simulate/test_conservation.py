@@ -40,7 +40,6 @@ PLANS: dict[str, dict[str, Any]] = {
         "microbatches": 4,
         "schedule": "zero_bubble",
         "zero": 3,
-        "recompute": "full",
     },
 }
 
