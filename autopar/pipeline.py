@@ -82,7 +82,7 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
 
 
 def _looks_for_stages(request: Request) -> bool:
-    """Whether plans of several stages are looked for: where asked for, unless constraints say what these do not know."""
+    """Whether plans of several stages are looked for: where asked for, and constraints do not say otherwise."""
     pinned = {constraint.stages for constraint in request.constraints} - {None}
     recomputed = any(constraint.recompute is not None for constraint in request.constraints)
     if recomputed and pinned - {1}:
