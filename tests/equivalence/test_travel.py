@@ -40,11 +40,20 @@ def uninterrupted(name: str) -> tuple[list[float], Tensors]:
     return losses, dict(model.state_dict())
 
 
+STAGED = {"pp_dp": {"pp": 2, "dp": 2, "microbatches": 2}, "pp": {"pp": 2, "microbatches": 2}}
+
+
 def emitted(model_name: str, plan_name: str) -> tuple[str, int]:
     """The program's source and its number of ranks; "one" is for one device."""
     model, batch = zoo.build(model_name)
-    one = autopar.Mesh("cpu", devices_per_node=1)
-    plan = autopar.template_plan(model, one, batch) if plan_name == "one" else planned.plan(model_name, plan_name)
+    if plan_name == "one":
+        plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=1), batch)
+    elif plan_name in STAGED:
+        choices = STAGED[plan_name]
+        mesh = autopar.Mesh("cpu", devices_per_node=choices["pp"] * choices.get("dp", 1))
+        plan = autopar.template_plan(model, mesh, batch, **choices)
+    else:
+        plan = planned.plan(model_name, plan_name)
     return autopar.parallelize(model, plan.mesh, batch, plan=plan).source, plan.mesh.num_devices
 
 
@@ -59,7 +68,7 @@ def check(name: str, losses: list[float], weights: Tensors) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-@pytest.mark.parametrize(("model_name", "saved"), [("hf_gpt2", "zero3_tp"), ("moe", "searched")])
+@pytest.mark.parametrize(("model_name", "saved"), [("hf_gpt2", "zero3_tp"), ("hf_gpt2", "pp_dp"), ("moe", "searched")])
 def test_checkpoint_of_four_ranks_goes_on_elsewhere(model_name: str, saved: str, tmp_path: Path) -> None:
     source, world = emitted(model_name, saved)
     model, batch = zoo.build(model_name)
@@ -68,7 +77,8 @@ def test_checkpoint_of_four_ranks_goes_on_elsewhere(model_name: str, saved: str,
     losses = pool(world).run(save, source, state, batch, folder)[0]
     assert world == 4
     torch.testing.assert_close(losses, uninterrupted(model_name)[0][:BEFORE], rtol=1e-4, atol=0)
-    for plan_name in ("zero2_microbatches", "tp", "one"):
+    elsewhere = ("zero2_microbatches", "tp", "one") if saved != "pp_dp" else ("pp", "zero3_tp", "one")
+    for plan_name in elsewhere:
         source, world = emitted(model_name, plan_name)
         for found in pool(world).run(resume, source, batch, folder):
             check(model_name, *found)

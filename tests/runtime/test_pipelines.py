@@ -1,0 +1,96 @@
+"""What a rank of a pipeline does beside training steps from the global batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar.errors import PlanError
+from autopar.program import load_source
+from models import gpt
+from tests.rank_pool import pool
+
+MESH = autopar.Mesh("cpu", devices_per_node=2)
+
+
+def build(**changes: Any) -> tuple[torch.nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    config = replace(gpt.Config(num_layers=2, batch_size=4, tie_head=True), **changes)
+    return gpt.build(config), gpt.example_inputs(config)
+
+
+def inference_job(rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    return built(**batch)
+
+
+@pytest.mark.ranks
+def test_inference_returns_what_the_model_returns_on_every_rank() -> None:
+    model, batch = build()
+    model.eval()
+    plan = autopar.template_plan(model, MESH, batch, pp=2, microbatches=1, mode="inference")
+    program = autopar.parallelize(model, MESH, batch, plan=plan)
+    with torch.no_grad():
+        expected = model(**batch)
+    for found in pool(2).run(inference_job, program.source, dict(model.state_dict()), batch):
+        torch.testing.assert_close(found, expected)
+
+
+def training_job(rank: int, world: int, source: str, state: dict[str, Tensor], batch: dict[str, Tensor]) -> Any:
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    losses = [built.train_step(**batch).item()]
+    own = {name: value if rank == (name == "labels") else None for name, value in batch.items()}
+    losses.append(built.train_step(**own, local=True).item())
+    gradients = built.full_gradients()
+    rt.set_exact_dropout(True)
+    try:
+        with pytest.raises(rt.ProgramError, match="one of 2, whose stages draw at the same time"):
+            built.train_step(**batch)
+    finally:
+        rt.set_exact_dropout(False)
+    for parameter in built.parameters():
+        torch.nn.init.constant_(parameter, rank + 1.0)
+    built.unite_tied()
+    united = built.full_state_dict()
+    return losses, gradients, united, [name for name, _ in built.named_parameters()]
+
+
+@pytest.mark.ranks
+def test_shards_gradients_and_tied_parameters() -> None:
+    model, batch = build()
+    plan = autopar.template_plan(model, MESH, batch, pp=2, microbatches=2)
+    program = autopar.parallelize(model, MESH, batch, plan=plan)
+    assert program.input_layout == {"tokens": "stage 0: S(0)", "labels": "stage 1: S(0)"}
+    loss = model(**batch)
+    loss.backward()
+    first, second = pool(2).run(training_job, program.source, dict(model.state_dict()), batch)
+    for losses, gradients, united, names in (first, second):
+        assert losses == first[0] and losses[0] == pytest.approx(loss.item(), rel=1e-5) == losses[1]
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(gradients[name], 2 * parameter.grad, rtol=1e-4, atol=1e-6)
+        assert "embedding.token.weight" in names  # on both ranks
+        assert united["head.weight"].eq(1).all() and united["final_norm.weight"].eq(2).all()
+
+
+def test_zero_bubble_with_recomputation_is_refused() -> None:
+    model, batch = build()
+    with pytest.raises(PlanError, match=r'expected no recomputation with schedule "zero_bubble"'):
+        autopar.template_plan(model, MESH, batch, pp=2, microbatches=2, schedule="zero_bubble", recompute="full")
+
+
+def test_stages_and_recomputation_are_not_pinned_together() -> None:
+    model, batch = build()
+    rules = (autopar.Constraint(stages=2), autopar.Constraint("layers.*", recompute="full"))
+    with pytest.raises(PlanError, match=r"number of stages or on recomputation, found both"):
+        autopar.parallelize(model, MESH, batch, constraints=rules)

@@ -1,0 +1,72 @@
+"""A backward pass in two parts gives every gradient that one in one part gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from autopar.runtime.splitting import SplitBackward
+
+
+def plain(x: Tensor, p: list[Tensor]) -> list[Tensor]:
+    return [torch.tanh(x @ p[0]) @ p[1] + p[3]]
+
+
+def shared_by_layers(x: Tensor, p: list[Tensor]) -> list[Tensor]:
+    for _ in range(3):
+        x = torch.tanh(x @ p[0] + p[3])
+    return [x @ p[1]]
+
+
+def beside_the_way(x: Tensor, p: list[Tensor]) -> list[Tensor]:
+    return [(x @ p[0]).square().sum() + (p[0] @ p[1]).sum() + p[2].square().sum()]
+
+
+def several_roots(x: Tensor, p: list[Tensor]) -> list[Tensor]:
+    first = torch.tanh(x @ p[0])
+    return [first, (first @ p[1]).relu(), p[2] @ p[0]]
+
+
+def through_views(x: Tensor, p: list[Tensor]) -> list[Tensor]:
+    rows = (x @ p[0]).view(2, 2, 4)
+    return [(rows.transpose(0, 1) * p[3]).reshape(4, 4).t(), (x @ (p[1] @ p[2])).t()]
+
+
+def a_product_of_parameters(x: Tensor, p: list[Tensor]) -> list[Tensor]:
+    both = p[0] @ p[1]
+    return [torch.tanh(x @ both) @ both, (x * p[3]).sum()]
+
+
+MODELS = [plain, shared_by_layers, beside_the_way, several_roots, through_views, a_product_of_parameters]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_those_of_one_pass(model: object) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.float64)
+    values = [torch.randn(4, 4, dtype=torch.float64) for _ in range(3)] + [torch.randn(4, dtype=torch.float64)]
+    weights: list[Tensor] = []
+
+    def roots(received: Tensor, leaves: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        made = model(received, leaves)  # type: ignore[operator]
+        while len(weights) < len(made):
+            weights.append(torch.randn_like(made[len(weights)]))
+        return [(tensor, weight) for tensor, weight in zip(made, weights, strict=True)]
+
+    whole, split = ([t.clone().requires_grad_() for t in (x, *values)] for _ in range(2))
+    pairs = roots(whole[0], whole[1:])
+    torch.autograd.backward([tensor for tensor, _ in pairs], [weight for _, weight in pairs])
+    seen: list[int] = []
+    for number, leaf in enumerate(split[1:]):
+        leaf.register_post_accumulate_grad_hook(lambda _, number=number: seen.append(number))
+    parts = SplitBackward(roots(split[0], split[1:]), [split[0]], split[1:])
+    parts.first()
+    torch.testing.assert_close(split[0].grad, whole[0].grad)
+    assert not seen and all(leaf.grad is None for leaf in split[1:])
+    parts.second()
+    for number, (leaf, other) in enumerate(zip(split[1:], whole[1:], strict=True)):
+        assert (leaf.grad is None) == (other.grad is None)
+        assert seen.count(number) == (other.grad is not None)
+        if other.grad is not None:
+            torch.testing.assert_close(leaf.grad, other.grad)
