@@ -7,7 +7,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh
-from autopar.runtime.pipeline import PipelineRank
 from autopar.runtime.rank import Rank
 
 
@@ -26,6 +25,8 @@ def build(
     """
     device = torch.device(device) if device is not None else None
     if issubclass(program, Pipeline):
+        from autopar.runtime.pipeline import PipelineRank  # torch's schedules take a while to import
+
         return PipelineRank(program, device_mesh, device, timeout_s)
     mesh = make_rank_mesh(program.AXES, device_mesh, device, timeout_s)
     return Rank(program(mesh), mesh)
