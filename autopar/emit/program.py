@@ -66,7 +66,7 @@ class _Written:
         writer.escaping = set(self.root.outputs)
         read = {value for statement in flat.statements for value in statement.reads}
         writer.late = set(flat.outputs) - read - set(flat.mutations.values()) - set(flat.leaving)
-        for module in _inner_modules(self.tree):
+        for module in with_regions(self.tree):
             writer.write_module(module, module.regions[0].class_name)
 
 
@@ -202,10 +202,6 @@ def _axes_text(plan: PlanData) -> str:
         return f"{len(plan.stages)} stages ({plan.schedule}, {plan.microbatches} microbatches)"
     real = [f"{axis.name}={axis.size}" for axis in plan.axes if axis.name != MICROBATCH]
     return f"({', '.join(real)})" if real else "one device"
-
-
-def _inner_modules(module: Module) -> list[Module]:
-    return with_regions(module)
 
 
 def _containers(module: Module) -> dict[str, list[str]]:

@@ -102,23 +102,14 @@ class Local:
         randomness.begin_pass(self.number, index)
         self.gatherer.begin_forward()
         outputs = self.program(*inputs)
-        self._show_updates()
-        return outputs
-
-    def _show_updates(self) -> None:
         for buffer in self.buffers.values():
             buffer.show_update()
+        return outputs
 
     def backward(self, index: int, run: Callable[[], None]) -> None:
         """The backward pass of a microbatch, which is what `run` does; in the last one's, gradients go home."""
-        self.mesh.progress.microbatch = index
-        self._backward_passes += 1
         self.gatherer.begin_backward()
-        self.reducer.begin_microbatch(is_last=self._backward_passes == self.program.MICROBATCHES)
-        run()
-        self.reducer.end_microbatch()
-        for buffer in self.buffers.values():
-            buffer.forget_update()
+        self._make_gradients(index, run)
 
     def backward_of_inputs(self, index: int, run: Callable[[], None]) -> None:
         """The first part of a microbatch's backward pass, which makes no gradients of parameters."""
@@ -128,12 +119,17 @@ class Local:
 
     def backward_of_leaves(self, index: int, run: Callable[[], None]) -> None:
         """The second part, with all parameters in place; in the last one's, gradients go home."""
+        self.gatherer.bring_all()
+        self._make_gradients(index, run)
+
+    def _make_gradients(self, index: int, run: Callable[[], None]) -> None:
         self.mesh.progress.microbatch = index
         self._backward_passes += 1
-        self.gatherer.bring_all()
         self.reducer.begin_microbatch(is_last=self._backward_passes == self.program.MICROBATCHES)
         run()
         self.reducer.end_microbatch()
+        for buffer in self.buffers.values():
+            buffer.forget_update()
 
     def end_pass(self) -> None:
         """Frees what the pass has gathered."""
