@@ -26,6 +26,7 @@ from autopar.ops import admits
 from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
+from autopar.shares import SharedBatch
 from autopar.simulate import Timeline, simulate
 from autopar.stage_planning import best_staged_plan
 from autopar.staging import cut, equal_stages
@@ -144,10 +145,17 @@ def template_of_graph(
     request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
     if by_speed:
         kinds = {group.profile: axes for group in mesh.groups}
+        if pp == 1 and not mesh.is_homogeneous:
+            return _checked(SharedBatch(part, axes, request, profiles_of(mesh)).plan(split), graph)
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
+    return _checked(plan, graph)
+
+
+def _checked(plan: Plan, graph: Graph) -> Plan:
+    """The plan, verified, with what `plan.timeline()` calls."""
     verifier.verify(graph, plan, admits)
     return _with_simulator(plan, graph)
 

@@ -1,0 +1,319 @@
+"""Plans for unequal devices that work on one batch together: placements for all of them, then shares by speed.
+
+    placements on axes (data, model)    `planning.Place`, for as many of the slowest device; samples are cut over data
+    rows of each kind of rank           `best_rows`: simulated step time, within each device's memory
+    axes with shares                    `ir.shares`; simulated with all profiles (`simulate.together`)
+
+Ranks of one kind get equally many rows of each microbatch. Nothing says how far from the best that is: there is no bound.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any
+
+from autopar.cost import Profile
+from autopar.errors import AutoparError, InfeasibleError, MeshError, PlacementError, PlanError
+from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, make_axes
+from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.shares import alike_ranks, check_shares
+from autopar.microbatch import batch_inputs, batch_types
+from autopar.planning import Part, Place, Request, SearchBudget, divided, microbatch_counts
+from autopar.progress import Report, reporting
+from autopar.simulate import Timeline, predict, simulate, traffic
+from autopar.template import template_recompute
+from autopar.trace import Blocks
+
+SPLITS = ("equal", "speed")
+
+Rows = tuple[int, ...]
+"""Of each kind of rank, in the order of the ranks: how many rows of a microbatch each rank gets."""
+
+Cost = tuple[int, int]
+"""Bytes beyond what devices can hold, over all kinds; nanoseconds."""
+
+
+def near_rows(total: int, ranks: Sequence[int], weights: Sequence[float]) -> Rows | None:
+    """Whole rows that add up, each kind's number of ranks considered, as near to the weights as can be.
+
+    total: rows of all ranks. ranks: how many there are of each kind. weights: what a rank of each kind should get, in
+    any unit. Each gets one at least. None where no whole numbers add up to the total.
+    """
+    unit = total / sum(count * weight for count, weight in zip(ranks, weights, strict=True))
+    wanted = [weight * unit for weight in weights]
+    reach = max(ranks)  # beyond that, numbers that add up come again
+    spans = [range(max(1, round(w) - reach), round(w) + reach + 1) for w in wanted[:-1]]
+    found: list[tuple[float, Rows]] = []
+    for first in itertools.product(*spans):
+        rest, odd = divmod(total - sum(c * r for c, r in zip(ranks, first, strict=False)), ranks[-1])
+        if not odd and rest > 0:
+            rows = (*first, rest)
+            found.append((max(abs(r / w - 1) for r, w in zip(rows, wanted, strict=True)), rows))
+    return min(found)[1] if found else None
+
+
+def moves(rows: Rows, ranks: Sequence[int], step: int) -> Iterator[Rows]:
+    """Rows that are `step` of the smallest possible exchanges of two kinds away."""
+    for giver, taker in itertools.permutations(range(len(rows)), 2):
+        both = math.lcm(ranks[giver], ranks[taker]) * step
+        moved = list(rows)
+        moved[giver] -= both // ranks[giver]
+        moved[taker] += both // ranks[taker]
+        if moved[giver] > 0:
+            yield tuple(moved)
+
+
+def best_rows(start: Rows, ranks: Sequence[int], cost: Callable[[Rows], Cost]) -> Rows:
+    """Descends from a start by exchanges of rows between two kinds, in smaller and smaller steps, to where none helps."""
+    best, step = start, 1 << max(0, max(start).bit_length() - 3)
+    while step:
+        found = min(moves(best, ranks, step), key=cost, default=best)
+        if cost(found) < cost(best):
+            best = found
+        else:
+            step //= 2
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class SharedBatch:
+    """All devices as one stage on axes of which the first cuts samples; the others join devices of one kind.
+
+    rules: what else is to hold, such as a template's constraints. Raises MeshError for axes that mix kinds otherwise.
+    """
+
+    part: Part
+    axes: LogicalMesh
+    request: Request
+    profiles: Mapping[str, Profile]
+    rules: Sequence[Constraint] = ()
+
+    def __post_init__(self) -> None:
+        sizes = " × ".join(str(axis.size) for axis in self.axes)
+        if not self.axes or any(len(ranks) % self.inner for ranks in self.kinds):
+            raise MeshError(
+                f"expected axes of {self.mesh} of which all but the first join devices of one kind, found {sizes}; "
+                "unequal devices need data parallelism or pipeline stages between them"
+            )
+        if len({profile.device_type for profile in self.profiles.values()}) > 1:
+            raise MeshError(f"expected devices of one type to share a batch, found {self.mesh}; use pipeline stages")
+
+    @property
+    def mesh(self) -> Mesh:
+        """All devices."""
+        return self.request.mesh
+
+    @property
+    def inner(self) -> int:
+        """How many ranks work on the same samples."""
+        return math.prod(axis.size for axis in self.axes[1:])
+
+    @cached_property
+    def kinds(self) -> list[range]:
+        """The ranks of each kind."""
+        return alike_ranks(self.mesh, self.axes)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many parts of the batch the ranks of each kind get."""
+        return [len(ranks) // self.inner for ranks in self.kinds]
+
+    @cached_property
+    def limits(self) -> list[int]:
+        """Bytes that a device of each kind may hold."""
+        groups = map(self.mesh.group_of, self.kinds)
+        return [
+            self.request.memory_limit or self.profiles[group.profile].shared_by(group.devices_per_node).usable_bytes
+            for group in groups
+        ]
+
+    @property
+    def num_rows(self) -> int:
+        """Of a microbatch."""
+        graph = self.part.graph
+        names = batch_inputs(graph)
+        return graph.tensors[names[0]].shape[0] if names else 0
+
+    def place(self, group: DeviceGroup) -> Place:
+        """The problem of as many devices of one kind as there are in all."""
+        alike = len({other.devices_per_node for other in self.mesh.groups}) == 1
+        nodes = self.mesh.nodes if alike else self.mesh.num_devices
+        mesh = Mesh(group.profile, nodes, self.mesh.num_devices // nodes)
+        request = replace(self.request, mesh=mesh, memory_limit=max(self.limits), constraints=self._constraints)
+        return Place(self.part, self.axes, request, self.profiles[group.profile])
+
+    @property
+    def _constraints(self) -> tuple[Constraint, ...]:
+        """The first axis cuts samples, and uses what is stored whole; how that is stored on it is open."""
+        graph, blocks, axis = self.part.graph, self.part.blocks, self.axes[0].name
+        inputs = batch_inputs(graph)
+        batch = {n: t for n, t in batch_types(graph).items() if blocks.representative_tensor(n) == n}
+        return (
+            *(Constraint(n, ("S(0)" if n in inputs else "R",), what="input", axis=axis) for n in graph.inputs),
+            Constraint("*", ("R",), what="used", axis=axis, min_dims=2),
+            Constraint("*", ("R", "P"), what="used", axis=axis),
+            *(Constraint(n, (str(type_),), what="tensor", axis=axis, soft=True) for n, type_ in batch.items()),
+            *self.rules,
+            *self.request.constraints,
+        )
+
+    @cached_property
+    def equal(self) -> Plan:
+        """The plan of one microbatch in which every rank gets as much, for the devices with the least memory.
+
+        It may take what they have, or else the mean of all: those with less memory can be given fewer rows. Raises
+        InfeasibleError.
+        """
+        least = min(range(len(self.kinds)), key=lambda kind: self.limits[kind])
+        mean = sum(len(r) * limit for r, limit in zip(self.kinds, self.limits, strict=True)) // self.mesh.num_devices
+        place = self.place(self.mesh.group_of(self.kinds[least]))
+        try:
+            found = place.fit(self.request.budget.seconds, self.limits[least])
+        except InfeasibleError:
+            found = place.fit(self.request.budget.seconds, mean)
+        return self._of_mesh(found)
+
+    def _of_mesh(self, plan: Plan) -> Plan:
+        """The plan for all devices as they are."""
+        groups = {group.profile: group for group in self.mesh.groups}
+        sources = {
+            f"{name} {block}": source
+            for name, group in groups.items()
+            for block, source in self.place(group).draft().sources.items()
+        }
+        return replace(plan, mesh=self.mesh, sources=sources)
+
+    def plan(self, split: str) -> Plan:
+        """Rows in equal parts, or by speed within each device's memory.
+
+        Raises PlanError for another word or a batch that cannot be shared out so, InfeasibleError when nothing fits.
+        """
+        if split not in SPLITS:
+            raise PlanError(f'expected split as "equal" or "speed", found {split!r}')
+        plan = self.equal if split == "equal" else self._shared(self._best())
+        timeline = self._timeline(plan)
+        over = self._over(timeline)
+        if any(over):
+            raise self._does_not_fit(timeline)
+        sent = traffic(self.part.graph, plan)
+        return self.part.on_all_axes(replace(plan, predicted=replace(predict(timeline), comm_bytes=sent)))
+
+    def _best(self) -> Rows:
+        lanes = self._timeline(self.equal).lanes
+        speeds = [1 / max(1, lane.breakdown.compute_ns) for lane in lanes]
+        start = near_rows(self.num_rows, self.counts, speeds)
+        if start is None:
+            raise PlanError(
+                f"expected a microbatch whose rows can be shared out over {self.mesh}, equally among devices of a kind, "
+                f"found {self.num_rows} for {' + '.join(map(str, self.counts))} parts; take another batch size"
+            )
+        return best_rows(start, self.counts, cache(self._cost))
+
+    def _cost(self, rows: Rows) -> Cost:
+        """Of no use where something else is cut than the rows can be."""
+        plan = self._shared(rows)
+        try:
+            check_shares(self.part.graph, plan)
+        except PlacementError:
+            return sys.maxsize, sys.maxsize
+        timeline = self._timeline(plan)
+        return sum(self._over(timeline)), timeline.step_time_ns
+
+    def _shared(self, rows: Rows) -> Plan:
+        """The plan with so many rows for each rank of a kind."""
+        unit = math.gcd(*rows)
+        shares = [row // unit for row, count in zip(rows, self.counts, strict=True) for _ in range(count)]
+        first = self.axes[0]._replace(shares=tuple(shares) if len(set(shares)) > 1 else ())
+        return replace(self.equal, axes=(first, *self.axes[1:]))
+
+    def _timeline(self, plan: Plan) -> Timeline:
+        return simulate(self.part.graph, plan, self.profiles)
+
+    def _over(self, timeline: Timeline) -> list[int]:
+        """By kind, the bytes beyond what a device can hold."""
+        held = [(lane.peak_bytes, self.limits[self._kind(lane.ranks.start)]) for lane in timeline.lanes]
+        return [max(0, peak - limit) for peak, limit in held]
+
+    def _kind(self, rank: int) -> int:
+        return next(number for number, ranks in enumerate(self.kinds) if rank in ranks)
+
+    def _does_not_fit(self, timeline: Timeline) -> InfeasibleError:
+        needs = [
+            f"ranks {lane.ranks.start} to {lane.ranks.stop - 1} would hold {lane.peak_bytes:,} of {limit:,}"
+            for lane in timeline.lanes
+            if lane.peak_bytes > (limit := self.limits[self._kind(lane.ranks.start)])
+        ]
+        return InfeasibleError(
+            f"found no shares of the batch within the bytes of each device of {self.mesh}: {', '.join(needs)}; use "
+            "more microbatches, zero, recompute or more devices"
+        )
+
+
+# The search ----------------------------------------
+
+
+def best_shared_plan(
+    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
+) -> Plan:
+    """The fastest plan found in which unequal devices share each batch, in as few microbatches as fit.
+
+    Raises InfeasibleError when none fits, PlanError where the batch cannot be shared out.
+    """
+    began, tried = time.monotonic(), list[dict[str, Any]]()
+    paths = tuple(path for group in blocks.paths for path in group)
+    shapes, refusals, found = shared_axes(request.mesh), list[AutoparError](), list[Plan]()
+    for recompute, count in itertools.product(_recomputed(request), microbatch_counts(graph, request)):
+        with reporting(progress, len(shapes)) as report:
+            for axes in shapes:
+                row = {"mesh": "x".join(str(a.size) for a in axes), "microbatches": count, "recompute": recompute}
+                try:
+                    again = template_recompute(graph, paths, recompute)
+                    asked = replace(request, recompute=again, budget=_part_of(request, began, len(shapes)))
+                    plan = SharedBatch(divided(graph, blocks, count), axes, asked, profiles).plan("speed")
+                    found.append(plan)
+                except (InfeasibleError, PlanError, PlacementError) as error:
+                    refusals.append(error)
+                    report(f"shares of {row['mesh']} in {count} microbatches: {error}")
+                    continue
+                row["step_time_ns"] = plan.predicted.step_time_ns
+                tried.append(row)
+                report(f"shares of {row['mesh']} in {count} microbatches: {plan.predicted.step_time_ns / 1e6:.3f} ms")
+        if found:
+            break
+    if not found:
+        raise refusals[0] if refusals else PlanError(f"expected axes of {request.mesh} that share a batch, found none")
+    best = min(found, key=lambda plan: plan.predicted.step_time_ns)
+    report_ = SearchReport(
+        method="shares of the batch by speed, descent over rows, intra-op ILP",
+        cost_ns=best.predicted.step_time_ns,
+        stop_reason=f"no exchange of rows is faster after {len(tried)} meshes, no bound",
+        seconds=round(time.monotonic() - began, 3),
+        seed=request.budget.seed,
+        tried=tuple(tried),
+    )
+    return replace(best, search=report_)
+
+
+def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
+    """Samples over one axis; alone, or with another one inside of each node."""
+    inner = math.gcd(*(group.devices_per_node for group in mesh.groups))
+    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and mesh.num_devices // size > 1]
+    shapes = [(mesh.num_devices // size, *((size,) if size > 1 else ())) for size in sizes]
+    return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]
+
+
+def _recomputed(request: Request) -> tuple[str, ...]:
+    return ("none",) if request.mode != "train" else ("none", "full")
+
+
+def _part_of(request: Request, began: float, shapes: int) -> SearchBudget:
+    left = request.budget.seconds - (time.monotonic() - began)
+    return replace(request.budget, seconds=max(2.0, left / shapes))
