@@ -72,7 +72,8 @@ class RankMesh:
         return tuple(replace(axis, shares=self.shares.get(axis.name, ())) for axis in self.axes)
 
     def __getitem__(self, name: str) -> Axis:
-        return next(axis for axis in self.axes if axis.name == name)
+        """An axis as it cuts inputs and what is computed from them."""
+        return next(axis for axis in self.batch_axes if axis.name == name)
 
     def __iter__(self) -> Iterator[Axis]:
         return iter(self.axes)
