@@ -4,7 +4,7 @@
     rows of each kind of rank           `best_rows`: simulated step time, within each device's memory
     axes with shares                    `ir.shares`; simulated with all profiles (`simulate.together`)
 
-Ranks of one kind get equally many rows of each microbatch. Nothing says how far from the best that is: there is no bound.
+Ranks of one kind get equally many rows of each microbatch. There is no bound on how much better it could be.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, make_axes
 from autopar.ir.plan import Plan, SearchReport
 from autopar.ir.shares import alike_ranks, check_shares
 from autopar.microbatch import batch_inputs, batch_types
-from autopar.planning import Part, Place, Request, SearchBudget, divided, microbatch_counts
+from autopar.planning import Part, Place, Request, divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate, traffic
 from autopar.template import template_recompute
 from autopar.trace import Blocks
+from autopar.unequal import best_unequal_plan
 
 SPLITS = ("equal", "speed")
 
@@ -72,7 +73,7 @@ def moves(rows: Rows, ranks: Sequence[int], step: int) -> Iterator[Rows]:
 
 
 def best_rows(start: Rows, ranks: Sequence[int], cost: Callable[[Rows], Cost]) -> Rows:
-    """Descends from a start by exchanges of rows between two kinds, in smaller and smaller steps, to where none helps."""
+    """Descends from a start by exchanges of rows between two kinds, in ever smaller steps, to where none helps."""
     best, step = start, 1 << max(0, max(start).bit_length() - 3)
     while step:
         found = min(moves(best, ranks, step), key=cost, default=best)
@@ -212,7 +213,7 @@ class SharedBatch:
         start = near_rows(self.num_rows, self.counts, speeds)
         if start is None:
             raise PlanError(
-                f"expected a microbatch whose rows can be shared out over {self.mesh}, equally among devices of a kind, "
+                f"expected a microbatch whose rows can be shared out over {self.mesh}, equally among those of a kind, "
                 f"found {self.num_rows} for {' + '.join(map(str, self.counts))} parts; take another batch size"
             )
         return best_rows(start, self.counts, cache(self._cost))
@@ -260,46 +261,107 @@ class SharedBatch:
 # The search ----------------------------------------
 
 
+def best_mixed_plan(
+    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
+) -> Plan:
+    """The fastest plan found for devices of several kinds: sharing each batch as one stage, or in stages of one kind.
+
+    Constraints on the number of stages say which of the two is looked for. Raises what the first search raises when
+    neither finds a plan.
+    """
+    searches = _searches(request)
+    found, refusals, deadline = list[Plan](), list[AutoparError](), time.monotonic() + request.budget.seconds
+    for left, search in zip(range(len(searches), 0, -1), searches, strict=True):
+        try:
+            found.append(search(graph, blocks, _within(request, deadline, left), profiles, progress))
+        except (InfeasibleError, MeshError, PlacementError, PlanError) as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    best = min(found, key=lambda plan: plan.predicted.step_time_ns)
+    tried = tuple(row for plan in found for row in plan.search.tried)
+    return replace(best, search=replace(best.search, tried=tried))
+
+
+def _searches(request: Request) -> list[Callable[..., Plan]]:
+    pinned = {constraint.stages for constraint in request.constraints} - {None}
+    if not pinned:
+        return [best_shared_plan, best_unequal_plan]
+    return [best_shared_plan] if pinned == {1} else [best_unequal_plan]
+
+
+def _within(request: Request, deadline: float, parts: int) -> Request:
+    """The request with an equal part of what is left of its time."""
+    seconds = max(_LEAST_S, deadline - time.monotonic()) / parts
+    return replace(request, budget=replace(request.budget, seconds=seconds))
+
+
+_LEAST_S = 1.0
+
+
 def best_shared_plan(
     graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
 ) -> Plan:
     """The fastest plan found in which unequal devices share each batch, in as few microbatches as fit.
 
-    Raises InfeasibleError when none fits, PlanError where the batch cannot be shared out.
+    Blocks are computed again where nothing fits otherwise. Raises InfeasibleError when nothing fits at all, PlanError
+    where the batch cannot be shared out.
     """
-    began, tried = time.monotonic(), list[dict[str, Any]]()
-    paths = tuple(path for group in blocks.paths for path in group)
-    shapes, refusals, found = shared_axes(request.mesh), list[AutoparError](), list[Plan]()
-    for recompute, count in itertools.product(_recomputed(request), microbatch_counts(graph, request)):
-        with reporting(progress, len(shapes)) as report:
-            for axes in shapes:
-                row = {"mesh": "x".join(str(a.size) for a in axes), "microbatches": count, "recompute": recompute}
-                try:
-                    again = template_recompute(graph, paths, recompute)
-                    asked = replace(request, recompute=again, budget=_part_of(request, began, len(shapes)))
-                    plan = SharedBatch(divided(graph, blocks, count), axes, asked, profiles).plan("speed")
-                    found.append(plan)
-                except (InfeasibleError, PlanError, PlacementError) as error:
-                    refusals.append(error)
-                    report(f"shares of {row['mesh']} in {count} microbatches: {error}")
-                    continue
-                row["step_time_ns"] = plan.predicted.step_time_ns
-                tried.append(row)
-                report(f"shares of {row['mesh']} in {count} microbatches: {plan.predicted.step_time_ns / 1e6:.3f} ms")
+    search = _Search(graph, blocks, request, profiles)
+    recomputed = ("none",) if request.mode != "train" else ("none", "full")
+    for recompute, count in itertools.product(recomputed, microbatch_counts(graph, request)):
+        with reporting(progress, len(search.shapes)) as report:
+            found = [plan for axes in search.shapes if (plan := search.tried_plan(axes, count, recompute, report))]
         if found:
-            break
-    if not found:
-        raise refusals[0] if refusals else PlanError(f"expected axes of {request.mesh} that share a batch, found none")
-    best = min(found, key=lambda plan: plan.predicted.step_time_ns)
-    report_ = SearchReport(
-        method="shares of the batch by speed, descent over rows, intra-op ILP",
-        cost_ns=best.predicted.step_time_ns,
-        stop_reason=f"no exchange of rows is faster after {len(tried)} meshes, no bound",
-        seconds=round(time.monotonic() - began, 3),
-        seed=request.budget.seed,
-        tried=tuple(tried),
+            return search.reported(min(found, key=lambda plan: plan.predicted.step_time_ns))
+    raise (
+        search.refusals[0] if search.refusals else PlanError(f"expected several devices to share, found {request.mesh}")
     )
-    return replace(best, search=report_)
+
+
+class _Search:
+    """What was tried on which axes, and why the rest was refused."""
+
+    def __init__(self, graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile]) -> None:
+        self.graph, self.blocks, self.request, self.profiles = graph, blocks, request, profiles
+        self.shapes = shared_axes(request.mesh)
+        self.paths = tuple(path for group in blocks.paths for path in group)
+        self.began = time.monotonic()
+        self.rows: list[dict[str, Any]] = []
+        self.refusals: list[AutoparError] = []
+
+    def tried_plan(self, axes: LogicalMesh, microbatches: int, recompute: str, report: Report) -> Plan | None:
+        """The plan on these axes; None where there is none."""
+        text = f"shares over {'x'.join(str(axis.size) for axis in axes)} in {microbatches} microbatches"
+        text += "" if recompute == "none" else f", recompute {recompute}"
+        try:
+            plan = self._planned(axes, microbatches, recompute)
+        except (InfeasibleError, PlacementError, PlanError) as error:
+            self.refusals.append(error)
+            self.rows.append({"setting": text, "step_time_ns": None})
+            report(f"{text}: {error}")
+            return None
+        self.rows.append({"setting": text, "step_time_ns": plan.predicted.step_time_ns})
+        report(f"{text}: {plan.predicted.step_time_ns / 1e6:.3f} ms")
+        return plan
+
+    def _planned(self, axes: LogicalMesh, microbatches: int, recompute: str) -> Plan:
+        again = template_recompute(self.graph, self.paths, recompute)
+        request = _within(self.request, self.began + self.request.budget.seconds, len(self.shapes))
+        part = divided(self.graph, self.blocks, microbatches)
+        return SharedBatch(part, axes, replace(request, recompute=again), self.profiles).plan("speed")
+
+    def reported(self, plan: Plan) -> Plan:
+        """The plan with how it was found."""
+        report = SearchReport(
+            method="shares of the batch by speed, descent over rows, intra-op ILP",
+            cost_ns=plan.predicted.step_time_ns,
+            stop_reason=f"no exchange of rows is faster, after {len(self.rows)} settings, no bound",
+            seconds=round(time.monotonic() - self.began, 3),
+            seed=self.request.budget.seed,
+            tried=tuple(self.rows),
+        )
+        return replace(plan, search=report)
 
 
 def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
@@ -308,12 +370,3 @@ def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
     sizes = [size for size in range(1, inner + 1) if inner % size == 0 and mesh.num_devices // size > 1]
     shapes = [(mesh.num_devices // size, *((size,) if size > 1 else ())) for size in sizes]
     return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]
-
-
-def _recomputed(request: Request) -> tuple[str, ...]:
-    return ("none",) if request.mode != "train" else ("none", "full")
-
-
-def _part_of(request: Request, began: float, shapes: int) -> SearchBudget:
-    left = request.budget.seconds - (time.monotonic() - began)
-    return replace(request.budget, seconds=max(2.0, left / shapes))

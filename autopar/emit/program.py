@@ -13,8 +13,8 @@ from autopar.emit.stages import input_lines, pipeline, received_lines
 from autopar.emit.tree import Region, build_tree
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
-from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.shares import axis_text
+from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH

@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
 from autopar.ir.shares import share_lines
-from autopar.ir.text import bytes_text, storage_text, time_text, used_placements
+from autopar.ir.text import bytes_text, runners_up, storage_text, time_text, used_placements
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4
@@ -33,11 +33,13 @@ def explain_text(plan: Plan, pattern: str) -> str:
     again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
     if not found and not conversions:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
-    shown = (SCREEN_LINES - 2 - bool(again) - len(share_lines(plan)) - len(conversions)) // max(1, len(found)) - 1
-    lines = [_HEADER]
+    told = [line.strip() for line in share_lines(plan)]
+    shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions)) // max(1, len(found)) - 1
+    others = runners_up(plan)
+    lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
+    lines += [_HEADER, *told]
     if plan.microbatches > 1:
         lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
-    lines += [line.strip() for line in share_lines(plan)]
     if again:
         lines.append(f"Computed again in the backward pass, but for what enters it: {_some(again)}")
     for line, choice in found:

@@ -81,7 +81,8 @@ class Standing(NamedTuple):
 class Pass:
     """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
 
-    links, in_flight, last_ns: as in `Carried`, at its end. met: when collectives with ranks that differ start. ready_ns: by tensor that it sends, when that is there.
+    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there. met:
+    when its collectives with ranks that differ start.
     """
 
     kind: PassKind

@@ -41,8 +41,8 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
         if not plan.stages and _differ(plan):
             from autopar.simulate.together import play_together  # which is made of this module's parts
 
-            known = {g.profile: profile if isinstance(profile, Profile) else profile[g.profile] for g in plan.mesh.groups}
-            return play_together(graph, plan, known, sums_early, plan.mode == "train" and graph.loss is not None)
+            known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
+            return play_together(graph, plan, known, sums_early)
         step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
@@ -211,7 +211,8 @@ class _Step:
         arrived = [] if is_second else self.arrived.pop((turn.stage, is_forward, turn.microbatch), [])
         begin = self._wait(submesh, arrived)
         label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
-        done = self._play(submesh, turn.stage, pass_kind(turn, self.stages[turn.stage], self.plan.microbatches), begin, label)
+        kind = pass_kind(turn, self.stages[turn.stage], self.plan.microbatches)
+        done = self._play(submesh, turn.stage, kind, begin, label)
         for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
             ready = begin + max(done.ready_ns[name] for name in transfer.names)
             self._send(submesh, transfer, ready, turn.microbatch, label)

@@ -25,20 +25,16 @@ from autopar.simulate.timeline import Timeline
 SENT = ("forward", "backward", "inner", "inner_backward")
 
 
-def play_together(
-    graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool, trains: bool
-) -> Timeline:
+def play_together(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool) -> Timeline:
     """One step of a plan of one stage on ranks that differ. profiles: by the mesh's names for its devices."""
-    lanes = _Lanes(graph, plan, profiles, sums_early, trains)
+    lanes = _Lanes(graph, plan, profiles, sums_early)
     lanes.run()
     return lanes.timeline()
 
 
 class _Lanes:
-    def __init__(
-        self, graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool, trains: bool
-    ) -> None:  # fmt: skip
-        self.plan, self.trains = plan, trains
+    def __init__(self, graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool) -> None:
+        self.plan, self.trains = plan, plan.mode == "train" and graph.loss is not None
         self.submeshes = [Submesh(ranks, [number]) for number, ranks in enumerate(alike_ranks(plan.mesh, plan.axes))]
         self.meeting = _meeting_axes(plan, [submesh.ranks for submesh in self.submeshes])
         programs, own = [], []
@@ -50,7 +46,7 @@ class _Lanes:
             programs += lower_stages(graph, seen, own[-1:])
         _agree(programs, self.meeting)
         self.stages = [
-            Progress(Player(program, profile, trains, sums_early, self.meeting))
+            Progress(Player(program, profile, self.trains, sums_early, self.meeting))
             for program, profile in zip(programs, own, strict=True)
         ]
 
@@ -88,8 +84,8 @@ class _Lanes:
         """What was played; of lanes that end together, the breakdown is that of the one that computes longest."""
         makespan = max(submesh.end_ns for submesh in self.submeshes)
         lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
-        order = [(submesh.end_ns, lane.breakdown.compute_ns) for submesh, lane in zip(self.submeshes, lanes, strict=True)]
-        last = lanes[order.index(max(order))]
+        ends = [(own.end_ns, lane.breakdown.compute_ns) for own, lane in zip(self.submeshes, lanes, strict=True)]
+        last = lanes[ends.index(max(ends))]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
 
