@@ -14,7 +14,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -96,6 +96,7 @@ class SharedBatch:
     request: Request
     profiles: Mapping[str, Profile]
     rules: Sequence[Constraint] = ()
+    refusals: list[InfeasibleError] = field(default_factory=list)  # limits of memory that no draft fits in
 
     def __post_init__(self) -> None:
         sizes = " × ".join(str(axis.size) for axis in self.axes)
@@ -143,13 +144,13 @@ class SharedBatch:
         names = batch_inputs(graph)
         return graph.tensors[names[0]].shape[0] if names else 0
 
-    def place(self, group: DeviceGroup) -> Place:
+    def place(self, group: DeviceGroup, part: Part) -> Place:
         """The problem of as many devices of one kind as there are in all."""
         alike = len({other.devices_per_node for other in self.mesh.groups}) == 1
         nodes = self.mesh.nodes if alike else self.mesh.num_devices
         mesh = Mesh(group.profile, nodes, self.mesh.num_devices // nodes)
         request = replace(self.request, mesh=mesh, memory_limit=max(self.limits), constraints=self._constraints)
-        return Place(self.part, self.axes, request, self.profiles[group.profile])
+        return Place(part, self.axes, request, self.profiles[group.profile])
 
     @property
     def _constraints(self) -> tuple[Constraint, ...]:
@@ -166,21 +167,32 @@ class SharedBatch:
             *self.request.constraints,
         )
 
-    @cached_property
-    def equal(self) -> Plan:
-        """The plan of one microbatch in which every rank gets as much, for the devices with the least memory.
+    def drafts(self) -> list[Plan]:
+        """Plans of one microbatch in which every rank gets as much, as the devices with the least memory ask for.
 
-        It may take what they have, or else the mean of all: those with less memory can be given fewer rows. Raises
-        InfeasibleError.
+        The first is for their equal part of the rows, a further one for half of that (or less, where both need more
+        memory than there is): a draft is as good as the rows are near to those that it was made for.
         """
         least = min(range(len(self.kinds)), key=lambda kind: self.limits[kind])
-        mean = sum(len(r) * limit for r, limit in zip(self.kinds, self.limits, strict=True)) // self.mesh.num_devices
-        place = self.place(self.mesh.group_of(self.kinds[least]))
-        try:
-            found = place.fit(self.request.budget.seconds, self.limits[least])
-        except InfeasibleError:
-            found = place.fit(self.request.budget.seconds, mean)
-        return self._of_mesh(found)
+        found: dict[int, Plan] = {}
+        for fraction in (1, 2, 4, 8):
+            if found and fraction > 2:
+                break
+            try:
+                found[fraction] = self._draft(self.mesh.group_of(self.kinds[least]), self.limits[least], fraction)
+            except InfeasibleError as error:
+                self.refusals.append(error)
+            except PlanError:  # so few rows are not possible
+                break
+        return list(found.values())
+
+    def _draft(self, group: DeviceGroup, limit: int, fraction: int) -> Plan:
+        """Placements for devices of one kind that get a fraction of the rows. Raises InfeasibleError."""
+        part, count = self.part, self.part.microbatches
+        small = part if fraction == 1 else divided(part.whole, part.blocks, count * fraction)
+        place = self.place(group, small)
+        found = place.fit(self.request.budget.seconds / 2, limit)
+        return self._of_mesh(replace(found, microbatches=count))
 
     def _of_mesh(self, plan: Plan) -> Plan:
         """The plan for all devices as they are."""
@@ -188,7 +200,7 @@ class SharedBatch:
         sources = {
             f"{name} {block}": source
             for name, group in groups.items()
-            for block, source in self.place(group).draft().sources.items()
+            for block, source in self.place(group, self.part).draft().sources.items()
         }
         return replace(plan, mesh=self.mesh, sources=sources)
 
@@ -199,16 +211,19 @@ class SharedBatch:
         """
         if split not in SPLITS:
             raise PlanError(f'expected split as "equal" or "speed", found {split!r}')
-        plan = self.equal if split == "equal" else self._shared(self._best())
-        timeline = self._timeline(plan)
-        over = self._over(timeline)
-        if any(over):
+        drafts = self.drafts()
+        if not drafts:
+            raise self.refusals[0]
+        best = min(drafts, key=self.cost) if split == "equal" else self._by_speed(drafts)
+        timeline = self._timeline(best)
+        if any(self._over(timeline)):
             raise self._does_not_fit(timeline)
-        sent = traffic(self.part.graph, plan)
-        return self.part.on_all_axes(replace(plan, predicted=replace(predict(timeline), comm_bytes=sent)))
+        sent = traffic(self.part.graph, best)
+        return self.part.on_all_axes(replace(best, predicted=replace(predict(timeline), comm_bytes=sent)))
 
-    def _best(self) -> Rows:
-        lanes = self._timeline(self.equal).lanes
+    def _by_speed(self, drafts: Sequence[Plan]) -> Plan:
+        """Of the drafts, that which is best with rows by the speed of computing, with the rows that are best for it."""
+        lanes = self._timeline(drafts[0]).lanes
         speeds = [1 / max(1, lane.breakdown.compute_ns) for lane in lanes]
         start = near_rows(self.num_rows, self.counts, speeds)
         if start is None:
@@ -216,11 +231,12 @@ class SharedBatch:
                 f"expected a microbatch whose rows can be shared out over {self.mesh}, equally among those of a kind, "
                 f"found {self.num_rows} for {' + '.join(map(str, self.counts))} parts; take another batch size"
             )
-        return best_rows(start, self.counts, cache(self._cost))
+        draft = min(drafts, key=lambda draft: self.cost(self._shared(draft, start)))
+        rows = best_rows(start, self.counts, cache(lambda rows: self.cost(self._shared(draft, rows))))
+        return self._shared(draft, rows)
 
-    def _cost(self, rows: Rows) -> Cost:
-        """Of no use where something else is cut than the rows can be."""
-        plan = self._shared(rows)
+    def cost(self, plan: Plan) -> Cost:
+        """What a plan of one microbatch is compared by; the largest where something is cut that cannot be."""
         try:
             check_shares(self.part.graph, plan)
         except PlacementError:
@@ -228,12 +244,12 @@ class SharedBatch:
         timeline = self._timeline(plan)
         return sum(self._over(timeline)), timeline.step_time_ns
 
-    def _shared(self, rows: Rows) -> Plan:
+    def _shared(self, draft: Plan, rows: Rows) -> Plan:
         """The plan with so many rows for each rank of a kind."""
         unit = math.gcd(*rows)
         shares = [row // unit for row, count in zip(rows, self.counts, strict=True) for _ in range(count)]
         first = self.axes[0]._replace(shares=tuple(shares) if len(set(shares)) > 1 else ())
-        return replace(self.equal, axes=(first, *self.axes[1:]))
+        return replace(draft, axes=(first, *self.axes[1:]))
 
     def _timeline(self, plan: Plan) -> Timeline:
         return simulate(self.part.graph, plan, self.profiles)
@@ -302,21 +318,32 @@ _LEAST_S = 1.0
 def best_shared_plan(
     graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
 ) -> Plan:
-    """The fastest plan found in which unequal devices share each batch, in as few microbatches as fit.
+    """The fastest plan found in which unequal devices share each batch, in as few microbatches as fit, or twice as many
+    as long as that is faster.
 
     Blocks are computed again where nothing fits otherwise. Raises InfeasibleError when nothing fits at all, PlanError
     where the batch cannot be shared out.
     """
     search = _Search(graph, blocks, request, profiles)
-    recomputed = ("none",) if request.mode != "train" else ("none", "full")
-    for recompute, count in itertools.product(recomputed, microbatch_counts(graph, request)):
-        with reporting(progress, len(search.shapes)) as report:
-            found = [plan for axes in search.shapes if (plan := search.tried_plan(axes, count, recompute, report))]
-        if found:
-            return search.reported(min(found, key=lambda plan: plan.predicted.step_time_ns))
-    raise (
-        search.refusals[0] if search.refusals else PlanError(f"expected several devices to share, found {request.mesh}")
-    )
+    counts = microbatch_counts(graph, request)
+    for recompute in ("none",) if request.mode != "train" else ("none", "full"):
+        best: Plan | None = None
+        for count in counts:
+            if best is not None and search.is_over:
+                break
+            found = search.best_in(count, recompute, progress)
+            if best is not None and (found is None or not _is_faster(found, best)):
+                break
+            best = found
+        if best is not None:
+            return search.reported(best)
+    if not search.refusals:
+        raise PlanError(f"expected several devices to share a batch, found {request.mesh}")
+    raise search.refusals[0]
+
+
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    return plan.predicted.step_time_ns < other.predicted.step_time_ns
 
 
 class _Search:
@@ -330,7 +357,19 @@ class _Search:
         self.rows: list[dict[str, Any]] = []
         self.refusals: list[AutoparError] = []
 
-    def tried_plan(self, axes: LogicalMesh, microbatches: int, recompute: str, report: Report) -> Plan | None:
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return time.monotonic() > self.began + self.request.budget.seconds
+
+    def best_in(self, microbatches: int, recompute: str, progress: Report | None) -> Plan | None:
+        """The fastest plan in so many microbatches, over all axes."""
+        with reporting(progress, len(self.shapes)) as report:
+            tried = [self._tried(axes, microbatches, recompute, report) for axes in self.shapes]
+        found = [plan for plan in tried if plan is not None]
+        return min(found, key=lambda plan: plan.predicted.step_time_ns, default=None)
+
+    def _tried(self, axes: LogicalMesh, microbatches: int, recompute: str, report: Report) -> Plan | None:
         """The plan on these axes; None where there is none."""
         text = f"shares over {'x'.join(str(axis.size) for axis in axes)} in {microbatches} microbatches"
         text += "" if recompute == "none" else f", recompute {recompute}"
