@@ -68,11 +68,8 @@ def share_lines(plan: PlanData) -> list[str]:
 # The check ----------------------------------------
 
 
-def check_shares(graph: Graph, plan: PlanData) -> None:
-    """That the shares of a plan's axes are possible, and cut only what they may, into whole parts.
-
-    Raises PlanError for shares that are none, PlacementError naming the tensor that does not fit.
-    """
+def check_axes_with_shares(plan: PlanData) -> None:
+    """That the shares of a plan are possible. Raises PlanError."""
     axes = [axis for part in plan.parts for axis in part.axes if axis.shares]
     for axis in axes:
         _check_axis(axis)
@@ -80,8 +77,13 @@ def check_shares(graph: Graph, plan: PlanData) -> None:
         raise PlanError(f"expected shares in plans of one stage, found {axis_text(axes[0])} in one of several stages")
     if len(axes) > 1:
         raise PlanError(f"expected shares on one axis, found {' and '.join(map(axis_text, axes))}")
-    if axes:
-        _check_cuts(graph, plan, plan.axes.index(axes[0]))
+
+
+def check_shares(graph: Graph, plan: PlanData) -> None:
+    """That shares cut only what they may, into whole parts. Raises PlacementError naming the tensor that is not so."""
+    position = next((number for number, axis in enumerate(plan.axes) if axis.shares), None)
+    if position is not None:
+        _check_cuts(graph, plan, position)
 
 
 def _check_axis(axis: Axis) -> None:

@@ -26,7 +26,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
 from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
 from autopar.ir.redistribution import apply, is_legal
-from autopar.ir.shares import check_shares
+from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
 
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
@@ -39,6 +39,7 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
     """
     _check_identity(graph, plan)
     _check_recompute(graph, plan)
+    check_axes_with_shares(plan)
     if plan.stages:
         check_stages(graph, plan)
     for index, part in enumerate(plan.parts):
