@@ -1,4 +1,4 @@
-"""Ranks that get unequal shares of a batch compute what one device computes: loss, gradients, buffers, bytes exactly."""
+"""Ranks with unequal shares of a batch compute what one device computes: loss, gradients, buffers, bytes exactly."""
 
 from __future__ import annotations
 
