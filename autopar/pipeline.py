@@ -27,7 +27,7 @@ from autopar.planning import Place, Request, SearchBudget, best_plan, divided, f
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.simulate import Timeline, simulate
-from autopar.stage_planning import best_staged_plan
+from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import Blocks, find_blocks, trace
