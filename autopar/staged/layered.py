@@ -10,8 +10,9 @@ from functools import cache, cached_property
 import numpy as np
 
 from autopar.cost import Profile
+from autopar.cost.compute import node_time_ns
 from autopar.errors import PlanError
-from autopar.interop import Folded, StageKind, block_layers, fold
+from autopar.interop import Folded, StageKind, balanced_layers, block_layers, fold
 from autopar.intraop import Sends
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
@@ -28,6 +29,9 @@ from autopar.zero import pinned_modules, recomputable
 _SLACK = 1.03
 """Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried."""
 
+_MOST_LAYERS = 32
+"""Of a model without repeated blocks."""
+
 
 class Layered:
     """A model, what was asked of it, and the problems that were built for it, each once.
@@ -38,13 +42,24 @@ class Layered:
     def __init__(self, graph: Graph, blocks: Blocks, request: Request, profile: Profile) -> None:
         self.graph, self.blocks, self.request, self.profile = graph, blocks, request, profile
         self.paths = [path for group in blocks.paths for path in group]
+        self.shared = profile.shared_by(request.mesh.devices_per_node)
         self.layers = block_layers(graph, self.paths)
         self.folded: Folded = fold(graph, blocks, self.layers)
-        self.shared = profile.shared_by(request.mesh.devices_per_node)
+        if self.layers.count < 2:
+            self.layers = balanced_layers(graph, self._times_ns(), min(_MOST_LAYERS, 2 * request.mesh.num_devices))
+            self.folded = Folded(graph, self.layers, tuple(range(self.layers.count)))
         self.limit = request.memory_limit or self.shared.usable_bytes
         self.admitted = int(self.limit * _SLACK)
         self.short_part, self.part = cache(self._short_part), cache(self._part)
         self.short_place, self.kind = cache(self._short_place), cache(self._kind)
+
+    def _times_ns(self) -> dict[str, int]:
+        """Of each operator on one device, both ways."""
+        tensors, found = self.graph.tensors, {}
+        for node in self.graph.nodes:
+            operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
+            found[node.name] = sum(node_time_ns(node, operands, results, tensors, self.shared))
+        return found
 
     def _short_part(self, microbatches: int) -> Part:
         return replace(divided(self.folded.graph, self.blocks, microbatches), copies=self.folded.copies)
