@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,12 +18,10 @@ from torch import nn
 import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
-from autopar.pipeline import simulated_step
-from autopar.simulate import traffic_by_submesh
 from autopar.trace import trace
 from models import gpt, llama, moe, unet
 from tests.equivalence.harness import differences, run_rank, run_single
+from tests.equivalence.predicted import bytes_by_submesh
 from tests.rank_pool import pool
 
 OPTIMIZERS = ("adamw",)
@@ -106,14 +104,6 @@ def plan(model_name: str, plan_name: str, schedule: str) -> Plan:
 def single(model_name: str) -> Any:
     """What the model computes on one device, in one step and in three of AdamW."""
     return run_single(*build(model_name), OPTIMIZERS)
-
-
-def bytes_by_submesh(plan: Plan, whole: Graph) -> list[tuple[range, dict[str, int]]]:
-    """What a rank of each submesh hands to each collective in a step, as predicted."""
-    part = one_microbatch(whole, types_of(plan), plan.microbatches) if plan.microbatches > 1 else whole
-    timeline: Any = replace(plan, simulator=partial(simulated_step, whole)).timeline()
-    sent = traffic_by_submesh(whole, plan, part, one_microbatch_plan(plan), timeline)
-    return [(lane.ranks, counts) for lane, counts in zip(timeline.lanes, sent, strict=True)]
 
 
 def faults(model_name: str, plan: Plan) -> list[str]:
