@@ -43,8 +43,49 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
         received=tuple(name for name in stage.inputs if name not in graph.inputs),
         sent=sent,
+        answered=_answered(graph, plan, index),
         ends=ends,
     )
+
+
+def _answered(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
+    """What a stage leaves for later ones, in the placements that it goes in, that the gradient comes back of."""
+    back = gradients_back(graph, plan)
+    values = [
+        (name, leaving_placement(graph, plan, reader, name))
+        for reader in range(index + 1, len(plan.stages))
+        for name in plan.stages[reader].inputs
+        if name in back[reader] and maker_of(graph, plan, reader, name) == index
+    ]
+    return tuple(dict.fromkeys(values))
+
+
+def gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], ...]:
+    """By stage, what it receives and sends the gradient of back: what is trained, and leads to the loss there or later.
+
+    Kept with the plan, whose stages it follows from.
+    """
+    if "_gradients_back" not in plan.__dict__:
+        plan.__dict__["_gradients_back"] = _find_gradients_back(graph, plan)
+    found: tuple[frozenset[str], ...] = plan.__dict__["_gradients_back"]
+    return found
+
+
+def _find_gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], ...]:
+    count = len(plan.stages)
+    reached: list[set[str]] = [set() for _ in range(count)]
+    reached[-1].update(name for name in (graph.loss,) if name is not None)
+    found: list[frozenset[str]] = []
+    for index in reversed(range(count)):
+        stage, here = plan.stages[index], reached[index]
+        for node in reversed(graph.nodes):
+            if node.name in stage.nodes and not here.isdisjoint(node.results):
+                here.update(name for name in node.operands if graph.tensors[name].differentiable)
+        back = frozenset(name for name in stage.inputs if name in here and name not in graph.inputs)
+        for name in back:
+            reached[maker_of(graph, plan, index, name)].add(name)
+        found.insert(0, back)
+    return tuple(found)
 
 
 def tied_tensors(graph: Graph, plan: PlanData) -> dict[str, tuple[int, ...]]:

@@ -301,7 +301,7 @@ class _Lowering:
         program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
         if self.trains:
             loss = self.graph.loss
-            sent = [value for value in program.sends.values() if program.values[value].differentiable]
+            sent = [program.sends[value] for value in self.graph.answered]
             _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
             self._mark_regions()
         if program.splits:

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.ir.graph import Graph
+from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths
@@ -55,8 +56,7 @@ class Regathering:
     @property
     def _has_second_part(self) -> bool:
         """Whether the backward pass comes in two parts, of which the second brings all parameters."""
-        received = any(self.graph.tensors[name].differentiable for name in self.graph.received)
-        return self.plan.schedule == "zero_bubble" and received and bool(self.reached)
+        return self.plan.schedule == "zero_bubble" and not self.reached.isdisjoint(self.graph.received)
 
     @property
     def _is_stage(self) -> bool:
@@ -115,11 +115,13 @@ class Regathering:
         """The values that gradients start from: the loss, and what later stages hand one back for."""
         if not self.reached:
             return set()
-        sources = set(self.graph.gradient_sources)
         pairs = zip(self.graph.returned, self._flat.outputs, strict=True)
-        sent = {self._flat.values[name][0] for name in sources.intersection(self.graph.sent)}
-        made = {value for statement in self._flat.statements for value in statement.makes}
-        return {value for name, value in pairs if name in sources} | {value for value in made if value[0] in sent}
+        sent = {value for name, placement in self.graph.answered for value in self._values_of(name, placement)}
+        return {value for name, value in pairs if name == self.graph.loss} | sent
+
+    def _values_of(self, name: str, placement: Placement) -> tuple[Value, Value]:
+        """What a tensor in a placement may be called, which may go by the name of what it is equal to."""
+        return (name, placement), (self._flat.values[name][0], placement)
 
     def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
         """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""
