@@ -203,11 +203,7 @@ def _cut(graph: Graph, plans: Sequence[Plan], choices: StagedChoices, mesh: Mesh
         {name: _other_handover(what, index, name, item, reads[index], rng) for name, item in found.items()}
         for index, found in enumerate(staging._received(what, pairs, index) for index, pairs in enumerate(reads))
     ]
-    stages = tuple(staging._stage(what, reads, handed, index) for index in range(len(plans)))
-    return replace(
-        plans[0], mesh=mesh, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=stages,
-        schedule=choices.schedule,
-    )  # fmt: skip
+    return staging._joined(what, reads, handed, choices.schedule)
 
 
 def _other_handover(
