@@ -278,7 +278,9 @@ class _Lowering:
         self.recomputed = frozenset(plan.recompute)
         self.places: dict[str, int] = {}
         self.leading_back = _leading_back(graph) if is_split else frozenset()
-        self.trains = plan.mode == "train" and (graph.loss is not None or graph.ends is not None)  # a stage may lead to it
+        self.trains = plan.mode == "train" and (
+            graph.loss is not None or graph.ends is not None
+        )  # a stage may lead to it
         self.program.splits = self.trains and is_split
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 

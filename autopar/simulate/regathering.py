@@ -14,7 +14,6 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths
@@ -64,7 +63,7 @@ class Regathering:
 
     @cached_property
     def _flat(self) -> Flat:
-        return flatten(self.graph, self.plan)
+        return flatten(self.graph, self.plan, self.graph.answered)
 
     @cached_property
     def _reads(self) -> dict[Value, list[int]]:
@@ -116,12 +115,7 @@ class Regathering:
         if not self.reached:
             return set()
         pairs = zip(self.graph.returned, self._flat.outputs, strict=True)
-        sent = {value for name, placement in self.graph.answered for value in self._values_of(name, placement)}
-        return {value for name, value in pairs if name == self.graph.loss} | sent
-
-    def _values_of(self, name: str, placement: Placement) -> tuple[Value, Value]:
-        """What a tensor in a placement may be called, which may go by the name of what it is equal to."""
-        return (name, placement), (self._flat.values[name][0], placement)
+        return {value for name, value in pairs if name == self.graph.loss} | set(self._flat.leaving)
 
     def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
         """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""

@@ -132,9 +132,7 @@ def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reach
         if plan.nodes[node.name].operands[position] == redistribute.target
     ]  # fmt: skip
     leaves = (redistribute.tensor, redistribute.target) in graph.answered
-    return redistribute.tensor == graph.loss or leaves or any(
-        not reached.isdisjoint(node.results) for node in readers
-    )
+    return redistribute.tensor == graph.loss or leaves or any(not reached.isdisjoint(node.results) for node in readers)
 
 
 def _add(

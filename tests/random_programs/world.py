@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from autopar.runtime import mesh, randomness
+from autopar.runtime import comm, mesh, randomness
 from tests.random_programs.exchange import Channel, Combine, Exchange, Meeting, MeetingError
 
 PATIENCE_S = 60.0
@@ -221,7 +221,23 @@ class _OwnGroups(threading.local):
         self.own[key] = value
 
 
-_groups = _OwnGroups()
+class _OwnCounters(threading.local):
+    """Who counts the bytes of collectives: in a process everybody's, here those of a thread."""
+
+    def __init__(self) -> None:
+        self.own: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.own)
+
+    def append(self, counter: Any) -> None:
+        self.own.append(counter)
+
+    def __delitem__(self, index: int) -> None:
+        del self.own[index]
+
+
+_groups, _counters = _OwnGroups(), _OwnCounters()
 
 
 @contextmanager
@@ -237,6 +253,7 @@ def _threads_as_ranks() -> Iterator[None]:
             mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()),
             mock.patch.object(randomness, "_stream", _OwnStream()),
             mock.patch.object(mesh, "_groups", _groups),
+            mock.patch.object(comm, "_counters", _counters),
             mock.patch.object(torch.utils.checkpoint, "_enable_checkpoint_early_stop", False),
         ):
             yield
