@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from autopar.ir.plan import Plan
 from autopar.pipeline import simulated_step, template_of_graph
 from autopar.staging import cut
 from tests.random_programs import run
-from tests.random_programs.cases import Written, code, outcome, staged_cases_of
+from tests.random_programs.cases import Written, code, outcome
 from tests.random_programs.check import Subject, plan_problems
 from tests.random_programs.gloo import run_on_gloo
 from tests.random_programs.programs import Leaf
@@ -34,20 +33,10 @@ def test_random_stages_on_threads() -> None:
 
 
 @pytest.mark.ranks
-def test_random_stages_on_gloo() -> None:
-    """On two and on four ranks."""
-    cases = (
-        case for seed in itertools.count(SEED) for case in staged_cases_of(seed, 2) if case.subject.mode == "train"
-    )
-    wanted = {2, 4}
-    for case in cases:
-        submeshes = dict(zip(case.choices.first_ranks, case.choices.sizes, strict=True))
-        world = sum(map(math.prod, submeshes.values()))
-        if world in wanted:
-            wanted.remove(world)
-            assert outcome(case, run_on_gloo) == "", case.name
-        if not wanted:
-            break
+@pytest.mark.parametrize("name", ["30002.2", "30004.0", "30006.2"])
+def test_random_stages_on_gloo(name: str) -> None:
+    """On two ranks; three chunks on each of two submeshes of two, with recomputation; on one rank and on three."""
+    assert outcome(run._named(name, stages=True), run_on_gloo) == ""
 
 
 # what random stages have found
