@@ -320,7 +320,7 @@ class ClassWriter:
         method = "" if made.name == "forward" else f".{made.name}"
         called = f"self{access(relative)}{method}"
         call = _recomputed(called, arguments) if self._is_recomputed(region) else f"{called}({arguments})"
-        return f"{INDENT * 2}{left} = {call}"
+        return f"{INDENT * 2}{left} = {call}" if left else f"{INDENT * 2}{call}"
 
     def _is_recomputed(self, region: Region) -> bool:
         return region.path in self.plan.recompute
