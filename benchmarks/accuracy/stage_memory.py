@@ -154,7 +154,6 @@ def planned(case: Case) -> Plan:
     """The plan under the smallest limit that the planner accepts, which its `memory_limit` says."""
     if case.plan in UNEQUAL:
         return _unequal(case)
-    model, batch = build(case.model)
     choices = TEMPLATES[case.plan]
     mesh = autopar.Mesh("cpu", devices_per_node=_world(choices))
     try:
@@ -289,7 +288,7 @@ CASES = tuple(_cases())
 
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
-    heads = "case|limit MB|peak MB|of limit|rank|predicted MB|measured MB|error|measured in".split("|")
+    heads = ("case", "limit MB", "peak MB", "of limit", "rank", "predicted MB", "measured MB", "error", "measured in")
     lines = [f"| {' | '.join(heads)} |", "|" + " --- |" * len(heads)]
     for row in rows:
         cells = (
@@ -305,9 +304,10 @@ def summary(rows: list[Row]) -> tuple[str, bool]:
     """What was to be shown, in figures, and whether it holds."""
     fitting = sum(row.fits for row in rows)
     fullest, lowest = max(rows, key=lambda r: r.peak_bytes / r.limit_bytes), min(rows, key=lambda r: r.error)
+    most = fullest.peak_bytes / fullest.limit_bytes
     text = (
-        f"{len(rows)} plans: {fitting} within their limit, most of it taken {fullest.peak_bytes / fullest.limit_bytes:.2%} "
-        f"({fullest.case}); ranks predicted most under {lowest.error:+.2%} ({lowest.case}; target {-UNDER:.0%})."
+        f"{len(rows)} plans: {fitting} within their limit, most of it taken {most:.2%} ({fullest.case}); "
+        f"ranks predicted most under {lowest.error:+.2%} ({lowest.case}; target {-UNDER:.0%})."
     )
     return text, fitting == len(rows) and lowest.error >= -UNDER
 
@@ -341,7 +341,9 @@ def main() -> None:
             print(f"{name}: no such plan ({error})", flush=True)
             continue
         rows.append(row)
-        print(f"{name}: {row.error:+.2%} rank {row.rank}, {row.peak_bytes / row.limit_bytes:.2%} of the limit", flush=True)
+        print(
+            f"{name}: {row.error:+.2%} rank {row.rank}, {row.peak_bytes / row.limit_bytes:.2%} of the limit", flush=True
+        )
     options.output.mkdir(parents=True, exist_ok=True)
     write(options.output, rows)
     text, holds = summary(rows)
