@@ -23,7 +23,7 @@ A pass that was not foreseen receives when it begins.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -49,12 +49,12 @@ def may_come_early(turn: Turn, following: Turn) -> bool:
 class Arrivals:
     """What is under way to this rank. start: starts to receive what a pass reads; returns what waits for each."""
 
-    def __init__(self, order: Sequence[Turn], start: Callable[[Turn], Mapping[int, Wait]]) -> None:
+    def __init__(self, order: Sequence[Turn], start: Callable[[Turn], dict[int, Wait]]) -> None:
         self._next = dict(itertools.pairwise(order))
         self._start = start
-        self._waiting: dict[Turn, Mapping[int, Wait]] = {}
+        self._waiting: dict[Turn, dict[int, Wait]] = {}
 
-    def begin(self, turn: Turn) -> Mapping[int, Wait]:
+    def begin(self, turn: Turn) -> dict[int, Wait]:
         """A pass begins: what waits for each tensor that it reads, by the number of its channel."""
         own = self._waiting.pop(turn, None)
         if own is None:

@@ -7,12 +7,13 @@ itself when its passes begin (`arrivals`), and hands the schedule none to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
@@ -58,7 +59,7 @@ class ScheduledStage:
     def clear_runtime_states(self) -> None:
         """Before a step: forgets what one that failed midway has left."""
         self.output_chunks: list[Tensor] = []  # merged by the schedule, for nobody
-        self._between: dict[int, tuple[list[Tensor], list[Any], tuple[Tensor, ...]]] = {}
+        self._between: dict[int, tuple[list[Tensor], list[Tensor], list[GradientEdge | None]]] = {}
         self._sent: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
         self._second: dict[int, Callable[[], None]] = {}
@@ -69,7 +70,7 @@ class ScheduledStage:
         """Nothing: the pass itself asks for what it reads."""
         return []
 
-    def start_receive(self, direction: str, index: int) -> Mapping[int, Wait]:
+    def start_receive(self, direction: str, index: int) -> dict[int, Wait]:
         """Starts to receive what a pass of a microbatch reads: tensors of earlier stages, or gradients of later ones.
 
         Returns what waits for each, by the number of the channel.
@@ -86,7 +87,9 @@ class ScheduledStage:
         losses = [] if self._loss_position is None else [results[self._loss_position]]
         if any(loss.dim() != 0 for loss in losses):
             raise ProgramError(f"expected a scalar loss, found shape {tuple(losses[0].shape)}")
-        self._between[index] = received, losses, sent
+        returning = [tensor for tensor, c in zip(received, self._receives, strict=True) if _goes_back(c)]
+        ends = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
+        self._between[index] = returning, losses, ends
         self.losses += [loss.detach() for loss in losses]
         output = self.losses[-1].view(1) if losses else torch.empty(0)
         self.output_chunks.append(output)
@@ -126,9 +129,9 @@ class ScheduledStage:
         full_backward: False makes the gradients of what was received alone; `backward_weight_one_chunk` makes the rest.
         """
         arriving = self._begin(BACKWARD, index)
-        received, losses, sent = self._between.pop(index)
-        roots = [(loss, torch.ones_like(loss)) for loss in losses if loss.requires_grad]
-        roots += self._returned(arriving, sent)
+        received, losses, ends = self._between.pop(index)
+        roots = [(get_gradient_edge(loss), torch.ones_like(loss)) for loss in losses if loss.requires_grad]
+        roots += self._returned(arriving, ends)
         trained = [tensor for tensor in received if tensor.requires_grad]
         if full_backward or not trained:
             run = partial(_run_backward, roots)
@@ -140,27 +143,24 @@ class ScheduledStage:
             split = SplitBackward(roots, trained, self.local.leaves)
             self._pass(partial(self.local.backward_of_inputs, index, split.first))
             self._second[index] = partial(self.local.backward_of_leaves, index, split.second)
-        self._gradients[index] = [
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor, channel in zip(received, self._receives, strict=True)
-            if _goes_back(channel)
-        ]
+        self._gradients[index] = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
 
     def backward_weight_one_chunk(self, index: int, last_backward: bool = False) -> None:
         """The second part of a backward pass: the gradients of parameters."""
         self._begin(BACKWARD_WEIGHT, index)
         self._pass(self._second.pop(index))
 
-    def _begin(self, direction: str, index: int) -> Mapping[int, Wait]:
+    def _begin(self, direction: str, index: int) -> dict[int, Wait]:
         return self.arrivals.begin(Turn(self.stage_index, direction, index))
 
-    def _returned(self, arriving: Mapping[int, Wait], sent: Sequence[Tensor]) -> list[Root]:
+    def _returned(self, arriving: dict[int, Wait], ends: Sequence[GradientEdge | None]) -> list[Root]:
         """The gradients that have come of what the stage has sent, those of one tensor summed."""
         parts: dict[int, list[Tensor]] = {}
         for channel in self._sends:
             if channel.number in arriving:
-                parts.setdefault(channel.received.position, []).append(arriving[channel.number]())
-        return [(sent[place], _sum(found)) for place, found in parts.items() if sent[place].requires_grad]
+                wait = arriving.pop(channel.number)
+                parts.setdefault(channel.received.position, []).append(wait())
+        return [(end, _sum(parts[place])) for place, end in enumerate(ends) if end is not None and place in parts]
 
     def _pass(self, run: Callable[[], None]) -> None:
         try:
@@ -206,7 +206,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 def _run_backward(roots: Sequence[Root]) -> None:
     if roots:
-        torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+        torch.autograd.backward([end for end, _ in roots], [gradient for _, gradient in roots])
 
 
 class _Schedule1F1B(Schedule1F1B):
