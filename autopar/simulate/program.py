@@ -443,12 +443,11 @@ class _Lowering:
         program.items.append(Item(f"receive {name}", inputs=(), outputs=(value,), saved=(storage,)))
 
     def _send(self, name: str, placement: Placement) -> None:
-        """A tensor for later stages: an item without results, which keeps its memory until its gradient is there."""
+        """A tensor for later stages: an item without results. Its memory is kept until it has left (`transfers`)."""
         program = self.program
         value = self._operand(name, placement, 0)
         program.sends[name, placement] = value
-        storage = program.values[value].storage
-        program.items.append(Item(f"send {name}", inputs=(value,), outputs=(), saved=(storage,)))
+        program.items.append(Item(f"send {name}", inputs=(value,), outputs=()))
 
     def _conversion(self, tensor: str, target: Placement, unit: int) -> int:
         program = self.program
