@@ -26,12 +26,13 @@ from autopar.ops import admits
 from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
+from autopar.shares import SharedBatch, best_mixed_plan
 from autopar.simulate import Timeline, simulate
 from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
-from autopar.unequal import UnequalStages, best_unequal_plan
+from autopar.unequal import UnequalStages
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
@@ -76,7 +77,7 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
     """The fastest plan that fits of a traced model. Raises like `parallelize`."""
     blocks = find_blocks(graph)
     if not request.mesh.is_homogeneous:
-        return best_unequal_plan(graph, blocks, request, profiles_of(request.mesh), progress)
+        return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
     find = best_staged_plan if _looks_for_stages(request) else best_plan
     return find(graph, blocks, request, load_profile(request.mesh.profile), progress)
 
@@ -99,6 +100,7 @@ def template_plan(
 
     pp: stages of repeated blocks, the embedding with the first, head and loss with the last, each on neighbouring ranks
     of one kind. split: "equal" gives each as many blocks, "speed" as many as keep the slowest stage fast while all fit.
+    Of pp=1 on devices of several kinds, split says in the same way how many rows of a batch each rank of dp gets.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
     keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
     gradients of parameters are made later than those that earlier stages wait for). microbatches: the global batch is
@@ -138,10 +140,17 @@ def template_of_graph(
     request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
     if by_speed:
         kinds = {group.profile: axes for group in mesh.groups}
+        if pp == 1 and not mesh.is_homogeneous:
+            return _checked(SharedBatch(part, axes, request, profiles_of(mesh)).plan(split), graph)
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
+    return _checked(plan, graph)
+
+
+def _checked(plan: Plan, graph: Graph) -> Plan:
+    """The plan, verified, with what `plan.timeline()` calls."""
     verifier.verify(graph, plan, admits)
     return _with_simulator(plan, graph)
 

@@ -12,7 +12,7 @@ from autopar.emit.literals import constant_text
 from autopar.emit.names import Names
 from autopar.emit.tree import Region
 from autopar.ir.graph import Graph, Stored, Tensor
-from autopar.ir.placement import Placement, format_placement, num_shards
+from autopar.ir.placement import Placement, are_alike, format_placement
 from autopar.ir.plan import PlanData
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
@@ -295,9 +295,9 @@ class ClassWriter:
         """The length over the step's axis of the dim that it joins, as an argument where the axes do not divide it."""
         if step.before.kind != "S":
             return ""
-        length = tensor.shape[step.before.dim]
-        if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:
+        if are_alike(tensor.shape, placement, step.before.dim, self.plan.axes):
             return ""
+        length = tensor.shape[step.before.dim]
         pairs = zip(self.plan.axes[: step.axis], placement[: step.axis], strict=True)
         return ", " + rank_length(length, [axis for axis, type_ in pairs if type_ == step.before])
 

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Breakdown, Plan, Prediction, Storage
+from autopar.ir.shares import axis_text, share_lines
 
 
 def plan_text(plan: Plan) -> str:
@@ -31,6 +32,7 @@ def plan_text(plan: Plan) -> str:
         lines.append(f"  costs       {sources_text(plan.sources)}")
     if plan.recompute:
         lines.append(f"  recompute   {recompute_text(plan)}")
+    lines += share_lines(plan)
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
@@ -220,7 +222,7 @@ def _axes(plan: Plan) -> str:
 
 
 def _axes_text(axes: LogicalMesh) -> str:
-    return " × ".join(f"{axis.name}={axis.size}" for axis in axes) or "one device"
+    return " × ".join(map(axis_text, axes)) or "one device"
 
 
 def _breakdown(parts: Breakdown) -> str:

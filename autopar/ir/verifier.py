@@ -7,7 +7,8 @@ A plan is well typed when
   4. every node's placements follow one of its operator's rules on each axis, and its local shapes exist;
   5. the outputs end whole: I where a gradient enters, R elsewhere;
   6. what is recomputed are modules that run, none inside of another;
-  7. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
+  7. axes with shares cut activations alone, in whole parts (`shares.check_shares`);
+  8. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
 Together with the rules' own proofs this makes the emitted program equal to the model.
 """
 
@@ -25,6 +26,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
 from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
 from autopar.ir.redistribution import apply, is_legal
+from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
 
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
@@ -37,10 +39,12 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
     """
     _check_identity(graph, plan)
     _check_recompute(graph, plan)
+    check_axes_with_shares(plan)
     if plan.stages:
         check_stages(graph, plan)
     for index, part in enumerate(plan.parts):
         _verify_stage(stage_graph(graph, plan, index), part, admits)
+    check_shares(graph, plan)
 
 
 def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:

@@ -81,7 +81,8 @@ class Standing(NamedTuple):
 class Pass:
     """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
 
-    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there.
+    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there. met:
+    when its collectives with ranks that differ start.
     """
 
     kind: PassKind
@@ -96,13 +97,17 @@ class Pass:
     last_ns: int
     standing: Standing
     ready_ns: dict[str, int]
+    met: tuple[int, ...] = ()
 
 
 class Player:
-    """One stage's state while its program is played."""
+    """One stage's state while its program is played. meeting: axes over which ranks differ (`together`)."""
 
-    def __init__(self, program: Program, profile: Profile, trains: bool, sums_early: bool = True) -> None:
-        self.program, self.trains, self.sums_early = program, trains, sums_early
+    def __init__(
+        self, program: Program, profile: Profile, trains: bool, sums_early: bool = True,
+        meeting: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.program, self.trains, self.sums_early, self._meeting = program, trains, sums_early, meeting
         self._pass_ns = profile.host.pass_ns if profile.host else 0
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self.orders = find_orders(program, profile)
@@ -198,6 +203,7 @@ class Player:
                 tuple(pair for pair in home if pair[0] > length),
             ),
             ready_ns=self._sent_ns(),
+            met=tuple(engine.met),
         )
 
     def _sent_ns(self) -> dict[str, int]:
@@ -357,7 +363,9 @@ class Player:
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
             waits = tasks[-1:] or after
-            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns))
+            meets = sent.axis in self._meeting
+            task = self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, meets)
+            tasks.append(task)
             self.comm_bytes[sent.collective] += sent.num_bytes
         return tasks[0], tasks[-1]
 

@@ -30,7 +30,7 @@ from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
-from autopar.ir.placement import Placement, format_placement, local_shape
+from autopar.ir.placement import Placement, evenly, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import leaving_values, stage_graph
@@ -400,11 +400,12 @@ class _Lowering:
 
     def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
         shape, itemsize = self.shapes.shapes[tensor], self.graph.itemsizes(tensor)
-        key = (shape, itemsize, self.placements[tensor], steps)
+        key = (shape, itemsize, self.placements[tensor], steps, tensor in self.plan.storage)
         if key not in self.step_bytes:
             placement, sizes = self.placements[tensor], []
+            axes = evenly(self.plan.axes) if tensor in self.plan.storage else self.plan.axes
             for step in steps:
-                sizes.append(transfer_bytes(shape, itemsize, placement, self.plan.axes, step))
+                sizes.append(transfer_bytes(shape, itemsize, placement, axes, step))
                 placement = apply(step, placement)
             self.step_bytes[key] = tuple(sizes)
         return self.step_bytes[key]
@@ -673,7 +674,7 @@ class _Lowering:
 
     def _stored_shape(self, tensor: str) -> tuple[int, ...]:
         placement = self.plan.storage[tensor].placement
-        return local_shape(self.graph.tensors[tensor].shape, placement, self.plan.axes)
+        return local_shape(self.graph.tensors[tensor].shape, placement, evenly(self.plan.axes))
 
     # Buckets ----------------------------------------
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Placement
+from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
@@ -140,11 +140,12 @@ def _add(
     forward: int, backward: int,
 ) -> None:  # fmt: skip
     shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
+    axes = evenly(plan.axes) if name in plan.storage else plan.axes
     for step in steps:
         if plan.axes[step.axis].name == MICROBATCH:  # microbatches follow each other: nothing is sent
             placement = apply(step, placement)
             continue
-        sizes = transfer_bytes(shape, itemsizes, placement, plan.axes, step)
+        sizes = transfer_bytes(shape, itemsizes, placement, axes, step)
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:
                 counts[transfer.collective] += size * times
