@@ -1,0 +1,6 @@
+"""Operators that know nothing of each other run at the same time on disjoint parts of an axis, where that is faster."""
+
+from autopar.branches.finding import Region, find_regions
+from autopar.branches.placing import put_in_branches
+
+__all__ = ["Region", "find_regions", "put_in_branches"]
