@@ -53,6 +53,32 @@ def axis_position(axes: LogicalMesh, name: str) -> int:
     return next(position for position, axis in enumerate(axes) if axis.name == name)
 
 
+Coordinates = Mapping[str, int]
+"""Where ranks are on the axes that have branches, by the axes' names."""
+
+
+def is_idle(home: Home | None, coordinates: Coordinates) -> bool:
+    """Whether ranks at these coordinates leave out what is in a branch."""
+    return home is not None and coordinates.get(home.axis) != home.coordinate
+
+
+def coordinates_of(plan: PlanData, rank: int) -> dict[str, int]:
+    """Where a rank (counted from the submesh's first) is on the axes that have branches."""
+    names = {fork.axis for fork in plan.forks}
+    return {axis.name: rank // axis.stride % axis.size for axis in plan.axes if axis.name in names}
+
+
+def unlike_ranks(plan: PlanData) -> list[int]:
+    """The first of each set of ranks that run the same operators, the submesh's first rank first."""
+    found = {(): 0}
+    for axis in plan.axes:
+        owned = {branch.coordinate for fork in plan.forks if fork.axis == axis.name for branch in fork.branches}
+        if owned:
+            others = [n for n in range(axis.size) if n not in owned][:1]
+            found = {(*key, n): rank + n * axis.stride for key, rank in found.items() for n in sorted({*owned, *others})}
+    return sorted(found.values())
+
+
 def host_scopes(graph: Graph, plan: PlanData) -> list[Scope]:
     """For each fork, the innermost module call that holds all of its branches."""
     nodes = graph.node_by_name
@@ -205,6 +231,11 @@ def check_forks(graph: Graph, plan: PlanData) -> None:
     _check_borders(graph, plan)
 
 
+def converted_inside(graph: Graph, plan: PlanData) -> dict[tuple[str, Placement], Home]:
+    """The redistributions that are made in a branch: of what it makes itself, for readers of its own."""
+    return {value: found[0] for value, found in _readers_inside(graph, plan, homes(plan)).items()}
+
+
 def check_inner_conversions(graph: Graph, plan: PlanData) -> None:
     """That what a branch reads of its own is redistributed on other axes alone. Raises PlacementError."""
     readers = _readers_inside(graph, plan, homes(plan)) if plan.forks else {}
@@ -236,8 +267,6 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
             f"expected parameters gathered once a step in a plan with branches, found {gathered[0]} regathered at each "
             "use (ZeRO-3), which all ranks must do in one order"
         )
-    if plan.schedule == "zero_bubble" and graph.ends is not None:
-        raise PlanError('expected no branches with schedule "zero_bubble", whose backward pass comes in two parts')
 
 
 def refusal(graph: Graph, node: Node, constant: Collection[str], recompute: tuple[str, ...]) -> str | None:

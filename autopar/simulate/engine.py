@@ -12,7 +12,7 @@ of the device when that is slower.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 COMPUTE = "compute"
@@ -108,9 +108,11 @@ class Engine:
         return self.last
 
     def transmit(
-        self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0
-    ) -> int:
-        """Places a collective on a communication stream; returns its number."""
+        self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0,
+        others: Callable[[int], int] | None = None,
+    ) -> int:  # fmt: skip
+        """Places a collective on a communication stream; returns its number. others: from when this rank could start,
+        when all of its ranks can."""
         if issue_ns:
             self.launch(issue_ns)
         tasks = self.tasks
@@ -119,6 +121,8 @@ class Engine:
             end = tasks[number][3]
             if end > start:
                 start = end
+        if others is not None:
+            start = others(start)
         end = start + duration_ns
         self.links[link] = end
         if self._slowdown > 1.0:

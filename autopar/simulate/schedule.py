@@ -32,12 +32,16 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. profile: of the devices; by the name that the mesh has for them where they
+    its first, which has the longest slices; where branches make ranks unlike, one of each kind (`apart`). profile: of the devices; by the name that the mesh has for them where they
     are of several kinds (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass
     goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
     that lacks a redistribution.
     """
     with without_collector():
+        if not plan.stages and plan.forks:
+            from autopar.simulate.apart import play_apart  # which is made of this module's parts
+
+            return play_apart(graph, plan, _profiles(plan, profile)[0], sums_early)
         step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
@@ -144,6 +148,14 @@ class Progress:
         self.standing = new._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
 
 
+def pass_kind(turn: Turn, stage: Progress, microbatches: int) -> PassKind:
+    """What pass a turn is, which counts those that make gradients."""
+    if turn.direction in LEAVE_GRADIENTS:
+        return PassKind(turn.direction)
+    stage.num_made += 1
+    return PassKind(turn.direction, stage.num_made == 1, stage.num_made == microbatches)
+
+
 class _Step:
     def __init__(self, graph: Graph, plan: Plan, profiles: Sequence[Profile], sums_early: bool) -> None:
         self.plan = plan
@@ -193,17 +205,12 @@ class _Step:
         arrived = [] if is_second else self.arrived.pop((turn.stage, is_forward, turn.microbatch), [])
         begin = self._wait(submesh, arrived)
         label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
-        done = self._play(submesh, turn.stage, self._kind(turn), begin, label)
+        done = self._play(
+            submesh, turn.stage, pass_kind(turn, self.stages[turn.stage], self.plan.microbatches), begin, label
+        )
         for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
             ready = begin + max(done.ready_ns[name] for name in transfer.names)
             self._send(submesh, transfer, ready, turn.microbatch, label)
-
-    def _kind(self, turn: Turn) -> PassKind:
-        if turn.direction in LEAVE_GRADIENTS:
-            return PassKind(turn.direction)
-        stage = self.stages[turn.stage]
-        stage.num_made += 1
-        return PassKind(turn.direction, stage.num_made == 1, stage.num_made == self.plan.microbatches)
 
     def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
@@ -267,7 +274,7 @@ class _Step:
     def timeline(self) -> Timeline:
         """Everything that was played."""
         makespan = max(submesh.end_ns for submesh in self.submeshes)
-        lanes = tuple(_lane(submesh, makespan) for submesh in self.submeshes)
+        lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
@@ -283,7 +290,7 @@ def _submeshes(plan: Plan) -> list[Submesh]:
     return list(found.values())
 
 
-def _lane(submesh: Submesh, makespan: int) -> Lane:
+def lane_of(submesh: Submesh, makespan: int) -> Lane:
     """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
     waited = dict(submesh.waited)
     tail = submesh.end_ns - submesh.free_ns
