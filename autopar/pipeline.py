@@ -30,14 +30,14 @@ from autopar.simulate import Timeline, simulate
 from autopar.stage_planning import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
-from autopar.trace import find_blocks, trace
+from autopar.trace import Blocks, find_blocks, trace
 from autopar.unequal import UnequalStages, best_unequal_plan
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01),
     "default": SearchBudget(20.0),
-    "thorough": SearchBudget(300.0, gap=0.0, stages=True),
+    "thorough": SearchBudget(300.0, gap=0.0),
 }
 
 
@@ -77,22 +77,17 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
     blocks = find_blocks(graph)
     if not request.mesh.is_homogeneous:
         return best_unequal_plan(graph, blocks, request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if _looks_for_stages(request) else best_plan
+    find = best_staged_plan if _looks_for_stages(request, blocks) else best_plan
     return find(graph, blocks, request, load_profile(request.mesh.profile), progress)
 
 
-def _looks_for_stages(request: Request) -> bool:
-    """Whether plans of several stages are looked for: where asked for, and constraints do not say otherwise."""
+def _looks_for_stages(request: Request, blocks: Blocks) -> bool:
+    """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids."""
     pinned = {constraint.stages for constraint in request.constraints} - {None}
-    recomputed = any(constraint.recompute is not None for constraint in request.constraints)
-    if recomputed and pinned - {1}:
-        raise PlanError(
-            f"expected constraints on the number of stages or on recomputation, found both (stages={max(pinned)}): the "  # type: ignore[type-var]
-            "search chooses recomputation for all stages alike; use template_plan(pp=…, recompute=…) for a plan of both"
-        )
     if pinned:
         return pinned != {1}
-    return request.budget.stages and not recomputed and request.mesh.num_devices > 1
+    is_possible = request.mode == "train" and request.mesh.num_devices > 1 and sum(map(len, blocks.paths)) > 1
+    return request.budget.stages and is_possible
 
 
 def template_plan(

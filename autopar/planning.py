@@ -16,7 +16,7 @@ from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
-from autopar.intraop import LeastMemory, Placements, Sends, prepare_placements
+from autopar.intraop import Kept, LeastMemory, Placements, Sends, prepare_placements
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
@@ -51,13 +51,13 @@ class SearchBudget:
     """How long the search may take in seconds over all logical meshes, how near is near enough, and the seed.
 
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
-    stages: plans of several pipeline stages are looked for, too. Without it, only where constraints pin their number.
+    stages: plans of several pipeline stages are looked for, too; if not, only where constraints pin their number.
     """
 
     seconds: float = 20.0
     seed: int = 0
     gap: float = 0.002
-    stages: bool = False
+    stages: bool = True
 
 
 @dataclass(frozen=True)
@@ -327,9 +327,13 @@ class Place:
     @cached_property
     def placements(self) -> Placements:
         """The intra-op problem."""
+        return self.placements_with({})
+
+    def placements_with(self, keep: Mapping[str, Kept]) -> Placements:
+        """The intra-op problem, in which these options of stored tensors stay though others are better in every way."""
         return prepare_placements(
             self.part.graph, self.part.blocks, self.draft(), self._shared, self._storages,
-            (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends,
+            (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
         )  # fmt: skip
 
     @property

@@ -28,16 +28,18 @@ from autopar.intraop import Sends, TradeOff, TradeOffs
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.placement import Axis
-from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.microbatch import batch_types, one_microbatch_plan
 from autopar.planning import Part, Place, Request, best_plan, divided, microbatch_counts
 from autopar.progress import Report, reporting
+from autopar.refusal import most_of
 from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
 from autopar.simulate.layers import LayerCost, layer_costs
 from autopar.simulate.schedule import without_collector
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
+from autopar.zero import pinned_modules, recomputable
 
 _FEW_DEVICES = 8
 FINALISTS = 3
@@ -123,20 +125,20 @@ def best_staged_plan(
         planner = Planner(graph, blocks, request, profile)
         with reporting(progress, len(planner.shapes)) as report:
             found = planner.search(report)
-        return planner.best(found, _of_one_stage(graph, blocks, request, profile, progress))
+        return planner.best(found, *_of_one_stage(graph, blocks, request, profile, progress))
 
 
 def _of_one_stage(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None
-) -> list[Plan]:  # fmt: skip
-    """On few devices, what the search of one stage finds on all logical meshes, those of three axes, too."""
+) -> tuple[Plan | None, InfeasibleError | None]:  # fmt: skip
+    """On few devices, what the search of one stage finds on all logical meshes, also of three axes; or why not."""
     stages = {c.stages for c in request.constraints if c.stages is not None}
     if request.mesh.num_devices > _FEW_DEVICES or stages - {1}:
-        return []
+        return None, None
     try:
-        return [best_plan(graph, blocks, request, profile, progress)]
-    except InfeasibleError:
-        return []
+        return best_plan(graph, blocks, request, profile, progress), None
+    except InfeasibleError as error:
+        return None, error
 
 
 class Planner:
@@ -222,9 +224,15 @@ class Planner:
 
     @cached_property
     def recomputations(self) -> Mapping[str, tuple[str, ...]]:
-        """Module paths by name; those that the model has nothing for are left out."""
+        """Module paths by name, the fewest first; those that the model has nothing for are left out.
+
+        Where constraints say what is computed again, that alone.
+        """
         if self.request.mode != "train":
             return {"none": ()}
+        pinned = pinned_modules(recomputable(self.graph, self.paths), self.request.constraints)
+        if pinned is not None:
+            return {"pinned": pinned}
         found = {}
         for name in RECOMPUTE:
             try:
@@ -317,7 +325,7 @@ class Planner:
             if setting.zero is None and in_a_row * self.hidden > _HOPELESS * self.best_ns:
                 self.floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
-            found = self._staged(setting, place, fastest, "none")
+            found = self._staged(setting, place, fastest, next(iter(self.recomputations)))
             floor = min(candidate.step_ns for candidate in found)
             self.hidden = min(self.hidden, floor / in_a_row)
             if floor < _HOPELESS * self.best_ns and self._least(found) == _NEVER:
@@ -350,7 +358,7 @@ class Planner:
     ) -> list[Candidate]:  # fmt: skip
         """Halves the hull between the fastest placements and the smallest, for the fastest that fit."""
         fast, small = ends
-        found = self._staged(setting, place, fast, recompute) if recompute != "none" else []
+        found = self._staged(setting, place, fast, recompute) if recompute != next(iter(self.recomputations)) else []
         if found and (self._least(found) < _NEVER or min(c.step_ns for c in found) >= best):
             return found
         found += (here := self._staged(setting, place, small, recompute))
@@ -386,7 +394,7 @@ class Planner:
             peak = _peak(kind, chosen, count, schedule)
             step, bound = found.best.step_ns, found.lower_bound_ns
             yield Candidate(setting, choice, recompute, schedule, of_layer, step, peak, bound)
-            if schedule == "1f1b" and stages > 1 and self.request.mode == "train":
+            if schedule == "1f1b" and stages > 1 and not self.recomputations[recompute]:
                 step -= _hidden_bubble(kind, chosen)
                 peak = _peak(kind, chosen, count, "zero_bubble")
                 yield Candidate(setting, choice, recompute, "zero_bubble", of_layer, step, peak, min(step, bound))
@@ -425,8 +433,11 @@ class Planner:
 
     # The best few, simulated ----------------------------------------
 
-    def best(self, found: Sequence[Candidate], others: Sequence[Plan]) -> Plan:
-        """The fastest by simulation of the best that fit, and of other plans. Raises InfeasibleError."""
+    def best(self, found: Sequence[Candidate], other: Plan | None, refusal: InfeasibleError | None) -> Plan:
+        """The fastest by simulation of the best that fit, and of another plan. Raises InfeasibleError.
+
+        refusal: of the search for that other plan.
+        """
         tried: list[dict[str, Any]] = []
         plans: list[tuple[Candidate, Timeline]] = []
         begun, deadline = time.monotonic(), self.started + self.request.budget.seconds
@@ -439,12 +450,11 @@ class Planner:
             is_enough = len(plans) >= FINALISTS and now > begun + _QUICK_S
             if is_enough or len(plans) == _MOST_FINALISTS or (plans and now > deadline):
                 break
-        rest = min(others, key=lambda plan: plan.predicted.step_time_ns, default=None)
-        if rest is not None:
-            tried += [dict(row) for row in rest.search.tried]
-            if all(rest.predicted.step_time_ns <= played.step_time_ns for _, played in plans):
-                return replace(rest, search=replace(rest.search, tried=tuple(tried)))
-        plans = plans or [self._smallest(tried)]
+        if other is not None:
+            tried += [dict(row) for row in other.search.tried]
+            if all(other.predicted.step_time_ns <= played.step_time_ns for _, played in plans):
+                return replace(other, search=replace(other.search, tried=tuple(tried)))
+        plans = plans or [self._smallest(tried, refusal)]
         return self.stated(*min(plans, key=lambda pair: pair[1].step_time_ns), tried)
 
     def _simulated(self, candidate: Candidate, row: dict[str, Any]) -> Timeline:
@@ -478,8 +488,7 @@ class Planner:
         """The candidate as a plan for the step, on all axes, with its prediction."""
         part = self.part(candidate.setting.microbatches)
         plan = replace(self._placed(candidate), predicted=predict(played), search=self._report(candidate, tried))
-        short = self._place_of(candidate.setting)
-        plan = replace(plan, choices=short.placements.explained(candidate.choice.choice))
+        plan = replace(plan, choices=self._explained(candidate))
         if candidate.setting.num_stages == 1:
             sent = traffic(part.graph, plan)
             return part.on_all_axes(replace(plan, predicted=replace(plan.predicted, comm_bytes=sent)))
@@ -487,6 +496,16 @@ class Planner:
         by_submesh = traffic_by_submesh(self.graph, whole, part.graph, one_microbatch_plan(whole), played)
         most = max(by_submesh, key=lambda counts: sum(counts.values()))
         return replace(whole, predicted=replace(whole.predicted, comm_bytes=most))
+
+    def _explained(self, candidate: Candidate) -> tuple[Choice, ...]:
+        """Each decision against all others that the user allows, also where a template's were searched alone."""
+        setting, own = candidate.setting, self._place_of(candidate.setting).placements
+        if setting.zero is None:
+            return own.explained(candidate.choice.choice)
+        chosen = own.chosen(candidate.choice.choice)
+        free = self.short_place(setting.axes, setting.microbatches, None)
+        every = free.placements_with({name: option for (kind, name), option in chosen.items() if kind == "stored"})
+        return every.explained(every.choosing(chosen))
 
     def _report(self, candidate: Candidate, tried: Sequence[Mapping[str, Any]]) -> SearchReport:
         return SearchReport(
@@ -501,10 +520,13 @@ class Planner:
 
     # Where nothing fits ----------------------------------------
 
-    def _smallest(self, tried: list[dict[str, Any]]) -> tuple[Candidate, Timeline]:
+    def _smallest(
+        self, tried: list[dict[str, Any]], refusal: InfeasibleError | None
+    ) -> tuple[Candidate, Timeline]:  # fmt: skip
         """The candidate with the least simulated peak, if that fits. Which are simulated does not depend on the limit.
 
-        Raises InfeasibleError naming that peak, or the one that plans of one stage can do with, whichever is less.
+        refusal: of plans of one stage. Raises InfeasibleError naming the least peak, or what plans of one stage can do
+        with, whichever is less.
         """
         small = sorted(self._frugal(), key=lambda candidate: (candidate.peak_bytes, candidate.step_ns))[:FINALISTS]
         simulated = []
@@ -512,17 +534,20 @@ class Planner:
             tried.append(candidate.row)
             simulated.append((candidate, self._simulated(candidate, tried[-1])))
         if not simulated:
-            raise self.refusal
+            raise refusal or self.refusal
         chosen, played = min(simulated, key=lambda pair: pair[1].peak_bytes)
         needed = played.peak_bytes
         if needed <= self.limit:
             return chosen, played
+        if refusal is not None and (refusal.smallest_bytes or needed) <= needed:
+            raise refusal
         row = chosen.row
         raise InfeasibleError(
             f"expected a plan within memory_limit = {self.limit:,} bytes a device of {self.request.mesh}, found none: "
             f"the smallest limit that can be met is {needed:,} bytes (in {row['stages']} stages of logical mesh "
             f"{row['mesh']}, {row['microbatches']} microbatches, schedule {chosen.schedule}, "
-            f"recompute={chosen.recompute!r}). Raise memory_limit to that, use more devices, or a smaller batch.",
+            f"recompute={chosen.recompute!r}), most of it {most_of(predict(played).memory)}. Raise memory_limit to "
+            "that, use more devices, or a smaller batch.",
             needed,
         )
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
-from autopar.ir.text import bytes_text, storage_text, time_text, used_placements
+from autopar.ir.text import bytes_text, runners_up, storage_text, time_text, used_placements
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4
@@ -33,7 +33,9 @@ def explain_text(plan: Plan, pattern: str) -> str:
     if not found and not conversions:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
     shown = (SCREEN_LINES - 2 - bool(again) - len(conversions)) // max(1, len(found)) - 1
-    lines = [_HEADER]
+    others = runners_up(plan)
+    lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
+    lines.append(_HEADER)
     if plan.microbatches > 1:
         lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
     if again:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
+from typing import Any
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import format_placement
@@ -20,6 +21,7 @@ def plan_text(plan: Plan) -> str:
         f"  search      {search.method}, {search.stop_reason}: cost {time_text(search.cost_ns)}, "
         f"lower bound {time_text(search.lower_bound_ns)}, {search.seconds:.1f} s",
     ]
+    lines += [f"  instead     {'; '.join(others)}"] if (others := runners_up(plan)) else []
     replicated = [op for op, source in plan.coverage.items() if source.startswith("replicated")]
     lines.append(
         f"  coverage    {len(plan.coverage)} operators"
@@ -32,6 +34,28 @@ def plan_text(plan: Plan) -> str:
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def runners_up(plan: Plan, most: int = 3) -> list[str]:
+    """ "4 stages of 2x2, 1f1b, 8 microbatches: 9.1 ms": the next best settings that were simulated and fit."""
+    found: dict[str, int] = {}
+    for row in plan.search.tried:
+        step, peak = row.get("step_time_ns"), row.get("peak_bytes", 0)
+        if step is not None and peak <= plan.memory_limit and "mesh" in row:
+            name = _setting_text(row)
+            found[name] = min(step, found.get(name, step))
+    chosen = next((name for name, step in found.items() if step == plan.predicted.step_time_ns), None)
+    rest = sorted((step, name) for name, step in found.items() if name != chosen)
+    return [f"{name}: {time_text(step)}" for step, name in rest[:most]]
+
+
+def _setting_text(row: Mapping[str, Any]) -> str:
+    stages, count, again = row.get("stages", 1), row.get("microbatches", 1), row.get("recompute", "none")
+    parts = [f"{stages} stages of {row['mesh']}, {row['schedule']}" if stages > 1 else f"mesh {row['mesh']}"]
+    parts += [f"{count} microbatches"] if count > 1 else []
+    parts += [f"recompute {again}"] if isinstance(again, str) and again != "none" else []
+    parts += [f"{again} modules recomputed"] if isinstance(again, int) else []
+    return ", ".join(parts)
 
 
 def recompute_text(plan: Plan) -> str:
