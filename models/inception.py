@@ -69,9 +69,7 @@ class _Maker:
             sizes = (kernel, kernel) if isinstance(kernel, int) else kernel
             padding = (sizes[0] // 2, sizes[1] // 2) if stride == 1 else 0
             channels_out = self.channels(count)
-            convs.append(
-                Conv(channels_in, channels_out, kernel, norm=self.config.norm, stride=stride, padding=padding)
-            )
+            convs.append(Conv(channels_in, channels_out, kernel, norm=self.config.norm, stride=stride, padding=padding))
             channels_in = channels_out
         return nn.Sequential(*convs)
 

@@ -22,16 +22,23 @@ from autopar.ir.verifier import output_placement
 Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
 """The cheapest steps from one placement of a tensor to another; None where there are none."""
 
+Joins = Mapping[str, str]
+"""Operators that read what branches make, and run on summands on the axis."""
 
-def put_in_branches(graph: Graph, plan: Plan, forks: Iterable[Fork], path: Path, keeps_whole: bool = False) -> Plan:
+
+def put_in_branches(
+    graph: Graph, plan: Plan, forks: Iterable[Fork], path: Path, keeps_whole: bool = False, joins: Joins | None = None,
+) -> Plan:  # fmt: skip
     """The plan with further forks.
 
-    keeps_whole: parameters that branches alone read are stored whole on the axis, not as they were.
+    keeps_whole: parameters that branches alone read are stored whole on the axis, not as they were. joins: operators
+    that then read and make P on the axis.
     Raises PlacementError where something cannot be brought to where it is read.
     """
     after = replace(plan, forks=(*plan.forks, *forks))
     known, before = homes(after), homes(plan)
     nodes = {name: _moved(graph, after, name, known[name]) for name in known if name not in before}
+    nodes |= {name: _all_summands(plan, name, axis) for name, axis in (joins or {}).items()}
     after = replace(after, nodes={**plan.nodes, **nodes})
     if keeps_whole:
         after = replace(after, storage=_kept_whole(graph, after, known))
@@ -47,6 +54,12 @@ def _moved(graph: Graph, plan: Plan, name: str, home: Home) -> NodePlan:
     operands = [_with(p, position, P if tensor in inside else R)
                 for tensor, p in zip(node.operands, old.operands, strict=True)]  # fmt: skip
     return NodePlan(tuple(operands), tuple(_with(p, position, P) for p in old.results))
+
+
+def _all_summands(plan: Plan, name: str, axis: str) -> NodePlan:
+    position, old = axis_position(plan.axes, axis), plan.nodes[name]
+    operands, results = (tuple(_with(p, position, P) for p in side) for side in (old.operands, old.results))
+    return NodePlan(operands, results)
 
 
 def _with(placement: Placement, position: int, type_: Type) -> Placement:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from autopar.emit.calls import CallWriter, local_lengths, rank_length
@@ -21,6 +22,7 @@ from autopar.ir.verifier import MICROBATCH
 from autopar.ops.communication import inner_communication
 
 INDENT = "    "
+LINE = 120
 
 
 @dataclass
@@ -342,8 +344,13 @@ class ClassWriter:
         uses = self._uses_text(region, [value for value in region.inputs if value not in made.inputs])
         makes = [self._made_text(value) for value in made.outputs]
         left = ", ".join(names.make(value, self._hint(value)) for value in made.outputs)
-        lists = ", ".join(f"[{', '.join(items)}]" for items in (inputs, uses, makes))
-        return f"{INDENT * 2}{left}, = rt.owned({home.axis}, {home.coordinate}, self.{made.name}, {lists})"
+        lists = [f"[{', '.join(items)}]" for items in (inputs, uses, makes)]
+        called = f"{left}, = rt.owned({home.axis}, {home.coordinate}, self.{made.name}"
+        one = f"{INDENT * 2}{', '.join([called, *lists])})"
+        if len(one) <= LINE:
+            return one
+        rest = ",\n".join(f"{INDENT * 3}{line}" for line in _wrapped(lists, LINE - 3 * len(INDENT)))
+        return f"{INDENT * 2}{called},\n{rest},\n{INDENT * 2})"
 
     def _uses_text(self, region: Region, values: list[Value]) -> list[str]:
         """The parameters that a branch reads: a module where it reads all of it, else one by one."""
@@ -480,6 +487,13 @@ def _first_number(children: Iterable[str]) -> int | None:
 def _recomputed(called: str, arguments: str) -> str:
     """The call of a block that the backward pass runs again."""
     return f"rt.recomputed({', '.join(filter(None, (called, arguments)))})"
+
+
+def _wrapped(lists: Iterable[str], width: int) -> Iterator[str]:
+    """Arguments on lines of their own, long lists on several: all but the last line of a list end with its comma."""
+    for text in lists:
+        lines = textwrap.wrap(text, width, subsequent_indent=" ", break_long_words=False, break_on_hyphens=False)
+        yield "\n".join([lines[0], *(f"{INDENT * 3}{line}" for line in lines[1:])])
 
 
 def _returns_list(item: Operate) -> bool:

@@ -68,7 +68,9 @@ class _Cutter:
             levels = _levels(first.scope, self.blocks)
             if self._begins_branch(first, depth, branch):
                 end = _run(statements, start, lambda s: s.home == first.home)  # noqa: B023
-                items.append(Region(*around, self.cut(statements[start:end], depth, around, first.home), home=first.home))
+                items.append(
+                    Region(*around, self.cut(statements[start:end], depth, around, first.home), home=first.home)
+                )
             elif len(levels) <= depth:
                 items.append(first)
                 end = start + 1

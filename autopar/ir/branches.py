@@ -70,12 +70,14 @@ def coordinates_of(plan: PlanData, rank: int) -> dict[str, int]:
 
 def unlike_ranks(plan: PlanData) -> list[int]:
     """The first of each set of ranks that run the same operators, the submesh's first rank first."""
-    found = {(): 0}
+    found: dict[tuple[int, ...], int] = {(): 0}
     for axis in plan.axes:
         owned = {branch.coordinate for fork in plan.forks if fork.axis == axis.name for branch in fork.branches}
         if owned:
             others = [n for n in range(axis.size) if n not in owned][:1]
-            found = {(*key, n): rank + n * axis.stride for key, rank in found.items() for n in sorted({*owned, *others})}
+            found = {
+                (*key, n): rank + n * axis.stride for key, rank in found.items() for n in sorted({*owned, *others})
+            }
     return sorted(found.values())
 
 
@@ -108,7 +110,8 @@ def in_order(graph: Graph, plan: PlanData) -> Sequence[Node]:
     if len(found) < len(graph.nodes):
         stuck = next(name for name, home in homes(plan).items() if waits[placed[name]])
         raise PlanError(
-            f"expected branches that no path leaves and enters again, found one through the fork of {_text(graph, stuck)}"
+            "expected branches that no path leaves and enters again, found one through the fork of "
+            f"{_text(graph, stuck)}"
         )
     return found
 

@@ -101,7 +101,9 @@ class _Flattener:
         }
         left = tuple(self._bring(*value) for value in leaving)
         uses = {name: tuple(dict.fromkeys(placements)) for name, placements in self.uses.items()}
-        return Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value, self.hosts)
+        return Flat(
+            tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value, self.hosts
+        )
 
     def _operate(self, node: Node) -> None:
         node_plan = self.plan.nodes[node.name]

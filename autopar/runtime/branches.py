@@ -128,7 +128,9 @@ def _run_inside(
     """Runs a branch on copies of its inputs that its own graph begins with; parameters are their own beginnings."""
     assert branch.run is not None
     with torch.enable_grad():
-        inputs = [t.detach().requires_grad_(need) for t, need in zip(tensors[: branch.num_inputs], needed, strict=False)]
+        inputs = [
+            t.detach().requires_grad_(need) for t, need in zip(tensors[: branch.num_inputs], needed, strict=False)
+        ]
         made = branch.run(*inputs)
     ends = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in made]
     begins = (*inputs, *tensors[branch.num_inputs :])

@@ -42,7 +42,9 @@ class Meeting:
             for rank, begin, play in zip(self._ranks, begins, plays, strict=True)
         ]
         errors = [future.exception() for future in futures]
-        for error in sorted((e for e in errors if e is not None), key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        for error in sorted(
+            (e for e in errors if e is not None), key=lambda e: isinstance(e, threading.BrokenBarrierError)
+        ):
             raise error
         return [future.result() for future in futures]
 

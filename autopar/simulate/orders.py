@@ -82,7 +82,11 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
                 copied = copy_time_ns(slot.gradient_bytes, profile)
                 home[first] += profile.runtime.parameter_ns + copied
     for bucket in program.reductions:
-        complete = [program.first_of.get(readers[v][0], readers[v][0]) for v in (program.slots[n].value for n in bucket.slots) if v in readers]
+        complete = [
+            program.first_of.get(readers[v][0], readers[v][0])
+            for v in (program.slots[n].value for n in bucket.slots)
+            if v in readers
+        ]
         if complete:
             orders.complete_at[min(complete)].append(bucket)
     for number, buckets in orders.complete_at.items():

@@ -649,7 +649,9 @@ class _Lowering:
         """Before the first operator of a fork: what its branches read is brought to where they read it."""
         for value in self.entering.get(node.name, ()):
             if value[0] not in self.plan.storage:
-                self._operand(*value, self._place(host_scopes(self.graph, self.plan)[self.homes[node.name].fork].module))
+                self._operand(
+                    *value, self._place(host_scopes(self.graph, self.plan)[self.homes[node.name].fork].module)
+                )
 
     def _branched(self, node: Node, home: Home) -> None:
         """An operator of a branch. To autograd a branch is one function: it keeps what it reads of others, and hands
