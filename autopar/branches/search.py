@@ -20,14 +20,12 @@ from typing import NamedTuple
 
 from autopar.branches.finding import Region, find_regions
 from autopar.branches.placing import Joins, put_in_branches
-from autopar.cost import Profile, node_time_ns
-from autopar.cost.routes import Routes, routes
+from autopar.branches.times import Times
+from autopar.cost import Profile
 from autopar.errors import PlacementError
 from autopar.ir.branches import SUMMED, homes, refusal
-from autopar.ir.graph import Graph, Tensor
-from autopar.ir.placement import Placement, R, local_shape
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Alternative, Branch, Choice, Fork, Plan
-from autopar.ir.redistribution import Step
 from autopar.ir.structure import constant_tensors
 from autopar.ops import admits
 
@@ -64,7 +62,7 @@ def with_branches(
     if any(storage.regather for storage in plan.storage.values()) or all(axis.size < 2 for axis in plan.axes):
         return plan
     deadline = time.monotonic() + seconds
-    times = _Times(graph, plan, profile)
+    times = Times(graph, plan, profile)
     taken: list[Taken] = []
     best = plan
     for candidate in candidates(graph, plan, times, representative):
@@ -85,7 +83,7 @@ def _overlaps(plan: Plan, candidate: Candidate) -> bool:
     return not names.isdisjoint(known)
 
 
-def _best_form(graph: Graph, plan: Plan, candidate: Candidate, times: _Times, score: Score) -> Plan | None:
+def _best_form(graph: Graph, plan: Plan, candidate: Candidate, times: Times, score: Score) -> Plan | None:
     """The fastest form that fits and is faster than the plan."""
     best = None
     for placed in _forms(graph, plan, candidate, times):
@@ -96,7 +94,7 @@ def _best_form(graph: Graph, plan: Plan, candidate: Candidate, times: _Times, sc
     return best
 
 
-def _forms(graph: Graph, plan: Plan, candidate: Candidate, times: _Times) -> Iterator[Plan]:
+def _forms(graph: Graph, plan: Plan, candidate: Candidate, times: Times) -> Iterator[Plan]:
     """The plan with the candidate, in each form that there is and that differs."""
     kept = []
     for keeps_whole, sums in itertools.product((False, True), repeat=2):
@@ -123,7 +121,7 @@ def _is_admitted(graph: Graph, plan: Plan, joins: Joins) -> bool:
 
 
 def candidates(
-    graph: Graph, plan: Plan, times: _Times, representative: Callable[[str], str]
+    graph: Graph, plan: Plan, times: Times, representative: Callable[[str], str]
 ) -> list[Candidate]:  # fmt: skip
     """What may be worth a simulation, the most promising first."""
     constant = constant_tensors(graph)
@@ -140,7 +138,7 @@ def candidates(
 
 
 def _candidate(
-    graph: Graph, plan: Plan, times: _Times, equal: Sequence[Region], axis: str, size: int
+    graph: Graph, plan: Plan, times: Times, equal: Sequence[Region], axis: str, size: int
 ) -> Candidate | None:
     alone = [times.alone_ns(branch, axis) for branch in equal[0].branches]
     coordinates = assign(alone, size)
@@ -204,73 +202,6 @@ def _longest(times_ns: Sequence[int], order: Sequence[int], placed: Sequence[int
     for number, coordinate in zip(order, placed, strict=True):
         loads[coordinate] += times_ns[number]
     return max(loads)
-
-
-class _Times:
-    """Times of operators and redistributions, forward and backward, in ns."""
-
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
-        self.graph, self.plan, self.profile = graph, plan, profile
-        self.trains = plan.mode == "train"
-        self._into = {(item.tensor, item.target): item for item in plan.redistributes}
-
-    def alone_ns(self, names: Sequence[str], axis: str) -> int:
-        """The operators with nothing split on the axis."""
-        position = next(number for number, other in enumerate(self.plan.axes) if other.name == axis)
-
-        def free(placements: tuple[Placement, ...]) -> tuple[Placement, ...]:
-            return tuple((*p[:position], R, *p[position + 1 :]) for p in placements)
-
-        nodes = self.plan.nodes
-        return sum(self._node_ns(name, free(nodes[name].operands), free(nodes[name].results)) for name in names)
-
-    def now_ns(self, names: Sequence[str]) -> int:
-        """The operators as they are placed, with all conversions of what they read and make."""
-        nodes, graph = self.plan.nodes, self.graph
-        total = sum(self._node_ns(name, nodes[name].operands, nodes[name].results) for name in names)
-        touched = dict[tuple[str, Placement], None]()
-        for name in names:
-            node = graph.node_by_name[name]
-            touched.update(dict.fromkeys(zip(node.operands, nodes[name].operands, strict=True)))
-            for tensor in node.results:
-                targets = (item.target for item in self.plan.redistributes if item.tensor == tensor)
-                touched.update(dict.fromkeys((tensor, target) for target in targets))
-        return total + sum(self._convert_ns(*value) for value in touched if value in self._into)
-
-    def _node_ns(self, name: str, operands: tuple[Placement, ...], results: tuple[Placement, ...]) -> int:
-        node = self.graph.node_by_name[name]
-        forward, backward = node_time_ns(
-            node, self._shapes(node.operands, operands), self._shapes(node.results, results), self.graph.tensors,
-            self.profile,
-        )  # fmt: skip
-        return forward + (backward if self.trains else 0)
-
-    def _shapes(self, names: Sequence[str], placements: Sequence[Placement]) -> tuple[tuple[int, ...], ...]:
-        tensors, axes = self.graph.tensors, self.plan.axes
-        return tuple(local_shape(tensors[n].shape, p, axes) for n, p in zip(names, placements, strict=True))
-
-    def _convert_ns(self, tensor: str, target: Placement) -> int:
-        route = self._routes(self.graph.tensors[tensor]).route(self._source(tensor), target)
-        return 0 if route is None else route.forward_ns + route.backward_ns
-
-    def _source(self, tensor: str) -> Placement:
-        plan = self.plan
-        if tensor in plan.storage:
-            return plan.storage[tensor].placement
-        if tensor in plan.inputs:
-            return plan.inputs[tensor]
-        maker = self.graph.producers[tensor]
-        return plan.nodes[maker.name].results[maker.results.index(tensor)]
-
-    def steps(self, tensor: Tensor, source: Placement, target: Placement) -> tuple[Step, ...] | None:
-        """The cheapest redistribution; None where there is none."""
-        route = self._routes(tensor).route(source, target)
-        return None if route is None else route.steps
-
-    def _routes(self, tensor: Tensor) -> Routes:
-        differentiable = tensor.differentiable and self.trains
-        itemsizes, mesh = self.graph.itemsizes(tensor.name), self.plan.mesh
-        return routes(tensor.shape, itemsizes, self.plan.axes, mesh.devices_per_node, self.profile, differentiable)
 
 
 # Report ----------------------------------------

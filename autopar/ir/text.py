@@ -48,10 +48,8 @@ def fork_text(plan: Plan, fork: Fork) -> str:
     """ "beside each other on tp: 0: user (11 operators); 1: item (11)": what runs at which coordinate."""
     parts = []
     for branch in fork.branches:
-        modules = dict.fromkeys(_module(plan, name) for name in branch.nodes)
-        tops = [
-            m for m in modules if not any(m.startswith(f"{other}.") or other == "" for other in modules if other != m)
-        ]
+        modules = [m for m in dict.fromkeys(_module(plan, name) for name in branch.nodes) if m]
+        tops = [m for m in modules if not any(m.startswith(f"{other}.") for other in modules)]
         where = ", ".join(tops[:2]) + (" …" if len(tops) > 2 else "") or "(root)"
         parts.append(f"{branch.coordinate}: {where} ({len(branch.nodes)} operators)")
     return f"beside each other on {fork.axis}: {'; '.join(parts)}"
