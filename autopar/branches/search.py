@@ -22,10 +22,11 @@ from autopar.branches.finding import Region, find_regions
 from autopar.branches.placing import Joins, put_in_branches
 from autopar.branches.times import Times
 from autopar.cost import Profile
-from autopar.errors import PlacementError
-from autopar.ir.branches import SUMMED, homes, refusal
-from autopar.ir.graph import Graph
-from autopar.ir.plan import Alternative, Branch, Choice, Fork, Plan
+from autopar.errors import AutoparError, PlacementError
+from autopar.ir.branches import SUMMED, branch_rule, check_forks, check_inner_conversions, homes, refusal
+from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.plan import Alternative, Branch, Choice, Fork, NodePlan, Plan
 from autopar.ir.structure import constant_tensors
 from autopar.ops import admits
 
@@ -107,14 +108,25 @@ def _forms(graph: Graph, plan: Plan, candidate: Candidate, times: Times) -> Iter
             kept.append(placed.storage)
         elif placed.storage in kept:
             continue
-        if _is_admitted(graph, placed, joins):
+        if _is_well_typed(graph, placed, joins):
             yield placed
 
 
-def _is_admitted(graph: Graph, plan: Plan, joins: Joins) -> bool:
-    """Whether the joins' operators run on summands."""
-    placed = ((graph.node_by_name[name], plan.nodes[name]) for name in joins)
-    return all(admits(graph, node, own.operands, own.results, plan.axes) is None for node, own in placed)
+def _is_well_typed(graph: Graph, plan: Plan, joins: Joins) -> bool:
+    """Whether the joins' operators run on summands, and the branches' as they are placed there."""
+    try:
+        check_forks(graph, plan)
+        check_inner_conversions(graph, plan)
+    except AutoparError:
+        return False
+    known = homes(plan)
+    rows: list[tuple[Node, NodePlan, LogicalMesh, str | None]]
+    rows = [(graph.node_by_name[name], plan.nodes[name], plan.axes, None) for name in joins]
+    rows += [(graph.node_by_name[name], *branch_rule(graph, plan, graph.node_by_name[name], known)) for name in known]
+    return all(
+        objection is None and admits(graph, node, own.operands, own.results, axes) is None
+        for node, own, axes, objection in rows
+    )
 
 
 # Candidates ----------------------------------------

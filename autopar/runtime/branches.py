@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from autopar.runtime.declare import Parameters
+from autopar.runtime.declare import Block, Parameters
 from autopar.runtime.mesh import Axis
 from autopar.runtime.stored import slot_names
 
@@ -46,12 +46,14 @@ def owned(
     so that those that were sent for are in place on all ranks from here on.
     """
     leaves = [leaf for item in uses for leaf in _leaves(item)]
-    branch = _Branch(run if axis.index == coordinate else None, len(inputs), tuple(makes))
+    owner = getattr(run, "__self__", None)
+    device = owner.mesh.device if isinstance(owner, Block) else inputs[0].device
+    branch = _Branch(run if axis.index == coordinate else None, len(inputs), tuple(makes), device)
     tensors = (*inputs, *leaves)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         made: tuple[Tensor, ...] = _Owned.apply(branch, *tensors)  # type: ignore[no-untyped-call] # torch's
         return made
-    return run(*inputs) if branch.run is not None else branch.zeros(tensors[0])
+    return run(*inputs) if branch.run is not None else branch.zeros()
 
 
 def _leaves(item: Tensor | nn.Module) -> Iterator[Tensor]:
@@ -71,9 +73,10 @@ class _Branch:
     run: Run | None
     num_inputs: int
     makes: tuple[Zeros, ...]
+    device: torch.device
 
-    def zeros(self, like: Tensor) -> tuple[Tensor, ...]:
-        return tuple(torch.zeros(made.shape, dtype=made.dtype, device=like.device) for made in self.makes)
+    def zeros(self) -> tuple[Tensor, ...]:
+        return tuple(torch.zeros(made.shape, dtype=made.dtype, device=self.device) for made in self.makes)
 
 
 class _Owned(torch.autograd.Function):
@@ -82,7 +85,7 @@ class _Owned(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         if branch.run is None:
             ctx.inside, ctx.sizes = None, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
-            made = branch.zeros(tensors[0])
+            made = branch.zeros()
         else:
             ctx.inside, made = _run_inside(branch, tensors, ctx.needs_input_grad[1:])
         fixed = [tensor for tensor, told in zip(made, branch.makes, strict=True) if not told.differentiable]
