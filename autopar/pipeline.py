@@ -27,10 +27,10 @@ from autopar.planning import Place, Request, SearchBudget, best_plan, branched, 
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.simulate import Timeline, simulate
-from autopar.stage_planning import best_staged_plan
+from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
-from autopar.trace import Blocks, find_blocks, trace
+from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages, best_unequal_plan
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -77,18 +77,17 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
     blocks = find_blocks(graph)
     if not request.mesh.is_homogeneous:
         return best_unequal_plan(graph, blocks, request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if _looks_for_stages(request, blocks) else best_plan
+    find = best_staged_plan if _looks_for_stages(request) else best_plan
     profile = load_profile(request.mesh.profile)
     return branched(graph, blocks, request, profile, find(graph, blocks, request, profile, progress))
 
 
-def _looks_for_stages(request: Request, blocks: Blocks) -> bool:
+def _looks_for_stages(request: Request) -> bool:
     """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids."""
     pinned = {constraint.stages for constraint in request.constraints} - {None}
     if pinned:
         return pinned != {1}
-    is_possible = request.mode == "train" and request.mesh.num_devices > 1 and sum(map(len, blocks.paths)) > 1
-    return request.budget.stages and is_possible
+    return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
 
 
 def template_plan(

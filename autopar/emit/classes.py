@@ -335,7 +335,7 @@ class ClassWriter:
         method = "" if made.name == "forward" else f".{made.name}"
         called = f"self{access(relative)}{method}"
         call = _recomputed(called, arguments) if self._is_recomputed(region) else f"{called}({arguments})"
-        return f"{INDENT * 2}{left} = {call}"
+        return f"{INDENT * 2}{left} = {call}" if left else f"{INDENT * 2}{call}"
 
     def _call_branch(self, region: Region, home: Home, path: str, names: Names) -> str:
         """The call of a branch with what it reads, the parameters that it uses, and what it makes."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from autopar.ir.branches import homes
@@ -26,7 +27,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     pattern: a module path, a parameter's or node's name, or an fnmatch pattern of these. As many alternatives are
     shown as fit on a screen, the cheapest first. "×4": the figures are of four equal blocks together.
     """
-    parts = plan.parts
+    parts = [_with_own_choices(part, plan.parts[0]) for part in plan.parts]
     found = [item for part in parts for item in (*_inputs(part, pattern), *_parameters(part, pattern))]
     found += [item for part in parts for item in _operators(part, pattern)]
     conversions = [line for part in parts for line in _redistributions(part, pattern)]
@@ -45,6 +46,11 @@ def explain_text(plan: Plan, pattern: str) -> str:
     for line, choice in found:
         lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
     return "\n".join([*lines, *conversions])
+
+
+def _with_own_choices(part: Plan, first: Plan) -> Plan:
+    """The part without alternatives where it is on other axes than the first, whose alternatives are kept."""
+    return part if part.axes == first.axes else replace(part, choices=())
 
 
 def _some(paths: list[str]) -> str:

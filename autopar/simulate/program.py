@@ -326,7 +326,9 @@ class _Lowering:
         self.recomputed = frozenset(plan.recompute)
         self.places: dict[str, int] = {}
         self.leading_back = _leading_back(graph) if is_split else frozenset()
-        self.trains = plan.mode == "train" and bool(graph.gradient_sources)
+        self.trains = plan.mode == "train" and (
+            graph.loss is not None or graph.ends is not None
+        )  # a stage may lead to it
         self.program.splits = self.trains and is_split
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
@@ -354,7 +356,7 @@ class _Lowering:
         program.outputs = tuple(self.known[name, self.placements[name]] for name in made)
         if self.trains:
             loss = self.graph.loss
-            sent = [value for value in program.sends.values() if program.values[value].differentiable]
+            sent = [program.sends[value] for value in self.graph.answered]
             _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
             self._mark_regions()
         if program.splits:

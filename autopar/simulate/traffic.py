@@ -139,9 +139,8 @@ def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reach
         node for node, position in graph.consumers[redistribute.tensor]
         if plan.nodes[node.name].operands[position] == redistribute.target
     ]  # fmt: skip
-    return redistribute.tensor in graph.gradient_sources or any(
-        not reached.isdisjoint(node.results) for node in readers
-    )
+    leaves = (redistribute.tensor, redistribute.target) in graph.answered
+    return redistribute.tensor == graph.loss or leaves or any(not reached.isdisjoint(node.results) for node in readers)
 
 
 def _add(
