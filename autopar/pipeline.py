@@ -23,7 +23,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
+from autopar.planning import Place, Request, SearchBudget, best_plan, branched, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.shares import SharedBatch, best_mixed_plan
@@ -79,7 +79,8 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
     if not request.mesh.is_homogeneous:
         return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
     find = best_staged_plan if _looks_for_stages(request) else best_plan
-    return find(graph, blocks, request, load_profile(request.mesh.profile), progress)
+    profile = load_profile(request.mesh.profile)
+    return branched(graph, blocks, request, profile, find(graph, blocks, request, profile, progress))
 
 
 def _looks_for_stages(request: Request) -> bool:

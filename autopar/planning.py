@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from autopar.branches import with_branches
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
@@ -200,6 +201,17 @@ class _Search:
         """The fastest, as one for the step."""
         place, best = _fastest(found)
         return place.part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(self.tried))))
+
+
+def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan) -> Plan:
+    """The plan with operators beside each other on parts of an axis, where that is faster; as it is with stages."""
+    if plan.stages or request.mesh.num_devices == 1:
+        return plan
+    part, inner = divided(graph, blocks, plan.microbatches), one_microbatch_plan(plan)
+    place = Place(part, inner.axes, replace(request, recompute=plan.recompute), profile)
+    own, seconds = place.profile.shared_by(request.mesh.devices_per_node), request.budget.seconds / 2
+    found = with_branches(part.graph, inner, own, place.scored, blocks.representative_node, seconds)
+    return part.on_all_axes(found) if found is not inner else plan
 
 
 def _recomputable(graph: Graph, blocks: Blocks, request: Request) -> Recomputable:

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from autopar.ir.branches import homes
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
 from autopar.ir.shares import share_lines
-from autopar.ir.text import bytes_text, runners_up, storage_text, time_text, used_placements
+from autopar.ir.text import bytes_text, fork_text, runners_up, storage_text, time_text, used_placements
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4
@@ -34,6 +35,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
     if not found and not conversions:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
+    found += [item for part in parts for item in _forks(part, pattern)]
     told = [line.strip() for line in share_lines(plan)]
     shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions)) // max(1, len(found)) - 1
     others = runners_up(plan)
@@ -98,13 +100,27 @@ def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
 
 
 def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
-    choices, twins = _choices(plan, "node"), _node_twins(plan)
+    choices, twins, branched = _choices(plan, "node"), _node_twins(plan), homes(plan)
     for name, node in plan.nodes.items():
         module, op, source = plan.scopes.get(name, "||").split("|")
         if _matches(module, pattern) or _matches(name, pattern):
             operands = ", ".join(f"[{format_placement(p)}]" for p in node.operands)
             results = ", ".join(f"[{format_placement(p)}]" for p in node.results)
-            yield f"{module}: {op} {name}: {operands} -> {results}  # {source}", choices.get(twins.get(name, name))
+            line, home = f"{module}: {op} {name}: {operands} -> {results}  # {source}", branched.get(name)
+            if home is not None:  # decided with its whole branch
+                yield f"{line}, at {home.axis}={home.coordinate} alone", None
+            else:
+                yield line, choices.get(twins.get(name, name))
+
+
+def _forks(plan: Plan, pattern: str) -> Iterator[Decision]:
+    """Branches of which something matches."""
+    choices = _choices(plan, "fork")
+    for fork in plan.forks:
+        names = [name for branch in fork.branches for name in branch.nodes]
+        modules = [plan.scopes.get(name, "").split("|")[0] for name in names]
+        if any(_matches(name, pattern) for name in (*names, *modules)):
+            yield fork_text(plan, fork), choices.get(names[0])
 
 
 def _signed(value: int, text: str) -> str:
