@@ -23,15 +23,15 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
+from autopar.planning import Place, Request, SearchBudget, best_plan, branched, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.shares import SharedBatch, best_mixed_plan
 from autopar.simulate import Timeline, simulate
-from autopar.stage_planning import best_staged_plan
+from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
-from autopar.trace import Blocks, find_blocks, trace
+from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
@@ -78,17 +78,17 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
     blocks = find_blocks(graph)
     if not request.mesh.is_homogeneous:
         return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if _looks_for_stages(request, blocks) else best_plan
-    return find(graph, blocks, request, load_profile(request.mesh.profile), progress)
+    find = best_staged_plan if _looks_for_stages(request) else best_plan
+    profile = load_profile(request.mesh.profile)
+    return branched(graph, blocks, request, profile, find(graph, blocks, request, profile, progress))
 
 
-def _looks_for_stages(request: Request, blocks: Blocks) -> bool:
+def _looks_for_stages(request: Request) -> bool:
     """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids."""
     pinned = {constraint.stages for constraint in request.constraints} - {None}
     if pinned:
         return pinned != {1}
-    is_possible = request.mode == "train" and request.mesh.num_devices > 1 and sum(map(len, blocks.paths)) > 1
-    return request.budget.stages and is_possible
+    return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
 
 
 def template_plan(

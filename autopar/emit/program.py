@@ -60,7 +60,7 @@ class _Written:
         self.graph, self.plan, self.name = graph, plan, name
         self.flat = flat = flatten(graph, plan, leaving)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
-        self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute))
+        self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute), flat.hosts)
         self.writer = writer = ClassWriter(graph, plan, flat, classes)
         self.tree = writer.module_tree(self.root)
         writer.containers = _containers(self.tree)
@@ -140,6 +140,7 @@ def _methods(what: _Written) -> list[str]:
         *(f"{INDENT * 2}{line}" for line in writer._init_lines(what.tree)),
     ]
     names = Names({axis.name for axis in plan.axes})
+    lines += writer.branch_methods(what.tree)
     constants = _constants(flat, root, writer, names)
     inputs = [(name, plan.inputs[name]) for name in graph.inputs if name not in graph.received]
     received = [(name, plan.inputs[name]) for name in graph.received]

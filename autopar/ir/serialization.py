@@ -18,8 +18,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
 from autopar.ir.plan import (
     Alternative,
+    Branch,
     Breakdown,
     Choice,
+    Fork,
     NodePlan,
     Plan,
     Prediction,
@@ -81,6 +83,7 @@ def _placed_to_json(placed: Plan | Stage) -> dict[str, Any]:
             [r.tensor, format_placement(r.target), [[s.axis, str(s.before), str(s.after)] for s in r.steps]]
             for r in placed.redistributes
         ],
+        "forks": [[fork.axis, [[b.coordinate, list(b.nodes)] for b in fork.branches]] for fork in placed.forks],
     }
 
 
@@ -144,6 +147,10 @@ def _placed(data: dict[str, Any]) -> dict[str, Any]:
         "redistributes": tuple(
             Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
             for tensor, target, steps in data["redistributes"]
+        ),
+        "forks": tuple(
+            Fork(axis, tuple(Branch(coordinate, tuple(nodes)) for coordinate, nodes in branches))
+            for axis, branches in data.get("forks", ())
         ),
     }
 

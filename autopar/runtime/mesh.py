@@ -191,6 +191,11 @@ def own_group(rows: Rows, timeout_s: float, purpose: str = "") -> dist.ProcessGr
     return group
 
 
+def timeout_of(group: dist.ProcessGroup) -> float | None:
+    """Seconds that one of the groups of `own_group` waits for its ranks; None for another."""
+    return next((timeout_s for (_, timeout_s, _), (_, own) in _groups.items() if own is group), None)
+
+
 def _default_device(device_mesh: DeviceMesh | None) -> torch.device:
     kind = device_mesh.device_type if device_mesh is not None else "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":

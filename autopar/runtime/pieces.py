@@ -96,6 +96,6 @@ def sum_over(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     if wait:
         comm.all_reduce(total, axis)
-    else:
-        comm.add_late(comm.start_all_reduce(total, axis), axis)
-    return total
+        return total
+    comm.add_late(comm.start_all_reduce(total, axis), axis)
+    return total.detach()  # what is under way would keep the whole graph of the microbatch that leads to it

@@ -12,7 +12,7 @@ of the device when that is slower.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 COMPUTE = "compute"
@@ -113,9 +113,12 @@ class Engine:
 
     def transmit(
         self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0,
-        meets: bool = False,
+        meets: bool = False, others: Callable[[int], int] | None = None,
     ) -> int:  # fmt: skip
-        """Places a collective on a communication stream; returns its number. meets: ranks that differ take part."""
+        """Places a collective on a communication stream; returns its number.
+
+        meets: ranks with other shares take part. others: from when this rank could start, when all of its ranks can.
+        """
         if issue_ns:
             self.launch(issue_ns)
         tasks = self.tasks
@@ -127,6 +130,8 @@ class Engine:
         if meets:
             start = max([start, *self._meetings[len(self.met) :][:1]])
             self.met.append(start)
+        if others is not None:
+            start = others(start)
         end = start + duration_ns
         self.links[link] = end
         if self._slowdown > 1.0:
