@@ -192,7 +192,7 @@ LOWERING = [
           "rt.embedding({names[1]}, {names[0]}, {_axes(axes)},",
           "rt.embedding({names[1]}, {names[0]}, {_axes(axes[::-1])},", ("op:embedding",)),
     Fault("uneven lengths are not told", CLASSES,
-          "if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:", "if length:"),
+          "if are_alike(tensor.shape, placement, step.before.dim, self.plan.axes):", "if tensor.shape:"),
     Fault("two uses of a parameter read the first", CLASSES,
           'return stored.name + (f"_{position}" if position else "")', "return stored.name"),
     Fault("a converted buffer of a block is taken for its attribute", CLASSES,
