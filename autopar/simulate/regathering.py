@@ -55,8 +55,7 @@ class Regathering:
     @property
     def _has_second_part(self) -> bool:
         """Whether the backward pass comes in two parts, of which the second brings all parameters."""
-        received = any(self.graph.tensors[name].differentiable for name in self.graph.received)
-        return self.plan.schedule == "zero_bubble" and received and bool(self.reached)
+        return self.plan.schedule == "zero_bubble" and not self.reached.isdisjoint(self.graph.received)
 
     @property
     def _is_stage(self) -> bool:
@@ -64,7 +63,7 @@ class Regathering:
 
     @cached_property
     def _flat(self) -> Flat:
-        return flatten(self.graph, self.plan)
+        return flatten(self.graph, self.plan, self.graph.answered)
 
     @cached_property
     def _reads(self) -> dict[Value, list[int]]:
@@ -115,11 +114,8 @@ class Regathering:
         """The values that gradients start from: the loss, and what later stages hand one back for."""
         if not self.reached:
             return set()
-        sources = set(self.graph.gradient_sources)
         pairs = zip(self.graph.returned, self._flat.outputs, strict=True)
-        sent = {self._flat.values[name][0] for name in sources.intersection(self.graph.sent)}
-        made = {value for statement in self._flat.statements for value in statement.makes}
-        return {value for name, value in pairs if name in sources} | {value for value in made if value[0] in sent}
+        return {value for name, value in pairs if name == self.graph.loss} | set(self._flat.leaving)
 
     def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
         """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""
