@@ -30,22 +30,27 @@ class Tape:
 class State:
     """Parameters and buffers of a model. own: of one block, by name in it, with the names that stand for them.
 
-    known: such names of all that export sees, by id. A name that begins with a dot is the block's.
+    names: of all that export sees, by id, as the model calls them. seen: these tensors. Where a block's own name begins
+    with a dot, the tensor is the block's; else it shares it with others.
     """
 
     own: Mapping[str, tuple[str, Tensor]]
-    known: Mapping[int, str]
+    names: Mapping[int, str]
     seen: list[Tensor]
 
+    @property
+    def known(self) -> Mapping[int, str]:
+        """Names by id, as the block calls them."""
+        return ChainMap({id(x): name for name, x in self.own.values()}, dict(self.names))
+
     def twins(self) -> State:
-        """With other tensors of the same looks in place of the block's; what it shares with others stays."""
+        """With other tensors of the same looks in place of the block's: another that reads those is told apart."""
         made: dict[str, Tensor] = {}
         for name, x in self.own.values():
             if name.startswith(".") and name not in made:
                 made[name] = _twin(x)
         own = {path: (name, made.get(name, x)) for path, (name, x) in self.own.items()}
-        known = ChainMap({id(x): name for name, x in made.items()}, dict(self.known))
-        return State(own, known, [*self.seen, *made.values()])
+        return State(own, self.names, [*self.seen, *made.values()])
 
 
 class Call:
