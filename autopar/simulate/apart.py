@@ -18,7 +18,7 @@ from autopar.simulate.engine import Carried
 from autopar.simulate.meeting import Meeting
 from autopar.simulate.passes import turns
 from autopar.simulate.player import Meet, Pass, PassKind, Player, Standing
-from autopar.simulate.program import lower_stages
+from autopar.simulate.program import Prices, lower_stages
 from autopar.simulate.schedule import Progress, Submesh, lane_of, pass_kind
 from autopar.simulate.timeline import Timeline
 
@@ -40,7 +40,8 @@ class _Lanes:
         places = [coordinates_of(plan, rank) for rank in ranks]
         axes = [axis_position(plan.axes, name) for name in places[0]]
         self.meeting = Meeting(axes, [tuple(place.values()) for place in places])
-        programs = [lower_stages(graph, plan, [profile], rank)[0] for rank in ranks]
+        prices: Prices = {}
+        programs = [lower_stages(graph, plan, [profile], rank, prices)[0] for rank in ranks]
         self.stages = [Progress(Player(program, profile, self.trains, sums_early)) for program in programs]
         self.submeshes = [Submesh(range(rank, rank + 1), [0]) for rank in ranks]
         self._known: dict[Any, list[Pass]] = {}

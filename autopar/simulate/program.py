@@ -195,14 +195,17 @@ class Program:
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
 
-def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0) -> list[Program]:
+def lower_stages(
+    graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0, prices: Prices | None = None
+) -> list[Program]:
     """The program of each stage's first rank, priced by its own profile; or of another rank of a plan of one stage.
+    prices: what other ranks of the plan have been priced at.
 
     Ranks whose branches differ have the same items in the same order, and the same collectives outside of branches.
     Raises PlanError when the plan lacks a redistribution.
     """
     facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
-    prices: dict[tuple[LogicalMesh, int, Profile], _Prices] = {}
+    prices = {} if prices is None else prices
     is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
     programs = []
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
@@ -302,6 +305,9 @@ class _Branch:
             wanted_outside += [(name, placement)] if name in last else []
             leaves.update((value if value in inner else (name, placement), None) for value in wanted_outside)
         self.leaves = [*leaves]
+
+
+Prices = dict[tuple[LogicalMesh, int, Profile], _Prices]
 
 
 class _Lowering:
