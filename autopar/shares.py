@@ -157,12 +157,16 @@ class SharedBatch:
         """The first axis cuts samples, and uses what is stored whole; how that is stored on it is open."""
         graph, blocks, axis = self.part.graph, self.part.blocks, self.axes[0].name
         inputs = batch_inputs(graph)
-        batch = {n: t for n, t in batch_types(graph).items() if blocks.representative_tensor(n) == n}
+        made, batch = (name for node in graph.nodes for name in node.results), batch_types(graph)
+        first = [name for name in made if blocks.representative_tensor(name) == name]
         return (
             *(Constraint(n, ("S(0)" if n in inputs else "R",), what="input", axis=axis) for n in graph.inputs),
             Constraint("*", ("R",), what="used", axis=axis, min_dims=2),
             Constraint("*", ("R", "P"), what="used", axis=axis),
-            *(Constraint(n, (str(type_),), what="tensor", axis=axis, soft=True) for n, type_ in batch.items()),
+            *(
+                Constraint(n, (str(batch[n]),) if n in batch else ("R", "I", "P"), what="tensor", axis=axis, soft=True)
+                for n in first
+            ),
             *self.rules,
             *self.request.constraints,
         )

@@ -20,6 +20,7 @@ from autopar.pipeline import template_of_graph
 from autopar.simulate.traffic import traffic_over_microbatches
 from autopar.trace import trace
 from models import gpt, mlp, wide_resnet
+from tests.equivalence.sharing import loss_of_own_rows
 from tests.equivalence.step import Step, compare, step_alone, step_on_rank
 from tests.rank_pool import pool
 
@@ -91,19 +92,3 @@ def test_unequal_shares_equal_the_model(case: str, kinds: tuple[str, str]) -> No
 def sent(graph: Any, plan: Plan) -> Mapping[str, int]:
     part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
     return traffic_over_microbatches(graph, plan, part, one_microbatch_plan(plan))
-
-
-def loss_of_own_rows(
-    rank: int, world: int, source: str, state: Any, batch: Mapping[str, Tensor], count: int, shares: tuple[int, ...]
-) -> float:
-    """Of a step in which this rank is given its rows of each microbatch, and no others."""
-    from autopar import runtime as rt
-    from autopar.program import load_source
-
-    def own(x: Tensor) -> Tensor:
-        unit = len(x) // count // sum(shares)
-        return torch.cat([part.split([unit * share for share in shares])[rank] for part in x.chunk(count)])
-
-    built = rt.build(load_source(source).Program)
-    built.init_from(state, broadcast=False)
-    return float(built.train_step(**{name: own(x) for name, x in batch.items()}, local=True))
