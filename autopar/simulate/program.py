@@ -9,7 +9,7 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +34,7 @@ from autopar.ir.placement import Placement, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import leaving_values, stage_graph
+from autopar.ir.structure import batch_inputs
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
@@ -191,13 +192,13 @@ def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[
     facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
     prices: dict[tuple[LogicalMesh, int, Profile], _Prices] = {}
     is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
-    programs = []
+    programs, batched = [], frozenset(batch_inputs(graph))
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
         per_node = _devices_per_node(plan, index)
         own = prices.setdefault((part.axes, per_node, profile), _Prices())
         stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
         known = facts[profile.device_type]
-        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, is_split).run())
+        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, batched, is_split).run())
     return programs
 
 
@@ -261,10 +262,10 @@ class _Prices:
 class _Lowering:
     def __init__(
         self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
-        leaving: Mapping[str, tuple[Placement, ...]], is_split: bool,
+        leaving: Mapping[str, tuple[Placement, ...]], batched: Collection[str], is_split: bool,
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
-        self.facts, self.prices, self.leaving = facts, prices, leaving
+        self.facts, self.prices, self.leaving, self.batched = facts, prices, leaving, batched
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = Program(is_stage=graph.ends is not None)
@@ -634,12 +635,13 @@ class _Lowering:
     # What stays ----------------------------------------
 
     def _residents(self) -> None:
-        """Parameters and buffers, optimizer state, this rank's inputs; and the optimizer's time."""
+        """Parameters and buffers, optimizer state, this rank's inputs of all microbatches; and the optimizer's time."""
         held = self.program.residents
         for name in (name for name in self.graph.inputs if name not in self.graph.received):
             whole = self.graph.tensors[name]
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
-            held.append((math.prod(local) * whole.itemsize, "inputs"))
+            count = self.plan.microbatches if name in self.batched else 1
+            held.append((count * math.prod(local) * whole.itemsize, "inputs"))
         moved = tensors = before = 0
         for item in self.graph.stored:
             price = self._stored_price(item.tensor)
