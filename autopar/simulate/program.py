@@ -48,6 +48,8 @@ OPTIMIZER_KERNELS = {
     "cuda": 1,
 }  # a tensor's launches: one by one on CPUs, fused over tensors on GPUs
 
+STEP_COUNT_BYTES = 4  # torch's optimizers with state count steps in a float32 scalar for each parameter
+
 CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
 
@@ -281,6 +283,8 @@ class _Lowering:
         self.leading_back = _leading_back(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and bool(graph.gradient_sources)
         self.program.splits = self.trains and is_split
+        self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
+        self.batch = next((graph.tensors[name].shape[0] for name in batched if name in graph.tensors), 0)
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def run(self) -> Program:
@@ -494,10 +498,14 @@ class _Lowering:
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit) for tensor, placement in read]
         number = len(program.items)
-        if node.op != IDENTITY and not self.facts.constants.issuperset(node.results):
+        is_constant = self.facts.constants.issuperset(node.results)
+        if not is_constant:
+            self._keep_constants(node)
+        if node.op != IDENTITY and not is_constant:
             self._note_call(number, node.scope)
+        maker = -1 if is_constant else number
         outputs = [
-            self._result(name, placement, number, inputs[0] if facts.is_view else -1)
+            self._result(name, placement, maker, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
         saved, extra = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0)
@@ -552,6 +560,19 @@ class _Lowering:
         local = self.shapes.local(name, placement)
         storage = self.program.values[base].storage if base >= 0 else self._memory(local[1], item)
         return self._value(name, placement, local, storage, item)
+
+    def _keep_constants(self, node: Node) -> None:
+        """What an operator reads of what the runtime computes once: it is there for good, for all microbatches."""
+        for name in self.facts.constants.intersection(node.operands):
+            producer = self.graph.producers.get(name)
+            if producer is None:
+                continue
+            storage = self.program.values[self.known[name, self.placements[name]]].storage
+            shape = self.graph.tensors[name].shape
+            is_whole = bool(shape) and shape[0] == self.batch and not self.facts.nodes[producer.name].is_view
+            self.constants[storage] = self.program.memory[storage].num_bytes * (
+                self.plan.microbatches if is_whole else 1
+            )
 
     def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
         """What the operator sends inside its forward and its backward pass."""
@@ -642,12 +663,13 @@ class _Lowering:
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
             count = self.plan.microbatches if name in self.batched else 1
             held.append((count * math.prod(local) * whole.itemsize, "inputs"))
+        held += [(size, "constants") for size in self.constants.values()]
         moved = tensors = before = 0
         for item in self.graph.stored:
             price = self._stored_price(item.tensor)
             held.append((price.stored_bytes, "parameters"))
             if item.requires_grad and self.trains:
-                held.append((price.state_bytes, "optimizer"))
+                held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
                 moved += price.moved_bytes
                 taken, kept = price.workspace
                 self.program.optimizer_workspace = max(self.program.optimizer_workspace, before + taken)
