@@ -7,7 +7,7 @@ Nothing of this depends on the user's limit, so a limit of what the error names 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -57,17 +57,22 @@ def fit_or_refuse(
 
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
     needed = plan.predicted.peak_bytes
-    kinds = sorted(plan.predicted.memory.items(), key=lambda item: -item[1])[:3]
     axes = "x".join(str(axis.size) for axis in plan.axes) or "1"
     return InfeasibleError(
         f"expected a plan within memory_limit = {plan.memory_limit:,} bytes a device of {plan.mesh}, found none: the "
         f"smallest limit that can be met is {needed:,} bytes (on logical mesh {axes}"
         f"{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}), most of it "
-        f"{', '.join(f'{kind} ({size:,} bytes)' for kind, size in kinds)}; the largest tensors are "
+        f"{most_of(plan.predicted.memory)}; the largest tensors are "
         f"{', '.join(f'{name} ({size:,} bytes{_with_state(kind)})' for name, kind, size in least.largest)}. "
         "Raise memory_limit to that, use more devices, or a smaller batch.",
         needed,
     )
+
+
+def most_of(memory: Mapping[str, int]) -> str:
+    """ "optimizer (1,024 bytes), activations (512 bytes)": the three largest kinds."""
+    kinds = sorted(memory.items(), key=lambda item: -item[1])[:3]
+    return ", ".join(f"{kind} ({size:,} bytes)" for kind, size in kinds)
 
 
 def _in_microbatches(count: int) -> str:

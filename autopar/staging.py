@@ -18,6 +18,7 @@ from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.placement import P, Placement, local_shape
 from autopar.ir.plan import Plan, Redistribute, Stage
 from autopar.ir.redistribution import cheapest_path
+from autopar.ir.stages import leaving_values
 from autopar.ir.verifier import output_placement
 
 
@@ -102,11 +103,27 @@ def cut(
     what = _Cut(graph, own, members, first_ranks, mesh or own[0].mesh, profiles or {})
     reads = [_reads(graph, plan, members, index, len(own)) for index, plan in enumerate(own)]
     handed = [_received(what, pairs, index) for index, pairs in enumerate(reads)]
-    stages = tuple(_stage(what, reads, handed, index) for index in range(len(own)))
-    return replace(
-        own[0], mesh=what.mesh, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=stages,
+    return _joined(what, reads, handed, schedule)
+
+
+def _joined(
+    what: _Cut, reads: Sequence[Mapping[Pair, None]], handed: Sequence[Mapping[str, _Handed]], schedule: str
+) -> Plan:
+    """The plan, without redistributions that nobody reads: a tensor that leaves in several placements for stages of
+    other axes may be taken for all of them in one."""
+    stages = tuple(_stage(what, reads, handed, index) for index in range(len(what.plans)))
+    plan = replace(
+        what.plans[0], mesh=what.mesh, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=stages,
         schedule=schedule,
     )  # fmt: skip
+    kept = [{*reads[index], *leaving_values(what.graph, plan, index)} for index in range(len(stages))]
+    return replace(
+        plan,
+        stages=tuple(
+            replace(stage, redistributes=tuple(r for r in stage.redistributes if (r.tensor, r.target) in pairs))
+            for stage, pairs in zip(stages, kept, strict=True)
+        ),
+    )
 
 
 def _reads(graph: Graph, plan: Plan, members: Members, index: int, count: int) -> dict[Pair, None]:

@@ -9,7 +9,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import PlanData
-from autopar.ir.stages import leaving_placement, leaving_values, maker_of, stage_graph
+from autopar.ir.stages import gradients_back, leaving_placement, leaving_values, maker_of, stage_graph
 from autopar.ir.verifier import MICROBATCH
 
 
@@ -40,7 +40,7 @@ def received_lines(graph: Graph, plan: PlanData, index: int, writer: ClassWriter
         shape = _microbatch_shape(tensor.shape, placement, plan.stages[index].axes)
         parts = [repr(name), str(shape), f"torch.{tensor.dtype}", repr(writer.text(placement)), f"source={source}",
                  f"position={position}", f"left={_text(left, plan.stages[source].axes)!r}"]  # fmt: skip
-        parts += [] if tensor.differentiable else ["has_gradient=False"]
+        parts += [] if name in gradients_back(graph, plan)[index] else ["has_gradient=False"]
         lines.append(f"{INDENT * 2}rt.Received({', '.join(parts)}),")
     return [f"{INDENT}RECEIVED = (", *lines, f"{INDENT})"] if lines else []
 

@@ -1,7 +1,8 @@
 """Chooses a placement for every tensor on one submesh (Alpa's intra-operator pass)."""
 
+from autopar.intraop.builder import Kept
 from autopar.intraop.costs import Sends
 from autopar.intraop.search import LeastMemory, Placements, prepare_placements
 from autopar.intraop.tradeoffs import TradeOff, TradeOffs
 
-__all__ = ["LeastMemory", "Placements", "Sends", "TradeOff", "TradeOffs", "prepare_placements"]
+__all__ = ["Kept", "LeastMemory", "Placements", "Sends", "TradeOff", "TradeOffs", "prepare_placements"]

@@ -91,22 +91,25 @@ def build(
     memory_limit: int | None = None,
     whole: Graph | None = None,
     copies: Mapping[str, int] | None = None,
+    keep: Mapping[str, Kept] | None = None,
 ) -> Built:
     """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of.
 
     `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
-    stored tensors one stands for, by name, where not one.
+    stored tensors one stands for, by name, where not one. `keep`: options of stored tensors that stay though others
+    are better in every way.
     """
-    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, copies or {}).build(memory_limit)
+    builder = _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, copies or {}, keep or {})
+    return builder.build(memory_limit)
 
 
 class _Builder:
     def __init__(
         self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
         storage_options: StorageOptions, constraints: Sequence[Constraint], whole: Graph | None,
-        copies: Mapping[str, int],
+        copies: Mapping[str, int], keep: Mapping[str, Kept],
     ) -> None:  # fmt: skip
-        self.whole, self.copies = whole, copies
+        self.whole, self.copies, self.keep = whole, copies, keep
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.constraints = storage_options, constraints
         self.variables: list[Variable] = []
@@ -168,7 +171,8 @@ class _Builder:
                 (int(prices[row, column]) + penalties[row], self.costs.state_bytes(tensor, storage, use), row)
                 for row, storage in enumerate(storages)
             ]
-            for cost, usage, row in _undominated(rows):
+            kept = [row for row in rows if self.keep.get(tensor.name) == Kept(storages[row[2]], use)]
+            for cost, usage, row in sorted({*_undominated(rows), *kept}):
                 options.append(Kept(storages[row], use))
                 costs.append(cost)
                 usages.append(usage)

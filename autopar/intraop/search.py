@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
 from autopar.cost import Profile
 from autopar.intraop.alternatives import explain_choices
-from autopar.intraop.builder import Built, Representatives, StorageOptions, build
+from autopar.intraop.builder import Built, Kept, Representatives, StorageOptions, build
 from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
@@ -32,12 +33,13 @@ class LeastMemory:
 def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
     constraints: Sequence[Constraint] = (), whole: Graph | None = None, copies: Mapping[str, int] | None = None,
-    sends: Sends | None = None,
+    sends: Sends | None = None, keep: Mapping[str, Kept] | None = None,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
     `whole`: the graph of the step, when `graph` is that of one of its microbatches. `copies`: how many equal nodes or
-    stored tensors one stands for, by name, where not one. `sends`: what other stages are sent.
+    stored tensors one stands for, by name, where not one. `sends`: what other stages are sent. `keep`: options of
+    stored tensors that stay though others are better in every way.
     Raises InfeasibleError when the constraints leave no strategy.
     """
     per_node = draft.mesh.devices_per_node
@@ -45,7 +47,7 @@ def prepare_placements(
         graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
         RecomputedShares(draft.recompute, draft.blocks), sends,
     )  # fmt: skip
-    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, whole=whole, copies=copies)
+    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, None, whole, copies, keep)
     return Placements(graph, blocks, draft, costs, built)
 
 
@@ -80,6 +82,15 @@ class Placements:
     def explained(self, choice: Sequence[int]) -> tuple[Choice, ...]:
         """Each decision against its alternatives."""
         return explain_choices(self.built, choice)
+
+    def chosen(self, choice: Sequence[int]) -> dict[tuple[str, str], Any]:
+        """The option of each variable, by kind and name."""
+        pairs = zip(self.built.variables, choice, strict=True)
+        return {(variable.kind, variable.name): variable.options[option] for variable, option in pairs}
+
+    def choosing(self, chosen: Mapping[tuple[str, str], Any]) -> tuple[int, ...]:
+        """The choice of these options."""
+        return tuple(v.options.index(chosen[v.kind, v.name]) for v in self.built.variables)
 
     def placed(self, draft: Plan, graph: Graph, choice: Sequence[int]) -> Plan:
         """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""

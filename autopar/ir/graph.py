@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from autopar.ir.placement import Placement
+
 DTYPE_BYTES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1, "complex64": 8, "complex128": 16,
@@ -134,6 +136,7 @@ class Graph:
     #: of one stage's graph (`ir.stages`): inputs that earlier stages made, and outputs that later stages read
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
+    answered: tuple[tuple[str, Placement], ...] = ()  # of what it sends, and as what: those whose gradient comes back
     ends: tuple[str, ...] | None = None  # those of its outputs that the model returns, if not all
     training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
 
@@ -187,7 +190,7 @@ class Graph:
     def gradient_sources(self) -> tuple[str, ...]:
         """Where gradients come in: the loss, and of a stage's graph what later stages send the gradient of."""
         loss = () if self.loss is None else (self.loss,)
-        return loss + tuple(name for name in self.sent if self.tensors[name].differentiable)
+        return loss + tuple(dict.fromkeys(name for name, _ in self.answered))
 
     def kept(self, name: str) -> Tensor:
         """A stored tensor as it is kept between steps, or an input as it is given."""

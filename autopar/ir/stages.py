@@ -13,7 +13,7 @@ from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Placement, Type, format_placement
-from autopar.ir.plan import SCHEDULES, PlanData, Stage
+from autopar.ir.plan import SCHEDULES, PlanData, Stage, Storage
 from autopar.ir.structure import is_random
 
 
@@ -43,8 +43,49 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
         received=tuple(name for name in stage.inputs if name not in graph.inputs),
         sent=sent,
+        answered=_answered(graph, plan, index),
         ends=ends,
     )
+
+
+def _answered(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
+    """What a stage leaves for later ones, in the placements that it goes in, that the gradient comes back of."""
+    back = gradients_back(graph, plan)
+    values = [
+        (name, leaving_placement(graph, plan, reader, name))
+        for reader in range(index + 1, len(plan.stages))
+        for name in plan.stages[reader].inputs
+        if name in back[reader] and maker_of(graph, plan, reader, name) == index
+    ]
+    return tuple(dict.fromkeys(values))
+
+
+def gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], ...]:
+    """By stage, what it receives and sends the gradient of back: what is trained, and leads to the loss there or later.
+
+    Kept with the plan, whose stages it follows from.
+    """
+    if "_gradients_back" not in plan.__dict__:
+        plan.__dict__["_gradients_back"] = _find_gradients_back(graph, plan)
+    found: tuple[frozenset[str], ...] = plan.__dict__["_gradients_back"]
+    return found
+
+
+def _find_gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], ...]:
+    count = len(plan.stages)
+    reached: list[set[str]] = [set() for _ in range(count)]
+    reached[-1].update(name for name in (graph.loss,) if name is not None)
+    found: list[frozenset[str]] = []
+    for index in reversed(range(count)):
+        stage, here = plan.stages[index], reached[index]
+        for node in reversed(graph.nodes):
+            if node.name in stage.nodes and not here.isdisjoint(node.results):
+                here.update(name for name in node.operands if graph.tensors[name].differentiable)
+        back = frozenset(name for name in stage.inputs if name in here and name not in graph.inputs)
+        for name in back:
+            reached[maker_of(graph, plan, index, name)].add(name)
+        found.insert(0, back)
+    return tuple(found)
 
 
 def tied_tensors(graph: Graph, plan: PlanData) -> dict[str, tuple[int, ...]]:
@@ -87,6 +128,23 @@ def _check_submeshes(plan: PlanData) -> None:
         raise PlanError(f"expected stages on all {plan.mesh.num_devices} devices of {plan.mesh}, found {ends[-1]}")
     if len(submeshes) < len(plan.stages) and plan.schedule != "interleaved":
         raise PlanError(f"expected stages on submeshes of their own with schedule {plan.schedule!r}, found shared ones")
+    _check_rounds(plan, len(submeshes))
+
+
+def _check_rounds(plan: PlanData, num_submeshes: int) -> None:
+    """Stages that share submeshes are in turn on all of them, and microbatches make equal rounds over these."""
+    firsts = [stage.first_rank for stage in plan.stages]
+    if len(firsts) % num_submeshes or firsts != firsts[:num_submeshes] * (len(firsts) // num_submeshes):
+        raise PlanError(
+            f"expected stages in turn on each of {num_submeshes} submeshes, as often on all, found them from ranks "
+            f"{', '.join(map(str, firsts))} on"
+        )
+    rounds = max(1, plan.microbatches // num_submeshes)
+    if plan.schedule in ("interleaved", "zero_bubble") and plan.microbatches % rounds:
+        raise PlanError(
+            f"expected a number of microbatches that makes {rounds} equal rounds over {num_submeshes} submeshes with "
+            f"schedule {plan.schedule!r}, found {plan.microbatches}; take a multiple of {num_submeshes}"
+        )
 
 
 def _check_together(graph: Graph, plan: PlanData) -> None:
@@ -97,10 +155,20 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
             "which its backward pass in two parts would run again for each group of parameters' gradients; "
             'take schedule="1f1b", or recompute="none"'
         )
+    if any(stage.forks for stage in plan.stages) or plan.forks:
+        raise PlanError("expected no branches in a plan of several stages, found some; take one stage, or no branches")
     for stored in graph.stored:
         keepers = [index for index, stage in enumerate(plan.stages) if stored.tensor in stage.storage]
         if stored.name in graph.mutations and len(keepers) > 1:
             raise PlanError(f"expected {stored.name}, which forward updates, in one stage, found it in {keepers}")
+        kept: dict[int, tuple[Storage, LogicalMesh]] = {}
+        for stage in (plan.stages[index] for index in keepers):
+            own = stage.storage[stored.tensor], stage.axes
+            if kept.setdefault(stage.first_rank, own) != own:
+                raise PlanError(
+                    f"expected {stored.name} to be stored alike by the stages {keepers} on the same ranks, which share "
+                    "it, found it stored otherwise"
+                )
 
 
 def _check_nodes(graph: Graph, plan: PlanData) -> None:
@@ -111,6 +179,13 @@ def _check_nodes(graph: Graph, plan: PlanData) -> None:
         single = is_random(node) or not changed.isdisjoint(node.results)
         if count == 0 or (single and count > 1):
             raise PlanError(f"expected node {node.name} ({node.op}) at {node.source} in one stage, found it in {count}")
+        if graph.loss in node.results and [node.name in stage.nodes for stage in plan.stages].index(True) + 1 < len(
+            plan.stages
+        ):
+            raise PlanError(
+                f"expected the last of {len(plan.stages)} stages alone to make the loss, node {node.name} ({node.op}) "
+                f"at {node.source}, found it in an earlier one"
+            )
     unknown = {name for stage in plan.stages for name in stage.nodes} - {node.name for node in graph.nodes}
     if unknown:
         raise PlanError(f"expected nodes of the model, found {sorted(unknown)[:3]}")

@@ -44,7 +44,7 @@ def count_bytes() -> Iterator[Counter[tuple[str, str]]]:
     try:
         yield counter
     finally:
-        _counters.remove(counter)
+        del _counters[next(n for n, other in enumerate(_counters) if other is counter)]  # counters may be equal
 
 
 def _count(kind: str, axis: Axis, buffer: Tensor) -> None:

@@ -111,6 +111,10 @@ class Local:
         self.gatherer.begin_backward()
         self._make_gradients(index, run)
 
+    def backward_of_nothing(self, index: int) -> None:
+        """That of a microbatch that no gradient reaches, for which nothing is gathered."""
+        self._make_gradients(index, lambda: None)
+
     def backward_of_inputs(self, index: int, run: Callable[[], None]) -> None:
         """The first part of a microbatch's backward pass, which makes no gradients of parameters."""
         self.mesh.progress.microbatch = index

@@ -137,7 +137,7 @@ def _locals(pipeline: type[Pipeline], meshes: list[RankMesh | None], tied: Conta
 def _scheduled(
     pipeline: type[Pipeline], parts: Mapping[int, Local], channels: Sequence[Channel], transport: Transport
 ) -> list[ScheduledStage]:
-    firsts = sorted({stage.FIRST_RANK for stage in pipeline.STAGES})
+    firsts = list(dict.fromkeys(stage.FIRST_RANK for stage in pipeline.STAGES))  # as a microbatch visits them
     loss_stage, loss_position = pipeline.OUTPUTS[pipeline.LOSS_INDEX]
     return [
         ScheduledStage(

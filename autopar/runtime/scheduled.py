@@ -134,11 +134,13 @@ class ScheduledStage:
         roots += self._returned(arriving, ends)
         trained = [tensor for tensor in received if tensor.requires_grad]
         if full_backward or not trained:
-            run = partial(_run_backward, roots)
+            whole = partial(self.local.backward, index, partial(_run_backward, roots))
+            if not roots:
+                whole = partial(self.local.backward_of_nothing, index)
             if full_backward:
-                self._pass(partial(self.local.backward, index, run))
+                self._pass(whole)
             else:
-                self._second[index] = partial(self.local.backward, index, run)
+                self._second[index] = whole
         else:
             split = SplitBackward(roots, trained, self.local.leaves)
             self._pass(partial(self.local.backward_of_inputs, index, split.first))
@@ -205,8 +207,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def _run_backward(roots: Sequence[Root]) -> None:
-    if roots:
-        torch.autograd.backward([end for end, _ in roots], [gradient for _, gradient in roots])
+    torch.autograd.backward([end for end, _ in roots], [gradient for _, gradient in roots])
 
 
 class _Schedule1F1B(Schedule1F1B):

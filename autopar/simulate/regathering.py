@@ -55,8 +55,7 @@ class Regathering:
     @property
     def _has_second_part(self) -> bool:
         """Whether the backward pass comes in two parts, of which the second brings all parameters."""
-        received = any(self.graph.tensors[name].differentiable for name in self.graph.received)
-        return self.plan.schedule == "zero_bubble" and received and bool(self.reached)
+        return self.plan.schedule == "zero_bubble" and not self.reached.isdisjoint(self.graph.received)
 
     @property
     def _is_stage(self) -> bool:
@@ -64,7 +63,7 @@ class Regathering:
 
     @cached_property
     def _flat(self) -> Flat:
-        return flatten(self.graph, self.plan)
+        return flatten(self.graph, self.plan, self.graph.answered)
 
     @cached_property
     def _reads(self) -> dict[Value, list[int]]:
@@ -93,13 +92,24 @@ class Regathering:
         return None if innermost is None else self._spans[innermost]
 
     def _gets_gradient(self, span: Span) -> bool:
-        """Whether a gradient reaches what the statements leave to others."""
+        """Whether a gradient reaches what the statements leave to others, in the first part if there are two."""
         statements = self._flat.statements
         made = {value for statement in statements[slice(*span)] for value in statement.makes}
         others = (*statements[: span.start], *statements[span.end :])
         handing = (statement for statement in others if self._hands_back(statement, self._trained))
         handed = {value for statement in handing for value in statement.reads}
-        return not made.isdisjoint((handed | self._losses) & self._trained)
+        wanted = self._trained & self._leading_back if self._has_second_part else self._trained
+        return not made.isdisjoint((handed | self._losses) & wanted)
+
+    @cached_property
+    def _leading_back(self) -> set[Value]:
+        """The values on the way to what earlier stages wait for, which the first part of the backward pass visits."""
+        found = {value for value in self._flat.values.values() if value[0] in self.graph.received}
+        found = {value for value in found if value[0] in self.reached}
+        for statement in self._flat.statements:
+            if not found.isdisjoint(statement.reads):
+                found.update(value for value in statement.makes if value[0] in self.reached)
+        return found
 
     @cached_property
     def _trained(self) -> set[Value]:
@@ -115,11 +125,8 @@ class Regathering:
         """The values that gradients start from: the loss, and what later stages hand one back for."""
         if not self.reached:
             return set()
-        sources = set(self.graph.gradient_sources)
         pairs = zip(self.graph.returned, self._flat.outputs, strict=True)
-        sent = {self._flat.values[name][0] for name in sources.intersection(self.graph.sent)}
-        made = {value for statement in self._flat.statements for value in statement.makes}
-        return {value for name, value in pairs if name in sources} | {value for value in made if value[0] in sent}
+        return {value for name, value in pairs if name == self.graph.loss} | set(self._flat.leaving)
 
     def _hands_back(self, statement: Statement, trained: set[Value]) -> bool:
         """Whether a statement hands a gradient to what it reads; `trained`: values that get one, those it makes too."""

@@ -38,15 +38,30 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. profile: of the devices; by the name that the mesh has for them where they
-    are of several kinds (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass
-    goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
-    that lacks a redistribution.
+    its first, which has the longest slices; where branches make ranks unlike, one of each kind (`apart`).
+    profile: of the devices; by the name that the mesh has for them where they are of several kinds
+    (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
+    programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
+    redistribution.
     """
     with without_collector():
+        if not plan.stages and _differ(plan):
+            from autopar.simulate.together import play_together  # which is made of this module's parts
+
+            known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
+            return play_together(graph, plan, known, sums_early)
+        if not plan.stages and plan.forks:
+            from autopar.simulate.apart import play_apart  # which is made of this module's parts
+
+            return play_apart(graph, plan, _profiles(plan, profile)[0], sums_early)
         step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
+
+
+def _differ(plan: Plan) -> bool:
+    """Whether ranks of one stage differ, in their devices or in their shares."""
+    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.axes)
 
 
 def _profiles(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
@@ -177,6 +192,14 @@ class Progress:
         self.standing = new._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
 
 
+def pass_kind(turn: Turn, stage: Progress, microbatches: int) -> PassKind:
+    """What pass a turn is, which counts those that make gradients."""
+    if turn.direction in LEAVE_GRADIENTS:
+        return PassKind(turn.direction)
+    stage.num_made += 1
+    return PassKind(turn.direction, stage.num_made == 1, stage.num_made == microbatches)
+
+
 class _Step:
     def __init__(self, graph: Graph, plan: Plan, profiles: Sequence[Profile], sums_early: bool) -> None:
         self.plan = plan
@@ -230,7 +253,8 @@ class _Step:
         is_early = following is not None and may_come_early(turn, following)
         self._expect(submesh, begin, following if is_early else None)
         label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
-        self._play(submesh, turn.stage, self._kind(turn), begin, label)
+        kind = pass_kind(turn, self.stages[turn.stage], self.plan.microbatches)
+        self._play(submesh, turn.stage, kind, begin, label)
         submesh.posted_ns = begin if is_early else submesh.free_ns
         for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
             self._send(submesh, transfer, submesh.free_ns, turn.microbatch, label)
@@ -240,13 +264,6 @@ class _Step:
         submesh.keep(begin, -submesh.expected)
         submesh.expected = self.transfers.expected_bytes(following) if following is not None else 0
         submesh.keep(begin, submesh.expected)
-
-    def _kind(self, turn: Turn) -> PassKind:
-        if turn.direction in LEAVE_GRADIENTS:
-            return PassKind(turn.direction)
-        stage = self.stages[turn.stage]
-        stage.num_made += 1
-        return PassKind(turn.direction, stage.num_made == 1, stage.num_made == self.plan.microbatches)
 
     def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
@@ -312,7 +329,7 @@ class _Step:
     def timeline(self) -> Timeline:
         """Everything that was played."""
         makespan = max(submesh.end_ns for submesh in self.submeshes)
-        lanes = tuple(_lane(submesh, makespan) for submesh in self.submeshes)
+        lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
@@ -328,7 +345,7 @@ def _submeshes(plan: Plan) -> list[Submesh]:
     return list(found.values())
 
 
-def _lane(submesh: Submesh, makespan: int) -> Lane:
+def lane_of(submesh: Submesh, makespan: int) -> Lane:
     """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
     waited = dict(submesh.waited)
     tail = submesh.end_ns - submesh.free_ns

@@ -17,7 +17,7 @@ from autopar.cost.crossing import Parcel, crossing_time_ns, sent_bytes, side
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, Type, local_shape
 from autopar.ir.plan import Plan
-from autopar.ir.stages import leaving_placement, maker_of, tied_tensors
+from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
 from autopar.runtime.arrivals import BACKWARD_WEIGHT, FORWARD, Turn
 from autopar.runtime.crossing import Side, crossing
 from autopar.simulate.program import Program
@@ -81,7 +81,7 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
         makers = {name: maker_of(graph, plan, target, name) for name in receiver.receives}
         for source in range(target):
             names = tuple(name for name, maker in makers.items() if maker == source)
-            trained = tuple(name for name in names if receiver.values[receiver.receives[name]].wants_gradient)
+            trained = tuple(name for name in names if name in gradients_back(graph, plan)[target])
             for sending, receiving, is_forward, what in (
                 (source, target, True, names), (target, source, False, trained)
             ):  # fmt: skip

@@ -20,5 +20,5 @@ CASES = [(model, *case.split()) for model, cases in SAMPLE.items() for case in c
 @pytest.mark.ranks
 @pytest.mark.parametrize(("model_name", "plan_name", "schedule"), CASES)
 def test_pipeline_equals_model(model_name: str, plan_name: str, schedule: str) -> None:
-    found = pipelines.faults(model_name, pipelines.plan(model_name, plan_name, schedule))
+    found = pipelines.faults(model_name, plan_name, schedule)
     assert not found, "\n".join(found)

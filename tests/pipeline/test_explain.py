@@ -18,6 +18,7 @@ from autopar.intraop.problem import INFINITE, NO_PATH_NS
 from autopar.intraop.solver import solve
 from autopar.ir.explain import SCREEN_LINES
 from autopar.ir.mesh import make_axes
+from autopar.ir.text import runners_up
 from autopar.trace import find_blocks, trace
 from autopar.zero import storage_options
 from models import gpt, mlp
@@ -26,7 +27,10 @@ from models import gpt, mlp
 def gpt_plan(num_layers: int = 3) -> autopar.Plan:
     config = gpt.Config(num_layers=num_layers)
     mesh = autopar.Mesh("h100", devices_per_node=4)
-    return autopar.parallelize(gpt.build(config), mesh, gpt.example_inputs(config), search="fast").plan
+    pinned = [autopar.Constraint(stages=1)]
+    return autopar.parallelize(
+        gpt.build(config), mesh, gpt.example_inputs(config), search="fast", constraints=pinned
+    ).plan
 
 
 @cache
@@ -87,7 +91,8 @@ def test_stated_costs_are_those_of_the_best_change_of_an_operator_with_its_param
 @pytest.mark.parametrize("pattern", ["layers.0.mlp", "layers.2.mlp"])
 def test_module_shows_parameters_and_operators_with_alternatives(pattern: str) -> None:
     lines = shared_plan().explain(pattern).splitlines()
-    assert lines[0].startswith("Each decision with the cheapest others, and what these add to a step.")
+    assert lines[0].startswith("Of whole plans, the next best were mesh ")
+    assert lines[1].startswith("Each decision with the cheapest others, and what these add to a step.")
     assert any(line.startswith(f"parameter {pattern}.up.weight: stored [") for line in lines)
     up = next(number for number, line in enumerate(lines) if line.startswith(f"{pattern}.up: aten.linear.default "))
     assert "# models/gpt.py:" in lines[up]
@@ -107,7 +112,7 @@ def test_equal_blocks_have_equal_reasons() -> None:
 
 @pytest.mark.parametrize("pattern", ["layers.0.mlp", "layers.0.attention.query.weight", "layers.0", "head*"])
 def test_it_fits_on_a_screen(pattern: str) -> None:
-    assert 2 < len(shared_plan().explain(pattern).splitlines()) <= SCREEN_LINES + 2
+    assert 2 < len(shared_plan().explain(pattern).splitlines()) <= SCREEN_LINES + 3
 
 
 def test_survives_the_file_and_does_not_grow_with_depth() -> None:
@@ -119,6 +124,18 @@ def test_survives_the_file_and_does_not_grow_with_depth() -> None:
     assert len(gpt_plan(6).choices) == len(plan.choices)
 
 
+def test_stages_have_reasons_too() -> None:
+    config = gpt.Config(num_layers=4)
+    mesh = autopar.Mesh("h100", devices_per_node=4)
+    pinned = [autopar.Constraint(stages=2, microbatches=2)]
+    plan = autopar.parallelize(gpt.build(config), mesh, gpt.example_inputs(config), constraints=pinned).plan
+    lines = plan.explain("layers.3.mlp").splitlines()
+    assert lines[0].startswith("Of whole plans, the next best were 2 stages of 2, ")
+    assert f"  instead     {runners_up(plan)[0]}" in str(plan)
+    up = next(number for number, line in enumerate(lines) if line.startswith("layers.3.mlp.up: aten.linear.default "))
+    assert lines[up].endswith("  ×4") and lines[up + 1].startswith("    +"), "no template's constraint is in the way"
+
+
 def test_constraints_show_as_such() -> None:
     config: Any = mlp.Config()
     mesh = autopar.Mesh("h100", devices_per_node=2)
@@ -128,8 +145,8 @@ def test_constraints_show_as_such() -> None:
 
 def test_inputs_are_decisions_too() -> None:
     lines = shared_plan().explain("tokens").splitlines()
-    assert lines[2].startswith("input tokens: [")
-    assert lines[3].startswith("    +")
+    assert lines[3].startswith("input tokens: [")
+    assert lines[4].startswith("    +")
 
 
 def test_nothing_matches() -> None:

@@ -82,7 +82,7 @@ def test_batch_statistics_mix_samples_and_running_ones_do_not() -> None:
 
 def test_what_does_not_fit_at_once_is_planned_in_microbatches() -> None:
     model, batch = small_gpt()
-    whole = autopar.parallelize(model, MESH, batch).plan
+    whole = autopar.parallelize(model, MESH, batch, constraints=[autopar.Constraint(stages=1)]).plan
     assert whole.microbatches == 1
     divided = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
     limit = (whole.predicted.peak_bytes + divided.predicted.peak_bytes) // 2
@@ -91,7 +91,7 @@ def test_what_does_not_fit_at_once_is_planned_in_microbatches() -> None:
             model, MESH, batch, memory_limit=divided.predicted.peak_bytes // 3,
             constraints=[autopar.Constraint(microbatches=1)],
         )  # fmt: skip
-    plan = autopar.parallelize(model, MESH, batch, memory_limit=limit).plan
+    plan = autopar.parallelize(model, MESH, batch, memory_limit=limit, constraints=[autopar.Constraint(stages=1)]).plan
     assert plan.predicted.peak_bytes <= limit
 
 

@@ -20,12 +20,22 @@ class Terminal(io.StringIO):
 def test_each_logical_mesh_is_reported_to_the_function() -> None:
     lines: list[str] = []
     model, batch = mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
-    autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=4), batch, search="fast", progress=lines.append)
+    mesh, alone = autopar.Mesh("h100", devices_per_node=4), [autopar.Constraint(stages=1)]
+    autopar.parallelize(model, mesh, batch, search="fast", constraints=alone, progress=lines.append)
     assert [line.partition(":")[0] for line in lines] == ["mesh 4", "mesh 2x2"]
     with pytest.raises(autopar.AutoparError):
         mesh = autopar.Mesh("h100", devices_per_node=2)
-        autopar.parallelize(model, mesh, batch, search="fast", memory_limit=1000, progress=lines.append)
+        autopar.parallelize(
+            model, mesh, batch, search="fast", memory_limit=1000, constraints=alone, progress=lines.append
+        )
     assert lines[-1].startswith("mesh 2 in ") and "microbatches: no plan found that fits (" in lines[-1]
+
+
+def test_stages_are_reported_too() -> None:
+    lines: list[str] = []
+    model, batch = mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
+    autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, progress=lines.append)
+    assert [line.partition(":")[0] for line in lines] == ["2 stages of []", "1 stages of [2]", "mesh 2"]
 
 
 def test_a_terminal_gets_a_bar_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,6 +37,12 @@ def graph() -> Graph:
 
 @cache
 def searched(limit: int | None = None, *constraints: autopar.Constraint) -> Plan:
+    """The best plan of one stage."""
+    return anyhow(limit, autopar.Constraint(stages=1), *constraints)
+
+
+@cache
+def anyhow(limit: int | None = None, *constraints: autopar.Constraint) -> Plan:
     with mock.patch.object(pipeline, "trace", lambda *_, **__: graph()):
         return autopar.parallelize(
             model(), MESH, gpt.example_inputs(CONFIG), memory_limit=limit, constraints=constraints
@@ -102,6 +108,20 @@ def test_the_smallest_limit_is_that_of_a_recomputed_plan_and_can_be_met() -> Non
 )
 def test_constraints_pin_what_is_recomputed(constraints: tuple[autopar.Constraint, ...], expected: Modules) -> None:
     assert searched(None, *constraints).recompute == expected
+
+
+@pytest.mark.parametrize("kind", ["full", "block", "none"])
+def test_what_is_recomputed_can_be_pinned_of_several_stages(kind: str) -> None:
+    plan = anyhow(None, autopar.Constraint(stages=2, microbatches=2), autopar.Constraint(recompute=kind))
+    path = {"full": "layers.{}", "block": "layers.{}.attention", "none": ""}[kind]
+    assert len(plan.stages) >= 2
+    assert plan.recompute == tuple(path.format(number) for number in range(6) if path)
+
+
+def test_a_limit_is_met_by_the_better_of_stages_and_none() -> None:
+    limit = searched().predicted.peak_bytes // 2
+    assert anyhow(limit).predicted.step_time_ns <= searched(limit).predicted.step_time_ns
+    assert anyhow(limit).predicted.peak_bytes <= limit
 
 
 def test_constraints_that_cannot_be_met_are_refused() -> None:

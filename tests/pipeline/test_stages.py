@@ -162,6 +162,28 @@ def otherwise_received(stage: Stage) -> dict[str, Any]:
     return {"inputs": {**stage.inputs, name: (*stage.inputs[name][:-1], S(2))}}
 
 
+def interleaved(*firsts: int) -> Plan:
+    """Four stages of tied gpt, those on other ranks from other first ranks on."""
+    plan = staged(pp=2, tp=2, microbatches=2, schedule="interleaved")
+    stages = (replace(stage, first_rank=first) for stage, first in zip(plan.stages, firsts, strict=True))
+    return replace(plan, stages=tuple(stages))
+
+
+def stored_otherwise() -> Plan:
+    """A parameter that two stages on the same ranks share."""
+    plan = staged(pp=2, tp=2, microbatches=2, schedule="interleaved")
+    name = next(name for name, kept in plan.stages[0].storage.items() if kept.placement[-1] == I)
+    other = replace(plan.stages[0].storage[name], placement=(I, S(0)))
+    third = replace(plan.stages[2], storage={**plan.stages[2].storage, name: other})
+    return replace(plan, stages=(*plan.stages[:2], third, plan.stages[3]))
+
+
+def loss_in_both() -> Plan:
+    last = two_stages().stages[1].nodes
+    node = graph().producers[graph().loss or ""].name
+    return changed(0, lambda stage: {"nodes": {**stage.nodes, node: last[node]}})
+
+
 MUTANTS: dict[str, tuple[Callable[[], Plan], type[Exception], str]] = {
     "a node is missing": (lambda: changed(1, without_a_node), PlanError, r"in one stage, found it in 0"),
     "ranks overlap": (lambda: changed(1, lambda s: {"first_rank": 1}), PlanError, r"equal or disjoint ranks"),
@@ -177,6 +199,10 @@ MUTANTS: dict[str, tuple[Callable[[], Plan], type[Exception], str]] = {
         lambda: changed(0, lambda s: {"storage": {n: replace(k, placement=(I, R)) for n, k in s.storage.items()}}),
         PlacementError, r"stored as I or S\(d\)",
     ),
+    "stages out of turn": (lambda: interleaved(0, 2, 2, 0), PlanError, r"in turn on each of 2 .* ranks 0, 2, 2, 0 on"),
+    "more stages on some ranks": (lambda: interleaved(0, 2, 0, 0), PlanError, r"in turn on each of 2 submeshes"),
+    "shared on the same ranks, stored otherwise": (stored_otherwise, PlanError, r"stored alike by the stages \[0, 2"),
+    "the loss in an earlier stage too": (loss_in_both, PlanError, r"last of 2 stages alone to make the loss, node \w+"),
     "nothing of the name is recomputed": (
         lambda: replace(two_stages(), recompute=("layers.7",)), PlanError, r"found 'layers.7'; there is layers"
     ),
@@ -207,6 +233,15 @@ class Masked(nn.Module):
         for block in list(self.blocks)[1:]:
             hidden = torch.where(mask, block(hidden), hidden)
         return (hidden + first).square().mean()
+
+
+@pytest.mark.parametrize("schedule", ["zero_bubble", "interleaved"])
+def test_microbatches_that_make_no_equal_rounds_are_refused(schedule: str) -> None:
+    """Torch's schedule refuses them, which ranks would only find when they are built."""
+    masked = trace(Masked(), (torch.zeros(10, 8), torch.ones(10, 8)))
+    plan = template_of_graph(masked, autopar.Mesh("cpu", devices_per_node=2), pp=2, microbatches=5)
+    with pytest.raises(PlanError, match=rf"2 equal rounds over 2 submeshes with schedule '{schedule}', found 5"):
+        verifier.verify(masked, replace(plan, schedule=schedule), admits)
 
 
 def test_masks_are_made_where_they_are_read_and_skips_are_sent() -> None:

@@ -8,12 +8,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import PlacementError, PlanError
+from autopar.ir import verifier
 from autopar.ir.placement import Placement, format_placement, parse_placement
-from autopar.ir.plan import NodePlan, Storage
-from tests.random_programs.check import Run, Subject, problems, run_in_threads
+from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ops import admits
+from tests.random_programs.check import Run, Subject, plan_problems, problems, run_in_threads
 from tests.random_programs.generate import random_program
 from tests.random_programs.plans import MESHES, Choices, random_plan
 from tests.random_programs.programs import Leaf
+from tests.random_programs.staged import StagedChoices, make_staged_plan, random_staged_plan
 
 PLANS_A_PROGRAM = 10  # tracing takes as long as several plans
 
@@ -27,9 +30,21 @@ class Case:
     name: str = ""
 
 
-def outcome(case: Case, run: Run = run_in_threads) -> str:
+@dataclass(frozen=True)
+class StagedCase:
+    """A plan of several stages for a program; `name` finds it again."""
+
+    subject: Subject
+    choices: StagedChoices
+    name: str = ""
+
+
+def outcome(case: Case | StagedCase, run: Run = run_in_threads) -> str:
     """What is wrong; empty when nothing is. Plans that do not verify are no cases: their errors are raised."""
     try:
+        if isinstance(case, StagedCase):
+            plan = make_staged_plan(case.subject.graph, case.choices, case.subject.mode)
+            return "\n".join(plan_problems(case.subject, plan, run=run))
         return "\n".join(problems(case.subject, case.choices, run))
     except (PlanError, PlacementError):
         raise
@@ -47,11 +62,23 @@ def cases_of(seed: int, plans: int = PLANS_A_PROGRAM) -> Iterator[Case]:
             yield Case(subject, choices, f"{seed}.{number}")
 
 
+def staged_cases_of(seed: int, plans: int = PLANS_A_PROGRAM // 2) -> Iterator[StagedCase]:
+    """As `cases_of`, of plans of several stages; three in four programs can be divided into microbatches."""
+    rng = random.Random(f"staged plans of {seed}")
+    subject = Subject(random_program(seed, by_samples=0.75), "inference" if seed % 7 == 3 else "train")
+    for number in range(plans):
+        choices = random_staged_plan(subject.graph, rng, subject.mode)
+        if choices is not None:
+            yield StagedCase(subject, choices, f"{seed}.{number}")
+
+
 # code
 
 
-def code(case: Case, what: str = "") -> str:
+def code(case: Case | StagedCase, what: str = "") -> str:
     """A script that runs the case again: the model's source, its inputs, and every placement of the plan."""
+    if isinstance(case, StagedCase):
+        return _staged_code(case, what or case.name)
     program, choices = case.subject.program, case.choices
     title = what.splitlines()[0] if what else case.name
     lines = [f"\"\"\"{title}\"\"\"", "", "from tests.random_programs.cases import replay",
@@ -65,6 +92,33 @@ def code(case: Case, what: str = "") -> str:
     for what_, texts in zip(("inputs", "storage", "nodes"), _texts(choices), strict=True):
         lines += [f"    {what_}={{", *(f"        {name!r}: {text!r}," for name, text in texts.items()), "    },"]
     return "\n".join([*lines, "))", ""])
+
+
+def _staged_code(case: StagedCase, what: str) -> str:
+    """With the plan as it is saved, line by line of its placements."""
+    program = case.subject.program
+    try:
+        plan = make_staged_plan(case.subject.graph, case.choices, case.subject.mode).to_json()
+    except Exception as error:
+        plan = f"no plan: {error}"
+    return "\n".join([
+        f'"""{what.splitlines()[0]}"""', "", "from tests.random_programs.cases import replay_plan",
+        "from tests.random_programs.programs import Leaf", "", f"MODEL = '''{program.source}'''", "",
+        f"PLAN = r'''{plan}'''", "",
+        f"print(replay_plan(MODEL, PLAN, leaves={list(program.inputs)!r}, exact={program.exact}, seed={program.seed}, "
+        f"mode={case.subject.mode!r}))", "",
+    ])  # fmt: skip
+
+
+def replay_plan(
+    source: str, plan: str, *, leaves: list[Leaf], exact: bool = False, seed: int = 0, mode: str = "train",
+    run: Run = run_in_threads,
+) -> str:  # fmt: skip
+    """Runs a saved plan of several stages, if it verifies; what is wrong with it."""
+    subject = Subject(Written(source, tuple(leaves), exact, seed), mode)  # type: ignore[arg-type]
+    loaded = Plan.from_json(plan)
+    verifier.verify(subject.graph, loaded, admits)
+    return "\n".join(plan_problems(subject, loaded, run=run))
 
 
 def _texts(choices: Choices) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:

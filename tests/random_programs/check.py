@@ -1,12 +1,15 @@
 """Runs a program's plan on all ranks and compares with the model on one device.
 
 Compared, on every rank: the loss, its part of each gradient and buffer, after one step and after a second one that an
-SGD step precedes; the bytes that the first rank hands to each collective, with what the plan says. In inference: every
-output. Programs of small integers are compared for equality, others to 1e-9 of the largest element.
+SGD step precedes; the bytes that the first rank (of each submesh) hands to each collective, with what the plan says,
+and those that the busiest one sends to other stages. What a plan of several stages says is what the runtime counts:
+neither the loss, which all ranks are told, nor whole gradients of what is tied on unequal submeshes. In inference:
+every output. Programs of small integers are compared for equality, others to 1e-9 of the largest element.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -21,11 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar import runtime as rt
 from autopar.emit import emit
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement, chunk_length
-from autopar.ir.plan import Plan
+from autopar.ir.mesh import MICROBATCH
+from autopar.ir.placement import Axis, Placement, chunk_length
+from autopar.ir.plan import Plan, Stage
 from autopar.program import model_state
 from autopar.trace import trace
-from tests.random_programs.plans import Choices, make_axes, make_plan
+from tests.equivalence.predicted import bytes_by_submesh
+from tests.random_programs.plans import Choices, make_plan
 from tests.random_programs.programs import Program, load, make_inputs, make_model
 from tests.random_programs.world import device_mesh, sent_so_far, thread_world
 
@@ -94,7 +99,9 @@ class Subject:
         largest = _Largest()
         with rt.reference_dropout():
             first = self._step(largest)
-        rate = 0.1 / max([1.0, *(g.abs().max().item() for g in first.gradients.values() if g is not None)])
+        largest_gradient = max([1.0, *(g.abs().max().item() for g in first.gradients.values() if g is not None)])
+        rate = 2.0 ** -math.ceil(math.log2(10 * largest_gradient))  # sums of integers stay what they are in any order:
+        # a clamp's gradient would jump where one of them comes to its bound but for rounding
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:
@@ -148,15 +155,15 @@ def run_in_threads(world: int, job: Callable[..., Any], args: tuple[Any, ...]) -
 def problems(subject: Subject, choices: Choices, run: Run = run_in_threads) -> list[str]:
     """What is wrong with a plan's program, one line each; empty when it computes what the model computes."""
     plan, predicted = make_plan(subject.graph, choices, subject.mode)
-    return plan_problems(subject, plan, predicted, choices, run)
+    return plan_problems(subject, plan, predicted, run)
 
 
 def plan_problems(
-    subject: Subject, plan: Plan, predicted: Mapping[str, int], choices: Choices, run: Run = run_in_threads
+    subject: Subject, plan: Plan, predicted: Mapping[str, int] | None = None, run: Run = run_in_threads
 ) -> list[str]:
-    """As `problems`, of a plan that was made from choices (of which sizes and storage count) and foretells bytes."""
+    """As `problems`, of a plan of one stage that foretells bytes, or of several."""
     source = emit(subject.graph, plan)
-    axes = tuple((axis.name, axis.size) for axis in make_axes(choices.sizes))
+    axes = () if plan.stages else tuple((axis.name, axis.size) for axis in _ranks_axes(plan))
     common = (source, axes, subject.state, subject.batch)
     world = plan.mesh.num_devices
     if subject.mode == "inference":
@@ -165,14 +172,21 @@ def plan_problems(
     first, second, rate = subject.steps
     results = run(world, train, (*common, rate, subject.adds))
     wrong = []
-    for rank, (one, two, sent) in enumerate(results):
-        parts = _Parts(subject.graph, choices, _coordinate(rank, choices.sizes))
+    for rank, (one, two, _) in enumerate(results):
+        parts = _parts(subject.graph, plan, rank)
         wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
-        sent = {kind: size for kind, size in sorted(sent.items()) if size}
-        if rank == 0 and sent != predicted:
-            wrong.append(f"rank 0 sent {sent} bytes, the plan says {predicted}")
-    return wrong
+    submeshes = bytes_by_submesh(plan, subject.graph) if plan.stages else [(range(world), predicted or {})]
+    return wrong + [text for ranks, says in submeshes for text in _wrong_bytes(ranks, says, [r[2] for r in results])]
+
+
+def _wrong_bytes(ranks: range, predicted: Mapping[str, int], sent: list[Mapping[str, int]]) -> list[str]:
+    found = {kind: size for kind, size in sorted(sent[ranks.start].items()) if size and kind != "send"}
+    busiest = max(sent[rank].get("send", 0) for rank in ranks)
+    found |= {"send": busiest} if busiest else {}
+    if found == predicted:
+        return []
+    return [f"rank {ranks.start} sent {found} bytes, the plan says {dict(predicted)}"]
 
 
 # on a rank
@@ -187,8 +201,12 @@ def train(
     """
     built = _build(source, axes, state)
     before = sent_so_far()
-    loss = built.train_step(**batch)
-    sent = {kind: size - before.get(kind, 0) for kind, size in sent_so_far().items()}
+    with rt.count_bytes() as counted:
+        loss = built.train_step(**batch)
+    if issubclass(_program(source), rt.Pipeline):
+        sent = by_collective(counted)
+    else:
+        sent = {kind: size - before.get(kind, 0) for kind, size in sent_so_far().items()}
     first = _parts_of(built, loss)
     with torch.no_grad():
         for parameter in built.parameters():
@@ -206,10 +224,24 @@ def infer(rank: int, source: str, axes: Any, state: Tensors, batch: Tensors) -> 
     return found if isinstance(found, tuple) else (found,)
 
 
+def by_collective(counted: Mapping[tuple[str, str], int]) -> dict[str, int]:
+    """Bytes over all axes."""
+    found: dict[str, int] = {}
+    for (collective, _), size in counted.items():
+        found[collective] = found.get(collective, 0) + size
+    return found
+
+
+def _program(source: str) -> type[rt.Program] | type[rt.Pipeline]:
+    found: type[rt.Program] | type[rt.Pipeline] = load(source, "program").Program
+    return found
+
+
 def _build(source: str, axes: Any, state: Tensors) -> rt.Rank:
     rt.seed_dropout(0)
-    rt.set_exact_dropout(True)
-    built = rt.build(load(source, "program").Program, device_mesh(axes), "cpu")
+    program = _program(source)
+    rt.set_exact_dropout(not issubclass(program, rt.Pipeline))
+    built = rt.build(program, device_mesh(axes) if axes else None, "cpu")
     built.init_from(state, broadcast=False)
     return built
 
@@ -232,14 +264,15 @@ def _local(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Parts:
-    """What one rank should hold."""
+    """What one rank should hold: of each parameter and buffer of its stages, by name, the part of this placement."""
 
-    graph: Graph
-    choices: Choices
+    placements: Mapping[str, Placement]
+    sizes: tuple[int, ...]
     coordinate: tuple[int, ...]
+    trained: frozenset[str]  # that the rank must have
 
     def differences(self, expected: Step, found: Step, exact: bool) -> list[str]:
-        wrong = []
+        wrong = [f"{name} is not there" for name in sorted(self.trained - set(found.gradients))]
         scale = max([0.0, *(g.abs().max().item() for g in expected.gradients.values() if g is not None)])
         if not _equal(expected.loss, found.loss, exact, 0.0):
             wrong.append(f"loss {expected.loss.item()!r} became {found.loss.item()!r}")
@@ -259,18 +292,31 @@ class _Parts:
         return wrong
 
     def own(self, name: str, whole: Tensor) -> Tensor:
-        """The part of a parameter or buffer that this rank stores."""
-        tensor = next((s.tensor for s in self.graph.stored if s.name == name), None)
-        return whole if tensor is None else part_of(whole, self.choices.storage[tensor].placement, self)
+        """The part of a parameter or buffer that this rank stores: what the rank of a coordinate has of S, R and I."""
+        for type_, size, index in zip(self.placements.get(name, ()), self.sizes, self.coordinate, strict=False):
+            if type_.kind == "S":
+                lengths = [chunk_length(whole.shape[type_.dim], size, i) for i in range(size)]
+                whole = torch.split(whole, lengths, type_.dim)[index]
+        return whole
 
 
-def part_of(whole: Tensor, placement: Placement, where: _Parts) -> Tensor:
-    """What the rank of a coordinate holds of a tensor in a placement of S, R and I."""
-    for type_, size, index in zip(placement, where.choices.sizes, where.coordinate, strict=True):
-        if type_.kind == "S":
-            lengths = [chunk_length(whole.shape[type_.dim], size, i) for i in range(size)]
-            whole = torch.split(whole, lengths, type_.dim)[index]
-    return whole
+def _parts(graph: Graph, plan: Plan, rank: int) -> _Parts:
+    """Of the rank's stages, whose axes are alike; placements without the microbatches'."""
+    stages = [stage for stage in plan.stages if rank in stage.ranks] or [plan]
+    names = {stored.tensor: stored.name for stored in graph.stored}
+    sizes = tuple(axis.size for axis in _ranks_axes(stages[0]))
+    placements = {
+        names[tensor]: kept.placement[len(kept.placement) - len(sizes) :]
+        for stage in stages
+        for tensor, kept in stage.storage.items()
+    }
+    trained = {stored.name for stored in graph.stored if stored.kind == "parameter" and stored.requires_grad}
+    first = plan.stages and stages[0].first_rank  # type: ignore[union-attr]
+    return _Parts(placements, sizes, _coordinate(rank - (first or 0), sizes), frozenset(trained & set(placements)))
+
+
+def _ranks_axes(placed: Plan | Stage) -> list[Axis]:
+    return [axis for axis in placed.axes if axis.name != MICROBATCH]
 
 
 def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,8 +1,9 @@
 """Where the ranks of one process meet: every collective of every group, with what goes wrong named at once.
 
 A rank posts its part of a collective and goes on; the result is there once it waits, and not before: an output that
-is read too early holds NaN. When ranks call different collectives, or wait for one that cannot come any more because
-the others are done or wait themselves, all of them end with a `MeetingError` that says who was where.
+is read too early holds NaN. What one rank sends to another is there for it from then on. When ranks call different
+collectives, or wait for one that cannot come any more because the others are done or wait themselves, all of them end
+with a `MeetingError` that says who was where.
 """
 
 from __future__ import annotations
@@ -11,11 +12,20 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 Combine = Callable[[list[Any]], list[Tensor]]  # what each rank brings -> the output of each rank
+
+
+class Channel(NamedTuple):
+    """What a rank sends to another by a tag is received by that tag, in the same order."""
+
+    group: tuple[int, ...]
+    source: int
+    target: int
+    tag: int
 
 
 class MeetingError(Exception):
@@ -52,6 +62,8 @@ class Exchange:
         self._bells = [threading.Semaphore(0) for _ in range(world)]
         self._meetings: dict[tuple[tuple[int, ...], int], Meeting] = {}
         self._numbers: Counter[tuple[int, tuple[int, ...]]] = Counter()
+        self._letters: dict[tuple[Channel, int], Meeting] = {}  # sent and not received, or the other way round
+        self._ends: Counter[tuple[Channel, bool]] = Counter()
         self._waiting: dict[int, Meeting] = {}
         self._done: set[int] = set()
         self._open: Counter[int] = Counter()  # meetings that a rank joined and did not wait for yet
@@ -73,6 +85,33 @@ class Exchange:
                 del self._meetings[group, number]
                 self._wake(other for other, awaited in self._waiting.items() if awaited is meeting)
             return meeting
+
+    def send(self, channel: Channel, what: str, part: Tensor) -> None:
+        """Leaves a tensor for another rank, who may wait for it already."""
+        with self._lock:
+            self._raise_if_failed()
+            letter = self._letter(channel, what, is_sent=True)
+            letter.parts[channel.source] = part
+            letter.results[channel.target] = part
+            self._wake(other for other, awaited in self._waiting.items() if awaited is letter)
+
+    def receive(self, channel: Channel, what: str) -> Meeting:
+        """What the other rank leaves here, to be taken."""
+        with self._lock:
+            self._raise_if_failed()
+            self._open[channel.target] += 1
+            return self._letter(channel, what, is_sent=False)
+
+    def _letter(self, channel: Channel, what: str, is_sent: bool) -> Meeting:
+        number = self._ends[channel, is_sent]
+        self._ends[channel, is_sent] += 1
+        text = f"{what} to rank {channel.target} by tag {channel.tag}"
+        known = self._letters.pop((channel, number), None)
+        if known is None:
+            known = self._letters[channel, number] = Meeting((channel.source,), number, text)
+        if known.what != text:
+            raise self._fail(f"{'sent' if is_sent else 'expected'} was {text}, on the other side {known}")
+        return known
 
     def take(self, rank: int, meeting: Meeting) -> Tensor:
         """Waits until everybody has come; what the rank takes home."""
@@ -97,6 +136,8 @@ class Exchange:
                 self.error = f"rank {rank} failed:\n{error}"
             if error is None and self.error is None and self._open[rank]:
                 self.error = f"rank {rank} ended without having waited for {self._open[rank]} of its collectives"
+            if len(self._done) == self.world and self.error is None and self._letters:
+                self.error = f"nobody has received {', '.join(map(str, self._letters.values()))}"
             if self._waiting and self.error is None:
                 self._check_hope()
             if self.error is not None:

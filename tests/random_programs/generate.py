@@ -194,10 +194,13 @@ class Pool:
             self.step()
 
 
-def random_program(seed: int, size: int = 12) -> Program:
-    """The program of a seed, with about `size` statements; its loss depends on a parameter, and is finite."""
+def random_program(seed: int, size: int = 12, by_samples: float = 0.35) -> Program:
+    """The program of a seed, with about `size` statements; its loss depends on a parameter, and is finite.
+
+    by_samples: how likely every value has a row for each sample, as microbatches need.
+    """
     for attempt in range(100):
-        program = _draw(random.Random(f"{seed}/{attempt}"), seed, size)
+        program = _draw(random.Random(f"{seed}/{attempt}"), seed, size, by_samples=by_samples)
         if is_usable(program):
             return program
     raise AssertionError(f"no program for seed {seed}")
@@ -222,9 +225,9 @@ def is_usable(program: Program) -> bool:
     return bool(loss.requires_grad and loss.dim() == 0 and loss.isfinite() and loss.abs() < 1e15)
 
 
-def _draw(rng: random.Random, seed: int, size: int, wanted: str = "") -> Program:
+def _draw(rng: random.Random, seed: int, size: int, wanted: str = "", by_samples: float = 0.35) -> Program:
     exact = rng.random() < 0.5 and (not wanted or OPERATORS[wanted].exact)
-    batch = rng.choice([4, 6, 8, 12]) if rng.random() < 0.35 else None
+    batch = rng.choice([4, 6, 8, 12]) if rng.random() < by_samples else None
     pool = Pool(rng, exact, batch)
     _start(pool)
     blocks: dict[str, Body] = {}

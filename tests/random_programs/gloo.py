@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -29,15 +28,8 @@ def _ready(rank: int, world: int) -> None:
 def _on_process(rank: int, world: int, name: str, args: tuple[Any, ...]) -> Any:
     with rt.count_bytes() as counted:
         check.device_mesh = _device_mesh
-        check.sent_so_far = lambda: _by_collective(counted)
+        check.sent_so_far = lambda: check.by_collective(counted)
         return getattr(check, name)(rank, *args)
-
-
-def _by_collective(counted: Counter[tuple[str, str]]) -> dict[str, int]:
-    sent: Counter[str] = Counter()
-    for (collective, _), size in counted.items():
-        sent[collective] += size
-    return dict(sent)
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Iterator
-from dataclasses import replace
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir import verifier
@@ -62,7 +61,6 @@ def outcome_of(case: Case, plan: Plan) -> str:
     """What is wrong with a plan that verifies; empty when nothing is."""
     try:
         predicted = traffic(case.subject.graph, plan)
-        choices = replace(case.choices, storage=plan.storage, inputs=plan.inputs)
-        return "\n".join(plan_problems(case.subject, plan, predicted, choices))
+        return "\n".join(plan_problems(case.subject, plan, predicted))
     except Exception as error:
         return f"{type(error).__name__}: {error}\n{traceback.format_exc()}"

@@ -47,10 +47,12 @@ def make_axes(sizes: tuple[int, ...]) -> LogicalMesh:
     return tuple(Axis(NAMES[i], size, math.prod(sizes[i + 1 :])) for i, size in enumerate(sizes))
 
 
-def random_choices(graph: Graph, sizes: tuple[int, ...], rng: random.Random, mode: str = "train") -> Choices:
-    """Choices that type-check. Several microbatches where the model allows that, now and then."""
+def random_choices(
+    graph: Graph, sizes: tuple[int, ...], rng: random.Random, mode: str = "train", microbatches: int | None = None
+) -> Choices:  # fmt: skip
+    """Choices that type-check. Several microbatches where the model allows that, now and then, or as many as given."""
     whole = mode != "train" or any("dropout" in node.op for node in graph.nodes)  # exact masks are for whole steps
-    part = _part(graph, 1 if whole else rng.choice([1, 1, 2, 3, 4]))
+    part = _part(graph, microbatches or (1 if whole else rng.choice([1, 1, 2, 3, 4])))
     axes = make_axes(sizes)
     inputs = {name: _random_shards(part.graph.tensors[name], axes, rng) for name in graph.inputs}
     storage = {s.tensor: _random_storage(part.graph, s.tensor, axes, rng) for s in graph.stored}
@@ -91,8 +93,8 @@ def _random_node(
     part: Part, node: Node, axes: LogicalMesh, current: Mapping[str, Placement], rng: random.Random, follow: float
 ) -> NodePlan:
     """A random rule on each axis; rather one that takes the operands as they are, with probability `follow`."""
-    if not node.operands:
-        return NodePlan((), tuple((R,) * len(axes) for _ in node.results))
+    if not node.operands or not axes:
+        return NodePlan(((),) * len(node.operands), tuple((R,) * len(axes) for _ in node.results))
     rules = axis_rules(part.whole, node)
     for _ in range(_TRIES):
         picked = [_random_rule(rules, node, current, axis, rng, follow) for axis in range(len(axes))]
@@ -136,7 +138,15 @@ def _profile():  # type: ignore[no-untyped-def]
 def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan, dict[str, int]]:
     """The plan of the choices, and the bytes that it says the first rank sends. Raises what the verifier raises."""
     part = divided(graph, find_blocks(graph), choices.microbatches)
+    whole = part.on_all_axes(draft_plan(part, choices, mode))
+    verifier.verify(graph, whole, admits)
+    return whole, dict(whole.predicted.comm_bytes)
+
+
+def draft_plan(part: Part, choices: Choices, mode: str = "train") -> Plan:
+    """The plan of the choices for one microbatch, with the bytes of its first rank; not verified."""
     axes = make_axes(choices.sizes)
+    graph = part.whole
     mesh = Mesh("cpu", devices_per_node=math.prod(choices.sizes))
     place = Place(part, axes, Request(mesh, mode, None, None, (), SearchBudget()), _profile())
     outputs = {
@@ -147,10 +157,7 @@ def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan
     path = partial(_path, axes, choices.ways)
     redistributes = _redistributes(part.graph, inputs, storage, nodes, outputs, path)
     plan = replace(place.draft(), inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
-    plan = replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
-    whole = part.on_all_axes(plan)
-    verifier.verify(graph, whole, admits)
-    return whole, dict(whole.predicted.comm_bytes)
+    return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
 
 
 def _path(

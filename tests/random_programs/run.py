@@ -1,7 +1,7 @@
 """Runs random programs: python -m tests.random_programs.run --cases 10000 --gloo 200 --seed 1
 
-In-process cases first, then some on gloo processes. Each mismatch is made small and printed as a script that runs it
-again. Ends with 1 when there was any.
+In-process cases first, then some on gloo processes; with --stages, their plans are of several stages. Each mismatch is
+made small and printed as a script that runs it again. Ends with 1 when there was any.
 """
 
 from __future__ import annotations
@@ -13,10 +13,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
+from typing import Any
 
-from tests.random_programs.cases import Case, cases_of, code, outcome
-from tests.random_programs.shrink import shrink
+from tests.random_programs.cases import Case, StagedCase, cases_of, code, outcome, staged_cases_of
+from tests.random_programs.shrink import shrink, shrink_staged
 
 Done = tuple[str, str, str, bool]  # name, mesh, what is wrong, whether it was compared for equality
 
@@ -26,27 +28,29 @@ def main() -> int:
     print(f"seed {arguments.seed}", flush=True)
     print("model and plan", "on threads:" if not arguments.case else arguments.case, flush=True)
     if arguments.case:
-        return _again(arguments.case)
+        return _again(arguments.case, arguments.stages)
     seeds = range(arguments.seed, arguments.seed + arguments.cases)  # of programs: each has several cases
     with ExitStack() as stack:
         each: Callable[..., Iterator[list[Done]]] = map
         if arguments.processes > 1:
             each = stack.enter_context(get_context("spawn").Pool(arguments.processes)).imap
-        done = itertools.chain.from_iterable(each(_outcomes, seeds))
-        wrong = _tell(done, arguments.cases, arguments.shrink, "threads")
+        done = itertools.chain.from_iterable(each(partial(_outcomes, arguments.stages), seeds))
+        wrong = _tell(done, arguments.cases, arguments.shrink, "threads", arguments.stages)
     if arguments.gloo:
         first = arguments.seed + 10_000_019  # other programs than those above
-        on_gloo = ((case.name, str(case.choices.sizes), *_judged(case, _outcome_on_gloo)) for case in _cases(first, 4))
-        wrong += _tell(on_gloo, arguments.gloo, False, "gloo")
+        cases = _cases(first, 4, arguments.stages)
+        on_gloo = ((case.name, str(case.choices.sizes), *_judged(case, _outcome_on_gloo)) for case in cases)
+        wrong += _tell(on_gloo, arguments.gloo, False, "gloo", arguments.stages)
     return 1 if wrong else 0
 
 
-def _outcomes(seed: int) -> list[Done]:
+def _outcomes(stages: bool, seed: int) -> list[Done]:
     """All cases of a program: their names, meshes, what is wrong, and whether they were compared for equality."""
-    return [(case.name, str(case.choices.sizes), *_judged(case, outcome)) for case in cases_of(seed)]
+    cases = staged_cases_of(seed) if stages else cases_of(seed)
+    return [(case.name, str(case.choices.sizes), *_judged(case, outcome)) for case in cases]
 
 
-def _judged(case: Case, run: Callable[[Case], str]) -> tuple[str, bool]:
+def _judged(case: Any, run: Callable[[Any], str]) -> tuple[str, bool]:
     text = run(case)
     return text, case.subject.mode == "train" and not text and case.subject.is_exact
 
@@ -57,35 +61,37 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--gloo", type=int, default=0, help="how many cases on gloo processes")
     parser.add_argument("--seed", type=int, default=int(time.time()) % 1_000_000, help="of the first program")
     parser.add_argument("--case", help="one case by its name, such as 17.3")
+    parser.add_argument("--stages", action="store_true", help="plans of several stages")
     parser.add_argument("--processes", type=int, default=1, help="that share the in-process cases")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="make mismatches small")
     return parser.parse_args()
 
 
-def _cases(seed: int, plans: int = 10) -> Iterator[Case]:
+def _cases(seed: int, plans: int = 10, stages: bool = False) -> Iterator[Case | StagedCase]:
     for number in itertools.count(seed):
-        yield from cases_of(number, plans)
+        yield from staged_cases_of(number, plans) if stages else cases_of(number, plans)
 
 
-def _again(name: str) -> int:
-    case = _named(name)
+def _again(name: str, stages: bool) -> int:
+    case = _named(name, stages)
     text = outcome(case)
     print(code(case, text), text or "equal", sep="\n")
     return 1 if text else 0
 
 
-def _named(name: str) -> Case:
-    return next(case for case in cases_of(int(name.split(".")[0])) if case.name == name)
+def _named(name: str, stages: bool) -> Case | StagedCase:
+    seed = int(name.split(".")[0])
+    return next(case for case in (staged_cases_of(seed) if stages else cases_of(seed)) if case.name == name)
 
 
-def _tell(cases: Iterator[Done], count: int, small: bool, where: str) -> int:
+def _tell(cases: Iterator[Done], count: int, small: bool, where: str, stages: bool) -> int:
     """How many of so many cases are wrong."""
     started, wrong, exact = time.monotonic(), 0, 0
     for number, (name, sizes, text, is_exact) in enumerate(itertools.islice(cases, count), 1):
         exact += is_exact
         if text:
             wrong += 1
-            _report(name, sizes, text, small)
+            _report(name, sizes, text, small, stages)
         if number % 200 == 0 or number == count:
             seconds = time.monotonic() - started
             print(
@@ -96,13 +102,15 @@ def _tell(cases: Iterator[Done], count: int, small: bool, where: str) -> int:
     return wrong
 
 
-def _report(name: str, sizes: str, text: str, small: bool) -> None:
+def _report(name: str, sizes: str, text: str, small: bool, stages: bool) -> None:
     print(f"\ncase {name} on {sizes}: {text}", flush=True)
-    found = shrink(_named(name)) if small else _named(name)
+    found: Any = _named(name, stages)
+    if small:
+        found = shrink_staged(found) if stages else shrink(found)
     print(f"\n{code(found, outcome(found) if small else text)}", flush=True)
 
 
-def _outcome_on_gloo(case: Case) -> str:
+def _outcome_on_gloo(case: Case | StagedCase) -> str:
     from tests.random_programs.gloo import run_on_gloo
 
     return outcome(case, run_on_gloo)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.placement import I, R
 from autopar.ir.plan import NodePlan, Storage
-from tests.random_programs.cases import Case, outcome
+from tests.random_programs.cases import Case, StagedCase, outcome
 from tests.random_programs.check import Subject
 from tests.random_programs.generate import is_usable, prune
 from tests.random_programs.plans import MESHES, Choices, random_plan
 from tests.random_programs.programs import Body, Leaf, Length, Program, Statement
+from tests.random_programs.staged import random_staged_plan
 
 PLANS_A_PROGRAM = 16  # tried before a smaller program is taken for one that does not fail
 
@@ -72,6 +75,49 @@ def _some_plan(subject: Subject, meshes: list[tuple[int, ...]], fails: Callable[
             if choices is not None and _fails_alike(Case(subject, choices), fails, kind):
                 return Case(subject, choices)
     return None
+
+
+def shrink_staged(case: StagedCase, fails: Callable[[StagedCase], str] = outcome) -> StagedCase:
+    """The smallest case of a plan of several stages found that fails in the same way."""
+    kind = _kind(fails(case))
+
+    def alike(other: StagedCase) -> bool:
+        text = fails(other)
+        return bool(text) and _kind(text) == kind
+
+    case = _smaller_staged_program(case, alike)
+    case = min([case, *filter(alike, _staged(case.subject, range(60)))], key=_size)
+    for plainer in (
+        {"recompute": ()}, {"handovers": None}, {"schedule": "1f1b"}, {"schedule": "gpipe"},
+        {"stages": tuple(replace(one, ways=None) for one in case.choices.stages)},
+    ):  # fmt: skip
+        other = replace(case, choices=replace(case.choices, **plainer))
+        with suppress(PlanError, PlacementError):
+            case = other if alike(other) else case
+    return case
+
+
+def _smaller_staged_program(case: StagedCase, alike: Callable[[StagedCase], bool]) -> StagedCase:
+    for program in smaller_programs(case.subject.program):
+        if is_usable(program):
+            with suppress(RuntimeError, ValueError, PlanError):  # one that cannot be traced is no use
+                cases = _staged(Subject(program, case.subject.mode), range(PLANS_A_PROGRAM))
+                found = next(filter(alike, cases), None)
+                if found is not None:
+                    return _smaller_staged_program(found, alike)
+    return case
+
+
+def _staged(subject: Subject, seeds: range) -> Iterator[StagedCase]:
+    for seed in seeds:
+        choices = random_staged_plan(subject.graph, random.Random(seed), subject.mode)
+        if choices is not None:
+            yield StagedCase(subject, choices)
+
+
+def _size(case: StagedCase) -> tuple[int, int, int]:
+    choices = case.choices
+    return len(choices.stages), sum(map(math.prod, choices.sizes)), choices.microbatches
 
 
 # programs

@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from autopar.runtime import randomness
-from tests.random_programs.exchange import Combine, Exchange, Meeting, MeetingError
+from autopar.runtime import comm, mesh, randomness
+from tests.random_programs.exchange import Channel, Combine, Exchange, Meeting, MeetingError
 
 PATIENCE_S = 60.0
 
@@ -57,6 +59,16 @@ class _Work(dist.Work):
 
     def is_completed(self) -> bool:
         return self._done
+
+
+class _Sent(dist.Work):
+    """A tensor that is with the exchange: whoever waits for it to leave, in whichever thread, need not."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
 
 
 class ThreadGroup(dist.ProcessGroup):
@@ -126,6 +138,25 @@ class ThreadGroup(dist.ProcessGroup):
 
         return self._start("all_to_all", output, tensor, combine, sizes)
 
+    def send(self, tensors: list[Tensor], target: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        exchange = _here.exchange
+        assert exchange is not None, "a send outside of a job"
+        exchange.sent[_here.rank]["send"] += tensor.nbytes
+        channel = Channel(self.members, _here.rank, self.members[target], tag)
+        exchange.send(channel, f"{tuple(tensor.shape)} {tensor.dtype}", tensor.detach().clone())
+        return _Sent()
+
+    def recv(self, tensors: list[Tensor], source: int, tag: int = 0) -> dist.Work:
+        (tensor,) = tensors
+        exchange = _here.exchange
+        assert exchange is not None, "a receive outside of a job"
+        channel = Channel(self.members, self.members[source], _here.rank, tag)
+        meeting = exchange.receive(channel, f"{tuple(tensor.shape)} {tensor.dtype}")
+        with torch.no_grad():  # nobody may read it before
+            tensor.detach().fill_(float("nan") if tensor.is_floating_point() else 0)
+        return _Work(meeting, tensor)
+
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         (tensor,) = tensors
         root = opts.rootRank
@@ -177,17 +208,57 @@ class _OwnStream(threading.local):
         setattr(self.__dict__["own"], name, value)
 
 
+class _OwnGroups(threading.local):
+    """The groups that programs of a process share: here those of a thread do."""
+
+    def __init__(self) -> None:
+        self.own: dict[Any, Any] = {}
+
+    def get(self, key: Any) -> Any:
+        return self.own.get(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self.own[key] = value
+
+
+class _OwnCounters(threading.local):
+    """Who counts the bytes of collectives: in a process everybody's, here those of a thread."""
+
+    def __init__(self) -> None:
+        self.own: list[Any] = []
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.own)
+
+    def append(self, counter: Any) -> None:
+        self.own.append(counter)
+
+    def __delitem__(self, index: int) -> None:
+        del self.own[index]
+
+
+_groups, _counters = _OwnGroups(), _OwnCounters()
+
+
 @contextmanager
 def _threads_as_ranks() -> Iterator[None]:
-    """While jobs run, what torch and the runtime keep for the process is each thread's own."""
-    held_world, held_stream, held_hook = distributed_c10d._world, randomness._stream, sys.excepthook
-    distributed_c10d._world = ThreadLocalWorld()
-    randomness._stream = _OwnStream()
+    """While jobs run, what torch and the runtime keep for the process is each thread's own.
+
+    Whether recomputation stops early is torch's for the process, and the runtime never wants it to.
+    """
+    held_hook = sys.excepthook
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        yield
+        with (
+            mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()),
+            mock.patch.object(randomness, "_stream", _OwnStream()),
+            mock.patch.object(mesh, "_groups", _groups),
+            mock.patch.object(comm, "_counters", _counters),
+            mock.patch.object(torch.utils.checkpoint, "_enable_checkpoint_early_stop", False),
+        ):
+            yield
     finally:
-        distributed_c10d._world, randomness._stream, sys.excepthook = held_world, held_stream, held_hook
+        sys.excepthook = held_hook
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
 
 

@@ -1,0 +1,245 @@
+"""Random plans of several stages: any cut of the program, each stage with any plan on a submesh of any size.
+
+A stage is a whole plan of the program on the stage's axes, of which it runs its nodes; stages that share one are
+planned together, as stages of equal submeshes mostly are. What is handed over goes in the cheapest placements, or any.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar import staging
+from autopar.cost import profiles_of
+from autopar.cost.crossing import way
+from autopar.errors import PlacementError, PlanError
+from autopar.interop import Members
+from autopar.ir import verifier
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import I, Placement, R, S, Type
+from autopar.ir.plan import Plan
+from autopar.ir.structure import is_random
+from autopar.microbatch import divisible
+from autopar.ops import admits
+from autopar.planning import divided
+from autopar.trace import find_blocks
+from tests.random_programs.plans import Choices, draft_plan, random_choices
+
+#: axes of a submesh
+SHAPES = ((), (), (2,), (2,), (3,), (2, 2), (4,))
+MAX_RANKS = 8
+_TRIES = 4
+
+
+@dataclass(frozen=True)
+class StagedChoices:
+    """All that a plan of several stages is free to choose.
+
+    stages: what each is planned by; stages of the same choices (one object) are planned together. members: the stages
+    of each node. handovers: the seed of the placements that tensors cross in; None: the cheapest.
+    """
+
+    stages: tuple[Choices, ...]
+    members: Members
+    first_ranks: tuple[int, ...]
+    schedule: str
+    recompute: tuple[str, ...] = ()
+    handovers: int | None = None
+
+    @property
+    def microbatches(self) -> int:
+        return self.stages[0].microbatches
+
+    @property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The axes of each stage."""
+        return tuple(choices.sizes for choices in self.stages)
+
+
+def random_staged_plan(graph: Graph, rng: random.Random, mode: str = "train") -> StagedChoices | None:
+    """Choices whose plan verifies, or fails in another way than by being refused; None where none was found, as for
+    programs that draw random numbers: stages draw at the same time, and not what one device draws."""
+    if any(is_random(node) for node in graph.nodes):
+        return None
+    for _ in range(_TRIES):
+        choices = random_staged_choices(graph, rng, mode)
+        try:
+            make_staged_plan(graph, choices, mode)
+        except (PlanError, PlacementError):
+            continue
+        except Exception:
+            pass  # the same again when the case is judged
+        return choices
+    return None
+
+
+# The choices ----------------------------------------
+
+
+def random_staged_choices(graph: Graph, rng: random.Random, mode: str = "train") -> StagedChoices:
+    """Submeshes, a cut of the program, a plan for each stage, a schedule and what is computed again."""
+    shapes = _random_shapes(rng)
+    schedule = rng.choice(["gpipe", "1f1b", "1f1b", "interleaved", "zero_bubble"])
+    microbatches = _random_count(graph, rng, mode)
+    chunks = rng.choice([1, 2, 2, 3]) if schedule == "interleaved" else 1
+    shapes = shapes[: max(2, 6 // chunks)]
+    firsts = [sum(math.prod(shape) for shape in shapes[:place]) for place in range(len(shapes))]
+    if rng.random() < 0.2:  # the first stage on the last ranks
+        firsts = [_num_ranks(shapes) - first - math.prod(shape) for first, shape in zip(firsts, shapes, strict=True)]
+    members = random_members(graph, len(shapes) * chunks, rng)
+    again = () if schedule == "zero_bubble" or rng.random() < 0.6 else random_modules(graph, rng)
+    return StagedChoices(
+        _random_parts(graph, shapes, chunks, rng, mode, microbatches), members, tuple(firsts) * chunks, schedule, again,
+        rng.randrange(1 << 30) if rng.random() < 0.6 else None,
+    )  # fmt: skip
+
+
+def _num_ranks(shapes: Sequence[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def _random_shapes(rng: random.Random) -> list[tuple[int, ...]]:
+    """The axes of 2 to 4 submeshes, equal ones half of the time."""
+    while True:
+        count = rng.choice([2, 2, 2, 3, 3, 4])
+        shapes = [rng.choice(SHAPES)] * count if rng.random() < 0.4 else [rng.choice(SHAPES) for _ in range(count)]
+        if _num_ranks(shapes) <= MAX_RANKS:
+            return shapes
+
+
+def _random_count(graph: Graph, rng: random.Random, mode: str) -> int:
+    """Of microbatches."""
+    if mode != "train":
+        return 1
+    able = [count for count in (2, 3, 4, 6) if divisible(graph, count)]
+    return rng.choice([1, *able, *able])
+
+
+def _random_parts(
+    graph: Graph, shapes: Sequence[tuple[int, ...]], chunks: int, rng: random.Random, mode: str, microbatches: int
+) -> tuple[Choices, ...]:
+    """Of each stage; stages of one submesh, and often equal ones too, are planned together."""
+    together = rng.random() < 0.6
+    known: dict[Any, Choices] = {}
+    found = []
+    for place, shape in enumerate(shapes):
+        key = shape if together else place
+        if key not in known:
+            known[key] = random_choices(graph, shape, rng, mode, microbatches)
+        found.append(known[key])
+    return tuple(found) * chunks
+
+
+def random_members(graph: Graph, count: int, rng: random.Random) -> dict[str, tuple[int, ...]]:
+    """The stages of each node: about as they come, some later than they might; the last one makes the loss.
+
+    Nodes that several stages have what it takes for may run in several of them.
+    """
+    order = [node.name for node in graph.nodes]
+    cuts = sorted(rng.sample(range(1, max(len(order), count)), count - 1))
+    late, twice = rng.choice([0.0, 0.1, 0.3]), rng.choice([0.0, 0.0, 0.15])
+    changed = set(graph.mutations.values())
+    members: dict[str, tuple[int, ...]] = {}
+    for position, node in enumerate(graph.nodes):
+        made_in = [members[graph.producers[name].name] for name in node.operands if name in graph.producers]
+        least = max([0, *(stages[0] for stages in made_in)])
+        stage = max(least, sum(position >= cut for cut in cuts))
+        if rng.random() < late:
+            stage = rng.randint(stage, count - 1)
+        if graph.loss in node.results:
+            stage = count - 1
+        members[node.name] = (stage,)
+        single = not changed.isdisjoint(node.results) or graph.loss in node.results
+        if rng.random() < twice and stage < count - 1 and not single:
+            members[node.name] = (stage, rng.randint(stage + 1, count - 1))
+    return members
+
+
+def random_modules(graph: Graph, rng: random.Random) -> tuple[str, ...]:
+    """Some modules, none inside of another."""
+    paths = sorted({path for node in graph.nodes for path, _ in node.scope.path if path})
+    chosen: list[str] = []
+    for path in rng.sample(paths, min(len(paths), rng.randint(1, 3))):
+        if not any(f"{one}.".startswith(f"{other}.") for one, other in ((path, p) for p in chosen)) and not any(
+            f"{p}.".startswith(f"{path}.") for p in chosen
+        ):
+            chosen.append(path)
+    return tuple(chosen)
+
+
+# The plan ----------------------------------------
+
+
+def make_staged_plan(graph: Graph, choices: StagedChoices, mode: str = "train") -> Plan:
+    """The plan of the choices. Raises what the verifier raises, or where a tensor has no way between stages."""
+    part = divided(graph, find_blocks(graph), choices.microbatches)
+    known: dict[int, Plan] = {}
+    for one in choices.stages:
+        if id(one) not in known:
+            known[id(one)] = part.on_all_axes(draft_plan(part, one, mode))
+    plans = [known[id(one)] for one in choices.stages]
+    sizes = {first: math.prod(one.sizes) for first, one in zip(choices.first_ranks, choices.stages, strict=True)}
+    mesh = Mesh("cpu", devices_per_node=sum(sizes.values()))
+    plan = _cut(graph, plans, choices, mesh)
+    plan = replace(plan, recompute=choices.recompute)
+    verifier.verify(graph, plan, admits)
+    return plan
+
+
+def _cut(graph: Graph, plans: Sequence[Plan], choices: StagedChoices, mesh: Mesh) -> Plan:
+    """As `staging.cut`, where the placements of what is handed over are random if they are to be."""
+    if choices.handovers is None:
+        return staging.cut(
+            graph, plans, choices.members, choices.first_ranks, choices.schedule, mesh, profiles_of(mesh)
+        )
+    what = staging._Cut(graph, plans, choices.members, choices.first_ranks, mesh, profiles_of(mesh))
+    reads = [staging._reads(graph, plan, choices.members, index, len(plans)) for index, plan in enumerate(plans)]
+    rng = random.Random(choices.handovers)
+    handed = [
+        {name: _other_handover(what, index, name, item, reads[index], rng) for name, item in found.items()}
+        for index, found in enumerate(staging._received(what, pairs, index) for index, pairs in enumerate(reads))
+    ]
+    return staging._joined(what, reads, handed, choices.schedule)
+
+
+def _other_handover(
+    what: staging._Cut, index: int, name: str, item: staging._Handed, reads: Mapping[Any, None], rng: random.Random
+) -> staging._Handed:
+    """Other placements that a tensor may leave and arrive in, where some that are drawn will do."""
+    maker, made = item.maker, what.made(item.maker, name)
+    wanted = [placement for read, placement in reads if read == name]
+    over = staging._over_microbatches(made, what.plans[maker])
+    there, here = what.end(maker), what.end(index)
+    is_equal = [axis.size for axis in there.axes] == [axis.size for axis in here.axes]
+    for _ in range(6):
+        leaving = _random_placement(what.graph, name, len(there.axes), rng, is_equal)
+        arriving = leaving if is_equal else _random_placement(what.graph, name, len(here.axes), rng, False)
+        found = staging._Handed(maker, (*over, *leaving), (*over, *arriving))
+        if _goes(what, maker, name, made, found.leaving) and all(
+            _goes(what, index, name, found.arriving, placement) for placement in wanted
+        ):
+            return found
+    return item
+
+
+def _random_placement(graph: Graph, name: str, count: int, rng: random.Random, is_equal: bool) -> Placement:
+    tensor = graph.tensors[name]
+    whole = I if tensor.differentiable else R
+    types: list[Type] = [whole, *(S(dim) for dim in range(len(tensor.shape)))] + ([R] if is_equal else [])
+    return tuple(rng.choice(types) for _ in range(count))
+
+
+def _goes(what: staging._Cut, index: int, name: str, have: Placement, target: Placement) -> bool:
+    """Whether a stage can redistribute a tensor so, of one microbatch."""
+    plan, tensor = what.plans[index], what.graph.tensors[name]
+    if have == target:
+        return True
+    if staging._over_microbatches(have, plan) != staging._over_microbatches(target, plan):
+        return False
+    source, to = staging._on_ranks(have, plan), staging._on_ranks(target, plan)
+    route = way(what.shape(name), tensor.itemsize, tensor.differentiable, source, to, what.end(index), what.mesh)
+    return route is not None
