@@ -283,7 +283,7 @@ def test_chosen_where_faster() -> None:
 
 
 def test_what_is_pinned_stays_out_of_branches() -> None:
-    config = inception.Config(modules="AA", image_size=35, width=0.5, batch_size=1, norm=False)
+    config = inception.Config(modules="AA", pool_channels=(32, 32), image_size=35, width=0.5, batch_size=1, norm=False)
     with torch.device("meta"):
         model, batch = inception.build(config).eval(), inception.example_inputs(config)
     mesh, rule = autopar.Mesh("h100", devices_per_node=2), autopar.Constraint("modules_.0.*", ("R", "I"))
