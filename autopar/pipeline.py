@@ -23,15 +23,16 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import Place, Request, SearchBudget, best_plan, divided, fit_or_refuse_over
+from autopar.planning import Place, Request, SearchBudget, best_plan, branched, divided, fit_or_refuse_over
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
+from autopar.shares import SharedBatch, best_mixed_plan
 from autopar.simulate import Timeline, simulate
-from autopar.stage_planning import best_staged_plan
+from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
-from autopar.trace import Blocks, find_blocks, trace
-from autopar.unequal import UnequalStages, best_unequal_plan
+from autopar.trace import find_blocks, trace
+from autopar.unequal import UnequalStages
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
@@ -76,18 +77,18 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
     """The fastest plan that fits of a traced model. Raises like `parallelize`."""
     blocks = find_blocks(graph)
     if not request.mesh.is_homogeneous:
-        return best_unequal_plan(graph, blocks, request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if _looks_for_stages(request, blocks) else best_plan
-    return find(graph, blocks, request, load_profile(request.mesh.profile), progress)
+        return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
+    find = best_staged_plan if _looks_for_stages(request) else best_plan
+    profile = load_profile(request.mesh.profile)
+    return branched(graph, blocks, request, profile, find(graph, blocks, request, profile, progress))
 
 
-def _looks_for_stages(request: Request, blocks: Blocks) -> bool:
+def _looks_for_stages(request: Request) -> bool:
     """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids."""
     pinned = {constraint.stages for constraint in request.constraints} - {None}
     if pinned:
         return pinned != {1}
-    is_possible = request.mode == "train" and request.mesh.num_devices > 1 and sum(map(len, blocks.paths)) > 1
-    return request.budget.stages and is_possible
+    return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
 
 
 def template_plan(
@@ -100,6 +101,7 @@ def template_plan(
 
     pp: stages of repeated blocks, the embedding with the first, head and loss with the last, each on neighbouring ranks
     of one kind. split: "equal" gives each as many blocks, "speed" as many as keep the slowest stage fast while all fit.
+    Of pp=1 on devices of several kinds, split says in the same way how many rows of a batch each rank of dp gets.
     schedule: "gpipe" (all forward, then all backward), "1f1b" (as few microbatches in flight as
     keep the stages busy), "interleaved" (1f1b with `chunks` stages a submesh, in turn) or "zero_bubble" (1f1b whose
     gradients of parameters are made later than those that earlier stages wait for). microbatches: the global batch is
@@ -139,10 +141,17 @@ def template_of_graph(
     request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
     if by_speed:
         kinds = {group.profile: axes for group in mesh.groups}
+        if pp == 1 and not mesh.is_homogeneous:
+            return _checked(SharedBatch(part, axes, request, profiles_of(mesh)).plan(split), graph)
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split)
     else:
         plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
+    return _checked(plan, graph)
+
+
+def _checked(plan: Plan, graph: Graph) -> Plan:
+    """The plan, verified, with what `plan.timeline()` calls."""
     verifier.verify(graph, plan, admits)
     return _with_simulator(plan, graph)
 

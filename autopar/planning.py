@@ -6,12 +6,14 @@ Where no place has a plan that fits, blocks are computed again (`zero.recomputat
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from autopar.branches import with_branches
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
@@ -116,36 +118,118 @@ def divided(graph: Graph, blocks: Blocks, microbatches: int) -> Part:
     return Part(graph, part, blocks, microbatches, types, cut_constraints(graph, types))
 
 
+Fit = Callable[["Place", float], Plan]
+"""The best plan in a place that is found in so many seconds. Raises InfeasibleError."""
+_HIDDEN = 1.25
+"""A plan's step is at most so many times shorter than what it costs, by what the simulator finds hidden."""
+
+
 def best_plan(graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None) -> Plan:
     """The fastest plan that fits, in as few microbatches as do, over all logical meshes.
 
     Where none fits, or memory keeps the fastest from being chosen, plans that compute blocks again compete, with those
     of twice the microbatches, too. Raises InfeasibleError naming the smallest memory limit that can be met.
     """
-    deadline = time.monotonic() + request.budget.seconds
-    meshes = logical_meshes(request.mesh)
-    again = _recomputable(graph, blocks, request)
-    pinned = pinned_modules(recomputable(graph, _paths(blocks)), request.constraints)
-    request = replace(request, recompute=pinned or ())
-    tried: list[dict[str, Any]] = []
-    places: list[Place] = []
-    found: list[tuple[Place, Plan]] = []
-    for count in microbatch_counts(graph, request):
-        part = divided(graph, blocks, count)
-        here = [Place(part, axes, request, profile) for axes in meshes]
-        places += here
-        plans, is_second = _candidates(here, Place.fit, deadline, tried, progress), bool(found)
-        fits_at_once = bool(plans)
-        asked = _to_recompute(here, plans) if again.full else []
-        plans += _candidates(asked, partial(_fit_recomputed, again), deadline, tried, progress) if asked else []
-        found += plans
-        if fits_at_once or is_second:
-            break
-    if not found:
-        whole = [place.recomputing(joined(again.full)) for place in places] if again.full else places
-        found = [fit_or_refuse_over(whole)]
-    place, best = _fastest(found)
-    return place.part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(tried))))
+    search = _Search(graph, blocks, request, profile, progress)
+    found = search.run()
+    return search.stated(found or [fit_or_refuse_over(search.smallest())])
+
+
+def faster_plan(
+    graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None, than_ns: int
+) -> Plan | None:
+    """As `best_plan`, but only where more than `than_ns` a step is not certain; None where no plan fits there."""
+    search = _Search(graph, blocks, request, profile, progress, than_ns)
+    found = search.run()
+    return search.stated(found) if found else None
+
+
+class _Search:
+    """Over places: logical meshes, in ever more microbatches until something fits."""
+
+    def __init__(
+        self, graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None,
+        than_ns: int | None = None,
+    ) -> None:  # fmt: skip
+        self.graph, self.blocks, self.profile, self.progress, self.than_ns = graph, blocks, profile, progress, than_ns
+        self.deadline = time.monotonic() + request.budget.seconds
+        self.again = _recomputable(graph, blocks, request)
+        pinned = pinned_modules(recomputable(graph, _paths(blocks)), request.constraints)
+        self.request = replace(request, recompute=pinned or ())
+        self.tried: list[dict[str, Any]] = []
+        self.places: list[Place] = []
+
+    def run(self) -> list[tuple[Place, Plan]]:
+        """Plans that fit."""
+        found: list[tuple[Place, Plan]] = []
+        for count in microbatch_counts(self.graph, self.request):
+            part = divided(self.graph, self.blocks, count)
+            meshes = logical_meshes(self.request.mesh)
+            here = [Place(part, axes, self.request, self.profile) for axes in meshes]
+            here = [place for place in here if self._may_be_faster(place)]
+            self.places += here
+            plans, is_second = self._candidates(here, Place.fit), bool(found)
+            fits_at_once = bool(plans)
+            asked = _to_recompute(here, plans) if self.again.full else []
+            plans += self._candidates(asked, partial(_fit_recomputed, self.again)) if asked else []
+            found += plans
+            if fits_at_once or is_second or not here:
+                break
+        return found
+
+    def _may_be_faster(self, place: Place) -> bool:
+        """Whether not even placements without a limit of memory cost so much more that nothing could hide it."""
+        if self.than_ns is None:
+            return True
+        budget = place.request.budget
+        cost_ns = place.placements.unlimited_cost_ns(_LEAST_S, budget.seed, budget.gap)
+        return cost_ns <= self.than_ns * _HIDDEN
+
+    def _candidates(self, places: Sequence[Place], fit: Fit) -> list[tuple[Place, Plan]]:
+        """The plans of all places that have one."""
+        with reporting(self.progress, len(places)) as report:
+            found = [
+                (place, _candidate(place, fit, _share(self.deadline, len(places) - number), self.tried, report))
+                for number, place in enumerate(places)
+            ]
+        return [(place, plan) for place, plan in found if plan is not None]
+
+    def smallest(self) -> list[Place]:
+        """All places, with all blocks computed again where the search may do so."""
+        return [place.recomputing(joined(self.again.full)) for place in self.places] if self.again.full else self.places
+
+    def stated(self, found: Sequence[tuple[Place, Plan]]) -> Plan:
+        """The fastest, as one for the step."""
+        place, best = _fastest(found)
+        return place.part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(self.tried))))
+
+
+def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan) -> Plan:
+    """The plan with operators beside each other on parts of an axis, where that is faster; as it is with stages.
+
+    Where branches are worth while, the other logical meshes are looked at once more: theirs may be worth more.
+    """
+    if plan.stages or request.mesh.num_devices == 1:
+        return plan
+    deadline = time.monotonic() + request.budget.seconds / 2
+    part, inner = divided(graph, blocks, plan.microbatches), one_microbatch_plan(plan)
+    request = replace(request, recompute=plan.recompute)
+    best = _in_branches(Place(part, inner.axes, request, profile), inner, deadline)
+    if best is inner:
+        return plan
+    for axes in logical_meshes(request.mesh):
+        if axes != inner.axes and time.monotonic() < deadline:
+            place = Place(part, axes, request, profile)
+            with contextlib.suppress(InfeasibleError):
+                other = _in_branches(place, place.fit(_share(deadline, 2)), deadline)
+                best = min(best, other, key=lambda one: one.predicted.step_time_ns)
+    return part.on_all_axes(replace(best, search=replace(best.search, tried=plan.search.tried)))
+
+
+def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
+    own, left = place.profile.shared_by(place.request.mesh.devices_per_node), deadline - time.monotonic()
+    representative = place.part.blocks.representative_node
+    return with_branches(place.part.graph, plan, own, place.scored, representative, left)
 
 
 def _recomputable(graph: Graph, blocks: Blocks, request: Request) -> Recomputable:
@@ -175,22 +259,6 @@ def _is_unlimited(place: Place, plan: Plan) -> bool:
     budget = place.request.budget
     free_ns = place.placements.unlimited_cost_ns(_LEAST_S, budget.seed, budget.gap)
     return plan.search.cost_ns * (1 - budget.gap) <= free_ns
-
-
-Fit = Callable[["Place", float], Plan]
-"""The best plan in a place that is found in so many seconds. Raises InfeasibleError."""
-
-
-def _candidates(
-    places: Sequence[Place], fit: Fit, deadline: float, tried: list[dict[str, Any]], progress: Report | None
-) -> list[tuple[Place, Plan]]:
-    """The plans of all places that have one."""
-    with reporting(progress, len(places)) as report:
-        found = [
-            (place, _candidate(place, fit, _share(deadline, len(places) - number), tried, report))
-            for number, place in enumerate(places)
-        ]
-    return [(place, plan) for place, plan in found if plan is not None]
 
 
 def _fit_recomputed(again: Recomputable, place: Place, seconds: float) -> Plan:

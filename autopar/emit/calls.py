@@ -8,14 +8,14 @@ rows, a loss or mean over the global count, statistics over shards, dropout mask
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autopar.emit.heads import HEADS
 from autopar.emit.spatial import SPATIAL
 from autopar.ir.graph import Atom, Graph, Ref
-from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape, num_shards
+from autopar.ir.placement import Axis, Placement, S, are_alike, axes_along, format_placement, local_shape
 from autopar.ir.plan import PlanData
 from autopar.ir.statements import Operate, Value
 from autopar.ir.structure import is_random
@@ -95,14 +95,14 @@ def local_lengths(graph: Graph, plan: PlanData, value: Value) -> tuple[int, ...]
     shape, placement = graph.tensors[value[0]].shape, value[1]
     local = local_shape(shape, placement, plan.axes)
     return tuple(
-        RankLength(length, rank_length(whole, [a for a, t in zip(plan.axes, placement, strict=True) if t == S(dim)]))
-        if whole % num_shards(placement, dim, plan.axes)
-        else length
+        length
+        if are_alike(shape, placement, dim, plan.axes)
+        else RankLength(length, rank_length(whole, axes_along(placement, dim, plan.axes)))
         for dim, (whole, length) in enumerate(zip(shape, local, strict=True))
     )
 
 
-def rank_length(length: int, axes: list[Axis]) -> str:
+def rank_length(length: int, axes: Sequence[Axis]) -> str:
     """The text of the length that a rank holds of a dim that the axes split, from the outer one to the inner."""
     names = [axis.name for axis in axes if axis.name != MICROBATCH]
     length //= math.prod(axis.size for axis in axes if axis.name == MICROBATCH)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autopar.emit.calls import CallWriter, rank_length
+from autopar.emit.calls import CallWriter, local_lengths, rank_length
 from autopar.emit.literals import constant_text
 from autopar.emit.names import Names
 from autopar.emit.tree import Region
+from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Stored, Tensor
-from autopar.ir.placement import Placement, format_placement, num_shards
+from autopar.ir.placement import Placement, are_alike, format_placement
 from autopar.ir.plan import PlanData
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
@@ -20,6 +22,7 @@ from autopar.ir.verifier import MICROBATCH
 from autopar.ops.communication import inner_communication
 
 INDENT = "    "
+LINE = 120
 
 
 @dataclass
@@ -61,6 +64,7 @@ class ClassWriter:
         self.class_of: dict[str, str] = {}  # module path -> class
         self.containers: dict[str, list[str]] = {}  # module path -> names of its modules
         self.escaping: set[Value] = set()  # values that the whole program leaves
+        self.tree = Module("")
         self.late: set[Value] = set()  # outputs that nothing in the program reads: nobody waits for them
 
     # placements and declarations
@@ -120,6 +124,7 @@ class ClassWriter:
             _descend(top, path).stored[last] = stored
         for region in _walk(root):
             _descend(top, region.path.split(".") if region.path else []).regions.append(region)
+        self.tree = top
         return top
 
     def write_module(self, module: Module, class_name: str, base: str = "rt.Block") -> str:
@@ -131,8 +136,9 @@ class ClassWriter:
             f"{INDENT * 2}super().__init__(mesh)",
         ]
         lines += [f"{INDENT * 2}{line}" for line in self._init_lines(module)]
-        for number, region in enumerate(module.regions):
-            lines += ["", *self._forward(region, number)]
+        lines += self.branch_methods(module)
+        for number, region in enumerate(region for region in module.regions if region.home is None):
+            lines += ["", *self._forward(region, f"forward_{number + 1}" if number else "forward")]
         body = "\n".join(lines)
         key = f"{class_name}\n{base}\n{body}"
         if key not in self.classes.texts:
@@ -178,19 +184,26 @@ class ClassWriter:
 
     # forward
 
-    def _forward(self, region: Region, number: int) -> list[str]:
+    def branch_methods(self, module: Module) -> list[str]:
+        """The methods of a module that run on some ranks alone."""
+        lines = []
+        for number, region in enumerate(region for region in module.regions if region.home is not None):
+            lines += ["", *self._forward(region, f"branch_{number}")]
+        return lines
+
+    def _forward(self, region: Region, method: str) -> list[str]:
         names = Names({axis.name for axis in self.plan.axes})
         arguments = [value for value in region.inputs if not self._owned(value, region.path)]
         for value in arguments:
             names.make(value, self._hint(value))
-        suffix = f"_{number + 1}" if number else ""
         body = self.body(region.items, region.path, names, region.outputs)
         returned = ", ".join(names[value] for value in region.outputs)
-        self.made[id(region)] = Made(f"forward{suffix}", tuple(arguments), tuple(region.outputs))
+        self.made[id(region)] = Made(method, tuple(arguments), tuple(region.outputs))
         signature = ", ".join(["self", *(names[value] for value in arguments)])
         used = [self.plan.axes[position].name for position in self.real]
-        lines = [f"{INDENT}def forward{suffix}({signature}):"]
+        lines = [f"{INDENT}def {method}({signature}):"]
         lines += self.axis_lines(body, used)
+        returned = returned if region.home is None else f"({returned},)"
         return [*lines, *body, f"{INDENT * 2}return {returned}"]
 
     def axis_lines(self, body: list[str], axes: list[str]) -> list[str]:
@@ -298,9 +311,9 @@ class ClassWriter:
         """The length over the step's axis of the dim that it joins, as an argument where the axes do not divide it."""
         if step.before.kind != "S":
             return ""
-        length = tensor.shape[step.before.dim]
-        if length % num_shards(placement, step.before.dim, self.plan.axes) == 0:
+        if are_alike(tensor.shape, placement, step.before.dim, self.plan.axes):
             return ""
+        length = tensor.shape[step.before.dim]
         pairs = zip(self.plan.axes[: step.axis], placement[: step.axis], strict=True)
         return ", " + rank_length(length, [axis for axis, type_ in pairs if type_ == step.before])
 
@@ -314,6 +327,8 @@ class ClassWriter:
         return f"  # {note}" if note else ""
 
     def _call_block(self, region: Region, path: str, names: Names) -> str:
+        if region.home is not None:
+            return self._call_branch(region, region.home, path, names)
         made = self.made[id(region)]
         arguments = ", ".join(self.read(value, path, names) for value in made.inputs)
         for value in made.outputs:
@@ -324,6 +339,58 @@ class ClassWriter:
         called = f"self{access(relative)}{method}"
         call = _recomputed(called, arguments) if self._is_recomputed(region) else f"{called}({arguments})"
         return f"{INDENT * 2}{left} = {call}" if left else f"{INDENT * 2}{call}"
+
+    def _call_branch(self, region: Region, home: Home, path: str, names: Names) -> str:
+        """The call of a branch with what it reads, the parameters that it uses, and what it makes."""
+        made = self.made[id(region)]
+        inputs = [self.read(value, path, names) for value in made.inputs]
+        uses = self._uses_text(region, [value for value in region.inputs if value not in made.inputs])
+        makes = [self._made_text(value) for value in made.outputs]
+        left = ", ".join(names.make(value, self._hint(value)) for value in made.outputs)
+        lists = [f"[{', '.join(items)}]" for items in (inputs, uses, makes)]
+        called = f"{left}, = rt.owned({home.axis}, {home.coordinate}, self.{made.name}"
+        one = f"{INDENT * 2}{', '.join([called, *lists])})"
+        if len(one) <= LINE:
+            return one
+        rest = ",\n".join(f"{INDENT * 3}{line}" for line in _wrapped(lists, LINE - 3 * len(INDENT)))
+        return f"{INDENT * 2}{called},\n{rest},\n{INDENT * 2})"
+
+    def _uses_text(self, region: Region, values: list[Value]) -> list[str]:
+        """The parameters that a branch reads: a module where it reads all of it, else one by one."""
+        stored = [(self.graph.stored_by_tensor[name], placement) for name, placement in values]
+        read = {self.attribute(item, placement) for item, placement in stored if item.kind == "parameter"}
+        found: list[str] = []
+        self._cover(_descend(self.tree, region.path.split(".") if region.path else []), read, found)
+        return [f"self{access(name[len(region.path) + 1 :] if region.path else name)}" for name in found]
+
+    def _cover(self, module: Module, read: set[str], found: list[str]) -> None:
+        own = [
+            self.attribute(item, placement)
+            for item in module.stored.values()
+            if item.kind == "parameter"
+            for placement in self.flat.uses[item.tensor]
+        ]
+        found += [name for name in dict.fromkeys(own) if name in read]
+        for child in module.children.values():
+            inside = self._parameters(child)
+            if inside and inside <= read:
+                found.append(child.path)
+            elif inside:
+                self._cover(child, read, found)
+
+    def _parameters(self, module: Module) -> set[str]:
+        """The attributes of all parameters of a module in all their uses."""
+        items = [item for item in module.stored.values() if item.kind == "parameter"]
+        own = {self.attribute(item, placement) for item in items for placement in self.flat.uses[item.tensor]}
+        return own.union(*map(self._parameters, module.children.values()))
+
+    def _made_text(self, value: Value) -> str:
+        """What a rank has of a value, for those that make none of it."""
+        tensor = self.graph.tensors[value[0]]
+        lengths = ", ".join(map(repr, local_lengths(self.graph, self.plan, value)))
+        shape = f"({lengths},)" if len(tensor.shape) == 1 else f"({lengths})"
+        differentiable = "" if tensor.differentiable else ", False"
+        return f"rt.Zeros({shape}, torch.{tensor.dtype}{differentiable})"
 
     def _is_recomputed(self, region: Region) -> bool:
         return region.path in self.plan.recompute
@@ -338,14 +405,15 @@ class ClassWriter:
         container, _, index = first.path.rpartition(".")
         count = 1
         if (
-            index not in self.containers.get(container, [])[:1]
+            first.home is not None
+            or index not in self.containers.get(container, [])[:1]
             or not index.isdigit()
             or self.made[id(first)].name != "forward"
         ):
             return 1
         while count < len(items):
             region, before = items[count], items[count - 1]
-            if not isinstance(region, Region) or not isinstance(before, Region):
+            if not isinstance(region, Region) or not isinstance(before, Region) or region.home is not None:
                 break
             if region.path != f"{container}.{int(index) + count}" or self.made[id(region)].name != "forward":
                 break
@@ -427,6 +495,13 @@ def _first_number(children: Iterable[str]) -> int | None:
 def _recomputed(called: str, arguments: str) -> str:
     """The call of a block that the backward pass runs again."""
     return f"rt.recomputed({', '.join(filter(None, (called, arguments)))})"
+
+
+def _wrapped(lists: Iterable[str], width: int) -> Iterator[str]:
+    """Arguments on lines of their own, long lists on several: all but the last line of a list end with its comma."""
+    for text in lists:
+        lines = textwrap.wrap(text, width, subsequent_indent=" ", break_long_words=False, break_on_hyphens=False)
+        yield "\n".join([lines[0], *(f"{INDENT * 3}{line}" for line in lines[1:])])
 
 
 def _returns_list(item: Operate) -> bool:

@@ -33,6 +33,12 @@ def counting_lines(flat: Flat, writer: ClassWriter, inputs: Sequence[Value]) -> 
             f"expected the targets of {loss.node.name} at {loss.node.source} to follow from the inputs alone, since "
             "they are counted over all microbatches; use microbatches=1"
         )
+    inside = next((statement.home for statement in found if statement.home is not None), None)
+    if inside is not None:
+        raise PlanError(
+            f"expected the targets of {loss.node.name} at {loss.node.source}, which all ranks count, to come from no "
+            f"branch, found them to come from one on axis {inside.axis}; use microbatches=1"
+        )
     needed = {id(statement) for statement in found}
     names = Names({axis.name for axis in writer.plan.axes})
     for value in inputs:

@@ -13,6 +13,7 @@ from autopar.emit.stages import input_lines, pipeline, received_lines
 from autopar.emit.tree import Region, build_tree
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
+from autopar.ir.shares import axis_text
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
@@ -59,7 +60,7 @@ class _Written:
         self.graph, self.plan, self.name = graph, plan, name
         self.flat = flat = flatten(graph, plan, leaving)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
-        self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute))
+        self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute), flat.hosts)
         self.writer = writer = ClassWriter(graph, plan, flat, classes)
         self.tree = writer.module_tree(self.root)
         writer.containers = _containers(self.tree)
@@ -121,6 +122,8 @@ def _declarations(what: _Written) -> list[str]:
     """What the runtime must know of the program before it builds it."""
     real = {axis.name: axis.size for axis in what.plan.axes if axis.name != MICROBATCH}
     lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.plan.microbatches}"]
+    shares = {axis.name: axis.shares for axis in what.plan.axes if axis.shares}
+    lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
     if not what.graph.training:
         lines.append(f"{INDENT}TRAINING = False")
     given = [name for name in what.graph.inputs if name not in what.graph.received]
@@ -137,6 +140,7 @@ def _methods(what: _Written) -> list[str]:
         *(f"{INDENT * 2}{line}" for line in writer._init_lines(what.tree)),
     ]
     names = Names({axis.name for axis in plan.axes})
+    lines += writer.branch_methods(what.tree)
     constants = _constants(flat, root, writer, names)
     inputs = [(name, plan.inputs[name]) for name in graph.inputs if name not in graph.received]
     received = [(name, plan.inputs[name]) for name in graph.received]
@@ -200,7 +204,7 @@ def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:
 def _axes_text(plan: PlanData) -> str:
     if plan.stages:
         return f"{len(plan.stages)} stages ({plan.schedule}, {plan.microbatches} microbatches)"
-    real = [f"{axis.name}={axis.size}" for axis in plan.axes if axis.name != MICROBATCH]
+    real = [axis_text(axis) for axis in plan.axes if axis.name != MICROBATCH]
     return f"({', '.join(real)})" if real else "one device"
 
 

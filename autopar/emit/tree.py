@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from autopar.ir.branches import Home
 from autopar.ir.graph import Scope
 from autopar.ir.statements import Statement, Value
 
@@ -18,6 +19,7 @@ class Region:
     items: list[Statement | Region]
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
+    home: Home | None = None  # of a branch: a part of a module call, which runs on some ranks alone
 
     def statements(self) -> Iterator[Statement]:
         for item in self.items:
@@ -30,9 +32,16 @@ class Region:
         return (item for item in self.items if isinstance(item, Region))
 
 
-def build_tree(statements: tuple[Statement, ...], outputs: list[Value], root_class: str, blocks: set[str]) -> Region:
-    """The region of the whole program; `outputs` are the values it must leave, `blocks` the modules that get one."""
-    root = Region("", root_class, _cut(list(statements), 0, blocks))
+def build_tree(
+    statements: tuple[Statement, ...], outputs: list[Value], root_class: str, blocks: set[str],
+    hosts: Sequence[Scope] = (),
+) -> Region:  # fmt: skip
+    """The region of the whole program; `outputs` are the values it must leave, `blocks` the modules that get one.
+
+    hosts: for each fork, the module call that its branches are written in.
+    """
+    depths = [len(_levels(scope, blocks)) for scope in hosts]
+    root = Region("", root_class, _Cutter(blocks, depths).cut(list(statements), 0, ("", root_class)))
     _mark_borders(root, set(outputs))
     root.outputs = outputs
     return root
@@ -42,22 +51,51 @@ def _levels(scope: Scope, inner: set[str]) -> list[tuple[str, str]]:
     return [(path, kind) for path, kind in scope.path if path in inner]
 
 
-def _cut(statements: list[Statement], depth: int, inner: set[str]) -> list[Statement | Region]:
-    items: list[Statement | Region] = []
-    start = 0
-    while start < len(statements):
-        levels = _levels(statements[start].scope, inner)
-        if len(levels) <= depth:
-            items.append(statements[start])
-            start += 1
-            continue
-        end = start
-        while end < len(statements) and _levels(statements[end].scope, inner)[depth : depth + 1] == [levels[depth]]:
-            end += 1
-        path, kind = levels[depth]
-        items.append(Region(path, kind, _cut(statements[start:end], depth + 1, inner)))
-        start = end
-    return items
+class _Cutter:
+    """Cuts statements by module calls, and by the branches at the depths of their hosts."""
+
+    def __init__(self, blocks: set[str], depths: Sequence[int]) -> None:
+        self.blocks, self.depths = blocks, depths
+
+    def cut(
+        self, statements: list[Statement], depth: int, around: tuple[str, str], branch: Home | None = None
+    ) -> list[Statement | Region]:  # fmt: skip
+        """The items of a module call (`around`: its path and class) at so many blocks' depth, or of a branch there."""
+        items: list[Statement | Region] = []
+        start = 0
+        while start < len(statements):
+            first = statements[start]
+            levels = _levels(first.scope, self.blocks)
+            if self._begins_branch(first, depth, branch):
+                end = _run(statements, start, lambda s: s.home == first.home)  # noqa: B023
+                items.append(
+                    Region(*around, self.cut(statements[start:end], depth, around, first.home), home=first.home)
+                )
+            elif len(levels) <= depth:
+                items.append(first)
+                end = start + 1
+            else:
+                end = _run(statements, start, lambda s: self._is_in(s, depth, levels[depth], branch))  # noqa: B023
+                items.append(Region(*levels[depth], self.cut(statements[start:end], depth + 1, levels[depth], branch)))
+            start = end
+        return items
+
+    def _begins_branch(self, statement: Statement, depth: int, branch: Home | None) -> bool:
+        home = statement.home
+        return home is not None and home != branch and self.depths[home.fork] == depth
+
+    def _is_in(self, statement: Statement, depth: int, level: tuple[str, str], branch: Home | None) -> bool:
+        """Whether a statement is in the module call, and no branch beside it."""
+        is_inside = _levels(statement.scope, self.blocks)[depth : depth + 1] == [level]
+        return is_inside and not self._begins_branch(statement, depth, branch)
+
+
+def _run(statements: list[Statement], start: int, belongs: Callable[[Statement], bool]) -> int:
+    """The end of the run of statements that belong together."""
+    end = start
+    while end < len(statements) and belongs(statements[end]):
+        end += 1
+    return end
 
 
 def _mark_borders(region: Region, wanted: set[Value]) -> None:

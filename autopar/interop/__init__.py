@@ -1,9 +1,9 @@
 """Cuts a chain of layers into stages on submeshes (Alpa's inter-operator pass)."""
 
-from autopar.interop.clustering import Layers, Members, block_layers
+from autopar.interop.clustering import Layers, Members, balanced_layers, block_layers
 from autopar.interop.dp import ChosenStage, StageChoice, StageKind, StageSearch, best_stages
 from autopar.interop.folding import Folded, fold
-from autopar.interop.schedules import in_flight
+from autopar.interop.schedules import in_flight, makes_rounds
 
 __all__ = [
     "ChosenStage",
@@ -13,8 +13,10 @@ __all__ = [
     "StageChoice",
     "StageKind",
     "StageSearch",
+    "balanced_layers",
     "best_stages",
     "block_layers",
     "fold",
     "in_flight",
+    "makes_rounds",
 ]

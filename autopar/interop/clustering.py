@@ -1,18 +1,26 @@
 """A graph as a chain of layers, the units that stages are made of.
 
 The model's repeated blocks are the layers (`block_layers`); what comes before them goes with the first, what comes
-after with the last (embedding; head and loss). A node that needs no activation, only inputs or only stored tensors (a
+after with the last (embedding; head and loss). A model without is cut where little crosses, into layers of about equal
+time (`balanced_layers`). A node that needs no activation, only inputs or only stored tensors (a
 mask, a rotary table, a view of a weight), runs in each layer that reads it, so that nothing of it is sent. Tensors may
 skip layers, and stored tensors may be read by several: stages keep or send them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from autopar.ir.graph import Graph, Node
 from autopar.ir.structure import is_random
+
+_IMBALANCE = 1.25
+"""No layer takes so many times the mean, but for a single node that does."""
 
 Members = Mapping[str, tuple[int, ...]]
 """The layers (or stages) that each node runs in, by its name."""
@@ -39,6 +47,51 @@ def block_layers(graph: Graph, block_paths: Sequence[str]) -> Layers:
         if path is not None:
             order.setdefault(path, len(order))
     return Layers({name: order[path] for name, path in block_of.items() if path is not None}, len(order))
+
+
+def balanced_layers(graph: Graph, times_ns: Mapping[str, int], count: int) -> Layers:
+    """At most `count` layers of neighbouring nodes, none of which takes much longer than the mean.
+
+    times_ns: of each node. Of all such cuts that with the fewest bytes of activations across the borders is taken, each
+    border counting what is made before it and read behind it (Alpa, OSDI'22, section 5.2). Dynamic programming over
+    (layers, nodes).
+    """
+    portable = portable_nodes(graph)
+    nodes = [node for node in graph.nodes if node.name not in portable]
+    until = np.concatenate([[0], np.cumsum([times_ns[node.name] for node in nodes])])
+    count = min(count, len(nodes))
+    if count < 2:
+        return Layers({}, 0)
+    most = max(int(until[-1] / count * _IMBALANCE), int(np.diff(until).max()))
+    spans = until[None, :] - until[:, None]
+    fits = (spans <= most) & np.triu(np.ones(spans.shape, dtype=bool), 1)
+    crossing = _crossing_bytes(graph, nodes)
+    best = np.where(fits[0], 0.0, np.inf)  # bytes of all borders of layers up to the node
+    before: list[npt.NDArray[np.int64]] = []
+    for _ in range(count - 1):
+        totals = np.where(fits, (best + crossing)[:, None], np.inf)
+        before.append(totals.argmin(axis=0))
+        best = totals.min(axis=0)
+    if not np.isfinite(best[-1]):
+        return balanced_layers(graph, times_ns, count - 1)
+    end, fixed = len(nodes), dict[str, int]()
+    for layer in range(count - 1, -1, -1):
+        begin = int(before[layer - 1][end]) if layer else 0
+        fixed |= {node.name: layer for node in nodes[begin:end]}
+        end = begin
+    return Layers(fixed, count)
+
+
+def _crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> npt.NDArray[np.float64]:
+    """For each position the bytes made before it that are read from it on."""
+    position = {node.name: number for number, node in enumerate(nodes)}
+    total = np.zeros(len(nodes) + 1)
+    for number, node in enumerate(nodes):
+        for name in node.results:
+            last = max((position.get(user.name, 0) for user, _ in graph.consumers[name]), default=0)
+            tensor = graph.tensors[name]
+            total[number + 1 : last + 1] += math.prod(tensor.shape) * tensor.itemsize
+    return total
 
 
 def _block(node: Node, paths: set[str]) -> str | None:

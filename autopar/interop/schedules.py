@@ -19,3 +19,8 @@ def in_flight(schedule: str, remaining: int, microbatches: int, chunks: int = 1,
         a_round = math.ceil(microbatches / max(1, microbatches // num_submeshes))
         return min(microbatches * chunks, (chunks - 1) * a_round + 2 * (remaining - 1) + 1)
     return min(num_submeshes if schedule == "zero_bubble" else remaining, microbatches)
+
+
+def makes_rounds(microbatches: int, num_submeshes: int) -> bool:
+    """Whether microbatches make equal rounds over the submeshes, which interleaved and zero_bubble go by."""
+    return microbatches % max(1, microbatches // num_submeshes) == 0

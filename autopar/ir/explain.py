@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
 
+from autopar.ir.branches import homes
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
-from autopar.ir.text import bytes_text, runners_up, storage_text, time_text, used_placements
+from autopar.ir.shares import share_lines
+from autopar.ir.text import bytes_text, fork_text, runners_up, storage_text, time_text, used_placements
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4
@@ -25,17 +28,19 @@ def explain_text(plan: Plan, pattern: str) -> str:
     pattern: a module path, a parameter's or node's name, or an fnmatch pattern of these. As many alternatives are
     shown as fit on a screen, the cheapest first. "×4": the figures are of four equal blocks together.
     """
-    parts = plan.parts
+    parts = [_with_own_choices(part, plan.parts[0]) for part in plan.parts]
     found = [item for part in parts for item in (*_inputs(part, pattern), *_parameters(part, pattern))]
     found += [item for part in parts for item in _operators(part, pattern)]
     conversions = [line for part in parts for line in _redistributions(part, pattern)]
     again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
     if not found and not conversions:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
-    shown = (SCREEN_LINES - 2 - bool(again) - len(conversions)) // max(1, len(found)) - 1
+    found += [item for part in parts for item in _forks(part, pattern)]
+    told = [line.strip() for line in share_lines(plan)]
+    shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions)) // max(1, len(found)) - 1
     others = runners_up(plan)
     lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
-    lines.append(_HEADER)
+    lines += [_HEADER, *told]
     if plan.microbatches > 1:
         lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
     if again:
@@ -43,6 +48,11 @@ def explain_text(plan: Plan, pattern: str) -> str:
     for line, choice in found:
         lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
     return "\n".join([*lines, *conversions])
+
+
+def _with_own_choices(part: Plan, first: Plan) -> Plan:
+    """The part without alternatives where it is on other axes than the first, whose alternatives are kept."""
+    return part if part.axes == first.axes else replace(part, choices=())
 
 
 def _some(paths: list[str]) -> str:
@@ -90,13 +100,27 @@ def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
 
 
 def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
-    choices, twins = _choices(plan, "node"), _node_twins(plan)
+    choices, twins, branched = _choices(plan, "node"), _node_twins(plan), homes(plan)
     for name, node in plan.nodes.items():
         module, op, source = plan.scopes.get(name, "||").split("|")
         if _matches(module, pattern) or _matches(name, pattern):
             operands = ", ".join(f"[{format_placement(p)}]" for p in node.operands)
             results = ", ".join(f"[{format_placement(p)}]" for p in node.results)
-            yield f"{module}: {op} {name}: {operands} -> {results}  # {source}", choices.get(twins.get(name, name))
+            line, home = f"{module}: {op} {name}: {operands} -> {results}  # {source}", branched.get(name)
+            if home is not None:  # decided with its whole branch
+                yield f"{line}, at {home.axis}={home.coordinate} alone", None
+            else:
+                yield line, choices.get(twins.get(name, name))
+
+
+def _forks(plan: Plan, pattern: str) -> Iterator[Decision]:
+    """Branches of which something matches."""
+    choices = _choices(plan, "fork")
+    for fork in plan.forks:
+        names = [name for branch in fork.branches for name in branch.nodes]
+        modules = [plan.scopes.get(name, "").split("|")[0] for name in names]
+        if any(_matches(name, pattern) for name in (*names, *modules)):
+            yield fork_text(plan, fork), choices.get(names[0])
 
 
 def _signed(value: int, text: str) -> str:
@@ -104,12 +128,15 @@ def _signed(value: int, text: str) -> str:
 
 
 def _redistributions(plan: Plan, pattern: str) -> Iterator[str]:
+    """Equal ones in one line."""
     modules = {name: scope.split("|")[0] for name, scope in plan.scopes.items()}
+    found: dict[str, list[str]] = {}
     for item in plan.redistributes:
         names = (item.tensor, plan.parameters.get(item.tensor, item.tensor), modules.get(item.tensor, ""))
         if any(_matches(name, pattern) for name in names if name):
             steps = ", ".join(f"{plan.axes[s.axis].name}: {s.before} → {s.after}" for s in item.steps)
-            yield f"redistribute {item.tensor} to [{format_placement(item.target)}] by {steps}"
+            found.setdefault(f"to [{format_placement(item.target)}] by {steps}", []).append(item.tensor)
+    yield from (f"redistribute {', '.join(tensors)} {how}" for how, tensors in found.items())
 
 
 def _choices(plan: Plan, kind: str) -> dict[str, Choice]:

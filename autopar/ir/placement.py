@@ -11,6 +11,7 @@ The duality is that of JAX's shard_map with varying-axes types: because each typ
 running the transposed operator locally is right whenever the forward operator is right locally.
 A tensor's *placement* has one type for each mesh axis, outer axis first. Two axes may shard one dim:
 the left axis is the outer one, and uneven lengths are split as nested `torch.chunk`, like DTensor.
+An axis with *shares* cuts activations in these proportions instead, exactly; what is stored it cuts evenly (`evenly`).
 """
 
 from __future__ import annotations
@@ -73,19 +74,33 @@ def gradient_type(type_: Type) -> Type:
 
 
 class Axis(NamedTuple):
-    """One axis of a logical mesh: neighbours along it are `stride` ranks apart."""
+    """One axis of a logical mesh: neighbours along it are `stride` ranks apart.
+
+    shares: how many of equal units each rank along it gets of a dim that it cuts, where these differ; else empty.
+    """
 
     name: str
     size: int
     stride: int
+    shares: tuple[int, ...] = ()
+
+    @property
+    def units(self) -> int:
+        """Into how many equal slices a dim must be divisible to be cut without rest."""
+        return sum(self.shares) or self.size
+
+
+def evenly(axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes as they cut what is stored: in equal parts."""
+    return tuple(axis._replace(shares=()) for axis in axes)
 
 
 def num_shards(placement: Placement, dim: int, axes: tuple[Axis, ...]) -> int:
-    """Into how many slices the axes cut `dim`."""
+    """Into how many equal slices the axes cut `dim`, of which a rank has one, or its share."""
     count = 1
     for type_, axis in zip(placement, axes, strict=True):
         if type_.kind == "S" and type_.dim == dim:
-            count *= axis.size
+            count *= axis.units
     return count
 
 
@@ -95,13 +110,26 @@ def local_shape(
     axes: tuple[Axis, ...],
     coordinate: tuple[int, ...] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of the slice that a rank holds; of the largest slice (rank 0's) when no coordinate is given."""
+    """The shape of the slice that a rank holds; of rank 0's when no coordinate is given, which is the largest unless
+    shares make others so."""
     sizes = list(shape)
     for position, (type_, axis) in enumerate(zip(placement, axes, strict=True)):
         if type_.kind == "S":
             index = coordinate[position] if coordinate else 0
-            sizes[type_.dim] = chunk_length(sizes[type_.dim], axis.size, index)
+            sizes[type_.dim] = part_length(sizes[type_.dim], axis, index)
     return tuple(sizes)
+
+
+def part_length(size: int, axis: Axis, index: int) -> int:
+    """The length of a rank's part of a dim that the axis cuts, which shares divide without rest."""
+    if not axis.shares:
+        return chunk_length(size, axis.size, index)
+    return size // axis.units * axis.shares[index]
+
+
+def longest_part(size: int, axis: Axis) -> int:
+    """The length of the longest part: what each is padded to where it is sent."""
+    return size // axis.units * max(axis.shares) if axis.shares else -(-size // axis.size)
 
 
 def chunk_length(size: int, parts: int, index: int) -> int:
@@ -111,18 +139,28 @@ def chunk_length(size: int, parts: int, index: int) -> int:
 
 
 @cache
-def slice_lengths(size: int, parts: tuple[int, ...]) -> frozenset[int]:
-    """All lengths that ranks hold of a dim that axes of these sizes cut, the outer one first: (7, (4,)) -> {2, 1}."""
+def slice_lengths(size: int, axes: tuple[Axis, ...]) -> frozenset[int]:
+    """All lengths that ranks hold of a dim that these axes cut, the outer one first: 7 over an axis of 4 -> {2, 1}."""
     found = {size}
-    for count in parts:
-        found = {chunk_length(length, count, index) for length in found for index in range(count)}
+    for axis in axes:
+        found = {part_length(length, axis, index) for length in found for index in range(axis.size)}
     return frozenset(found)
 
 
 def lengths_along(shape: tuple[int, ...], placement: Placement, dim: int, axes: tuple[Axis, ...]) -> frozenset[int]:
     """The lengths that ranks hold of one dim."""
-    cutting = (axis.size for type_, axis in zip(placement, axes, strict=True) if type_.kind == "S" and type_.dim == dim)
-    return slice_lengths(shape[dim], tuple(cutting))
+    return slice_lengths(shape[dim], axes_along(placement, dim, axes))
+
+
+def axes_along(placement: Placement, dim: int, axes: tuple[Axis, ...]) -> tuple[Axis, ...]:
+    """The axes that cut a dim, the outer one first."""
+    return tuple(axis for type_, axis in zip(placement, axes, strict=True) if type_ == S(dim))
+
+
+def are_alike(shape: tuple[int, ...], placement: Placement, dim: int, axes: tuple[Axis, ...]) -> bool:
+    """Whether the axes cut a dim without rest into parts of one length."""
+    is_even = shape[dim] % num_shards(placement, dim, axes) == 0
+    return is_even and not any(axis.shares for axis in axes_along(placement, dim, axes))
 
 
 def leaves_none_empty(shape: tuple[int, ...], placement: Placement, axes: tuple[Axis, ...]) -> bool:
@@ -132,6 +170,4 @@ def leaves_none_empty(shape: tuple[int, ...], placement: Placement, axes: tuple[
 
 def is_even(shape: tuple[int, ...], placement: Placement, axes: tuple[Axis, ...]) -> bool:
     """Whether every rank holds a slice of the same shape."""
-    return all(
-        shape[type_.dim] % num_shards(placement, type_.dim, axes) == 0 for type_ in placement if type_.kind == "S"
-    )
+    return all(are_alike(shape, placement, type_.dim, axes) for type_ in placement if type_.kind == "S")

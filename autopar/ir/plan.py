@@ -90,6 +90,25 @@ class SearchReport:
     tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
 
 
+@dataclass(frozen=True)
+class Branch:
+    """Nodes that run on the ranks of one coordinate of a fork's axis, and nowhere else."""
+
+    coordinate: int
+    nodes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Branches that run at the same time on disjoint ranks: those of different coordinates of a mesh axis (by name).
+
+    What they read is R on the axis, what they make P (`ir.branches`).
+    """
+
+    axis: str
+    branches: tuple[Branch, ...]
+
+
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 
 
@@ -110,6 +129,7 @@ class Stage:
     storage: Mapping[str, Storage]
     nodes: Mapping[str, NodePlan]
     redistributes: tuple[Redistribute, ...]
+    forks: tuple[Fork, ...] = ()
 
     @property
     def num_ranks(self) -> int:
@@ -176,6 +196,7 @@ class Plan:
     storage: Mapping[str, Storage]  # by the tensor's name in the graph
     nodes: Mapping[str, NodePlan]
     redistributes: tuple[Redistribute, ...]
+    forks: tuple[Fork, ...] = ()  # operators that run on a part of the ranks alone
     stages: tuple[Stage, ...] = ()
     schedule: str = "1f1b"  # the order of forward and backward passes on each stage, one of SCHEDULES
     microbatches: int = 1
@@ -204,7 +225,7 @@ class Plan:
         return tuple(
             replace(
                 self, stages=(), axes=stage.axes, inputs=stage.inputs, storage=stage.storage, nodes=stage.nodes,
-                redistributes=stage.redistributes,
+                redistributes=stage.redistributes, forks=stage.forks,
             )
             for stage in self.stages
         )  # fmt: skip

@@ -12,7 +12,7 @@ import heapq
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autopar.ir.placement import Axis, P, Placement, R, Type, chunk_length
+from autopar.ir.placement import Axis, P, Placement, R, Type, longest_part, part_length
 
 
 class Transfer(NamedTuple):
@@ -85,14 +85,14 @@ def split_lengths(
     sizes = list(shape)
     for position, (type_, axis) in enumerate(zip(placement, axes, strict=True)):
         if type_.kind == "S" and position != step.axis:
-            sizes[type_.dim] = chunk_length(sizes[type_.dim], axis.size, coordinate[position])
+            sizes[type_.dim] = part_length(sizes[type_.dim], axis, coordinate[position])
     return tuple(sizes)
 
 
-def _padded(shape: tuple[int, ...], type_: Type, parts: int) -> int:
+def _padded(shape: tuple[int, ...], type_: Type, axis: Axis) -> int:
     count = 1
     for dim, size in enumerate(shape):
-        count *= -(-size // parts) * parts if type_.kind == "S" and dim == type_.dim else size
+        count *= longest_part(size, axis) * axis.size if type_.kind == "S" and dim == type_.dim else size
     return count
 
 
@@ -114,21 +114,20 @@ def transfer_bytes(
     buffer. Dims that do not divide are padded to the longest slice.
     """
     whole = split_lengths(shape, placement, axes, step, coordinate or (0,) * len(axes))
-    parts = axes[step.axis].size
     forward, backward = step.transfers
     sharded = step.before if step.before.kind == "S" else step.after
-    count = _padded(whole, sharded, parts)
+    count = _padded(whole, sharded, axes[step.axis])
     if step.before.kind == "S" and step.after.kind == "S":
-        count = _all_to_all_elements(whole, step, parts)
+        count = _all_to_all_elements(whole, step, axes[step.axis])
     sizes = itemsize if isinstance(itemsize, tuple) else (itemsize, itemsize)
     return (count * sizes[0] if forward.collective else 0, count * sizes[1] if backward.collective else 0)
 
 
-def _all_to_all_elements(whole: tuple[int, ...], step: Step, parts: int) -> int:
+def _all_to_all_elements(whole: tuple[int, ...], step: Step, axis: Axis) -> int:
     count = 1
     for dim, size in enumerate(whole):
-        count *= -(-size // parts) * parts if dim in (step.before.dim, step.after.dim) else size
-    return count // parts
+        count *= longest_part(size, axis) * axis.size if dim in (step.before.dim, step.after.dim) else size
+    return count // axis.size
 
 
 StepCost = Callable[[Placement, Step], int]

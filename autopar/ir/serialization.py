@@ -18,8 +18,10 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
 from autopar.ir.plan import (
     Alternative,
+    Branch,
     Breakdown,
     Choice,
+    Fork,
     NodePlan,
     Plan,
     Prediction,
@@ -67,7 +69,7 @@ def to_json(plan: Plan) -> str:
 def _placed_to_json(placed: Plan | Stage) -> dict[str, Any]:
     """What a stage has, and a plan of one stage has itself."""
     return {
-        "axes": [list(axis) for axis in placed.axes],
+        "axes": [_axis_to_json(axis) for axis in placed.axes],
         "inputs": {name: format_placement(placement) for name, placement in placed.inputs.items()},
         "storage": {
             name: [format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch]
@@ -81,7 +83,13 @@ def _placed_to_json(placed: Plan | Stage) -> dict[str, Any]:
             [r.tensor, format_placement(r.target), [[s.axis, str(s.before), str(s.after)] for s in r.steps]]
             for r in placed.redistributes
         ],
+        "forks": [[fork.axis, [[b.coordinate, list(b.nodes)] for b in fork.branches]] for fork in placed.forks],
     }
+
+
+def _axis_to_json(axis: Axis) -> list[Any]:
+    """[name, size, stride], and the shares where there are any."""
+    return [*axis[:3], list(axis.shares)] if axis.shares else list(axis[:3])
 
 
 def from_json(text: str) -> Plan:
@@ -129,7 +137,7 @@ def _plan(data: dict[str, Any]) -> Plan:
 def _placed(data: dict[str, Any]) -> dict[str, Any]:
     """The inverse of `_placed_to_json`: fields of a Plan or Stage."""
     return {
-        "axes": tuple(Axis(*axis) for axis in data["axes"]),
+        "axes": tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),
         "inputs": {name: parse_placement(text) for name, text in data["inputs"].items()},
         "storage": {name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
         "nodes": {
@@ -139,6 +147,10 @@ def _placed(data: dict[str, Any]) -> dict[str, Any]:
         "redistributes": tuple(
             Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
             for tensor, target, steps in data["redistributes"]
+        ),
+        "forks": tuple(
+            Fork(axis, tuple(Branch(coordinate, tuple(nodes)) for coordinate, nodes in branches))
+            for axis, branches in data.get("forks", ())
         ),
     }
 

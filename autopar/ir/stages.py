@@ -154,6 +154,8 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
             f'expected no recomputation with schedule "zero_bubble", found {len(plan.recompute)} recomputed modules; '
             'take schedule="1f1b", or recompute="none"'
         )
+    if any(stage.forks for stage in plan.stages) or plan.forks:
+        raise PlanError("expected no branches in a plan of several stages, found some; take one stage, or no branches")
     for stored in graph.stored:
         keepers = [index for index, stage in enumerate(plan.stages) if stored.tensor in stage.storage]
         if stored.name in graph.mutations and len(keepers) > 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.ir.branches import Home, entering, homes, host_scopes, in_order
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
 from autopar.ir.plan import PlanData, Redistribute
@@ -20,22 +21,24 @@ Value = tuple[str, Placement]
 
 @dataclass(frozen=True)
 class Operate:
-    """A local operator call."""
+    """A local operator call. home: the branch that it is in, if any."""
 
     node: Node
     reads: tuple[Value, ...]
     makes: tuple[Value, ...]
     scope: Scope
+    home: Home | None = None
 
 
 @dataclass(frozen=True)
 class Convert:
-    """A redistribution of an activation, input, buffer or constant."""
+    """A redistribution of an activation, input, buffer or constant. home: the branch that it is in, if any."""
 
     redistribute: Redistribute
     reads: tuple[Value, ...]
     makes: tuple[Value, ...]
     scope: Scope
+    home: Home | None = None
 
 
 Statement = Operate | Convert
@@ -44,7 +47,8 @@ Statement = Operate | Convert
 @dataclass(frozen=True)
 class Flat:
     """Constants are computed once; the statements run each microbatch. `uses`: placements of each parameter;
-    `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor."""
+    `leaving`: what a stage makes for later ones; `values`: what an operator left of each tensor; `hosts`: for each fork
+    the module call that its branches are written in."""
 
     constants: tuple[Statement, ...]
     statements: tuple[Statement, ...]
@@ -53,6 +57,7 @@ class Flat:
     uses: dict[str, tuple[Placement, ...]]
     leaving: tuple[Value, ...] = ()
     values: dict[str, Value] = field(default_factory=dict)
+    hosts: tuple[Scope, ...] = ()
 
 
 def flatten(graph: Graph, plan: PlanData, leaving: Sequence[Value] = ()) -> Flat:
@@ -74,6 +79,9 @@ class _Flattener:
         self.constant = computed_once(graph, plan)
         self.constants: list[Statement] = []
         self.statements: list[Statement] = []
+        self.homes = homes(plan)
+        self.home: Home | None = None  # of the operator that is being written
+        self.hosts, self.entering = tuple(host_scopes(graph, plan)), entering(graph, plan)
         self.scopes = self._conversion_scopes()
 
     def run(self, leaving: Sequence[Value]) -> Flat:
@@ -81,8 +89,9 @@ class _Flattener:
             self.value[name] = (name, placement)
         for stored in self.graph.stored:
             self.value[stored.tensor] = (stored.tensor, self.plan.storage[stored.tensor].placement)
-        for node in self.graph.nodes:
+        for node in in_order(self.graph, self.plan):
             self._operate(node)
+        self.home = None
         outputs = tuple(
             self._bring(name, output_placement(self.graph, self.plan, name)) for name in self.graph.returned
         )
@@ -92,10 +101,17 @@ class _Flattener:
         }
         left = tuple(self._bring(*value) for value in leaving)
         uses = {name: tuple(dict.fromkeys(placements)) for name, placements in self.uses.items()}
-        return Flat(tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value)
+        return Flat(
+            tuple(self.constants), tuple(self.statements), outputs, mutations, uses, left, self.value, self.hosts
+        )
 
     def _operate(self, node: Node) -> None:
         node_plan = self.plan.nodes[node.name]
+        self.home = None
+        for value in self.entering.get(node.name, ()):
+            if value[0] not in self.parameters:
+                self._bring(*value)
+        self.home = self.homes.get(node.name)
         reads = tuple(self._bring(*item) for item in zip(node.operands, node_plan.operands, strict=True))
         if node.op == IDENTITY:
             self.value[node.results[0]] = reads[0]
@@ -104,7 +120,7 @@ class _Flattener:
         for value in makes:
             self.value[value[0]] = value
         target = self.constants if node.results[0] in self.constant else self.statements
-        target.append(Operate(node, reads, makes, node.scope))
+        target.append(Operate(node, reads, makes, node.scope, self.home))
 
     def _bring(self, name: str, wanted: Placement) -> Value:
         """The value of the tensor in the wanted placement, converting it on first need; the runtime converts
@@ -121,13 +137,18 @@ class _Flattener:
             redistribute = self.by_target[name, wanted]
             once = name in self.constant and not is_cut(self.plan, wanted)
             target = self.constants if once else self.statements
-            target.append(Convert(redistribute, (source,), (made,), self.scopes.get((name, wanted), Scope(()))))
+            scope = self.scopes.get((name, wanted, self.home), Scope(()))
+            target.append(Convert(redistribute, (source,), (made,), scope, self.home))
         return made
 
-    def _conversion_scopes(self) -> dict[Value, Scope]:
-        """A conversion stands in the innermost module that holds all its readers."""
-        readers: dict[Value, list[Scope]] = {}
+    def _conversion_scopes(self) -> dict[tuple[str, Placement, Home | None], Scope]:
+        """A conversion stands in the innermost module that holds all its readers; for branches, in their host, but for
+        those of what a branch makes itself."""
+        readers: dict[tuple[str, Placement, Home | None], list[Scope]] = {}
         for node in self.graph.nodes:
+            home = self.homes.get(node.name)
             for value in zip(node.operands, self.plan.nodes[node.name].operands, strict=True):
-                readers.setdefault(value, []).append(node.scope)
+                readers.setdefault((*value, None), []).append(node.scope if home is None else self.hosts[home.fork])
+                if home is not None:
+                    readers.setdefault((*value, home), []).append(node.scope)
         return {value: common_scope(scopes) for value, scopes in readers.items()}

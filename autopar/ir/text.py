@@ -9,7 +9,8 @@ from typing import Any
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import format_placement
-from autopar.ir.plan import Breakdown, Plan, Prediction, Storage
+from autopar.ir.plan import Breakdown, Fork, Plan, Prediction, Storage
+from autopar.ir.shares import axis_text, share_lines
 
 
 def plan_text(plan: Plan) -> str:
@@ -31,9 +32,30 @@ def plan_text(plan: Plan) -> str:
         lines.append(f"  costs       {sources_text(plan.sources)}")
     if plan.recompute:
         lines.append(f"  recompute   {recompute_text(plan)}")
+    lines += share_lines(plan)
+    lines += _forks_lines(plan)
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def _forks_lines(plan: Plan, most: int = 4) -> list[str]:
+    """A line for each fork, of the first few; those of equal blocks in one."""
+    counts = Counter(re.sub(r"\.\d+(?=[. ])", ".*", fork_text(plan, fork)) for fork in plan.forks)
+    texts = [text + (f"  ×{count}" if count > 1 else "") for text, count in counts.items()]
+    more = [f"and {len(texts) - most} forks more"] if len(texts) > most else []
+    return [f"  branches    {text}" for text in (*texts[:most], *more)]
+
+
+def fork_text(plan: Plan, fork: Fork) -> str:
+    """ "beside each other on tp: 0: user (11 operators); 1: item (11)": what runs at which coordinate."""
+    parts = []
+    for branch in fork.branches:
+        modules = [m for m in dict.fromkeys(_module(plan, name) for name in branch.nodes) if m]
+        tops = [m for m in modules if not any(m.startswith(f"{other}.") for other in modules)]
+        where = ", ".join(tops[:2]) + (" …" if len(tops) > 2 else "") or "(root)"
+        parts.append(f"{branch.coordinate}: {where} ({len(branch.nodes)} operators)")
+    return f"beside each other on {fork.axis}: {'; '.join(parts)}"
 
 
 def runners_up(plan: Plan, most: int = 3) -> list[str]:
@@ -178,6 +200,8 @@ def diff_text(plan: Plan, other: Plan) -> str:
         lines.append(f"axes: {_axes(plan)} | {_axes(other)}")
     if plan.recompute != other.recompute:
         lines.append(f"recompute: {recompute_text(plan)} | {recompute_text(other)}")
+    if _fork_texts(plan) != _fork_texts(other):
+        lines.append(f"branches: {_fork_texts(plan)} | {_fork_texts(other)}")
     for name, number in (("step_time_ns", time_text), ("peak_bytes", bytes_text)):
         values = [getattr(item.predicted, name) for item in (plan, other)]
         lines.append(f"{name.rpartition('_')[0].replace('_', ' ')}: {number(values[0])} | {number(values[1])}")
@@ -186,6 +210,10 @@ def diff_text(plan: Plan, other: Plan) -> str:
     modules = Counter(_folded(module) for module in _modules_placed_differently(plan, other))
     lines += [f"{module or '(root)'}: {count} operators placed differently" for module, count in modules.items()]
     return "\n".join(lines)
+
+
+def _fork_texts(plan: Plan) -> str:
+    return ", ".join(fork_text(plan, fork) for part in plan.parts for fork in part.forks) or "none"
 
 
 def _storage_difference(plan: Plan, other: Plan, tensor: str) -> str:
@@ -220,7 +248,7 @@ def _axes(plan: Plan) -> str:
 
 
 def _axes_text(axes: LogicalMesh) -> str:
-    return " × ".join(f"{axis.name}={axis.size}" for axis in axes) or "one device"
+    return " × ".join(map(axis_text, axes)) or "one device"
 
 
 def _breakdown(parts: Breakdown) -> str:

@@ -7,7 +7,9 @@ A plan is well typed when
   4. every node's placements follow one of its operator's rules on each axis, and its local shapes exist;
   5. the outputs end whole: I where a gradient enters, R elsewhere;
   6. what is recomputed are modules that run, none inside of another;
-  7. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
+  7. axes with shares cut activations alone, in whole parts (`shares.check_shares`);
+  8. branches run at one coordinate of an axis, and may (`branches.check_forks`);
+  9. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
 Together with the rules' own proofs this makes the emitted program equal to the model.
 """
 
@@ -19,12 +21,14 @@ from collections import Counter
 from collections.abc import Callable
 
 from autopar.errors import PlacementError, PlanError
+from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH as MICROBATCH
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
 from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
 from autopar.ir.redistribution import apply, is_legal
+from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
 
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
@@ -37,19 +41,22 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
     """
     _check_identity(graph, plan)
     _check_recompute(graph, plan)
+    check_axes_with_shares(plan)
     if plan.stages:
         check_stages(graph, plan)
     for index, part in enumerate(plan.parts):
         _verify_stage(stage_graph(graph, plan, index), part, admits)
+    check_shares(graph, plan)
 
 
 def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:
     """One stage by itself; what it receives comes in as `check_stages` has found it to be sent."""
-    placements = _sources(graph, plan)
+    check_forks(graph, plan)
+    placements, branched = _sources(graph, plan), homes(plan)
     arrived = {(r.tensor, r.target) for r in plan.redistributes}
     if len(arrived) != len(plan.redistributes):
         raise PlacementError("expected one redistribution for each tensor and target, found a repeated one")
-    for node in graph.nodes:
+    for node in in_order(graph, plan):
         node_plan = plan.nodes[node.name]
         _check_rank(node, node_plan.operands, node_plan.results, len(plan.axes))
         for name, wanted in zip(node.operands, node_plan.operands, strict=True):
@@ -59,12 +66,16 @@ def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:
                     f"operand {name} as {_text(wanted)}",
                     f"it is {_text(placements[name])} and nothing redistributes it",
                 )
-        reason = admits(graph, node, node_plan.operands, node_plan.results, plan.axes)
+        own, axes, reason = node_plan, plan.axes, None
+        if node.name in branched:
+            own, axes, reason = branch_rule(graph, plan, node, branched)
+        reason = reason or admits(graph, node, own.operands, own.results, axes)
         if reason is not None:
             raise _error(node, "placements that follow a rule", reason)
         placements.update(zip(node.results, node_plan.results, strict=True))
     for redistribute in plan.redistributes:
         _check_steps(graph, plan, placements, redistribute)
+    check_inner_conversions(graph, plan)
     _check_outputs(graph, plan, placements, arrived)
 
 

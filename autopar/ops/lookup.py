@@ -184,7 +184,7 @@ def shape_error(
                 limit = views.reshape_limit(before, after, type_.dim)
                 if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
                     return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
-    if error := _channel_error(call, operands[0], axes) if operands else None:
+    if error := _channel_error(call, operands[0], axes) or _shares_error(call, operands[0], axes) if operands else None:
         return error
     if node.op == bags.EMBEDDING_BAG and (error := bags.bags_error(call, operands, axes)):
         return error
@@ -224,6 +224,16 @@ def _channel_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> st
         return windows.groups_error(call, operand, axes, call.arguments["num_groups"], 1)
     return None
 
+
+def _shares_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    """Windows and groups of channels are shared out evenly only: an axis with shares may cut their samples alone."""
+    cut = [axis for type_, axis in zip(operand, axes, strict=True) if axis.shares and type_.kind == "S" and type_.dim]
+    if cut and (windows.has_windows(call.node.op) or any(word in call.node.op for word in _SHARED_EVENLY)):
+        return f"axis {cut[0].name}, which has shares, cuts more than the samples: {format_placement(operand)}"
+    return None
+
+
+_SHARED_EVENLY = (".conv", "group_norm", "upsample", "pool")
 
 #: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
 _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",

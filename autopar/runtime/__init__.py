@@ -1,6 +1,7 @@
 """The little that an emitted program imports. Imports torch only, and runs on torch 2.10 and newer."""
 
 from autopar.runtime.allocation import keep_freed_memory
+from autopar.runtime.branches import Zeros, owned
 from autopar.runtime.build import build
 from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
@@ -50,6 +51,7 @@ __all__ = [
     "Received",
     "Stage",
     "WorldError",
+    "Zeros",
     "avg_pool",
     "batch_norm",
     "build",
@@ -74,6 +76,7 @@ __all__ = [
     "mean",
     "microbatch",
     "native_dropout",
+    "owned",
     "recomputed",
     "redistribute",
     "reference_dropout",

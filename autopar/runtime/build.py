@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -28,5 +30,5 @@ def build(
         from autopar.runtime.pipeline import PipelineRank  # torch's schedules take a while to import
 
         return PipelineRank(program, device_mesh, device, timeout_s)
-    mesh = make_rank_mesh(program.AXES, device_mesh, device, timeout_s)
+    mesh = replace(make_rank_mesh(program.AXES, device_mesh, device, timeout_s), shares=program.SHARES)
     return Rank(program(mesh), mesh)

@@ -17,7 +17,7 @@ from torch import Tensor
 from autopar.runtime import comm, pieces
 from autopar.runtime.mesh import Axis
 from autopar.runtime.packing import LONE_BYTES
-from autopar.runtime.placement import local_size
+from autopar.runtime.placement import local_size, longest_part
 
 Results = Callable[[], list[Tensor]]
 
@@ -63,7 +63,7 @@ def all_gather(pieces_: Sequence[Piece], outputs: Sequence[Tensor], axis: Axis) 
         if alone
     ]
     packed = [(p, o) for p, o, alone in zip(pieces_, outputs, lone, strict=True) if not alone]
-    shards = [pieces.pad(p.tensor, p.dim, -(-p.size // axis.size)) for p, _ in packed]
+    shards = [pieces.pad(p.tensor, p.dim, longest_part(p.size, axis)) for p, _ in packed]
     flat, _ = pack(shards)
     gathered = flat.new_empty((axis.size, flat.numel())) if flat is not None else None
     if flat is not None and gathered is not None:
@@ -73,7 +73,7 @@ def all_gather(pieces_: Sequence[Piece], outputs: Sequence[Tensor], axis: Axis) 
         _call(waits)
         columns = _columns(gathered, [shard.shape for shard in shards])
         for (piece, output), column in zip(packed, columns, strict=True):
-            output.copy_(pieces.join(column, piece.dim, piece.size))
+            output.copy_(pieces.join(column, piece.dim, piece.size, axis))
         return list(outputs)
 
     return results
@@ -81,7 +81,7 @@ def all_gather(pieces_: Sequence[Piece], outputs: Sequence[Tensor], axis: Axis) 
 
 def reduce_scatter(tensors: Sequence[Tensor], dims: Sequence[int], axis: Axis) -> Results:
     """Sums each tensor over the axis and hands out this rank's part along its dim."""
-    split = [pieces.split(t, dim, axis.size) for t, dim in zip(tensors, dims, strict=True)]
+    split = [pieces.split(t, dim, axis) for t, dim in zip(tensors, dims, strict=True)]
     lone = [t.nbytes >= LONE_BYTES for t in split]
     shards = [t.new_empty(t.shape[1:]) if alone else None for t, alone in zip(split, lone, strict=True)]
     waits = [

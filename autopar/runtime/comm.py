@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime.errors import CollectiveError
-from autopar.runtime.mesh import Axis
+from autopar.runtime.mesh import Axis, timeout_of
 
 Wait = Callable[[], None]
 
@@ -57,6 +57,8 @@ def explained(kind: str, axis: Axis, num_bytes: int) -> Iterator[None]:
     """Raises CollectiveError in place of torch's error, which names neither the collective nor who is missing."""
     try:
         yield
+    except CollectiveError:
+        raise
     except RuntimeError as error:
         raise CollectiveError(_lost(f"{kind} of {num_bytes:,} bytes over axis {axis.name}", axis, error)) from error
 
@@ -80,25 +82,52 @@ def _advice(what: str, others: Sequence[int], timeout_s: float | None, error: Ru
     )
 
 
+@contextmanager
+def _explained_group(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+    """Like `explained`, for what all ranks of a group do together."""
+    try:
+        yield
+    except RuntimeError as error:
+        others = [rank for rank in dist.get_process_group_ranks(group) if rank != dist.get_rank()]
+        raise CollectiveError(_advice(what, others, timeout_of(group), error)) from error
+
+
 def broadcast(whole: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
-    """Gives all ranks of a group what the source (a global rank) has, in place."""
-    dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, source, group=group)
+    """Gives all ranks of a group what the source (a global rank) has, in place. Raises CollectiveError."""
+    with _explained_group(f"broadcast of {whole.nbytes:,} bytes from rank {source}", group):
+        dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, source, group=group)
     return whole
 
 
 def broadcast_any(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:
     """Gives all ranks of a group what the source has: a tensor, of which the others need not know the shape, or
-    something else."""
+    something else. Raises CollectiveError."""
     is_source = dist.get_rank() == source
     told: list[Any] = [None, None]
     if is_source:
         told = [True, (value.shape, value.dtype)] if isinstance(value, Tensor) else [False, value]
-    dist.broadcast_object_list(told, source, group=group, device=device)
+    with _explained_group(f"broadcast from rank {source}", group):
+        dist.broadcast_object_list(told, source, group=group, device=device)
     if not told[0]:
         return told[1]
     shape, dtype = told[1]
     whole = value.contiguous() if is_source else torch.empty(shape, dtype=dtype, device=device)
     return broadcast(whole, source, group)
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
+    """What each rank of a group has, on all of them. Raises CollectiveError."""
+    found: list[Any] = [None] * dist.get_world_size(group)
+    with _explained_group("gathering what each rank has", group):
+        dist.all_gather_object(found, value, group=group)
+    return found
+
+
+def reduce_over(buffer: Tensor, op: Any, group: dist.ProcessGroup) -> None:
+    """Reduces the buffer over all ranks of a group, in place; a few bytes that are not counted. Raises
+    CollectiveError."""
+    with _explained_group(f"all_reduce of {buffer.nbytes:,} bytes", group):
+        dist.all_reduce(buffer, op=op, group=group)
 
 
 class Sending:

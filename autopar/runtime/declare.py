@@ -154,8 +154,8 @@ class Block(Parameters):
 
     @property
     def axes(self) -> tuple[Axis, ...]:
-        """The mesh axes as this rank sees them, outermost first."""
-        return self.mesh.axes
+        """The mesh axes as this rank sees them and as they cut a batch, outermost first."""
+        return self.mesh.batch_axes
 
     @property
     def microbatch(self) -> int:
@@ -176,6 +176,7 @@ class Program(Block):
     """The root block of an emitted program; subclasses state the mesh and the inputs they are for."""
 
     AXES: ClassVar[Mapping[str, int]] = {}
+    SHARES: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # by axis, where ranks get different parts of a batch
     MICROBATCHES: ClassVar[int] = 1
     TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
     INPUTS: ClassVar[tuple[Input, ...]] = ()

@@ -57,7 +57,7 @@ def microbatch_shape(spec: Input, count: int) -> tuple[int, ...]:
 def shard_shape(spec: Input, count: int, mesh: RankMesh) -> tuple[int, ...]:
     """Shape of this rank's shard of the input, over all microbatches."""
     types = parse_placement(spec.placement, len(mesh.axes))
-    shape = local_shape(microbatch_shape(spec, count), types, mesh.axes)
+    shape = local_shape(microbatch_shape(spec, count), types, mesh.batch_axes)
     return tuple(n * count if dim == spec.microbatch_dim else n for dim, n in enumerate(shape))
 
 
@@ -80,7 +80,7 @@ def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) 
     if local:
         return [part.to(spec.compute or spec.dtype).contiguous() for part in parts]
     types = parse_placement(spec.placement, len(mesh.axes))
-    slices = local_slices(microbatch_shape(spec, count), types, mesh.axes)
+    slices = local_slices(microbatch_shape(spec, count), types, mesh.batch_axes)
     return [part[slices].to(spec.compute or spec.dtype).contiguous() for part in parts]
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,10 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Axis:
-    """One mesh axis: its name, its size, this rank's coordinate, and the ranks that differ in it alone."""
+    """One mesh axis: its name, its size, this rank's coordinate, and the ranks that differ in it alone.
+
+    shares: how many of equal units each rank gets of a dim that is cut; empty where all get as much (`SHARES`).
+    """
 
     name: str
     size: int
@@ -33,6 +37,7 @@ class Axis:
     is_gloo: bool = False
     timeout_s: float | None = None  # for how long a collective waits; None: as whoever made the group says
     late: list[Callable[[], None]] = field(default_factory=list, repr=False)  # to be waited for when the step ends
+    shares: tuple[int, ...] = ()
 
 
 @dataclass(slots=True, eq=False)
@@ -47,18 +52,28 @@ class Progress:
     is_again: bool = False
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class RankMesh:
-    """All axes, outermost first. `device_mesh` is None for a program of one rank without process groups."""
+    """All axes, outermost first. `device_mesh` is None for a program of one rank without process groups.
+
+    shares: by axis, where ranks get different parts of a batch. Parameters are cut evenly, by `axes`.
+    """
 
     axes: tuple[Axis, ...]
     device_mesh: DeviceMesh | None
     device: torch.device
     timeout_s: float | None = None
     progress: Progress = field(default_factory=Progress)
+    shares: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+
+    @cached_property
+    def batch_axes(self) -> tuple[Axis, ...]:
+        """The axes as they cut inputs and what is computed from them."""
+        return tuple(replace(axis, shares=self.shares.get(axis.name, ())) for axis in self.axes)
 
     def __getitem__(self, name: str) -> Axis:
-        return next(axis for axis in self.axes if axis.name == name)
+        """An axis as it cuts inputs and what is computed from them."""
+        return next(axis for axis in self.batch_axes if axis.name == name)
 
     def __iter__(self) -> Iterator[Axis]:
         return iter(self.axes)
@@ -174,6 +189,11 @@ def own_group(rows: Rows, timeout_s: float, purpose: str = "") -> dist.ProcessGr
     assert world is not None, "programs of several ranks run in a process group"
     _groups[rows, timeout_s, purpose] = world, group
     return group
+
+
+def timeout_of(group: dist.ProcessGroup) -> float | None:
+    """Seconds that one of the groups of `own_group` waits for its ranks; None for another."""
+    return next((timeout_s for (_, timeout_s, _), (_, own) in _groups.items() if own is group), None)
 
 
 def _default_device(device_mesh: DeviceMesh | None) -> torch.device:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from autopar.runtime import comm
 from autopar.runtime.mesh import Axis
-from autopar.runtime.placement import local_offset, local_size
+from autopar.runtime.placement import local_offset, local_size, longest_part, part_of
 
 
 def cut(x: Tensor, dim: int, axis: Axis) -> Tensor:
@@ -29,17 +29,17 @@ def place(x: Tensor, dim: int, axis: Axis, size: int | None = None) -> Tensor:
 
 def gather(x: Tensor, dim: int, axis: Axis, size: int | None = None) -> Tensor:
     """The whole tensor out of its shards along `dim`."""
-    chunk = x.size(dim) if size is None else -(-size // axis.size)
-    shard = pad(x, dim, chunk).contiguous()
+    size = x.size(dim) * axis.size if size is None else size
+    shard = pad(x, dim, longest_part(size, axis)).contiguous()
     parts = shard.new_empty((axis.size, *shard.shape))
     comm.all_gather(parts, shard, axis)
-    return join(parts, dim, chunk * axis.size if size is None else size)
+    return join(parts, dim, size, axis)
 
 
 def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """This rank's shard along `dim` of the sum of the ranks' tensors."""
     size = x.size(dim)
-    parts = split(x, dim, axis.size)
+    parts = split(x, dim, axis)
     output = parts.new_empty(parts.shape[1:])
     comm.reduce_scatter(output, parts, axis)
     return output.narrow(dim, 0, local_size(size, axis)).contiguous()
@@ -47,12 +47,12 @@ def reduce_scatter(x: Tensor, dim: int, axis: Axis) -> Tensor:
 
 def all_to_all(x: Tensor, source: int, target: int, axis: Axis, size: int | None = None) -> Tensor:
     """The shard along `target` out of shards along `source` (of length `size` over the axis)."""
-    chunk = x.size(source) if size is None else -(-size // axis.size)
+    size = x.size(source) * axis.size if size is None else size
     target_size = x.size(target)
-    parts = split(pad(x, source, chunk), target, axis.size)
+    parts = split(pad(x, source, longest_part(size, axis)), target, axis)
     received = torch.empty_like(parts)
     comm.all_to_all(received, parts, axis)
-    whole = join(received, source, chunk * axis.size if size is None else size)
+    whole = join(received, source, size, axis)
     return whole.narrow(target, 0, local_size(target_size, axis)).contiguous()
 
 
@@ -65,15 +65,22 @@ def pad(x: Tensor, dim: int, length: int) -> Tensor:
     return padded
 
 
-def split(x: Tensor, dim: int, count: int) -> Tensor:
+def split(x: Tensor, dim: int, axis: Axis) -> Tensor:
     """Reshapes (…, count × c, …) into (count, …, c, …), padding first; copies unless `dim` is the first."""
-    chunk = -(-x.size(dim) // count)
+    count, chunk = axis.size, longest_part(x.size(dim), axis)
+    if axis.shares:
+        bounds = [part_of(x.size(dim), axis, index) for index in range(count)]
+        return torch.stack([pad(x.narrow(dim, start, end - start), dim, chunk) for start, end in bounds])
     padded = pad(x, dim, chunk * count)
     return padded.reshape((*x.shape[:dim], count, chunk, *x.shape[dim + 1 :])).movedim(dim, 0).contiguous()
 
 
-def join(parts: Tensor, dim: int, size: int) -> Tensor:
-    """Reshapes (count, …, c, …) into (…, count × c, …) and drops what is beyond `size`: undoes `split`."""
+def join(parts: Tensor, dim: int, size: int, axis: Axis) -> Tensor:
+    """Reshapes (count, …, c, …) into (…, count × c, …) and drops padding, up to `size` in all: undoes `split`."""
+    if axis.shares:
+        bounds = [part_of(size, axis, index) for index in range(axis.size)]
+        pairs = zip(parts.unbind(0), bounds, strict=True)
+        return torch.cat([part.narrow(dim, 0, end - start) for part, (start, end) in pairs], dim)
     count, chunk = parts.size(0), parts.size(dim + 1)
     shape = (*parts.shape[1 : dim + 1], count * chunk, *parts.shape[dim + 2 :])
     return parts.movedim(0, dim).reshape(shape).narrow(dim, 0, size).contiguous()
@@ -89,6 +96,6 @@ def sum_over(x: Tensor, axis: Axis, *, wait: bool = True) -> Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     if wait:
         comm.all_reduce(total, axis)
-    else:
-        comm.add_late(comm.start_all_reduce(total, axis), axis)
-    return total
+        return total
+    comm.add_late(comm.start_all_reduce(total, axis), axis)
+    return total.detach()  # what is under way would keep the whole graph of the microbatch that leads to it

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import comm, randomness
+from autopar.runtime.arrivals import FORWARD, Turn
 from autopar.runtime.declare import Pipeline
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.inputs import by_name, join_outputs, split_named
@@ -18,8 +19,8 @@ from autopar.runtime.local import Local
 from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
 from autopar.runtime.pipeline_state import Catalog, PipelineState, find_ties, make_catalog
 from autopar.runtime.rank import Microbatches, Rank
-from autopar.runtime.scheduled import ScheduledStage, make_schedule
-from autopar.runtime.transport import Channel, Transport, find_channels, num_ranks
+from autopar.runtime.scheduled import ScheduledStage, foresee, make_schedule
+from autopar.runtime.transport import Channel, Transport, find_channels, group_names, num_ranks
 
 
 class PipelineRank(Rank):
@@ -31,18 +32,18 @@ class PipelineRank(Rank):
         nn.Module.__init__(self)
         count = max(stage.FIRST_RANK + num_ranks(stage) for stage in pipeline.STAGES)
         device, ranks = world_of(count, device_mesh, device, timeout_s)
-        world, forward, backward = (
-            own_group((tuple(ranks),), timeout_s, purpose) for purpose in ("", "forward", "backward")
-        )
-        assert world is not None and forward is not None and backward is not None, "every rank has a stage"
+        channels = find_channels(pipeline.STAGES)
+        world, *others = (own_group((tuple(ranks),), timeout_s, purpose) for purpose in ("", *group_names(channels)))
+        groups = {name: group for name, group in zip(group_names(channels), others, strict=True) if group is not None}
+        assert world is not None and len(groups) == len(others), "every rank has a stage"
         meshes = _meshes(pipeline, device, timeout_s)
         catalog = make_catalog(pipeline, device)
         ties = find_ties(pipeline, catalog, timeout_s)
         parts = _locals(pipeline, meshes, catalog.tied_stages)
         state = PipelineState(parts, catalog, pipeline.TIED, ties, world, device)
         self._take(list(parts.values()), state, _world_mesh(count, device, timeout_s), pipeline.TRAINING)
-        transport = Transport(forward, backward, pipeline.MICROBATCHES, device, timeout_s)
-        stages = _scheduled(pipeline, parts, transport)
+        transport = Transport(groups, pipeline.MICROBATCHES, device, timeout_s)
+        stages = _scheduled(pipeline, parts, channels, transport)
         self.__dict__.update(
             _pipeline=pipeline, _catalog=catalog, _world=world, _transport=transport, _stages=stages,
             _step=make_schedule(pipeline.SCHEDULE, stages, pipeline.MICROBATCHES),
@@ -91,6 +92,8 @@ class PipelineRank(Rank):
         """Stage by stage, all microbatches. Returns what each stage here makes of the outputs of each microbatch."""
         self._transport.forget()
         found = []
+        counts = zip(self._stages, map(len, microbatches), strict=True)
+        foresee(self._stages, [Turn(s.stage_index, FORWARD, index) for s, count in counts for index in range(count)])
         for stage, parts in zip(self._stages, microbatches, strict=True):
             stage.begin_step(parts)
             found.append([self._run_microbatch_of(stage, index) for index in range(len(parts))])
@@ -98,7 +101,6 @@ class PipelineRank(Rank):
         return found
 
     def _run_microbatch_of(self, stage: ScheduledStage, index: int) -> tuple[Any, ...]:
-        stage.get_fwd_recv_ops(index)
         results, _, _ = stage.run_forward(index)
         stage.get_fwd_send_ops(index)
         return results
@@ -132,22 +134,17 @@ def _locals(pipeline: type[Pipeline], meshes: list[RankMesh | None], tied: Conta
     return found
 
 
-def _scheduled(pipeline: type[Pipeline], parts: Mapping[int, Local], transport: Transport) -> list[ScheduledStage]:
-    channels = find_channels(pipeline.STAGES)
+def _scheduled(
+    pipeline: type[Pipeline], parts: Mapping[int, Local], channels: Sequence[Channel], transport: Transport
+) -> list[ScheduledStage]:
     firsts = list(dict.fromkeys(stage.FIRST_RANK for stage in pipeline.STAGES))  # as a microbatch visits them
     loss_stage, loss_position = pipeline.OUTPUTS[pipeline.LOSS_INDEX]
     return [
         ScheduledStage(
             local, number, len(pipeline.STAGES), firsts.index(pipeline.STAGES[number].FIRST_RANK), len(firsts),
-            transport, [channel for channel in channels if channel.target == number], _sends(channels, number),
+            transport, [channel for channel in channels if channel.target == number],
+            [channel for channel in channels if channel.received.source == number],
             loss_position if number == loss_stage else None,
         )
         for number, local in parts.items()
     ]  # fmt: skip
-
-
-def _sends(channels: Sequence[Channel], number: int) -> list[list[Channel]]:
-    """For each tensor that a stage leaves for later ones, the channels that it leaves by."""
-    own = [channel for channel in channels if channel.received.source == number]
-    count = 1 + max((channel.received.position for channel in own), default=-1)
-    return [[channel for channel in own if channel.received.position == position] for position in range(count)]

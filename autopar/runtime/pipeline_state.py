@@ -138,8 +138,7 @@ class PipelineState(State):
         """Whole gradients of the parameters that have one, of all stages, on every rank."""
         grads = {name: stored.tensor.grad for name, stored in self.parameters.items()}
         own = {name: grad for name, grad in grads.items() if grad is not None}
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(self._world))]
-        dist.all_gather_object(everyone, list(own), group=self._world)
+        everyone: list[list[str]] = comm.gather_objects(list(own), self._world)
         known = {name for names in everyone for name in names}
         full = self._spread(own, [name for name in self._catalog.declared if name in known])
         return full | {name: full[primary] for name, primary in self.tied.items() if primary in full}
@@ -176,7 +175,7 @@ class PipelineState(State):
             p for (number, _), p in zip(self._parts.items(), powers, strict=True) if self._catalog.is_first_of(number)
         ]
         total: Tensor = combine(torch.stack([torch.zeros_like(powers[0]), *counted]))
-        dist.all_reduce(total, op=operation, group=self._world)
+        comm.reduce_over(total, operation, self._world)
         return total
 
     def _power_of(self, number: int, part: Local, norm_type: float) -> Tensor:

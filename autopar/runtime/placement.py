@@ -3,7 +3,7 @@
 A placement is one type for each axis, outermost first: "S(d)" shard, "R" replicate, "I" invariant, "P"
 partial. Several axes may shard one dim; the outer one splits first. A dim of length s on an axis of n ranks
 is cut into chunks of ceil(s / n): the last ranks may hold a shorter chunk or none, as in `torch.chunk` and
-DTensor.
+DTensor. An axis with shares cuts it in these proportions.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def parse_way(text: str, num_axes: int) -> list[tuple[Type, ...]]:
 def local_size(size: int, *axes: Axis) -> int:
     """Length that this rank holds of a dim of `size`, split over `axes` from the outer one to the inner."""
     for axis in axes:
-        chunk = -(-size // axis.size)
-        size = max(0, min(chunk, size - axis.index * chunk))
+        start, end = part_of(size, axis)
+        size = end - start
     return size
 
 
@@ -77,10 +77,30 @@ def local_offset(size: int, *axes: Axis) -> int:
     """Where this rank's part of a dim of `size` begins, split over `axes` from the outer one to the inner."""
     offset = 0
     for axis in axes:
-        chunk = -(-size // axis.size)
-        start = min(axis.index * chunk, size)
-        offset, size = offset + start, min(chunk, size - start)
+        start, end = part_of(size, axis)
+        offset, size = offset + start, end - start
     return offset
+
+
+def part_of(size: int, axis: Axis, index: int | None = None) -> tuple[int, int]:
+    """Where a rank's part (this one's, if no index is given) of a dim begins and ends. Raises ProgramError for a length
+    that the shares of the axis do not divide."""
+    index = axis.index if index is None else index
+    if not axis.shares:
+        chunk = -(-size // axis.size)
+        return min(index * chunk, size), min((index + 1) * chunk, size)
+    unit, rest = divmod(size, sum(axis.shares))
+    if rest:
+        raise ProgramError(
+            f"expected a length that the shares {axis.shares} of axis {axis.name} divide, found {size}; plan again"
+        )
+    start = unit * sum(axis.shares[:index])
+    return start, start + unit * axis.shares[index]
+
+
+def longest_part(size: int, axis: Axis) -> int:
+    """The length of the longest part, to which the others are padded where they travel."""
+    return size * max(axis.shares) // sum(axis.shares) if axis.shares else -(-size // axis.size)
 
 
 def shard_axes(types: Sequence[Type], dim: int, axes: Sequence[Axis]) -> list[Axis]:

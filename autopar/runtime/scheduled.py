@@ -1,8 +1,8 @@
 """One stage as the schedules of `torch.distributed.pipelining` call it, and the schedules by name.
 
-A schedule decides when a stage runs forward or backward, and when it sends and receives. What is received may come
-from any earlier stage, in several pieces and placements; so the stage sends and receives by itself when it is asked
-for the operations, and hands the schedule none to run.
+A schedule decides when a stage runs forward or backward, and when it sends. What is received may come from any earlier
+stage, in several pieces and placements; so the stage sends by itself when it is asked for the operations, receives by
+itself when its passes begin (`arrivals`), and hands the schedule none to run.
 """
 
 from __future__ import annotations
@@ -13,27 +13,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Schedule1F1B
 
+from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, Wait
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.local import Local
 from autopar.runtime.splitting import Root, SplitBackward
 from autopar.runtime.transport import Channel, Transport
 
-Wait = Callable[[], Tensor]
-
 
 class ScheduledStage:
     """A stage's passes over the microbatches of one step.
 
-    index, count: of the stage; place, num_places: of its submesh. `receives`: its channels; `sends`: those that each
-    tensor leaves by that it makes for later stages; loss_position: among what it makes of the model's outputs.
+    index, count: of the stage; place, num_places: of its submesh. `receives`: its channels; `sends`: those that what it
+    makes for later stages leaves by; both by number. loss_position: among what it makes of the model's outputs.
+    `arrivals`: set before each step, by `foresee`.
     """
+
+    arrivals: Arrivals
 
     def __init__(
         self, local: Local, index: int, count: int, place: int, num_places: int, transport: Transport,
-        receives: Sequence[Channel], sends: Sequence[Sequence[Channel]], loss_position: int | None,
+        receives: Sequence[Channel], sends: Sequence[Channel], loss_position: int | None,
     ) -> None:  # fmt: skip
         self.local, self._transport = local, transport
         self._receives, self._sends = receives, sends
@@ -56,9 +59,7 @@ class ScheduledStage:
     def clear_runtime_states(self) -> None:
         """Before a step: forgets what one that failed midway has left."""
         self.output_chunks: list[Tensor] = []  # merged by the schedule, for nobody
-        self._arriving: dict[int, list[Wait]] = {}
-        self._returning: dict[int, list[list[Wait]]] = {}
-        self._between: dict[int, tuple[list[Tensor], list[Any], tuple[Tensor, ...]]] = {}
+        self._between: dict[int, tuple[list[Tensor], list[Tensor], list[GradientEdge | None]]] = {}
         self._sent: dict[int, tuple[Tensor, ...]] = {}
         self._gradients: dict[int, list[Tensor]] = {}
         self._second: dict[int, Callable[[], None]] = {}
@@ -66,9 +67,19 @@ class ScheduledStage:
     # Forward ----------------------------------------
 
     def get_fwd_recv_ops(self, index: int) -> list[Any]:
-        """Starts to receive what the microbatch's forward pass reads."""
-        self._arriving[index] = [self._transport.start_receive(channel, index, True) for channel in self._receives]
+        """Nothing: the pass itself asks for what it reads."""
         return []
+
+    def start_receive(self, direction: str, index: int) -> dict[int, Wait]:
+        """Starts to receive what a pass of a microbatch reads: tensors of earlier stages, or gradients of later ones.
+
+        Returns what waits for each, by the number of the channel.
+        """
+        if direction == BACKWARD_WEIGHT:
+            return {}
+        is_forward = direction == FORWARD
+        channels = self._receives if is_forward else [channel for channel in self._sends if _goes_back(channel)]
+        return {c.number: self._transport.start_receive(c, index, is_forward) for c in channels}
 
     def forward_one_chunk(self, index: int, *args: Any, **kwargs: Any) -> Tensor:
         """The forward pass of a microbatch. Returns its loss, or nothing of use where the stage makes none."""
@@ -76,7 +87,9 @@ class ScheduledStage:
         losses = [] if self._loss_position is None else [results[self._loss_position]]
         if any(loss.dim() != 0 for loss in losses):
             raise ProgramError(f"expected a scalar loss, found shape {tuple(losses[0].shape)}")
-        self._between[index] = received, losses, sent
+        returning = [tensor for tensor, c in zip(received, self._receives, strict=True) if _goes_back(c)]
+        ends = [get_gradient_edge(tensor) if tensor.requires_grad else None for tensor in sent]
+        self._between[index] = returning, losses, ends
         self.losses += [loss.detach() for loss in losses]
         output = self.losses[-1].view(1) if losses else torch.empty(0)
         self.output_chunks.append(output)
@@ -84,7 +97,7 @@ class ScheduledStage:
 
     def run_forward(self, index: int) -> tuple[tuple[Any, ...], tuple[Tensor, ...], list[Tensor]]:
         """What the stage makes of the model's outputs, what it leaves for later stages, and what it has received."""
-        received = [wait() for wait in self._arriving.pop(index, [])]
+        received = [wait() for wait in self._begin(FORWARD, index).values()]
         if torch.is_grad_enabled():
             for tensor, channel in zip(received, self._receives, strict=True):
                 tensor.requires_grad_(channel.received.has_gradient)
@@ -97,19 +110,15 @@ class ScheduledStage:
 
     def get_fwd_send_ops(self, index: int) -> list[Any]:
         """Starts to send what the forward pass has made for later stages."""
-        for tensor, channels in zip(self._sent.pop(index), self._sends, strict=True):
-            for channel in channels:
-                self._transport.send(channel, tensor, index, True)
+        sent = self._sent.pop(index)
+        for channel in self._sends:
+            self._transport.send(channel, sent[channel.received.position], index, True)
         return []
 
     # Backward ----------------------------------------
 
     def get_bwd_recv_ops(self, index: int) -> list[Any]:
-        """Starts to receive the gradients of what the stage has made for later stages."""
-        self._returning[index] = [
-            [self._transport.start_receive(channel, index, False) for channel in channels if _goes_back(channel)]
-            for channels in self._sends
-        ]
+        """Nothing: the pass itself asks for what it reads."""
         return []
 
     def backward_one_chunk(
@@ -119,12 +128,10 @@ class ScheduledStage:
 
         full_backward: False makes the gradients of what was received alone; `backward_weight_one_chunk` makes the rest.
         """
-        received, losses, sent = self._between.pop(index)
-        roots = [(loss, torch.ones_like(loss)) for loss in losses if loss.requires_grad]
-        for tensor, waits in zip(sent, self._returning.pop(index, [[]] * len(sent)), strict=True):
-            parts = [wait() for wait in waits]
-            if parts and tensor.requires_grad:
-                roots.append((tensor, _sum(parts)))
+        arriving = self._begin(BACKWARD, index)
+        received, losses, ends = self._between.pop(index)
+        roots = [(get_gradient_edge(loss), torch.ones_like(loss)) for loss in losses if loss.requires_grad]
+        roots += self._returned(arriving, ends)
         trained = [tensor for tensor in received if tensor.requires_grad]
         if full_backward or not trained:
             whole = partial(self.local.backward, index, partial(_run_backward, roots))
@@ -138,15 +145,24 @@ class ScheduledStage:
             split = SplitBackward(roots, trained, self.local.leaves)
             self._pass(partial(self.local.backward_of_inputs, index, split.first))
             self._second[index] = partial(self.local.backward_of_leaves, index, split.second)
-        self._gradients[index] = [
-            torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for tensor, channel in zip(received, self._receives, strict=True)
-            if _goes_back(channel)
-        ]
+        self._gradients[index] = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
 
     def backward_weight_one_chunk(self, index: int, last_backward: bool = False) -> None:
         """The second part of a backward pass: the gradients of parameters."""
+        self._begin(BACKWARD_WEIGHT, index)
         self._pass(self._second.pop(index))
+
+    def _begin(self, direction: str, index: int) -> dict[int, Wait]:
+        return self.arrivals.begin(Turn(self.stage_index, direction, index))
+
+    def _returned(self, arriving: dict[int, Wait], ends: Sequence[GradientEdge | None]) -> list[Root]:
+        """The gradients that have come of what the stage has sent, those of one tensor summed."""
+        parts: dict[int, list[Tensor]] = {}
+        for channel in self._sends:
+            if channel.number in arriving:
+                wait = arriving.pop(channel.number)
+                parts.setdefault(channel.received.position, []).append(wait())
+        return [(end, _sum(parts[place])) for place, end in enumerate(ends) if end is not None and place in parts]
 
     def _pass(self, run: Callable[[], None]) -> None:
         try:
@@ -191,7 +207,7 @@ def _sum(parts: list[Tensor]) -> Tensor:
 
 
 def _run_backward(roots: Sequence[Root]) -> None:
-    torch.autograd.backward([tensor for tensor, _ in roots], [gradient for _, gradient in roots])
+    torch.autograd.backward([end for end, _ in roots], [gradient for _, gradient in roots])
 
 
 class _Schedule1F1B(Schedule1F1B):
@@ -201,22 +217,58 @@ class _Schedule1F1B(Schedule1F1B):
         PipelineScheduleSingle.__init__(self, stage, n_microbatches, loss_fn=loss_fn, scale_grads=scale_grads)
 
 
+_SINGLE: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": _Schedule1F1B}
 _LOOPED: dict[str, Any] = {"interleaved": ScheduleInterleaved1F1B, "zero_bubble": ScheduleInterleavedZeroBubble}
+
+
+_DIRECTIONS = {
+    "FORWARD": FORWARD,
+    "FULL_BACKWARD": BACKWARD,
+    "BACKWARD_INPUT": BACKWARD,
+    "BACKWARD_WEIGHT": BACKWARD_WEIGHT,
+}
 
 
 def make_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[], None]:
     """A step of the schedule over this rank's stages. Raises ProgramError for a name that is unknown."""
-    options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
-    if name in _LOOPED:
-        schedule: Any = _LOOPED[name](list(stages), microbatches, **options)
-    elif name in ("gpipe", "1f1b") and len(stages) == 1:
-        kind: Any = ScheduleGPipe if name == "gpipe" else _Schedule1F1B
-        schedule = kind(stages[0], microbatches, **options)
-    else:
-        raise ProgramError(f"expected a schedule for {len(stages)} stages on a rank, found {name!r}")
+    schedule = _torch_schedule(name, stages, microbatches)
     targets = {"target": torch.empty(microbatches)} if any(stage.is_last for stage in stages) else {}
+    order = order_of(schedule, stages, microbatches)
 
     def step() -> None:
+        foresee(stages, order)
         schedule.step(**targets)
 
     return step
+
+
+def _torch_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Any:
+    options: dict[str, Any] = {"loss_fn": lambda output, target: output, "scale_grads": False}
+    if name in _LOOPED:
+        return _LOOPED[name](list(stages), microbatches, **options)
+    if name in _SINGLE and len(stages) == 1:
+        return _SINGLE[name](stages[0], microbatches, **options)
+    raise ProgramError(f"expected a schedule for {len(stages)} stages on a rank, found {name!r}")
+
+
+def foresee(stages: Sequence[ScheduledStage], order: Sequence[Turn]) -> None:
+    """Tells the stages of a rank in which order they are about to make their passes."""
+    by_number = {stage.stage_index: stage for stage in stages}
+    arrivals = Arrivals(order, lambda turn: by_number[turn.stage].start_receive(turn.direction, turn.microbatch))
+    for stage in stages:
+        stage.arrivals = arrivals
+
+
+def order_of(schedule: Any, stages: Sequence[ScheduledStage], microbatches: int) -> list[Turn]:
+    """The passes of this rank in the order of one of torch's schedules."""
+    if not isinstance(schedule, PipelineScheduleSingle):
+        actions = [action for action in schedule.pipeline_order[stages[0].group_rank] if action is not None]
+        return [Turn(a.stage_index, _DIRECTIONS[a.computation_type.name], a.microbatch_index) for a in actions]
+    (stage,) = stages
+    forward, backward = (
+        [Turn(stage.stage_index, way, index) for index in range(microbatches)] for way in (FORWARD, BACKWARD)
+    )
+    is_gpipe = isinstance(schedule, ScheduleGPipe)
+    ahead = microbatches if is_gpipe else min(microbatches, stage.num_stages - stage.stage_index)
+    steady = [turn for pair in zip(backward, forward[ahead:], strict=False) for turn in pair]
+    return [*forward[:ahead], *steady, *backward[microbatches - ahead :]]

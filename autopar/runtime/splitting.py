@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node
 
-Root = tuple[Tensor, Tensor]
-"""Where gradients come in, and the gradient."""
+Root = tuple[GradientEdge, Tensor]
+"""Where gradients come in, and the gradient; the tensor itself is not kept for that."""
 
 
 class SplitBackward:
@@ -35,11 +35,11 @@ class SplitBackward:
         """The gradients of what was received, as their `grad`."""
         if not self._roots:
             return
-        tensors, gradients = zip(*self._roots, strict=True)
-        aside = self._find_branches({_node(tensor) for tensor in tensors})
+        ends, gradients = zip(*self._roots, strict=True)
+        aside = self._find_branches({end.node for end in ends})
         handles = [node.register_prehook(_keeper(self._kept, node)) for node in self._branches]
         wanted = [*self._received, *aside]
-        found = torch.autograd.grad(tensors, wanted, gradients, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True)
         for handle in handles:
             handle.remove()
         for tensor, gradient in zip(self._received, found, strict=False):

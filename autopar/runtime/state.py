@@ -209,8 +209,7 @@ def spread(whole: Tensor, mesh: RankMesh) -> None:
     """Gives all ranks of a mesh what its first rank has, in place."""
     for axis in mesh.axes:
         if axis.group is not None:
-            with comm.explained("broadcast", axis, whole.nbytes):
-                comm.broadcast(whole, dist.get_global_rank(axis.group, 0), axis.group)
+            comm.broadcast(whole, dist.get_global_rank(axis.group, 0), axis.group)
 
 
 def _cut(whole: Tensor, stored: StoredParameter | StoredBuffer) -> None:

@@ -1,13 +1,14 @@
 """Tensors on their way between stages: activations forward, their gradients backward.
 
-Each direction has a group of its own: on NCCL, what two ranks send each other over one group is done in order, and a
-pipeline's two directions are not. Sends go on while the rank computes; what is under way is kept until it has left.
+Tensors travel over several groups (`group_name`): on NCCL, what a rank sends and receives over one is done in the order
+in which it was started (see `arrivals`). Sends go on while the rank computes; what is under way is kept until it has
+left.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from threading import Thread
@@ -50,6 +51,20 @@ def find_channels(stages: Sequence[type[Stage]]) -> list[Channel]:
             there = _side(stages[received.source], received.left)
             found.append(Channel(len(found), received, target, there, _side(stage, received.placement)))
     return found
+
+
+def group_name(channel: Channel, is_forward: bool) -> str:
+    """The group that carries a tensor, or its gradient: those between stages equally far apart, and only up or only
+    down the ranks, share one."""
+    rises = (channel.there.ranks < channel.here.ranks) == is_forward
+    distance = channel.target - channel.received.source
+    return f"{'forward' if is_forward else 'backward'} {distance} {'up' if rises else 'down'}"
+
+
+def group_names(channels: Sequence[Channel]) -> list[str]:
+    """All groups that the channels need, on all ranks in the same order."""
+    travelling = [channel for channel in channels if channel.there.ranks != channel.here.ranks]
+    return sorted({group_name(channel, is_forward) for channel in travelling for is_forward in (True, False)})
 
 
 def _side(stage: type[Stage], placement: str) -> Side:
@@ -106,10 +121,9 @@ class Transport:
     """This rank's sends and receives. Raises CollectiveError for a rank that does not answer."""
 
     def __init__(
-        self, forward: dist.ProcessGroup, backward: dist.ProcessGroup, microbatches: int, device: torch.device,
-        timeout_s: float,
-    ) -> None:  # fmt: skip
-        self._groups = {True: forward, False: backward}
+        self, groups: Mapping[str, dist.ProcessGroup], microbatches: int, device: torch.device, timeout_s: float
+    ) -> None:
+        self._groups = groups
         self._microbatches, self._device, self._timeout_s = microbatches, device, timeout_s
         self._rank = dist.get_rank()
         self._outbox = Outbox()
@@ -123,10 +137,8 @@ class Transport:
                 continue
             part = tensor[move.slices].contiguous()
             tag = self._tag(channel, microbatch)
-            what = _what(channel, is_forward)
-            self._outbox.add(
-                comm.start_send(part, move.peer, self._groups[is_forward], tag, what, self._timeout_s), part
-            )
+            what, group = _what(channel, is_forward), self._groups[group_name(channel, is_forward)]
+            self._outbox.add(comm.start_send(part, move.peer, group, tag, what, self._timeout_s), part)
 
     def start_receive(self, channel: Channel, microbatch: int, is_forward: bool) -> Callable[[], Tensor]:
         """Starts to receive this rank's part of a tensor, which the returned function waits for."""
@@ -141,8 +153,8 @@ class Transport:
                 continue
             part = whole if move.num_elements == whole.numel() else whole.new_empty(whole[move.slices].shape)
             tag = self._tag(channel, microbatch)
-            what = _what(channel, is_forward)
-            receiving = comm.start_receive(part, move.peer, self._groups[is_forward], tag, what, self._timeout_s)
+            what, group = _what(channel, is_forward), self._groups[group_name(channel, is_forward)]
+            receiving = comm.start_receive(part, move.peer, group, tag, what, self._timeout_s)
             parts.append((receiving, part, move))
 
         def finish() -> Tensor:

@@ -76,9 +76,14 @@ class Frames:
             for around in self._enclosing[unit]:
                 self._returns[around] = max(self._returns[around], number)
         self._ends: dict[frozenset[int], int] = {}
+        self._first_of = program.first_of
+        self._last_of = {first: number for number, first in sorted(program.first_of.items())}  # a branch is a function
 
     def end(self, owner: int, readers: list[int]) -> int:
         """The item after which no function holds a value: the innermost that calls all who make and read it returns."""
+        branch = self._first_of.get(owner)
+        if branch is not None and all(self._first_of.get(reader) == branch for reader in readers):
+            return self._last_of[branch]
         units = frozenset([self._unit_of[owner], *(self._unit_of[reader] for reader in readers)])
         if units not in self._ends:
             shared = [set(self._enclosing[unit]) for unit in units]

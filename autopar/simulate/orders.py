@@ -73,18 +73,25 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
     for slot in program.slots:
         if slot.requires_grad and slot.value in readers:
             items = readers[slot.value]
+            first = program.first_of.get(items[0], items[0])  # a branch hands out its gradients at its end
             orders.begun_at[items[-1]].append(slot)
-            orders.ended_at[items[0]].append((slot, len(items) > 1))
-            orders.kept_ns[items[0]] += adding_ns(slot.stored_bytes if slot.reduces_each else slot.gradient_bytes)
+            orders.ended_at[first].append((slot, len(items) > 1))
+            orders.kept_ns[first] += adding_ns(slot.stored_bytes if slot.reduces_each else slot.gradient_bytes)
             if slot.steps and profile.runtime:
                 home = orders.home_each_ns if slot.reduces_each else orders.home_last_ns
                 copied = copy_time_ns(slot.gradient_bytes, profile)
-                home[items[0]] += profile.runtime.parameter_ns + copied
+                home[first] += profile.runtime.parameter_ns + copied
     for bucket in program.reductions:
-        complete = [readers[v][0] for v in (program.slots[n].value for n in bucket.slots) if v in readers]
+        complete = [
+            program.first_of.get(readers[v][0], readers[v][0])
+            for v in (program.slots[n].value for n in bucket.slots)
+            if v in readers
+        ]
         if complete:
             orders.complete_at[min(complete)].append(bucket)
     for number, buckets in orders.complete_at.items():
+        if number in program.first_of:  # a branch hands out all gradients in one order on all ranks
+            continue
         buckets.sort(key=lambda bucket: -_first_operand(program, number, bucket))
 
 

@@ -16,23 +16,15 @@ The orders are those of `torch.distributed.pipelining`. Without a backward pass,
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from autopar.errors import PlanError
+from autopar.runtime.arrivals import BACKWARD as BACKWARD
+from autopar.runtime.arrivals import BACKWARD_WEIGHT as BACKWARD_WEIGHT
+from autopar.runtime.arrivals import FORWARD as FORWARD
+from autopar.runtime.arrivals import Turn as Turn
 
-FORWARD = "forward"
-BACKWARD = "backward"
 BACKWARD_INPUT = "backward_input"  # gradients on their way to what the stage received, and nothing else
-BACKWARD_WEIGHT = "backward_weight"  # the others: of stored tensors, and of what is made of these alone
 DIRECTIONS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
-
-
-class Turn(NamedTuple):
-    """One pass: of which stage, in which of the DIRECTIONS, of which microbatch."""
-
-    stage: int
-    direction: str
-    microbatch: int
 
 
 def turns(schedule: str, stages_of: Sequence[Sequence[int]], microbatches: int, trains: bool) -> list[list[Turn]]:

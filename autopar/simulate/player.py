@@ -15,8 +15,9 @@ A pass that begins in the same state as an earlier one of its kind is that one, 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from autopar.cost import Profile
@@ -31,6 +32,10 @@ from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 UNDER_WAY = "gradients under way"
 ROOT = 0  # the unit of parameters that belong to no block
 LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
+
+
+Meet = Callable[[int, int], int]
+"""From a collective's axis, and when this rank could start it: when all of its ranks can."""
 
 
 class PassKind(NamedTuple):
@@ -81,7 +86,8 @@ class Standing(NamedTuple):
 class Pass:
     """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
 
-    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there.
+    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there. met:
+    when its collectives with ranks that differ start.
     """
 
     kind: PassKind
@@ -96,13 +102,17 @@ class Pass:
     last_ns: int
     standing: Standing
     ready_ns: dict[str, int]
+    met: tuple[int, ...] = ()
 
 
 class Player:
-    """One stage's state while its program is played."""
+    """One stage's state while its program is played. meeting: axes over which ranks differ (`together`)."""
 
-    def __init__(self, program: Program, profile: Profile, trains: bool, sums_early: bool = True) -> None:
-        self.program, self.trains, self.sums_early = program, trains, sums_early
+    def __init__(
+        self, program: Program, profile: Profile, trains: bool, sums_early: bool = True,
+        meeting: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        self.program, self.trains, self.sums_early, self._meeting = program, trains, sums_early, meeting
         self._pass_ns = profile.host.pass_ns if profile.host else 0
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self.orders = find_orders(program, profile)
@@ -121,17 +131,23 @@ class Player:
     def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
         """The pass, from what the device and the stage have under way. One that leaves gradients as they are says
         nothing of them in its `standing`."""
+        key = self.state(kind, carried, standing)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self.played(*key)
+        return known
+
+    def state(self, kind: PassKind, carried: Carried, standing: Standing) -> tuple[PassKind, Carried, Standing]:
+        """All that a pass depends on."""
         if kind.name in LEAVE_GRADIENTS:
             standing = standing.without_gradients()
         if not self._copies:
             carried = carried._replace(last_ns=0)
-        key = (kind, carried, standing)
-        known = self._known.get(key)
-        if known is None:
-            known = self._known[key] = self._played(kind, carried, standing)
-        return known
+        return kind, carried, standing
 
-    def _played(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
+    def played(self, kind: PassKind, carried: Carried, standing: Standing, meet: Meet | None = None) -> Pass:
+        """Plays a pass. meet: where other ranks do unlike work."""
+        self._meet = meet
         busy_ns = self._pass_ns if self._has_work(kind.name) else 0
         waiting = "forward" if kind.name == "begin" else kind.name
         self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
@@ -198,6 +214,7 @@ class Player:
                 tuple(pair for pair in home if pair[0] > length),
             ),
             ready_ns=self._sent_ns(),
+            met=tuple(engine.met),
         )
 
     def _sent_ns(self) -> dict[str, int]:
@@ -357,7 +374,12 @@ class Player:
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
             waits = tasks[-1:] or after
-            tasks.append(self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns))
+            meets = sent.axis in self._meeting
+            others = None if self._meet is None else partial(self._meet, sent.axis)
+            task = self.engine.transmit(
+                sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, meets, others
+            )
+            tasks.append(task)
             self.comm_bytes[sent.collective] += sent.num_bytes
         return tasks[0], tasks[-1]
 

@@ -20,6 +20,7 @@ from autopar.cost.compute import (
     node_issue_ns,
     node_time_ns,
     optimizer_time_ns,
+    pointwise_time_ns,
     split_backward_ns,
     split_norm_backward_ns,
     split_norm_time_ns,
@@ -28,9 +29,19 @@ from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_by
 from autopar.cost.work import operator
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
+from autopar.ir.branches import (
+    Coordinates,
+    Home,
+    coordinates_of,
+    entering,
+    homes,
+    host_scopes,
+    in_order,
+    is_idle,
+)
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
-from autopar.ir.placement import Placement, format_placement, local_shape
+from autopar.ir.placement import Placement, evenly, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import leaving_values, stage_graph
@@ -179,17 +190,22 @@ class Program:
     is_stage: bool = False  # one of several: passes of other microbatches come between a microbatch's two
     optimizer_workspace: int = 0  # the most bytes that updating a parameter takes for a while
     splits: bool = False  # the backward pass is made in two parts
+    first_of: dict[int, int] = field(default_factory=dict)  # items of branches -> the branch's first: autograd sees one
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
 
-def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Program]:
-    """The program of each stage's first rank, priced by its own profile.
+def lower_stages(
+    graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0, prices: Prices | None = None
+) -> list[Program]:
+    """The program of each stage's first rank, priced by its own profile; or of another rank of a plan of one stage.
+    prices: what other ranks of the plan have been priced at.
 
+    Ranks whose branches differ have the same items in the same order, and the same collectives outside of branches.
     Raises PlanError when the plan lacks a redistribution.
     """
     facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
-    prices: dict[tuple[LogicalMesh, int, Profile], _Prices] = {}
+    prices = {} if prices is None else prices
     is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
     programs = []
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
@@ -197,7 +213,8 @@ def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[
         own = prices.setdefault((part.axes, per_node, profile), _Prices())
         stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
         known = facts[profile.device_type]
-        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, is_split).run())
+        place = coordinates_of(part, rank)
+        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, is_split, place).run())
     return programs
 
 
@@ -258,11 +275,48 @@ class _Prices:
     stored: dict[Hashable, _StoredPrice] = field(default_factory=dict)
 
 
+class _Branch:
+    """What a branch reads of others and leaves to them, and by node the conversions of its own that come before it.
+
+    first: the number of its first item.
+    """
+
+    def __init__(self, graph: Graph, plan: Plan, home: Home, first: int) -> None:
+        self.first = first
+        names = set(plan.forks[home.fork].branches[home.branch].nodes)
+        nodes = [node for node in graph.nodes if node.name in names]
+        made = {name: p for node in nodes for name, p in zip(node.results, plan.nodes[node.name].results, strict=True)}
+        reads, inner = dict[tuple[str, Placement], None](), dict[tuple[str, Placement], str]()
+        for node in nodes:
+            for value in zip(node.operands, plan.nodes[node.name].operands, strict=True):
+                if value[0] not in made:
+                    reads[value] = None
+                elif made[value[0]] != value[1]:
+                    inner.setdefault(value, node.name)
+        self.reads = [*reads]
+        self.conversions: dict[str, list[str]] = {}
+        for (tensor, wanted), name in inner.items():
+            self.conversions.setdefault(name, []).append(f"{tensor} → {' '.join(map(str, wanted))}")
+        leaves = dict[tuple[str, Placement], None]()
+        last = {*graph.outputs, *graph.mutations.values(), *graph.sent}
+        for name, placement in made.items():
+            outside = [(reader, position) for reader, position in graph.consumers[name] if reader.name not in names]
+            wanted_outside = [(name, plan.nodes[reader.name].operands[position]) for reader, position in outside]
+            wanted_outside += [(name, placement)] if name in last else []
+            leaves.update((value if value in inner else (name, placement), None) for value in wanted_outside)
+        self.leaves = [*leaves]
+
+
+Prices = dict[tuple[LogicalMesh, int, Profile], _Prices]
+
+
 class _Lowering:
     def __init__(
         self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
-        leaving: Mapping[str, tuple[Placement, ...]], is_split: bool,
+        leaving: Mapping[str, tuple[Placement, ...]], is_split: bool, coordinates: Coordinates,
     ) -> None:  # fmt: skip
+        self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates
+        self.branches: dict[Home, _Branch] = {}
         self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
         self.facts, self.prices, self.leaving = facts, prices, leaving
         self.twins = facts.twins(plan.blocks)
@@ -294,8 +348,13 @@ class _Lowering:
                 self._source(name, self.plan.inputs[name])
         for item in self.graph.stored:
             self._source(item.tensor, self.plan.storage[item.tensor].placement)
-        for node in self.graph.nodes:
-            self._operator(node)
+        for node in in_order(self.graph, self.plan):
+            self._enter(node)
+            home = self.homes.get(node.name)
+            if home is None:
+                self._operator(node)
+            else:
+                self._branched(node, home)
         for name, placements in self.leaving.items():
             for placement in placements:
                 self._send(name, placement)
@@ -400,11 +459,12 @@ class _Lowering:
 
     def _step_bytes(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
         shape, itemsize = self.shapes.shapes[tensor], self.graph.itemsizes(tensor)
-        key = (shape, itemsize, self.placements[tensor], steps)
+        key = (shape, itemsize, self.placements[tensor], steps, tensor in self.plan.storage)
         if key not in self.step_bytes:
             placement, sizes = self.placements[tensor], []
+            axes = evenly(self.plan.axes) if tensor in self.plan.storage else self.plan.axes
             for step in steps:
-                sizes.append(transfer_bytes(shape, itemsize, placement, self.plan.axes, step))
+                sizes.append(transfer_bytes(shape, itemsize, placement, axes, step))
                 placement = apply(step, placement)
             self.step_bytes[key] = tuple(sizes)
         return self.step_bytes[key]
@@ -443,12 +503,11 @@ class _Lowering:
         program.items.append(Item(f"receive {name}", inputs=(), outputs=(value,), saved=(storage,)))
 
     def _send(self, name: str, placement: Placement) -> None:
-        """A tensor for later stages: an item without results, which keeps its memory until its gradient is there."""
+        """A tensor for later stages: an item without results. Its memory is kept until it has left (`transfers`)."""
         program = self.program
         value = self._operand(name, placement, 0)
         program.sends[name, placement] = value
-        storage = program.values[value].storage
-        program.items.append(Item(f"send {name}", inputs=(value,), outputs=(), saved=(storage,)))
+        program.items.append(Item(f"send {name}", inputs=(value,), outputs=()))
 
     def _conversion(self, tensor: str, target: Placement, unit: int) -> int:
         program = self.program
@@ -592,6 +651,64 @@ class _Lowering:
                 storages.append(self.program.values[values[kept]].storage)
         return tuple(dict.fromkeys(storages)), extra
 
+    # Branches ----------------------------------------
+
+    def _enter(self, node: Node) -> None:
+        """Before the first operator of a fork: what its branches read is brought to where they read it."""
+        for value in self.entering.get(node.name, ()):
+            if value[0] not in self.plan.storage:
+                self._operand(
+                    *value, self._place(host_scopes(self.graph, self.plan)[self.homes[node.name].fork].module)
+                )
+
+    def _branched(self, node: Node, home: Home) -> None:
+        """An operator of a branch. To autograd a branch is one function: it keeps what it reads of others, and hands
+        out all of its gradients when its first operator's are there."""
+        items, begin = self.program.items, len(self.program.items)
+        is_first = home not in self.branches
+        if is_first:
+            self.branches[home] = _Branch(self.graph, self.plan, home, begin)
+        branch = self.branches[home]
+        if is_idle(home, self.coordinates):
+            self._idle(node, branch)
+        else:
+            self._operator(node)
+        self.program.first_of.update((number, branch.first) for number in range(begin, len(items)))
+        if is_first and self.trains:
+            self._call_function(items[begin], branch, is_idle(home, self.coordinates))
+
+    def _call_function(self, item: Item, branch: _Branch, idle: bool) -> None:
+        """What autograd's function adds to a branch's first item."""
+        if not idle:
+            read = [value for value in branch.reads if value[0] not in self.plan.storage]
+            kept = [self.program.values[self.known[value]].storage for value in read]
+            item.saved = tuple(dict.fromkeys((*item.saved, *kept)))
+        if self.profile.runtime is not None:
+            item.forward_ns += self.profile.runtime.function_ns[0]
+            item.backward_ns += self.profile.runtime.function_ns[1]
+
+    def _idle(self, node: Node, branch: _Branch) -> None:
+        """An operator of a branch that other ranks run: items that do nothing, but for the first, which makes zeros of
+        all that leaves the branch, and of the gradients of all that it reads."""
+        program, unit, number = self.program, self._place(node.scope.module), len(self.program.items)
+        self.placements.update(zip(node.results, self.plan.nodes[node.name].results, strict=True))
+        if number > branch.first:
+            names = [*branch.conversions.pop(node.name, ()), node.name]
+            program.items += [Item(name, (), (), unit=unit) for name in names]
+            return
+        inputs = [self._operand(*value, unit) for value in branch.reads]
+        outputs = []
+        for name, placement in branch.leaves:
+            local = self.shapes.local(name, placement)
+            outputs.append(self._value(name, placement, local, self._memory(local[1], number), number))
+        wanted = [value for value in inputs if program.values[value].differentiable]
+        program.items.append(
+            Item(node.name, tuple(inputs), tuple(outputs), self._zeros_ns(outputs), self._zeros_ns(wanted), unit=unit)
+        )
+
+    def _zeros_ns(self, values: Sequence[int]) -> int:
+        return sum(pointwise_time_ns(self.program.values[value].num_bytes, self.profile) for value in values)
+
     # Units ----------------------------------------
 
     def _unit(self, name: str) -> int:
@@ -674,7 +791,7 @@ class _Lowering:
 
     def _stored_shape(self, tensor: str) -> tuple[int, ...]:
         placement = self.plan.storage[tensor].placement
-        return local_shape(self.graph.tensors[tensor].shape, placement, self.plan.axes)
+        return local_shape(self.graph.tensors[tensor].shape, placement, evenly(self.plan.axes))
 
     # Buckets ----------------------------------------
 

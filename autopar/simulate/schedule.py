@@ -1,23 +1,28 @@
 """Plays a step: each submesh makes its passes in the schedule's order, tensors travel between stages.
 
 A pass (`player`) begins when the submesh has made the one before and what it reads has arrived. What a rank sends to
-another stage queues on its stream to the level of link that joins the two; it does not disturb collectives.
+another stage leaves at the end of the pass and queues on its stream to the level of link that joins the two; it does
+not disturb collectives. It travels once the receiver has taken memory for it, one pass ahead of the one that reads it
+(`runtime.arrivals`); a gradient keeps its memory on the sender until then.
 Gradients of tied parameters are summed over their stages once all of them are home. Then the optimizer runs.
 """
 
 from __future__ import annotations
 
 import gc
+import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
-from autopar.simulate.engine import Carried
+from autopar.runtime.arrivals import may_come_early
+from autopar.simulate.engine import Carried, Change, Moment
 from autopar.simulate.passes import BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
 from autopar.simulate.program import lower_stages
@@ -26,21 +31,37 @@ from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers
 
 WORK = DIRECTIONS
 TIED = "gradient all_reduce"
+ON_ITS_WAY = "between stages"
 
 
 def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], sums_early: bool = True) -> Timeline:
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices. profile: of the devices; by the name that the mesh has for them where they
-    are of several kinds (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass
-    goes on, as emitted programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan
-    that lacks a redistribution.
+    its first, which has the longest slices; where branches make ranks unlike, one of each kind (`apart`).
+    profile: of the devices; by the name that the mesh has for them where they are of several kinds
+    (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
+    programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
+    redistribution.
     """
     with without_collector():
+        if not plan.stages and _differ(plan):
+            from autopar.simulate.together import play_together  # which is made of this module's parts
+
+            known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
+            return play_together(graph, plan, known, sums_early)
+        if not plan.stages and plan.forks:
+            from autopar.simulate.apart import play_apart  # which is made of this module's parts
+
+            return play_apart(graph, plan, _profiles(plan, profile)[0], sums_early)
         step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()
+
+
+def _differ(plan: Plan) -> bool:
+    """Whether ranks of one stage differ, in their devices or in their shares."""
+    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.axes)
 
 
 def _profiles(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
@@ -62,11 +83,30 @@ def without_collector() -> Iterator[None]:
             gc.enable()
 
 
-class _Arrival(NamedTuple):
-    """When a tensor is there, and for how long it has been under way."""
+@lru_cache(maxsize=1 << 10)
+def _change(num_bytes: int) -> list[Change]:
+    """One list for equal changes, which the timeline reads once."""
+    return [(0, num_bytes, ON_ITS_WAY, Moment.START)]
 
+
+class _Arrival(NamedTuple):
+    """What travels: when it left and is there, if it is received from the begin; and from where."""
+
+    transfer: Transfer
+    sender: Submesh
+    left_ns: int
     time_ns: int
-    travelled_ns: int
+
+    def received(self, posted_ns: int) -> _Arrival:
+        """When it is there if it is received from then on."""
+        return self._replace(time_ns=max(self.time_ns, posted_ns + self.transfer.duration_ns))
+
+    def hold(self) -> None:
+        """The sender keeps what has not left."""
+        size, under_way = self.transfer.held_bytes, self.time_ns - self.left_ns
+        if size and under_way:
+            taken = (0, size, ON_ITS_WAY, Moment.START)
+            self.sender.pieces.append(Piece(self.left_ns, "", [], [taken, (under_way, -size, ON_ITS_WAY, Moment.END)]))
 
 
 @dataclass(eq=False)
@@ -76,6 +116,7 @@ class Submesh:
     ranks: range
     stages: list[int]
     turns: list[Turn] = field(default_factory=list)
+    following: dict[Turn, Turn] = field(default_factory=dict)
     free_ns: int = 0
     last_ns: int = 0
     links: dict[str, int] = field(default_factory=dict)
@@ -87,6 +128,8 @@ class Submesh:
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     between: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     bubble_ns: int = 0
+    posted_ns: int = 0  # from when on what the next turn reads is received
+    expected: int = 0  # bytes that are taken for that
 
     def carried(self, now: int) -> Carried:
         links = tuple(sorted((link, end - now) for link, end in self.links.items() if end > now))
@@ -103,6 +146,11 @@ class Submesh:
         for total, part in ((self.spent, done.spent), (self.waited, done.waited), (self.sent, done.sent)):
             for kind, amount in part.items():
                 total[kind] += amount
+
+    def keep(self, now: int, num_bytes: int) -> None:
+        """Takes memory for what is to come, or gives it back."""
+        if num_bytes:
+            self.pieces.append(Piece(now, "", [], _change(num_bytes)))
 
     def hand(self, collective: str, num_bytes: int) -> None:
         """Counts what goes to ranks of other submeshes."""
@@ -144,6 +192,14 @@ class Progress:
         self.standing = new._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
 
 
+def pass_kind(turn: Turn, stage: Progress, microbatches: int) -> PassKind:
+    """What pass a turn is, which counts those that make gradients."""
+    if turn.direction in LEAVE_GRADIENTS:
+        return PassKind(turn.direction)
+    stage.num_made += 1
+    return PassKind(turn.direction, stage.num_made == 1, stage.num_made == microbatches)
+
+
 class _Step:
     def __init__(self, graph: Graph, plan: Plan, profiles: Sequence[Profile], sums_early: bool) -> None:
         self.plan = plan
@@ -161,6 +217,7 @@ class _Step:
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
         for submesh, order in zip(self.submeshes, orders, strict=True):
             submesh.turns = order
+            submesh.following = dict(itertools.pairwise(order))
 
     def run(self) -> None:
         """The whole step."""
@@ -191,25 +248,30 @@ class _Step:
         """A forward or backward pass, and the sending of what it makes for others."""
         is_forward, is_second = turn.direction == FORWARD, turn.direction == BACKWARD_WEIGHT
         arrived = [] if is_second else self.arrived.pop((turn.stage, is_forward, turn.microbatch), [])
-        begin = self._wait(submesh, arrived)
+        begin = self._wait(submesh, [arrival.received(submesh.posted_ns) for arrival in arrived])
+        following = submesh.following.get(turn)
+        is_early = following is not None and may_come_early(turn, following)
+        self._expect(submesh, begin, following if is_early else None)
         label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
-        done = self._play(submesh, turn.stage, self._kind(turn), begin, label)
+        kind = pass_kind(turn, self.stages[turn.stage], self.plan.microbatches)
+        self._play(submesh, turn.stage, kind, begin, label)
+        submesh.posted_ns = begin if is_early else submesh.free_ns
         for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
-            ready = begin + max(done.ready_ns[name] for name in transfer.names)
-            self._send(submesh, transfer, ready, turn.microbatch, label)
+            self._send(submesh, transfer, submesh.free_ns, turn.microbatch, label)
 
-    def _kind(self, turn: Turn) -> PassKind:
-        if turn.direction in LEAVE_GRADIENTS:
-            return PassKind(turn.direction)
-        stage = self.stages[turn.stage]
-        stage.num_made += 1
-        return PassKind(turn.direction, stage.num_made == 1, stage.num_made == self.plan.microbatches)
+    def _expect(self, submesh: Submesh, begin: int, following: Turn | None) -> None:
+        """Memory for what a turn reads is its own from its begin on; that for the following one's is taken."""
+        submesh.keep(begin, -submesh.expected)
+        submesh.expected = self.transfers.expected_bytes(following) if following is not None else 0
+        submesh.keep(begin, submesh.expected)
 
     def _wait(self, submesh: Submesh, arrivals: Sequence[_Arrival]) -> int:
         """When the pass begins; what it waits for is travelling time as far as that goes, else bubble."""
-        latest = max(arrivals, default=_Arrival(0, 0))
-        idle = max(0, latest.time_ns - submesh.free_ns)
-        travelling = min(idle, latest.travelled_ns)
+        for arrival in arrivals:
+            arrival.hold()
+        latest = max(arrivals, key=lambda arrival: arrival.time_ns, default=None)
+        idle = max(0, latest.time_ns - submesh.free_ns) if latest else 0
+        travelling = min(idle, latest.time_ns - latest.left_ns) if latest else 0
         if travelling:
             submesh.waited["send"] += travelling
         submesh.bubble_ns += idle - travelling
@@ -230,7 +292,7 @@ class _Step:
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
             submesh.pieces.append(Piece(start, label, [task], []))
             submesh.hand("send", transfer.num_bytes)
-        self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(end, end - ready))
+        self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(transfer, submesh, ready, end))
 
     # The end of a step ----------------------------------------
 
@@ -267,7 +329,7 @@ class _Step:
     def timeline(self) -> Timeline:
         """Everything that was played."""
         makespan = max(submesh.end_ns for submesh in self.submeshes)
-        lanes = tuple(_lane(submesh, makespan) for submesh in self.submeshes)
+        lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
@@ -283,7 +345,7 @@ def _submeshes(plan: Plan) -> list[Submesh]:
     return list(found.values())
 
 
-def _lane(submesh: Submesh, makespan: int) -> Lane:
+def lane_of(submesh: Submesh, makespan: int) -> Lane:
     """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
     waited = dict(submesh.waited)
     tail = submesh.end_ns - submesh.free_ns

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections import Counter
 
+from autopar.ir.branches import converted_inside, coordinates_of, homes, is_idle
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Placement
+from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
@@ -24,9 +25,9 @@ from autopar.simulate.regathering import Regathering
 from autopar.simulate.timeline import Timeline
 
 
-def traffic(graph: Graph, plan: Plan) -> dict[str, int]:
-    """Bytes by collective, a rank (the first) and step."""
-    return _total(_moved(graph, plan), _inside(graph, plan))
+def traffic(graph: Graph, plan: Plan, rank: int = 0) -> dict[str, int]:
+    """Bytes by collective, a rank (the first) and step. Another rank may run other branches."""
+    return _total(_moved(graph, plan, rank), _inside(graph, plan, rank))
 
 
 def traffic_over_microbatches(whole: Graph, full: Plan, part: Graph, plan: Plan) -> dict[str, int]:
@@ -54,8 +55,10 @@ def _total(*parts: Counter[str]) -> dict[str, int]:
     return {kind: size for kind, size in sorted(sum(parts, Counter[str]()).items()) if size}
 
 
-def _moved(graph: Graph, plan: Plan) -> Counter[str]:
-    """What redistributions send."""
+def _moved(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
+    """What redistributions send, but for those in branches that other ranks run."""
+    place = coordinates_of(plan, rank)
+    left_out = {value for value, home in converted_inside(graph, plan).items() if is_idle(home, place)}
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
     once = computed_once(graph, plan)
@@ -65,6 +68,8 @@ def _moved(graph: Graph, plan: Plan) -> Counter[str]:
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         name = redistribute.tensor
+        if (name, redistribute.target) in left_out:
+            continue
         forward, backward = _step_counts(graph, plan, redistribute, regathering, recomputation, reached, once)
         if (name, redistribute.target) in counted:
             forward += plan.microbatches
@@ -72,12 +77,15 @@ def _moved(graph: Graph, plan: Plan) -> Counter[str]:
     return counts
 
 
-def _inside(graph: Graph, plan: Plan) -> Counter[str]:
+def _inside(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
     """What operators send inside."""
     counts: Counter[str] = Counter()
+    known, place = homes(plan), coordinates_of(plan, rank)
     reached = reached_tensors(graph) if plan.mode == "train" else set()
     recomputation = Recomputation(graph, plan, reached)
     for node in graph.nodes:
+        if is_idle(known.get(node.name), place):
+            continue
         forward, backward = inner_collectives(graph, node, plan)
         trains = not reached.isdisjoint(node.results)
         again = recomputation.computes_again(node.name)
@@ -140,11 +148,12 @@ def _add(
     forward: int, backward: int,
 ) -> None:  # fmt: skip
     shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
+    axes = evenly(plan.axes) if name in plan.storage else plan.axes
     for step in steps:
         if plan.axes[step.axis].name == MICROBATCH:  # microbatches follow each other: nothing is sent
             placement = apply(step, placement)
             continue
-        sizes = transfer_bytes(shape, itemsizes, placement, plan.axes, step)
+        sizes = transfer_bytes(shape, itemsizes, placement, axes, step)
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:
                 counts[transfer.collective] += size * times

@@ -18,12 +18,17 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, Type, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
+from autopar.runtime.arrivals import BACKWARD_WEIGHT, FORWARD, Turn
 from autopar.runtime.crossing import Side, crossing
 from autopar.simulate.program import Program
 
 
 class Transfer(NamedTuple):
-    """What a stage sends to another after a pass; `link` is "" between stages of one submesh, where nothing travels."""
+    """What a stage sends to another after a pass; `link` is "" between stages of one submesh, where nothing travels.
+
+    num_bytes: of the rank that sends most. arriving_bytes: what a receiving rank has taken for it when all is there.
+    held_bytes: what the sender keeps until it has left, beside what its stage keeps anyway.
+    """
 
     target: int
     is_forward: bool
@@ -31,6 +36,8 @@ class Transfer(NamedTuple):
     num_bytes: int
     link: str
     duration_ns: int
+    arriving_bytes: int
+    held_bytes: int
 
 
 class Tie(NamedTuple):
@@ -45,10 +52,11 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfers:
-    """By stage and direction: what it sends, and how many transfers it waits for."""
+    """By stage and direction: what it sends, how many transfers it waits for, and what memory these take."""
 
     sent: dict[tuple[int, bool], list[Transfer]]
     awaited: dict[tuple[int, bool], int]
+    arriving_bytes: dict[tuple[int, bool], int]
 
     def of(self, stage: int, is_forward: bool) -> list[Transfer]:
         return self.sent.get((stage, is_forward), [])
@@ -56,10 +64,19 @@ class Transfers:
     def num_awaited(self, stage: int, is_forward: bool) -> int:
         return self.awaited.get((stage, is_forward), 0)
 
+    def expected_bytes(self, turn: Turn) -> int:
+        """Of what a turn receives."""
+        return (
+            0
+            if turn.direction == BACKWARD_WEIGHT
+            else self.arriving_bytes.get((turn.stage, turn.direction == FORWARD), 0)
+        )
+
 
 def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profiles: Sequence[Profile]) -> Transfers:
     """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
-    found = Transfers({}, {})
+    found = Transfers({}, {}, {})
+    kept = [_kept(program) for program in programs]
     for target, receiver in enumerate(programs):
         makers = {name: maker_of(graph, plan, target, name) for name in receiver.receives}
         for source in range(target):
@@ -71,11 +88,24 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
                 if what:
                     routes = [_route(graph, plan, source, target, name, is_forward) for name in what]
                     size, link, duration = _sending(plan, sending, receiving, routes, profiles)
-                    transfer = Transfer(receiving, is_forward, what, size, link, duration)
+                    arriving = sum(way.arriving_bytes for way in routes)
+                    is_copied = not routes[0].is_rank_to_rank
+                    ways = zip(what, routes, strict=True)
+                    held = sum(way.local_bytes for name, way in ways if not is_forward or name not in kept[source])
+                    held = size if is_copied else held
+                    transfer = Transfer(receiving, is_forward, what, size, link, duration, arriving, held)
                     found.sent.setdefault((sending, is_forward), []).append(transfer)
                     key = receiving, is_forward
                     found.awaited[key] = found.awaited.get(key, 0) + 1
+                    found.arriving_bytes[key] = found.arriving_bytes.get(key, 0) + arriving
     return found
+
+
+def _kept(program: Program) -> set[str]:
+    """What is sent of the tensors that autograd keeps anyway, or that are stored."""
+    saved = {storage for item in program.items if item.runs_backward for storage in item.saved}
+    sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
+    return {name for name, storage in sent if storage in saved or program.memory[storage].owner < 0}
 
 
 class _Way(NamedTuple):
@@ -93,8 +123,20 @@ class _Way(NamedTuple):
     @property
     def local_bytes(self) -> int:
         """What the sender's first rank has."""
-        axes = [Axis("", size, 0) for size in self.sender.sizes]
-        types = [Type(type_.kind, type_.dim) for type_ in self.sender.types]  # type: ignore[arg-type] # one of S, R, I, P
+        return self._bytes_of(self.sender)
+
+    @property
+    def arriving_bytes(self) -> int:
+        """What the receiver's first rank takes: the tensor, and the parts of it that come by themselves."""
+        whole = self._bytes_of(self.receiver)
+        first = self.receiver.ranks[0]
+        moves = () if self.is_rank_to_rank else crossing(self.shape, self.sender, self.receiver).receives(first)
+        parts = [move.num_elements * self.itemsize for move in moves if move.peer != first]
+        return whole + sum(size for size in parts if size < whole)
+
+    def _bytes_of(self, side: Side) -> int:
+        axes = [Axis("", size, 0) for size in side.sizes]
+        types = [Type(type_.kind, type_.dim) for type_ in side.types]  # type: ignore[arg-type] # one of S, R, I, P
         return math.prod(local_shape(self.shape, tuple(types), tuple(axes))) * self.itemsize
 
 

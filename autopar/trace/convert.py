@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections import ChainMap
+from collections.abc import MutableMapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import fx, nn
@@ -14,13 +17,20 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Graph, Node, Ref, Scope, Stored, Tensor
 from autopar.trace.data_dependence import data_dependence
+from autopar.trace.evidence import is_own
 from autopar.trace.gradients import differentiable_results
+from autopar.trace.markers import entered, left, repeated
+from autopar.trace.regions import Region, regions
+from autopar.trace.tied import tied_names
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
 
 def convert(program: ExportedProgram, model: nn.Module, names: list[str], *, with_loss: bool, mode: str) -> Graph:
-    """Raises TraceError when training is asked for and no scalar loss is returned."""
+    """The graph, in which blocks that the program has a marker for are written out; nodes have no final names yet.
+
+    Raises TraceError when training is asked for and no scalar loss is returned.
+    """
     return _Converter(program, model, names, with_loss).graph(mode)
 
 
@@ -31,89 +41,158 @@ class _Converter:
         self.prefix = "model." if with_loss else ""
         self.names = names
         self.tensors: dict[str, Tensor] = {}
-        self.rename: dict[str, str] = {}  # fx node name -> tensor name
+        self.rename: MutableMapping[str, str] = {}  # fx node name -> tensor name
         self.nodes: list[Node] = []
+        self.tied = tied_names(model)
+        self.stored: dict[str, Stored] = {}
+        self.values = {
+            name.removeprefix(self.prefix): value for name, value in program.constants.items() if torch.is_tensor(value)
+        }
+        self.regions = regions(program)
+        self.num_copies = 0
+        self.copy: _Copy | None = None  # the block that is being written out for another one
 
     def graph(self, mode: str) -> Graph:
-        tied = tied_names(self.model)
-        stored, inputs = self._placeholders(tied)
+        inputs = self._placeholders()
         for node in self.program.graph.nodes:
             if node.op == "call_function":
-                self._call(node)
+                self._write(node)
         outputs, mutations = self._outputs()
         loss = self._loss(outputs) if mode == "train" else None
         return Graph(
             inputs=tuple(inputs),
-            stored=tuple(stored),
+            stored=self._in_order(),
             nodes=tuple(self.nodes),
             outputs=(loss,) if loss else tuple(outputs),
             tensors=self.tensors,
             loss=loss,
-            tied=tied,
+            tied=self.tied,
             mutations=mutations,
-            values={
-                name.removeprefix(self.prefix): value
-                for name, value in self.program.constants.items()
-                if torch.is_tensor(value)
-            },
+            values=self.values,
             input_names=tuple(self.names),
             model_name=type(self.model).__name__,
             training=self.model.training,
         )
 
-    def _placeholders(self, tied: dict[str, str]) -> tuple[list[Stored], list[str]]:
-        stored: dict[str, Stored] = {}
+    def _placeholders(self) -> list[str]:
+        """Names what the program is given; the model's inputs in order."""
         inputs: list[str] = []
         flags = {name: p.requires_grad for name, p in self.model.named_parameters(remove_duplicate=False)}
         placeholders = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
         for spec in self.program.graph_signature.input_specs:
             fx_name = str(getattr(spec.arg, "name", ""))
+            value = placeholders[fx_name].meta["val"]
             if spec.kind == InputKind.USER_INPUT:
                 self.rename[fx_name] = name = self.names[len(inputs)]
                 inputs.append(name)
-                self._add(name, placeholders[fx_name].meta["val"], False)
+                self._add(name, value, False)
                 continue
             if spec.kind not in _KINDS:
                 raise TraceError(f"expected tensors as model state, found {spec.kind} ({spec.target})")
             target = str(spec.target).removeprefix(self.prefix)
-            target = tied.get(target, target)
-            name = target
-            self.rename[fx_name] = name
-            requires_grad = spec.kind == InputKind.PARAMETER and flags[target]
-            self._add(name, placeholders[fx_name].meta["val"], requires_grad)
-            kind: Any = _KINDS[spec.kind]
-            stored[name] = Stored(name, target, kind, requires_grad, spec.persistent is not False)
-        return list(stored.values()), inputs
+            self.rename[fx_name] = name = self.tied.get(target, target)
+            requires_grad = spec.kind == InputKind.PARAMETER and flags[name]
+            self._store(name, value, _KINDS[spec.kind], requires_grad, spec.persistent is not False)
+        self._hidden()
+        return inputs
+
+    def _store(self, name: str, value: Any, kind: Any, requires_grad: bool, persistent: bool) -> None:
+        self._add(name, value, requires_grad)
+        self.stored[name] = Stored(name, name, kind, requires_grad, persistent)
+
+    def _hidden(self) -> None:
+        """Stores what export did not see of the model."""
+        for name, parameter in self.model.named_parameters():
+            if name not in self.stored:
+                self._store(name, parameter, "parameter", parameter.requires_grad, True)
+        for path, module in self.model.named_modules():
+            for own, buffer in module.named_buffers(path, recurse=False):
+                name = self.tied.get(own, own)
+                if name not in self.stored:
+                    persistent = own.rpartition(".")[2] not in module._non_persistent_buffers_set
+                    self._store(name, buffer, "buffer", False, persistent)
+
+    def _in_order(self) -> tuple[Stored, ...]:
+        """Parameters and buffers as the model has them, and then constants."""
+        model = [name for pairs in (self.model.named_parameters(), self.model.named_buffers()) for name, _ in pairs]
+        return tuple(self.stored[name] for name in dict.fromkeys((*model, *self.stored)))
 
     def _add(self, name: str, value: Any, differentiable: bool) -> None:
         dtype = str(value.dtype).removeprefix("torch.")
         self.tensors[name] = Tensor(name, tuple(value.shape), dtype, differentiable)
+
+    def _write(self, node: fx.Node) -> None:
+        if node.target in (entered, left):
+            self.rename[node.name] = self.rename[cast(fx.Node, node.args[0]).name]
+        elif node.target is repeated:
+            self._repeat(node)
+        else:
+            self._call(node)
+
+    def _repeat(self, node: fx.Node) -> None:
+        """Writes the operators of a block once more, for one that does the same."""
+        inputs, _, like, block = cast(tuple[list[fx.Node], list[fx.Node], str, str], node.args)
+        region, outer = self.regions[like], self.rename
+        self.num_copies += 1
+        self.copy = _Copy(like, block, _scope(node, self.prefix), f"@{self.num_copies}")
+        given = {mark.name: outer[inputs[position].name] for position, mark in region.inputs.items()}
+        self.rename = ChainMap({**given, **self._own_state(region, self.copy)}, outer)
+        for inner in region.nodes:
+            self._call(inner)
+        results = {at: self.rename[cast(fx.Node, mark.args[0]).name] for at, mark in region.results.items()}
+        self.rename, self.copy = outer, None
+        self.rename.update({user.name: results[cast(int, user.args[1])] for user in node.users})
+
+    def _own_state(self, region: Region, copy: _Copy) -> dict[str, str]:
+        """What the copy reads in place of what is stored for the block itself: its parameters, and its constants."""
+        own = {}
+        for fx_name in region.read:
+            name = self.rename[fx_name]
+            if self.stored[name].kind == "constant":
+                own[fx_name] = again = copy.path_of(name) + copy.suffix
+                self.tensors[again] = replace(self.tensors[name], name=again)
+                self.stored[again] = replace(self.stored[name], name=again, tensor=again)
+                self.values[again] = self.values[name]
+            elif name.startswith(copy.like + "."):
+                own[fx_name] = copy.path_of(name)
+        return own
 
     def _call(self, node: fx.Node) -> None:
         if str(node.target) == "<built-in function getitem>" or "val" not in node.meta:
             return  # items are named by their producer; what has no value is an assertion
         value = node.meta["val"]
         many = isinstance(value, (tuple, list))
-        outputs = self._result_names(node, len(value)) if many else (node.name,)
+        outputs = self._result_names(node, len(value)) if many else (self._new(node),)
         args = self._argument(tuple(node.args))
         kwargs = tuple((key, self._argument(item)) for key, item in node.kwargs.items() if key != "pin_memory")
-        made = Node(node.name, str(node.target), args, kwargs, outputs, _scope(node, self.prefix), _source(node))
+        made = Node(self._name(node), str(node.target), args, kwargs, outputs, self._scope(node), _source(node))
         items = value if many else [value]
         if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
             raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
         flags = differentiable_results(made, [self.tensors[name] for name in made.operands])
         for name, item, differentiable in zip(outputs, items, flags, strict=True):
             if name is not None:
-                self.rename[name] = name
                 self._add(name, item, differentiable)
         self.nodes.append(made)
+
+    def _name(self, node: fx.Node) -> str:
+        return node.name if self.copy is None else node.name + self.copy.suffix
+
+    def _new(self, node: fx.Node) -> str:
+        """The name of the tensor that a node stands for."""
+        self.rename[node.name] = name = self._name(node)
+        return name
+
+    def _scope(self, node: fx.Node) -> Scope:
+        scope = _scope(node, self.prefix)
+        return scope if self.copy is None else self.copy.scope_of(scope)
 
     def _result_names(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
         outputs: list[str | None] = [None] * count
         for user in node.users:
             position = int(user.args[1])  # type: ignore[arg-type]
             if outputs[position] is None:
-                outputs[position] = user.name
+                outputs[position] = self._name(user)
             self.rename[user.name] = outputs[position] or user.name
         return tuple(outputs)
 
@@ -164,16 +243,24 @@ class _Converter:
         )
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """For each parameter or buffer reachable by several names, the later names -> the first one."""
-    first: dict[int, str] = {}
-    tied = {}
-    for iterator in (model.named_parameters, model.named_buffers):
-        for name, value in iterator(remove_duplicate=False):
-            kept = first.setdefault(id(value), name)
-            if kept != name:
-                tied[name] = kept
-    return tied
+@dataclass(frozen=True)
+class _Copy:
+    """A block that does what another does. scope: of its call. suffix: of names of what is made in it."""
+
+    like: str
+    block: str
+    scope: Scope
+    suffix: str
+
+    def path_of(self, path: str) -> str:
+        """What is in this block for what is in the other."""
+        return self.block + path.removeprefix(self.like) if path.startswith(self.like + ".") else path
+
+    def scope_of(self, scope: Scope) -> Scope:
+        """The module call in this block for one in the other."""
+        paths = [path for path, _ in scope.path]
+        inside = scope.path[paths.index(self.like) + 1 :]
+        return Scope((*self.scope.path, *((self.path_of(path), kind) for path, kind in inside)))
 
 
 def _scope(node: fx.Node, prefix: str) -> Scope:
@@ -189,7 +276,7 @@ def _scope(node: fx.Node, prefix: str) -> Scope:
 def _place(node: fx.Node) -> tuple[str, str, str] | None:
     """File, line number and text of the model's line that made the node."""
     frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n? *([^\n]*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0]] or frames
+    own = [frame for frame in frames if is_own(frame[0])] or [frame for frame in frames if frame[0][0] != "<"]
     return own[-1] if own else None
 
 

@@ -20,6 +20,8 @@ from autopar.errors import TraceError
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
 from autopar.trace.dropout import write_out_dropout
+from autopar.trace.regions import check_markers
+from autopar.trace.repeats import FEWEST, AgainError, Repeats
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -74,11 +76,17 @@ def _parameter_names(function: Callable[..., Any]) -> list[str]:
 
 
 def export(
-    model: nn.Module, names: list[str], bound: tuple[Any, ...] | dict[str, Any], loss_fn: LossFn | None, mode: str
+    model: nn.Module,
+    names: list[str],
+    bound: tuple[Any, ...] | dict[str, Any],
+    loss_fn: LossFn | None,
+    mode: str,
+    fewest: int = FEWEST,
 ) -> ExportedProgram:
     """The functional ExportedProgram; `linear`, `scaled_dot_product_attention` and the like stay whole.
 
-    In mode "train" what forward returns beside tensors, such as a cache of keys and values, is left out.
+    Of blocks that do the same, from `fewest` up, there are markers for all but one (`trace.repeats`). In mode "train"
+    what forward returns beside tensors, such as a cache of keys and values, is left out.
     """
     device = next(model.parameters(), torch.empty(0)).device
     distinct = [_like(value, device) for value in (bound.values() if isinstance(bound, dict) else bound)]
@@ -87,14 +95,25 @@ def export(
     target = model if loss_fn is None else _WithLoss(model, loss_fn, *_split(model, names, bound))
     keeps_loss = mode == "train" and loss_fn is None
     target.training = model.training  # and no module's below: each keeps its own mode
+    repeats = Repeats(model, fewest)
     with _quiet(), _modes_kept(model), _returning_tensors(model) if keeps_loss else nullcontext():
-        try:
-            program = torch.export.export(target, args, kwargs, strict=False)
-            _detach_no_grad_regions(program.graph_module)
-            write_out_dropout(program.graph_module)
-            return decompose(program)
-        except Exception as error:
-            raise _explain(error) from error
+        while True:
+            try:
+                with repeats.watching():
+                    program = _functional(target, args, kwargs)
+                    check_markers(program)
+                return program
+            except AgainError:
+                continue
+            except Exception as error:
+                raise _explain(error) from error
+
+
+def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
+    program = torch.export.export(target, args, kwargs, strict=False)
+    _detach_no_grad_regions(program.graph_module)
+    write_out_dropout(program.graph_module)
+    return decompose(program)
 
 
 def _split(model: nn.Module, names: list[str], bound: Any) -> tuple[int | None, list[str]]:

@@ -1,8 +1,9 @@
 """trace: nn.Module + example inputs -> Graph.
 
-export (torch.export, functional) → convert (plain data) → clean (alias, assert and dead nodes removed)
-→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean
-→ share (one identity node for each tensor with several consumers)
+export (torch.export, functional; of blocks that do the same, one) → convert (plain data, every block)
+→ clean (alias, assert and dead nodes removed) → fuse_routing (tokens' way to their experts and back becomes one
+operator) → clean → number (nodes named by their order) → share (one identity node for each tensor with several
+consumers)
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from autopar.ir.graph import Graph
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.export import bind_inputs, export
+from autopar.trace.numbering import number
 from autopar.trace.precision import cast_copy, cast_inputs, with_kept_dtypes
+from autopar.trace.repeats import FEWEST
 from autopar.trace.routing import fuse_routing
 from autopar.trace.share import share
 
@@ -29,19 +32,21 @@ def trace(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     mode: str = "train",
     compute_dtype: torch.dtype | None = None,
+    fewest: int = FEWEST,
 ) -> Graph:
     """The cleaned forward graph of `model` on one global batch.
 
     example_inputs: tensors (real or meta) as forward takes them, by position or name. With `loss_fn`, those that
     forward does not take are passed on to `loss_fn(output, ...)`. `mode="train"` keeps only the loss and the
     buffers that forward updates; "inference" keeps every output. Nothing is computed and the model is not changed.
+    Of blocks that do the same, when there are at least `fewest`, one is exported, and the graph is as if all were.
     With `compute_dtype`, the graph is that of the model cast to it; its `kept_dtypes` says what is stored.
     Raises TraceError naming the source line when the model cannot be captured.
     """
     names, bound = bind_inputs(model, example_inputs, loss_fn)
     traced = model if compute_dtype is None else cast_copy(model, compute_dtype)
     arguments = bound if compute_dtype is None else cast_inputs(model, names, bound, compute_dtype)
-    program = export(traced, names, arguments, loss_fn, mode)
+    program = export(traced, names, arguments, loss_fn, mode, fewest)
     graph = convert(program, traced, names, with_loss=loss_fn is not None, mode=mode)
-    graph = share(clean(fuse_routing(clean(graph))))
+    graph = share(number(clean(fuse_routing(clean(graph)))))
     return graph if compute_dtype is None else with_kept_dtypes(graph, model, names, bound)

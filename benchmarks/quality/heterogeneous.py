@@ -6,11 +6,10 @@ Mesh: a node of 8 A100 and a node of 8 V100. Models: GPTs in float16 with float3
 An equal split gives every device the same share of the work. Tried are all of
     pp > 1   stages of equally many blocks on dp × tp devices of one kind each, in pp to 8·pp microbatches (powers of
              two), ZeRO stages 0 and 1, 1F1B, recomputation where it does not fit without
-    pp = 1   dp × tp over all 16: whoever is faster waits for the others, so it is simulated as 16 of the slower device,
-             in 1 to 16 microbatches
-The plan found is that of the search that `autopar.parallelize` makes for such meshes, within 20 s. Nothing is
-measured: profiles and links are the
-shipped ones, and links between the kinds are those of the slower.
+    pp = 1   dp × tp over all 16, as many rows for each: whoever is faster waits for the others; in 1 to 16 microbatches
+The plan found is that of the search that `autopar.parallelize` makes for such meshes, within 20 s (on a machine that
+does nothing else): the better of unequal shares of each batch (one stage) and of stages of one kind each. Nothing is
+measured: profiles and links are the shipped ones, and links between the kinds are those of the slower.
 """
 
 from __future__ import annotations
@@ -33,12 +32,13 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.shares import share_lines
 from autopar.microbatch import divisible
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
+from autopar.shares import best_mixed_plan
 from autopar.trace import find_blocks, trace
-from autopar.unequal import best_unequal_plan
 from models import gpt
 
 KINDS = ("a100", "v100")
@@ -60,15 +60,13 @@ def half(config: gpt.Config) -> tuple[torch.nn.Module, Any]:
     return model, gpt.example_inputs(config)
 
 
-def equal_splits(graph: Graph, num_layers: int) -> Iterator[tuple[autopar.Mesh, dict[str, Any]]]:
-    """The mesh to plan for, and what to ask `template_of_graph` for."""
-    mixed, slow = autopar.Mesh([(kind, 1, 8) for kind in KINDS]), autopar.Mesh(KINDS[1], 2, 8)
+def equal_splits(graph: Graph, num_layers: int) -> Iterator[dict[str, Any]]:
+    """What to ask `template_of_graph` for."""
     for pp, tp, zero in itertools.product((1, 2, 4, 8, 16), (1, 2, 4, 8), (0, 1)):
         fits = tp * pp <= 16 and num_layers % pp == 0 and (pp == 1 or 16 // pp >= tp)
         for count in (pp << n for n in range(5 if pp == 1 else 4)):
             if fits and divisible(graph, count):
-                asked = {"dp": 16 // pp // tp, "tp": tp, "pp": pp, "zero": zero, "microbatches": count}
-                yield slow if pp == 1 else mixed, asked
+                yield {"dp": 16 // pp // tp, "tp": tp, "pp": pp, "zero": zero, "microbatches": count}
 
 
 def planned(graph: Graph, mesh: autopar.Mesh, asked: dict[str, Any]) -> Plan | None:
@@ -89,12 +87,29 @@ def blocks_of(plan: Plan) -> list[int]:
     return [len({m.split(".")[1] for m in own if m.startswith("layers.")}) for own in modules]
 
 
+def parts_of(plan: Plan) -> list[str]:
+    """What each stage, or each kind of rank that shares the batch, has."""
+    if not plan.stages:
+        return [line.split(": ", 1)[1] for line in share_lines(plan)] or ["equal shares"]
+    return [
+        f"{stage.ranks.start}-{stage.ranks.stop - 1}: {blocks} blocks"
+        for stage, blocks in zip(plan.stages, blocks_of(plan), strict=True)
+    ]
+
+
+def best_of(plan: Plan, kind: str) -> float | None:
+    """The least milliseconds of what the search has tried of one kind."""
+    tried = [row["step_time_ns"] for row in plan.search.tried if row["setting"].startswith(kind)]
+    return min((time_ns / 1e6 for time_ns in tried if time_ns), default=None)
+
+
 def row(name: str, config: gpt.Config) -> dict[str, Any]:
     """One model: the best equal split, the plan found, and their ratio."""
     model, batch = half(config)
     graph = trace(model, batch)
     began, best, count = time.perf_counter(), None, 0
-    for mesh, asked in equal_splits(graph, config.num_layers):
+    mesh = autopar.Mesh([(kind, 1, 8) for kind in KINDS])
+    for asked in equal_splits(graph, config.num_layers):
         plan = planned(graph, mesh, asked)
         count += 1
         if plan is not None and (best is None or plan.predicted.step_time_ns < best[0].predicted.step_time_ns):
@@ -102,9 +117,8 @@ def row(name: str, config: gpt.Config) -> dict[str, Any]:
         print(f"{name} {asked}: {'none' if plan is None else plan.predicted.step_time_ns / 1e6}", flush=True)
     assert best is not None, "some equal split fits"
     middle = time.perf_counter()
-    mesh = autopar.Mesh([(kind, 1, 8) for kind in KINDS])
     request = Request(mesh, "train", "adamw_master", None, (), SearchBudget(SECONDS))
-    found = best_unequal_plan(graph, find_blocks(graph), request, profiles_of(mesh), None)
+    found = best_mixed_plan(graph, find_blocks(graph), request, profiles_of(mesh), None)
     verifier.verify(graph, found, admits)
     return {
         "model": name,
@@ -112,10 +126,10 @@ def row(name: str, config: gpt.Config) -> dict[str, Any]:
         "equal_ms": best[0].predicted.step_time_ns / 1e6,
         "equal_splits": count,
         "equal_seconds": round(middle - began, 1),
-        "found": [f"{stage.ranks.start}-{stage.ranks.stop - 1}: {blocks}"
-                  for stage, blocks in zip(found.stages, blocks_of(found), strict=True)],
+        "found": parts_of(found),
         "found_microbatches": found.microbatches,
-        "found_axes": [[axis.size for axis in stage.axes if axis.name != "microbatch"] for stage in found.stages],
+        "found_axes": [[a.size for a in part.axes if a.name != "microbatch"] for part in found.parts],
+        **{f"{kind}_ms": best_of(found, kind) for kind in ("shares", "stages")},
         "found_ms": found.predicted.step_time_ns / 1e6,
         "found_seconds": round(time.perf_counter() - middle, 1),
         "gain": best[0].predicted.step_time_ns / found.predicted.step_time_ns,
@@ -130,17 +144,21 @@ def table(rows: list[dict[str, Any]], stamp: str) -> str:
         f"`python -m benchmarks.quality.heterogeneous`, {stamp}. Predicted, not measured; throughput of the plan found",
         f"over that of the best equal split (target {TARGET}).",
         "",
-        "| model | best equal split | ms | plan found (ranks: blocks) | ms | gain |",
-        "|---|---|---|---|---|---|",
+        "| model | best equal split | ms | plan found | ms | gain | best shares | best stages |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for r in rows:
         equal = ", ".join(f"{key}={value}" for key, value in r["equal"].items())
         found = "; ".join(r["found"]) + f"; {r['found_microbatches']} microbatches"
         lines.append(
             f"| {r['model']} | {equal} (best of {r['equal_splits']}) | {r['equal_ms']:.0f} | {found} | "
-            f"{r['found_ms']:.0f} | {r['gain']:.2f} |"
+            f"{r['found_ms']:.0f} | {r['gain']:.2f} | {_ms(r['shares_ms'])} | {_ms(r['stages_ms'])} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _ms(value: float | None) -> str:
+    return "none" if value is None else f"{value:.0f}"
 
 
 def main() -> None:

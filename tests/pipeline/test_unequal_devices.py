@@ -147,7 +147,7 @@ def test_the_search_is_no_slower_than_the_template() -> None:
 
 def test_stages_that_mix_kinds_are_refused() -> None:
     with pytest.raises(MeshError, match=r"devices of one kind, found a100 and v100; unequal devices need pipeline"):
-        template(dp=4)
+        template(autopar.Mesh([("a100", 1, 1), ("v100", 1, 3)]), pp=2, dp=2)
     with pytest.raises(PlanError, match='expected split as "equal" or "speed", found \'slow\''):
         template(pp=2, dp=2, split="slow")
 

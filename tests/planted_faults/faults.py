@@ -137,7 +137,7 @@ REDISTRIBUTIONS = [
     Fault("an all-to-all keeps its padding", "autopar/runtime/pieces.py",
           "return whole.narrow(target, 0, local_size(target_size, axis)).contiguous()", "return whole.contiguous()"),
     Fault("two axes that cut one dim: the inner offset is that of even parts", "autopar/runtime/placement.py",
-          "offset, size = offset + start, min(chunk, size - start)", "offset, size = offset + start, chunk",
+          "offset, size = offset + start, end - start", "offset, size = offset + start, -(-size // axis.size)",
           ("random", "op:embedding", "tests:tests/runtime/test_redistribute.py")),
     Fault("a value kept once is kept by the last rank and the first", "autopar/runtime/pieces.py",
           "return x if axis.index == 0 else torch.zeros_like(x)",

@@ -8,15 +8,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autopar
 from autopar.program import PlannedProgram
+from autopar.runtime import comm
+from autopar.runtime.errors import CollectiveError
+from autopar.runtime.mesh import own_group
 from models import mlp
-from tests.rank_pool import _free_port
+from tests.rank_pool import _free_port, pool
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -105,6 +110,33 @@ def test_the_others_end_in_bounded_time(
         assert error is not None, text
         assert f"did not answer within {timeout_s} s" in text
         assert "train.py goes on from its last checkpoint" in text
+
+
+def _left_alone(rank: int, world: int) -> dict[str, str]:
+    """What rank 0 is told when the other takes no part in what stages do together."""
+    group = own_group(((0, 1),), 3.0, "left alone")
+    assert group is not None
+    calls: dict[str, Callable[[], object]] = {
+        "broadcast of 12 bytes from rank 1": lambda: comm.broadcast(torch.zeros(3), 1, group),
+        "broadcast from rank 1": lambda: comm.broadcast_any(None, 1, group, torch.device("cpu")),
+        "gathering what each rank has": lambda: comm.gather_objects([rank], group),
+        "all_reduce of 8 bytes": lambda: comm.reduce_over(torch.zeros(2), dist.ReduceOp.SUM, group),
+    }
+    found = {}
+    for name, call in calls.items() if rank == 0 else ():
+        with pytest.raises(CollectiveError) as raised:
+            call()
+        found[name] = str(raised.value)
+    return found
+
+
+@pytest.mark.ranks
+def test_stages_say_what_they_did_together_and_who_is_missing() -> None:
+    found = pool(2).run(_left_alone)[0]
+    assert len(found) == 4
+    for name, text in found.items():
+        assert f"rank 0 of 2: {name} did not come to its end. Most likely rank 1 ended" in text
+        assert "did not answer within 3 s" in text
 
 
 @pytest.mark.ranks

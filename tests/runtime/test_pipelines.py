@@ -87,10 +87,3 @@ def test_zero_bubble_with_recomputation_is_refused() -> None:
     model, batch = build()
     with pytest.raises(PlanError, match=r'expected no recomputation with schedule "zero_bubble"'):
         autopar.template_plan(model, MESH, batch, pp=2, microbatches=2, schedule="zero_bubble", recompute="full")
-
-
-def test_stages_and_recomputation_are_not_pinned_together() -> None:
-    model, batch = build()
-    rules = (autopar.Constraint(stages=2), autopar.Constraint("layers.*", recompute="full"))
-    with pytest.raises(PlanError, match=r"number of stages or on recomputation, found both"):
-        autopar.parallelize(model, MESH, batch, constraints=rules)

@@ -7,6 +7,7 @@ type, and how whole tensors come back from what the ranks hold.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ CHANGES = [
     "P -> I", "P -> S(0)", "P -> S(1)", "I -> P", "R -> P",
 ]  # fmt: skip
 SHAPES = [(4, 8, 4), (5, 3, 7), (1, 4, 2)]
+SHARED = {2: ((3, 1), (4, 8, 4)), 4: ((1, 3, 2, 2), (8, 16, 8))}  # by world: shares, and a shape that they divide
 DUAL = {"S": "S", "I": "I", "R": "P", "P": "R"}
 
 
@@ -39,9 +41,12 @@ def whole_tensor(shape: tuple[int, ...], seed: int) -> Tensor:
     return torch.randint(-9, 9, shape, generator=generator).double()
 
 
-def held(whole: Tensor, kind: str, rank: int, world: int, seed: int) -> Tensor:
+def held(whole: Tensor, kind: str, rank: int, world: int, seed: int, shares: tuple[int, ...] = ()) -> Tensor:
     """What a rank holds of a tensor of a type; summands are random but for the last rank's."""
     type_ = parse_type(kind)
+    if type_.is_shard and shares:
+        unit = whole.size(type_.dim) // sum(shares)
+        return whole.split([unit * share for share in shares], type_.dim)[rank].clone()
     if type_.is_shard:
         chunk = -(-whole.size(type_.dim) // world)
         parts = whole.split(chunk, type_.dim)
@@ -69,16 +74,18 @@ def dual(kind: str) -> str:
     return kind if kind.startswith("S") else DUAL[kind]
 
 
-def change_all(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
-    axis = rt.make_rank_mesh({"x": world}).axes[0]
+def change_all(
+    rank: int, world: int, shapes: list[tuple[int, ...]] = SHAPES, shares: tuple[int, ...] = ()
+) -> list[tuple[Tensor, Tensor]]:
+    axis = replace(rt.make_rank_mesh({"x": world}).axes[0], shares=shares)
     results = []
     for change in CHANGES:
         source, target = change.split(" -> ")
-        for shape in SHAPES:
-            x = held(whole_tensor(shape, 0), source, rank, world, 10).requires_grad_()
+        for shape in shapes:
+            x = held(whole_tensor(shape, 0), source, rank, world, 10, shares).requires_grad_()
             type_ = parse_type(source)
             y = redistribute(x, axis, change, shape[type_.dim] if type_.is_shard else None)
-            y.backward(held(whole_tensor(shape, 1), dual(target), rank, world, 20))
+            y.backward(held(whole_tensor(shape, 1), dual(target), rank, world, 20, shares))
             assert y.is_contiguous()
             results.append((y.detach(), x.grad))
     return results
@@ -86,8 +93,17 @@ def change_all(rank: int, world: int) -> list[tuple[Tensor, Tensor]]:
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_every_change_equals_the_whole(rank_pool: Callable[[int], RankPool], world: int) -> None:
-    by_rank = rank_pool(world).run(change_all)
-    for index, (change, shape) in enumerate((c, s) for c in CHANGES for s in SHAPES):
+    check_all(rank_pool(world).run(change_all), SHAPES)
+
+
+@pytest.mark.parametrize("world", SHARED)
+def test_every_change_of_unequal_shares_equals_the_whole(rank_pool: Callable[[int], RankPool], world: int) -> None:
+    shares, shape = SHARED[world]
+    check_all(rank_pool(world).run(change_all, [shape], shares), [shape])
+
+
+def check_all(by_rank: list[list[tuple[Tensor, Tensor]]], shapes: list[tuple[int, ...]]) -> None:
+    for index, (change, shape) in enumerate((c, s) for c in CHANGES for s in shapes):
         source, target = change.split(" -> ")
         values = joined([results[index][0] for results in by_rank], target)
         gradients = joined([results[index][1] for results in by_rank], dual(source))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from autopar.runtime.splitting import SplitBackward
 
@@ -60,7 +61,8 @@ def test_gradients_are_those_of_one_pass(model: object) -> None:
     seen: list[int] = []
     for number, leaf in enumerate(split[1:]):
         leaf.register_post_accumulate_grad_hook(lambda _, number=number: seen.append(number))
-    parts = SplitBackward(roots(split[0], split[1:]), [split[0]], split[1:])
+    ends = [(get_gradient_edge(tensor), weight) for tensor, weight in roots(split[0], split[1:])]
+    parts = SplitBackward(ends, [split[0]], split[1:])
     parts.first()
     torch.testing.assert_close(split[0].grad, whole[0].grad)
     assert not seen and all(leaf.grad is None for leaf in split[1:])

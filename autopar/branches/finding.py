@@ -1,0 +1,113 @@
+"""Where a graph forks and joins: what stands between is branches that know nothing of each other.
+
+    join       an operator that reads results of several operators
+    fork       the nearest operator on every way from the graph's inputs to all of these (their common dominator)
+    region     the operators after the fork that nothing but the region and the join reads (it post-dominates them)
+    branches   the region's connected parts
+
+Of the buffers that forward updates (batch norm's running statistics) nothing depends: they do not count as readers.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import reduce
+
+import networkx as nx
+
+from autopar.ir.graph import IDENTITY, Graph, Node
+
+_START = ""  # what all operators come from
+
+
+@dataclass(frozen=True)
+class Region:
+    """What stands between a fork and a join: node names of each branch in their order, and the join's name."""
+
+    join: str
+    branches: tuple[tuple[str, ...], ...]
+
+
+def find_regions(graph: Graph, refuses: Callable[[Node], bool]) -> list[Region]:
+    """The regions of at least two branches, the largest first. refuses: whether a node must not be in a branch; then
+    nothing of its branch is in any."""
+    order = {node.name: number for number, node in enumerate(graph.nodes)}
+    dominators = _Dominators(graph, order)
+    found = []
+    for node in graph.nodes:
+        makers = _makers(graph, node)
+        if len(makers) > 1:
+            members = _between(graph, node, dominators.common(makers), order)
+            parts = (_without_names(graph, part) for part in _connected(graph, members))
+            branches = [part for part in parts if part and not any(refuses(graph.node_by_name[n]) for n in part)]
+            if len(branches) > 1:
+                found.append(Region(node.name, tuple(branches)))
+    return sorted(found, key=lambda region: -sum(map(len, region.branches)))
+
+
+def _makers(graph: Graph, node: Node) -> set[str]:
+    return {graph.producers[name].name for name in node.operands if name in graph.producers}
+
+
+class _Dominators:
+    """The tree of immediate dominators."""
+
+    def __init__(self, graph: Graph, order: Mapping[str, int]) -> None:
+        ways = nx.DiGraph()
+        for node in graph.nodes:
+            ways.add_edges_from((maker, node.name) for maker in _makers(graph, node) or [_START])
+        self._parent = dict(nx.immediate_dominators(ways, _START)) if graph.nodes else {}
+        self._order = {**order, _START: -1}
+
+    def common(self, names: Iterable[str]) -> str:
+        """The nearest operator on every way to all of these."""
+        return reduce(self._common, names)
+
+    def _common(self, one: str, other: str) -> str:
+        while one != other:
+            one, other = sorted((one, other), key=self._order.__getitem__)
+            other = self._parent[other]
+        return one
+
+
+def _between(graph: Graph, join: Node, fork: str, order: Mapping[str, int]) -> list[str]:
+    """The operators after the fork that only lead to the join, the last one first."""
+    ends = {graph.producers[name].name for name in graph.outputs if name in graph.producers}
+    found = {join.name: None}
+    waiting = [-order[name] for name in _makers(graph, join)]
+    heapq.heapify(waiting)
+    seen = set(waiting)
+    while waiting:
+        node = graph.nodes[-heapq.heappop(waiting)]
+        readers = {reader.name for name in node.results for reader, _ in graph.consumers[name]}
+        if node.name == fork or node.name in ends or not readers <= found.keys():
+            continue
+        found[node.name] = None
+        for maker in _makers(graph, node):
+            if -order[maker] not in seen:
+                seen.add(-order[maker])
+                heapq.heappush(waiting, -order[maker])
+    return [name for name in found if name != join.name]
+
+
+def _connected(graph: Graph, members: list[str]) -> list[tuple[str, ...]]:
+    """The connected parts, each in the order of the graph."""
+    inside = nx.Graph()
+    inside.add_nodes_from(reversed(members))
+    for name in members:
+        inside.add_edges_from((maker, name) for maker in _makers(graph, graph.node_by_name[name]) if maker in inside)
+    place = {name: number for number, name in enumerate(reversed(members))}
+    parts = [tuple(sorted(part, key=place.__getitem__)) for part in nx.connected_components(inside)]
+    return sorted(parts, key=lambda part: place[part[0]])
+
+
+def _without_names(graph: Graph, part: tuple[str, ...]) -> tuple[str, ...]:
+    """Without the identities at its begin, whose operands are made outside."""
+    inside = set(part)
+    for name in part:
+        node = graph.node_by_name[name]
+        if node.op == IDENTITY and not _makers(graph, node) & inside:
+            inside.discard(name)
+    return tuple(name for name in part if name in inside)

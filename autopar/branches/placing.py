@@ -1,0 +1,114 @@
+"""A plan with branches put at coordinates of an axis: before → after.
+
+    before   every rank of the axis runs a share of each operator, as the plan says
+    after    an operator of a branch runs on one coordinate: operands R (P from the same branch) → results P on the axis
+
+On the other axes all stays as it is. What enters and leaves is redistributed anew, by the cheapest steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+
+from autopar.errors import PlacementError
+from autopar.ir.branches import Home, axis_position, homes, in_order
+from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.placement import I, P, Placement, R, Type
+from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
+from autopar.ir.redistribution import Step
+from autopar.ir.verifier import output_placement
+
+Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
+"""The cheapest steps from one placement of a tensor to another; None where there are none."""
+
+Joins = Mapping[str, str]
+"""Operators that read what branches make, and run on summands on the axis."""
+
+
+def put_in_branches(
+    graph: Graph, plan: Plan, forks: Iterable[Fork], path: Path, keeps_whole: bool = False, joins: Joins | None = None,
+) -> Plan:  # fmt: skip
+    """The plan with further forks.
+
+    keeps_whole: parameters that branches alone read are stored whole on the axis, not as they were. joins: operators
+    that then read and make P on the axis.
+    Raises PlacementError where something cannot be brought to where it is read.
+    """
+    after = replace(plan, forks=(*plan.forks, *forks))
+    known, before = homes(after), homes(plan)
+    nodes = {name: _moved(graph, after, name, known[name]) for name in known if name not in before}
+    nodes |= {name: _all_summands(plan, name, axis) for name, axis in (joins or {}).items()}
+    after = replace(after, nodes={**plan.nodes, **nodes})
+    if keeps_whole:
+        after = replace(after, storage=_kept_whole(graph, after, known))
+    return replace(after, redistributes=_redistributes(graph, after, path))
+
+
+def _moved(graph: Graph, plan: Plan, name: str, home: Home) -> NodePlan:
+    """What a node of a branch reads and makes."""
+    node, position = graph.node_by_name[name], axis_position(plan.axes, home.axis)
+    inside = {tensor for other in plan.forks[home.fork].branches[home.branch].nodes
+              for tensor in graph.node_by_name[other].results}  # fmt: skip
+    old = plan.nodes[name]
+    operands = [_with(p, position, P if tensor in inside else R)
+                for tensor, p in zip(node.operands, old.operands, strict=True)]  # fmt: skip
+    return NodePlan(tuple(operands), tuple(_with(p, position, P) for p in old.results))
+
+
+def _all_summands(plan: Plan, name: str, axis: str) -> NodePlan:
+    position, old = axis_position(plan.axes, axis), plan.nodes[name]
+    operands, results = (tuple(_with(p, position, P) for p in side) for side in (old.operands, old.results))
+    return NodePlan(operands, results)
+
+
+def _with(placement: Placement, position: int, type_: Type) -> Placement:
+    return (*placement[:position], type_, *placement[position + 1 :])
+
+
+def _kept_whole(graph: Graph, plan: Plan, known: Mapping[str, Home]) -> dict[str, Storage]:
+    storage = dict(plan.storage)
+    for name, kept in plan.storage.items():
+        readers = {known.get(node.name) for node, _ in graph.consumers[name]}
+        home = readers.pop() if len(readers) == 1 else None
+        if home is not None:
+            whole = I if graph.tensors[name].differentiable else R
+            storage[name] = replace(kept, placement=_with(kept.placement, axis_position(plan.axes, home.axis), whole))
+    return storage
+
+
+def _redistributes(graph: Graph, plan: Plan, path: Path) -> tuple[Redistribute, ...]:
+    """Steps that the plan has already stay as they are."""
+    known = {(item.tensor, item.target): item.steps for item in plan.redistributes}
+    placements = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+    found: dict[tuple[str, Placement], Redistribute] = {}
+
+    def need(name: str, wanted: Placement) -> None:
+        if placements[name] == wanted or (name, wanted) in found:
+            return
+        steps = known.get((name, wanted), ())
+        if not _leads(steps, placements[name], wanted):
+            steps = path(graph.tensors[name], placements[name], wanted) or ()
+        if not steps:
+            raise PlacementError(f"expected a way for {name} from {placements[name]} to {wanted}, found none")
+        found[name, wanted] = Redistribute(name, wanted, steps)
+
+    def visit(node: Node) -> None:
+        for name, wanted in zip(node.operands, plan.nodes[node.name].operands, strict=True):
+            need(name, wanted)
+        placements.update(zip(node.results, plan.nodes[node.name].results, strict=True))
+
+    for node in in_order(graph, plan):
+        visit(node)
+    for name in (*graph.returned, *graph.mutations.values()):
+        need(name, output_placement(graph, plan, name))
+    return tuple(found.values())
+
+
+def _leads(steps: tuple[Step, ...], source: Placement, target: Placement) -> bool:
+    """Whether the steps lead from one placement to another."""
+    for step in steps:
+        if source[step.axis] != step.before:
+            return False
+        source = _with(source, step.axis, step.after)
+    return source == target

@@ -1,0 +1,136 @@
+"""Shares: a mesh axis may give its ranks unequal parts of a batch, as unequal devices ask for.
+
+    axis data=3, shares (2, 1, 1)       8 samples as 4 + 2 + 2, and what is computed from them alike
+
+Only activations are cut so; what is stored (parameters and their gradients, buffers) is cut evenly, and used whole over
+such an axis. Every length that is cut is a multiple of the sum of the shares, so that all of its parts are whole and
+reshapes keep them whole: (8, 16) as (128) is 64 + 32 + 32. A loss that is a mean divides by the global count anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+
+from autopar.errors import PlacementError, PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh, coordinates
+from autopar.ir.placement import Axis, Placement, format_placement
+from autopar.ir.plan import PlanData
+from autopar.ir.redistribution import apply
+
+
+def axis_text(axis: Axis) -> str:
+    """ "dp=16", or "dp=16 (8 × 5, 8 × 3)" where ranks get so many of equal units each."""
+    text = f"{axis.name}={axis.size}"
+    runs = [(share, len(list(run))) for share, run in itertools.groupby(axis.shares)]
+    return f"{text} ({', '.join(f'{count} × {share}' for share, count in runs)})" if runs else text
+
+
+def alike_ranks(mesh: Mesh, axes: LogicalMesh) -> list[range]:
+    """Neighbouring ranks, on axes over the whole mesh, whose devices and shares are the same."""
+    real = tuple(axis for axis in axes if axis.name != MICROBATCH)
+    kinds = []
+    for rank, coordinate in enumerate(coordinates(real)):
+        group = mesh.group_of(range(rank, rank + 1))
+        shares = tuple(axis.shares[index] for axis, index in zip(real, coordinate, strict=True) if axis.shares)
+        kinds.append((group.profile, group.devices_per_node, shares))
+    ends = list(itertools.accumulate((len(list(run)) for _, run in itertools.groupby(kinds)), initial=0))
+    return [range(begin, end) for begin, end in itertools.pairwise(ends)]
+
+
+def seen_from(axes: LogicalMesh, rank: int) -> LogicalMesh:
+    """The axes with the rank's shares in the first place: what is said of rank 0 then holds for this one."""
+    index_of = {axis: rank // axis.stride % axis.size for axis in axes if axis.shares}
+    return tuple(
+        axis._replace(shares=(*axis.shares[index:], *axis.shares[:index]))
+        if (index := index_of.get(axis)) is not None
+        else axis
+        for axis in axes
+    )
+
+
+def share_lines(plan: PlanData) -> list[str]:
+    """For `print(plan)`: which ranks get how much of the batch; nothing where all get as much."""
+    axis = next((axis for axis in plan.axes if axis.shares), None)
+    if axis is None:
+        return []
+    parts = []
+    for ranks in alike_ranks(plan.mesh, plan.axes):
+        share, last = axis.shares[ranks.start // axis.stride % axis.size], ranks.stop - 1
+        where = f"rank {last}" if len(ranks) == 1 else f"ranks {ranks.start} to {last}"
+        parts.append(f"{share}/{axis.units} on {where} ({plan.mesh.group_of(ranks).profile})")
+    each = "each microbatch" if plan.microbatches > 1 else "the batch"
+    return [f"  shares      of {each} over {axis.name}: {', '.join(parts)}"]
+
+
+# The check ----------------------------------------
+
+
+def check_axes_with_shares(plan: PlanData) -> None:
+    """That the shares of a plan are possible. Raises PlanError."""
+    axes = [axis for part in plan.parts for axis in part.axes if axis.shares]
+    for axis in axes:
+        _check_axis(axis)
+    if plan.stages and axes:
+        raise PlanError(f"expected shares in plans of one stage, found {axis_text(axes[0])} in one of several stages")
+    if len(axes) > 1:
+        raise PlanError(f"expected shares on one axis, found {' and '.join(map(axis_text, axes))}")
+
+
+def check_shares(graph: Graph, plan: PlanData) -> None:
+    """That shares cut only what they may, into whole parts. Raises PlacementError naming the tensor that is not so."""
+    position = next((number for number, axis in enumerate(plan.axes) if axis.shares), None)
+    if position is not None:
+        _check_cuts(graph, plan, position)
+
+
+def _check_axis(axis: Axis) -> None:
+    shares = axis.shares
+    is_fine = len(shares) == axis.size and min(shares) > 0 and math.gcd(*shares) == 1
+    if not is_fine or axis.name == MICROBATCH:
+        raise PlanError(
+            f"expected shares of axis {axis.name} as {axis.size} positive numbers without a common factor, and none of "
+            f"microbatches, found {list(shares)}"
+        )
+
+
+def _check_cuts(graph: Graph, plan: PlanData, position: int) -> None:
+    axis = plan.axes[position]
+    for name, placement in _placements(graph, plan):
+        type_ = placement[position]
+        if type_.kind != "S":
+            continue
+        shape = graph.tensors[name].shape
+        if name in graph.stored_by_tensor:
+            raise PlacementError(
+                f"expected {name} to be used whole over axis {axis.name}, which has shares, found "
+                f"[{format_placement(placement)}]"
+            )
+        outer = zip(placement[:position], plan.axes, strict=False)
+        slices = math.prod(other.size for outer_type, other in outer if outer_type == type_)
+        if shape[type_.dim] % (slices * axis.units):
+            raise PlacementError(
+                f"expected dim {type_.dim} of {name} {list(shape)} to be a multiple of {slices * axis.units}, which "
+                f"{axis_text(axis)} cuts into whole parts, found [{format_placement(placement)}]; take other shares or "
+                "another batch size"
+            )
+
+
+def _placements(graph: Graph, plan: PlanData) -> Iterable[tuple[str, Placement]]:
+    """Everything that operators read and make, and what activations are on the way between."""
+    placed = dict(plan.inputs)
+    yield from placed.items()
+    for node in graph.nodes:
+        found = plan.nodes[node.name]
+        placed.update(zip(node.results, found.results, strict=True))
+        yield from zip(node.results, found.results, strict=True)
+        yield from zip(node.operands, found.operands, strict=True)
+    for item in plan.redistributes:
+        if item.tensor in graph.stored_by_tensor:
+            continue
+        placement = placed[item.tensor]
+        for step in item.steps:
+            placement = apply(step, placement)
+            yield item.tensor, placement

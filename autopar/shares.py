@@ -1,0 +1,415 @@
+"""Plans for unequal devices that work on one batch together: placements for all of them, then shares by speed.
+
+    placements on axes (data, model)    `planning.Place`, for as many of the slowest device; samples are cut over data
+    rows of each kind of rank           `best_rows`: simulated step time, within each device's memory
+    axes with shares                    `ir.shares`; simulated with all profiles (`simulate.together`)
+
+Ranks of one kind get equally many rows of each microbatch. There is no bound on how much better it could be.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
+from typing import Any
+
+from autopar.cost import Profile
+from autopar.errors import AutoparError, InfeasibleError, MeshError, PlacementError, PlanError
+from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, make_axes
+from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.shares import alike_ranks, check_shares
+from autopar.microbatch import batch_inputs, batch_types
+from autopar.planning import Part, Place, Request, divided, microbatch_counts
+from autopar.progress import Report, reporting
+from autopar.simulate import Timeline, predict, simulate, traffic
+from autopar.template import template_recompute
+from autopar.trace import Blocks
+from autopar.unequal import best_unequal_plan
+
+SPLITS = ("equal", "speed")
+
+Rows = tuple[int, ...]
+"""Of each kind of rank, in the order of the ranks: how many rows of a microbatch each rank gets."""
+
+Cost = tuple[int, int]
+"""Bytes beyond what devices can hold, over all kinds; nanoseconds."""
+
+
+def near_rows(total: int, ranks: Sequence[int], weights: Sequence[float]) -> Rows | None:
+    """Whole rows that add up, each kind's number of ranks considered, as near to the weights as can be.
+
+    total: rows of all ranks. ranks: how many there are of each kind. weights: what a rank of each kind should get, in
+    any unit. Each gets one at least. None where no whole numbers add up to the total.
+    """
+    unit = total / sum(count * weight for count, weight in zip(ranks, weights, strict=True))
+    wanted = [weight * unit for weight in weights]
+    reach = max(ranks)  # beyond that, numbers that add up come again
+    spans = [range(max(1, round(w) - reach), round(w) + reach + 1) for w in wanted[:-1]]
+    found: list[tuple[float, Rows]] = []
+    for first in itertools.product(*spans):
+        rest, odd = divmod(total - sum(c * r for c, r in zip(ranks, first, strict=False)), ranks[-1])
+        if not odd and rest > 0:
+            rows = (*first, rest)
+            found.append((max(abs(r / w - 1) for r, w in zip(rows, wanted, strict=True)), rows))
+    return min(found)[1] if found else None
+
+
+def moves(rows: Rows, ranks: Sequence[int], step: int) -> Iterator[Rows]:
+    """Rows that are `step` of the smallest possible exchanges of two kinds away."""
+    for giver, taker in itertools.permutations(range(len(rows)), 2):
+        both = math.lcm(ranks[giver], ranks[taker]) * step
+        moved = list(rows)
+        moved[giver] -= both // ranks[giver]
+        moved[taker] += both // ranks[taker]
+        if moved[giver] > 0:
+            yield tuple(moved)
+
+
+def best_rows(start: Rows, ranks: Sequence[int], cost: Callable[[Rows], Cost]) -> Rows:
+    """Descends from a start by exchanges of rows between two kinds, in ever smaller steps, to where none helps."""
+    best, step = start, 1 << max(0, max(start).bit_length() - 3)
+    while step:
+        found = min(moves(best, ranks, step), key=cost, default=best)
+        if cost(found) < cost(best):
+            best = found
+        else:
+            step //= 2
+    return best
+
+
+@dataclass(frozen=True, eq=False)
+class SharedBatch:
+    """All devices as one stage on axes of which the first cuts samples; the others join devices of one kind.
+
+    rules: what else is to hold, such as a template's constraints. Raises MeshError for axes that mix kinds otherwise.
+    """
+
+    part: Part
+    axes: LogicalMesh
+    request: Request
+    profiles: Mapping[str, Profile]
+    rules: Sequence[Constraint] = ()
+    refusals: list[InfeasibleError] = field(default_factory=list)  # limits of memory that no draft fits in
+
+    def __post_init__(self) -> None:
+        sizes = " × ".join(str(axis.size) for axis in self.axes)
+        if not self.axes or any(len(ranks) % self.inner for ranks in self.kinds):
+            raise MeshError(
+                f"expected axes of {self.mesh} of which all but the first join devices of one kind, found {sizes}; "
+                "unequal devices need data parallelism or pipeline stages between them"
+            )
+        if len({profile.device_type for profile in self.profiles.values()}) > 1:
+            raise MeshError(f"expected devices of one type to share a batch, found {self.mesh}; use pipeline stages")
+
+    @property
+    def mesh(self) -> Mesh:
+        """All devices."""
+        return self.request.mesh
+
+    @property
+    def inner(self) -> int:
+        """How many ranks work on the same samples."""
+        return math.prod(axis.size for axis in self.axes[1:])
+
+    @cached_property
+    def kinds(self) -> list[range]:
+        """The ranks of each kind."""
+        return alike_ranks(self.mesh, self.axes)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """How many parts of the batch the ranks of each kind get."""
+        return [len(ranks) // self.inner for ranks in self.kinds]
+
+    @cached_property
+    def limits(self) -> list[int]:
+        """Bytes that a device of each kind may hold."""
+        groups = map(self.mesh.group_of, self.kinds)
+        return [
+            self.request.memory_limit or self.profiles[group.profile].shared_by(group.devices_per_node).usable_bytes
+            for group in groups
+        ]
+
+    @property
+    def num_rows(self) -> int:
+        """Of a microbatch."""
+        graph = self.part.graph
+        names = batch_inputs(graph)
+        return graph.tensors[names[0]].shape[0] if names else 0
+
+    def place(self, group: DeviceGroup, part: Part) -> Place:
+        """The problem of as many devices of one kind as there are in all."""
+        alike = len({other.devices_per_node for other in self.mesh.groups}) == 1
+        nodes = self.mesh.nodes if alike else self.mesh.num_devices
+        mesh = Mesh(group.profile, nodes, self.mesh.num_devices // nodes)
+        request = replace(self.request, mesh=mesh, memory_limit=max(self.limits), constraints=self._constraints)
+        return Place(part, self.axes, request, self.profiles[group.profile])
+
+    @property
+    def _constraints(self) -> tuple[Constraint, ...]:
+        """The first axis cuts samples, and uses what is stored whole; how that is stored on it is open."""
+        graph, blocks, axis = self.part.graph, self.part.blocks, self.axes[0].name
+        inputs = batch_inputs(graph)
+        made, batch = (name for node in graph.nodes for name in node.results), batch_types(graph)
+        first = [name for name in made if blocks.representative_tensor(name) == name]
+        return (
+            *(Constraint(n, ("S(0)" if n in inputs else "R",), what="input", axis=axis) for n in graph.inputs),
+            Constraint("*", ("R",), what="used", axis=axis, min_dims=2),
+            Constraint("*", ("R", "P"), what="used", axis=axis),
+            *(
+                Constraint(n, (str(batch[n]),) if n in batch else ("R", "I", "P"), what="tensor", axis=axis, soft=True)
+                for n in first
+            ),
+            *self.rules,
+            *self.request.constraints,
+        )
+
+    def drafts(self) -> list[Plan]:
+        """Plans of one microbatch in which every rank gets as much, as the devices with the least memory ask for.
+
+        The first is for their equal part of the rows, a further one for half of that (or less, where both need more
+        memory than there is): a draft is as good as the rows are near to those that it was made for.
+        """
+        least = min(range(len(self.kinds)), key=lambda kind: self.limits[kind])
+        found: dict[int, Plan] = {}
+        for fraction in (1, 2, 4, 8):
+            if found and fraction > 2:
+                break
+            try:
+                found[fraction] = self._draft(self.mesh.group_of(self.kinds[least]), self.limits[least], fraction)
+            except InfeasibleError as error:
+                self.refusals.append(error)
+            except PlanError:  # so few rows are not possible
+                break
+        return list(found.values())
+
+    def _draft(self, group: DeviceGroup, limit: int, fraction: int) -> Plan:
+        """Placements for devices of one kind that get a fraction of the rows. Raises InfeasibleError."""
+        part, count = self.part, self.part.microbatches
+        small = part if fraction == 1 else divided(part.whole, part.blocks, count * fraction)
+        place = self.place(group, small)
+        found = place.fit(self.request.budget.seconds / 2, limit)
+        return self._of_mesh(replace(found, microbatches=count))
+
+    def _of_mesh(self, plan: Plan) -> Plan:
+        """The plan for all devices as they are."""
+        groups = {group.profile: group for group in self.mesh.groups}
+        sources = {
+            f"{name} {block}": source
+            for name, group in groups.items()
+            for block, source in self.place(group, self.part).draft().sources.items()
+        }
+        return replace(plan, mesh=self.mesh, sources=sources)
+
+    def plan(self, split: str) -> Plan:
+        """Rows in equal parts, or by speed within each device's memory.
+
+        Raises PlanError for another word or a batch that cannot be shared out so, InfeasibleError when nothing fits.
+        """
+        if split not in SPLITS:
+            raise PlanError(f'expected split as "equal" or "speed", found {split!r}')
+        drafts = self.drafts()
+        if not drafts:
+            raise self.refusals[0]
+        best = min(drafts, key=self.cost) if split == "equal" else self._by_speed(drafts)
+        timeline = self._timeline(best)
+        if any(self._over(timeline)):
+            raise self._does_not_fit(timeline)
+        sent = traffic(self.part.graph, best)
+        return self.part.on_all_axes(replace(best, predicted=replace(predict(timeline), comm_bytes=sent)))
+
+    def _by_speed(self, drafts: Sequence[Plan]) -> Plan:
+        """Of the drafts, that which is best with rows by the speed of computing, with the rows that are best for it."""
+        lanes = self._timeline(drafts[0]).lanes
+        speeds = [1 / max(1, lane.breakdown.compute_ns) for lane in lanes]
+        start = near_rows(self.num_rows, self.counts, speeds)
+        if start is None:
+            raise PlanError(
+                f"expected a microbatch whose rows can be shared out over {self.mesh}, equally among those of a kind, "
+                f"found {self.num_rows} for {' + '.join(map(str, self.counts))} parts; take another batch size"
+            )
+        draft = min(drafts, key=lambda draft: self.cost(self._shared(draft, start)))
+        rows = best_rows(start, self.counts, cache(lambda rows: self.cost(self._shared(draft, rows))))
+        return self._shared(draft, rows)
+
+    def cost(self, plan: Plan) -> Cost:
+        """What a plan of one microbatch is compared by; the largest where something is cut that cannot be."""
+        try:
+            check_shares(self.part.graph, plan)
+        except PlacementError:
+            return sys.maxsize, sys.maxsize
+        timeline = self._timeline(plan)
+        return sum(self._over(timeline)), timeline.step_time_ns
+
+    def _shared(self, draft: Plan, rows: Rows) -> Plan:
+        """The plan with so many rows for each rank of a kind."""
+        unit = math.gcd(*rows)
+        shares = [row // unit for row, count in zip(rows, self.counts, strict=True) for _ in range(count)]
+        first = self.axes[0]._replace(shares=tuple(shares) if len(set(shares)) > 1 else ())
+        return replace(draft, axes=(first, *self.axes[1:]))
+
+    def _timeline(self, plan: Plan) -> Timeline:
+        return simulate(self.part.graph, plan, self.profiles)
+
+    def _over(self, timeline: Timeline) -> list[int]:
+        """By kind, the bytes beyond what a device can hold."""
+        held = [(lane.peak_bytes, self.limits[self._kind(lane.ranks.start)]) for lane in timeline.lanes]
+        return [max(0, peak - limit) for peak, limit in held]
+
+    def _kind(self, rank: int) -> int:
+        return next(number for number, ranks in enumerate(self.kinds) if rank in ranks)
+
+    def _does_not_fit(self, timeline: Timeline) -> InfeasibleError:
+        needs = [
+            f"ranks {lane.ranks.start} to {lane.ranks.stop - 1} would hold {lane.peak_bytes:,} of {limit:,}"
+            for lane in timeline.lanes
+            if lane.peak_bytes > (limit := self.limits[self._kind(lane.ranks.start)])
+        ]
+        return InfeasibleError(
+            f"found no shares of the batch within the bytes of each device of {self.mesh}: {', '.join(needs)}; use "
+            "more microbatches, zero, recompute or more devices"
+        )
+
+
+# The search ----------------------------------------
+
+
+def best_mixed_plan(
+    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
+) -> Plan:
+    """The fastest plan found for devices of several kinds: sharing each batch as one stage, or in stages of one kind.
+
+    Constraints on the number of stages say which of the two is looked for. Raises what the first search raises when
+    neither finds a plan.
+    """
+    searches = _searches(request)
+    found, refusals, deadline = list[Plan](), list[AutoparError](), time.monotonic() + request.budget.seconds
+    for left, search in zip(range(len(searches), 0, -1), searches, strict=True):
+        try:
+            found.append(search(graph, blocks, _within(request, deadline, left), profiles, progress))
+        except (InfeasibleError, MeshError, PlacementError, PlanError) as error:
+            refusals.append(error)
+    if not found:
+        raise refusals[0]
+    best = min(found, key=lambda plan: plan.predicted.step_time_ns)
+    tried = tuple(row for plan in found for row in plan.search.tried)
+    return replace(best, search=replace(best.search, tried=tried))
+
+
+def _searches(request: Request) -> list[Callable[..., Plan]]:
+    pinned = {constraint.stages for constraint in request.constraints} - {None}
+    if not pinned:
+        return [best_shared_plan, best_unequal_plan]
+    return [best_shared_plan] if pinned == {1} else [best_unequal_plan]
+
+
+def _within(request: Request, deadline: float, parts: int) -> Request:
+    """The request with an equal part of what is left of its time."""
+    seconds = max(_LEAST_S, deadline - time.monotonic()) / parts
+    return replace(request, budget=replace(request.budget, seconds=seconds))
+
+
+_LEAST_S = 1.0
+
+
+def best_shared_plan(
+    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
+) -> Plan:
+    """The fastest plan found in which unequal devices share each batch, in as few microbatches as fit, or twice as many
+    as long as that is faster.
+
+    Blocks are computed again where nothing fits otherwise. Raises InfeasibleError when nothing fits at all, PlanError
+    where the batch cannot be shared out.
+    """
+    search = _Search(graph, blocks, request, profiles)
+    counts = microbatch_counts(graph, request)
+    for recompute in ("none",) if request.mode != "train" else ("none", "full"):
+        best: Plan | None = None
+        for count in counts:
+            if best is not None and search.is_over:
+                break
+            found = search.best_in(count, recompute, progress)
+            if best is not None and (found is None or not _is_faster(found, best)):
+                break
+            best = found
+        if best is not None:
+            return search.reported(best)
+    if not search.refusals:
+        raise PlanError(f"expected several devices to share a batch, found {request.mesh}")
+    raise search.refusals[0]
+
+
+def _is_faster(plan: Plan, other: Plan) -> bool:
+    return plan.predicted.step_time_ns < other.predicted.step_time_ns
+
+
+class _Search:
+    """What was tried on which axes, and why the rest was refused."""
+
+    def __init__(self, graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile]) -> None:
+        self.graph, self.blocks, self.request, self.profiles = graph, blocks, request, profiles
+        self.shapes = shared_axes(request.mesh)
+        self.paths = tuple(path for group in blocks.paths for path in group)
+        self.began = time.monotonic()
+        self.rows: list[dict[str, Any]] = []
+        self.refusals: list[AutoparError] = []
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is."""
+        return time.monotonic() > self.began + self.request.budget.seconds
+
+    def best_in(self, microbatches: int, recompute: str, progress: Report | None) -> Plan | None:
+        """The fastest plan in so many microbatches, over all axes."""
+        with reporting(progress, len(self.shapes)) as report:
+            tried = [self._tried(axes, microbatches, recompute, report) for axes in self.shapes]
+        found = [plan for plan in tried if plan is not None]
+        return min(found, key=lambda plan: plan.predicted.step_time_ns, default=None)
+
+    def _tried(self, axes: LogicalMesh, microbatches: int, recompute: str, report: Report) -> Plan | None:
+        """The plan on these axes; None where there is none."""
+        text = f"shares over {'x'.join(str(axis.size) for axis in axes)} in {microbatches} microbatches"
+        text += "" if recompute == "none" else f", recompute {recompute}"
+        try:
+            plan = self._planned(axes, microbatches, recompute)
+        except (InfeasibleError, PlacementError, PlanError) as error:
+            self.refusals.append(error)
+            self.rows.append({"setting": text, "step_time_ns": None})
+            report(f"{text}: {error}")
+            return None
+        self.rows.append({"setting": text, "step_time_ns": plan.predicted.step_time_ns})
+        report(f"{text}: {plan.predicted.step_time_ns / 1e6:.3f} ms")
+        return plan
+
+    def _planned(self, axes: LogicalMesh, microbatches: int, recompute: str) -> Plan:
+        again = template_recompute(self.graph, self.paths, recompute)
+        request = _within(self.request, self.began + self.request.budget.seconds, len(self.shapes))
+        part = divided(self.graph, self.blocks, microbatches)
+        return SharedBatch(part, axes, replace(request, recompute=again), self.profiles).plan("speed")
+
+    def reported(self, plan: Plan) -> Plan:
+        """The plan with how it was found."""
+        report = SearchReport(
+            method="shares of the batch by speed, descent over rows, intra-op ILP",
+            cost_ns=plan.predicted.step_time_ns,
+            stop_reason=f"no exchange of rows is faster, after {len(self.rows)} settings, no bound",
+            seconds=round(time.monotonic() - self.began, 3),
+            seed=self.request.budget.seed,
+            tried=tuple(self.rows),
+        )
+        return replace(plan, search=report)
+
+
+def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
+    """Samples over one axis; alone, or with another one inside of each node."""
+    inner = math.gcd(*(group.devices_per_node for group in mesh.groups))
+    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and mesh.num_devices // size > 1]
+    shapes = [(mesh.num_devices // size, *((size,) if size > 1 else ())) for size in sizes]
+    return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]

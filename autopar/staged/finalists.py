@@ -1,0 +1,243 @@
+"""The best candidates as plans of the whole model, simulated; the fastest that fits is stated, or none is and why."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from autopar.errors import InfeasibleError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Choice, Plan, SearchReport
+from autopar.microbatch import one_microbatch_plan, over_microbatches
+from autopar.planning import Part, Place
+from autopar.refusal import most_of
+from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
+from autopar.staged.mixing import keeping_more
+from autopar.staged.search import Search
+from autopar.staged.ways import Candidate, Way
+from autopar.staging import cut
+
+FINALISTS = 3
+"""Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
+_MOST_FINALISTS, _QUICK_S = 16, 1.5
+_CORRECTIONS = 3
+
+
+class Finalists:
+    """What a search found, the fastest by estimate first."""
+
+    def __init__(self, search: Search, found: Sequence[Candidate]) -> None:
+        self.search, self.layered, self.request = search, search.layered, search.request
+        self.found = sorted(found, key=lambda candidate: candidate.step_ns)
+        self.tried: list[dict[str, Any]] = []
+
+    @cached_property
+    def plans(self) -> list[tuple[Candidate, Timeline]]:
+        """Those that fit, simulated."""
+        return self._kept_more(self._fitting())
+
+    @property
+    def best_ns(self) -> int | None:
+        """The least step time of what fits, if anything does."""
+        return min((played.step_time_ns for _, played in self.plans), default=None)
+
+    def best(self, other: Plan | None, refusal: InfeasibleError | None) -> Plan:
+        """The fastest of them, or another plan if that is faster. Raises InfeasibleError.
+
+        refusal: of the search for that other plan.
+        """
+        if other is not None:
+            self.tried += [dict(row) for row in other.search.tried]
+            if self.best_ns is None or other.predicted.step_time_ns <= self.best_ns:
+                return replace(other, search=replace(other.search, tried=tuple(self.tried)))
+        plans = self.plans or [self._smallest(refusal)]
+        return self._stated(*min(plans, key=lambda pair: pair[1].step_time_ns))
+
+    def _fitting(self) -> list[tuple[Candidate, Timeline]]:
+        """The first candidates that fit when they are simulated, as many as there is time for.
+
+        Estimated peaks are mostly too high: after those that fit by estimate come faster ones that would, were theirs
+        as much too high as is usual here.
+        """
+        first = _distinct(self.found, 0, self.layered.admitted)
+        plans = self._simulated_of(first, _MOST_FINALISTS)
+        if not plans:
+            return plans
+        usual = statistics.median(candidate.peak_bytes / played.peak_bytes for candidate, played in plans)
+        fastest = min(played.step_time_ns for _, played in plans)
+        more = _distinct(self.found, self.layered.admitted, int(self.layered.limit * usual))
+        return plans + self._simulated_of([c for c in more if c.step_ns < fastest], FINALISTS)
+
+    def _simulated_of(self, candidates: Sequence[Candidate], most: int) -> list[tuple[Candidate, Timeline]]:
+        plans: list[tuple[Candidate, Timeline]] = []
+        begun, deadline = time.monotonic(), self.search.started + self.request.budget.seconds
+        for candidate in candidates:
+            played = self._simulated(candidate)
+            if played.peak_bytes <= self.layered.limit:
+                plans.append((candidate, played))
+            now = time.monotonic()
+            is_enough = len(plans) >= FINALISTS and now > begun + _QUICK_S
+            if is_enough or len(plans) == most or (plans and now > deadline):
+                break
+        return plans
+
+    def _kept_more(self, plans: list[tuple[Candidate, Timeline]]) -> list[tuple[Candidate, Timeline]]:
+        """With the fastest plan again, of which fewer layers are computed again, if any are and that fits.
+
+        Estimates of its peak are corrected by what was simulated.
+        """
+        if not plans:
+            return plans
+        best, played = min(plans, key=lambda pair: pair[1].step_time_ns)
+        for _ in range(_CORRECTIONS):
+            admitted = int(self.layered.limit * best.peak_bytes / played.peak_bytes)
+            fewer = keeping_more(self.layered, best, admitted)
+            if fewer is None:
+                break
+            again = self._simulated(fewer)
+            if again.peak_bytes > self.layered.limit or again.step_time_ns >= played.step_time_ns:
+                break
+            best, played = fewer, again
+            plans = [*plans, (best, played)]
+        return plans
+
+    def _simulated(self, candidate: Candidate) -> Timeline:
+        """What the simulator says of a candidate, noted in a row."""
+        played = simulate(self._part(candidate).graph, self._built(candidate), self.layered.shared)
+        self.tried.append({**candidate.row, "step_time_ns": played.step_time_ns, "peak_bytes": played.peak_bytes})
+        return played
+
+    # Plans ----------------------------------------
+
+    def _part(self, candidate: Candidate) -> Part:
+        return self.layered.part(candidate.microbatches)
+
+    def _built(self, candidate: Candidate) -> Plan:
+        """One microbatch's plan of the whole model."""
+        plans = self._placed(candidate)
+        if len(plans) == 1:
+            return plans[0]
+        return self._cut(plans, candidate, self._part(candidate).graph)
+
+    def _placed(self, candidate: Candidate) -> list[Plan]:
+        """For each stage the placements of one microbatch of the whole model; equal ones are one plan."""
+        again = self.layered.modules_again(candidate.recompute)
+        made: dict[Any, Plan] = {}
+        for way in candidate.ways:
+            if (way.setting, way.choice) not in made:
+                made[way.setting, way.choice] = self._placed_as(way, again)
+        return [made[way.setting, way.choice] for way in candidate.ways]
+
+    def _placed_as(self, way: Way, again: tuple[str, ...]) -> Plan:
+        place = Place(
+            self.layered.part(way.setting.microbatches), way.setting.axes, self.request, self.layered.profile
+        )  # fmt: skip
+        draft = replace(place.draft(), recompute=again)
+        return self.layered.place_of(way.setting).placements.placed(draft, place.part.graph, way.choice.choice)
+
+    def _cut(self, plans: Sequence[Plan], candidate: Candidate, graph: Graph) -> Plan:
+        members = self.layered.layers.members(graph, candidate.stage_of_layer)
+        own = plans if candidate.is_mixed else plans[0]
+        profiles = {self.request.mesh.profile: self.layered.profile}
+        firsts = first_ranks([way.setting.num_devices for way in candidate.ways], self.request.mesh.num_devices)
+        return cut(graph, own, members, firsts, candidate.schedule, self.request.mesh, profiles)
+
+    def _stated(self, candidate: Candidate, played: Timeline) -> Plan:
+        """The candidate as a plan for the step, on all axes, with its prediction."""
+        part, whole = self._part(candidate), self.layered.graph
+        told: dict[str, Any] = {
+            "predicted": predict(played),
+            "search": self._report(candidate),
+            "choices": self._explained(candidate.ways[0]),
+        }
+        plans = self._placed(candidate)
+        if len(plans) == 1:
+            plan = replace(plans[0], **told)
+            return part.on_all_axes(
+                replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
+            )
+        if part.types:
+            stated = {id(plan): over_microbatches(whole, plan, part.types, part.microbatches) for plan in plans}
+            plans = [stated[id(plan)] for plan in plans]
+        plan = replace(self._cut(plans, candidate, whole), **told)
+        by_submesh = traffic_by_submesh(whole, plan, part.graph, one_microbatch_plan(plan), played)
+        most = max(by_submesh, key=lambda counts: sum(counts.values()))
+        return replace(plan, predicted=replace(plan.predicted, comm_bytes=most))
+
+    def _explained(self, way: Way) -> tuple[Choice, ...]:
+        """Each decision against all others that the user allows, also where a template's were searched alone."""
+        setting, own = way.setting, self.layered.place_of(way.setting).placements
+        if setting.zero is None:
+            return own.explained(way.choice.choice)
+        chosen = own.chosen(way.choice.choice)
+        free = self.layered.short_place(setting.axes, setting.microbatches, None)
+        every = free.placements_with({name: option for (kind, name), option in chosen.items() if kind == "stored"})
+        return every.explained(every.choosing(chosen))
+
+    def _report(self, candidate: Candidate) -> SearchReport:
+        return SearchReport(
+            method="stages by dynamic programming over intra-op ILP",
+            cost_ns=candidate.step_ns,
+            lower_bound_ns=candidate.lower_bound_ns,
+            stop_reason=self.search.stop_reason,
+            seconds=round(time.monotonic() - self.search.started, 3),
+            seed=self.request.budget.seed,
+            tried=tuple(self.tried),
+        )
+
+    # Where nothing fits ----------------------------------------
+
+    def _smallest(self, refusal: InfeasibleError | None) -> tuple[Candidate, Timeline]:
+        """The candidate with the least simulated peak, if that fits. Which are simulated does not depend on the limit.
+
+        refusal: of plans of one stage. Raises InfeasibleError naming the least peak, or what plans of one stage can do
+        with, whichever is less.
+        """
+        frugal = sorted(self.search.frugal(), key=lambda candidate: (candidate.peak_bytes, candidate.step_ns))
+        simulated = [(candidate, self._simulated(candidate)) for candidate in frugal[:FINALISTS]]
+        if not simulated:
+            raise refusal or self.search.refusal
+        chosen, played = min(simulated, key=lambda pair: pair[1].peak_bytes)
+        if played.peak_bytes <= self.layered.limit:
+            return chosen, played
+        if refusal is not None and (refusal.smallest_bytes or played.peak_bytes) <= played.peak_bytes:
+            raise refusal
+        raise self._does_not_fit(chosen.row, played)
+
+    def _does_not_fit(self, row: Mapping[str, Any], played: Timeline) -> InfeasibleError:
+        needed = played.peak_bytes
+        return InfeasibleError(
+            f"expected a plan within memory_limit = {self.layered.limit:,} bytes a device of {self.request.mesh}, "
+            f"found none: the smallest limit that can be met is {needed:,} bytes (in {row['stages']} stages of logical "
+            f"mesh {row['mesh']}, {row['microbatches']} microbatches, schedule {row['schedule']}, "
+            f"recompute={row['recompute']!r}), most of it {most_of(predict(played).memory)}. Raise memory_limit to "
+            "that, use more devices, or a smaller batch.",
+            needed,
+        )
+
+
+def first_ranks(sizes: Sequence[int], num_devices: int) -> list[int]:
+    """Where each stage's submesh begins: neighbouring ranks, larger submeshes first so that none crosses a node.
+
+    Stages beyond the mesh begin again at its first submesh, as chunks do.
+    """
+    if len(set(sizes)) == 1:
+        return [number * sizes[0] % num_devices for number in range(len(sizes))]
+    order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
+    begins = dict(zip(order, accumulate((sizes[number] for number in order), initial=0), strict=False))
+    return [begins[number] for number in range(len(sizes))]
+
+
+def _distinct(found: Sequence[Candidate], least: int, most: int) -> list[Candidate]:
+    """Those of estimated peaks above `least` up to `most`, the fastest first; of each setting the best by schedule."""
+    kept: dict[Any, Candidate] = {}
+    for candidate in found:
+        if least < candidate.peak_bytes <= most:
+            settings = tuple(dict.fromkeys(way.setting for way in candidate.ways))
+            kept.setdefault((settings, candidate.schedule, len(set(candidate.recompute)) > 1), candidate)
+    return list(kept.values())

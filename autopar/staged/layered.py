@@ -1,0 +1,181 @@
+"""The model as a chain of layers: what each costs, run in one way or another, found on a short graph."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache, cached_property
+
+import numpy as np
+
+from autopar.cost import Profile
+from autopar.cost.compute import node_time_ns
+from autopar.errors import PlanError
+from autopar.interop import Folded, StageKind, balanced_layers, block_layers, fold
+from autopar.intraop import Sends
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import Axis
+from autopar.microbatch import batch_types
+from autopar.planning import Part, Place, Request, divided, microbatch_counts
+from autopar.simulate.layers import LayerCost, layer_costs
+from autopar.staged.ways import RECOMPUTE, Setting, Way
+from autopar.staging import cut
+from autopar.template import template_constraints, template_recompute
+from autopar.trace import Blocks
+from autopar.zero import pinned_modules, recomputable
+
+_SLACK = 1.03
+"""Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried."""
+
+_MOST_LAYERS = 32
+"""Of a model without repeated blocks."""
+
+
+class Layered:
+    """A model, what was asked of it, and the problems that were built for it, each once.
+
+    limit: bytes a device. admitted: estimates up to so many bytes are simulated.
+    """
+
+    def __init__(self, graph: Graph, blocks: Blocks, request: Request, profile: Profile) -> None:
+        self.graph, self.blocks, self.request, self.profile = graph, blocks, request, profile
+        self.paths = [path for group in blocks.paths for path in group]
+        self.shared = profile.shared_by(request.mesh.devices_per_node)
+        self.layers = block_layers(graph, self.paths)
+        self.folded: Folded = fold(graph, blocks, self.layers)
+        if self.layers.count < 2:
+            self.layers = balanced_layers(graph, self._times_ns(), min(_MOST_LAYERS, 2 * request.mesh.num_devices))
+            self.folded = Folded(graph, self.layers, tuple(range(self.layers.count)))
+        self.limit = request.memory_limit or self.shared.usable_bytes
+        self.admitted = int(self.limit * _SLACK)
+        self.short_part, self.part = cache(self._short_part), cache(self._part)
+        self.short_place, self.kind = cache(self._short_place), cache(self._kind)
+
+    def _times_ns(self) -> dict[str, int]:
+        """Of each operator on one device, both ways."""
+        tensors, found = self.graph.tensors, {}
+        for node in self.graph.nodes:
+            operands, results = (tuple(tensors[n].shape for n in names) for names in (node.operands, node.results))
+            found[node.name] = sum(node_time_ns(node, operands, results, tensors, self.shared))
+        return found
+
+    def _short_part(self, microbatches: int) -> Part:
+        return replace(divided(self.folded.graph, self.blocks, microbatches), copies=self.folded.copies)
+
+    def _part(self, microbatches: int) -> Part:
+        return divided(self.graph, self.blocks, microbatches)
+
+    def _short_place(self, axes: LogicalMesh, microbatches: int, zero: int | None) -> Place:
+        part, request = self.short_part(microbatches), self.request
+        if zero is not None:
+            made = batch_types(part.graph).items()
+            batch = {name: type_ for name, type_ in made if self.blocks.representative_tensor(name) == name}
+            rules = template_constraints(axes, zero, False, tuple(self.paths), batch)
+            request = replace(request, constraints=(*request.constraints, *rules))
+        return Place(part, axes, request, self.profile, self._sends(axes))
+
+    def place_of(self, setting: Setting) -> Place:
+        """The intra-op problem of the short graph."""
+        return self.short_place(setting.axes, setting.microbatches, setting.zero)
+
+    def _sends(self, axes: LogicalMesh) -> Sends | None:
+        """Every border of layers is one of stages, as often as there are fewer of these."""
+        size, mesh = math.prod(axis.size for axis in axes), self.request.mesh
+        stages = mesh.num_devices // size
+        if stages == 1:
+            return None
+        times = (stages - 1) / (self.layers.count - 1)
+        distance = 1 if stages * size <= mesh.devices_per_node else mesh.devices_per_node
+        return Sends(Axis("stages", 2, distance), dict.fromkeys(self._crossing, times))
+
+    @cached_property
+    def _crossing(self) -> list[str]:
+        """Tensors that a layer makes and a later one reads."""
+        graph, members = self.folded.graph, self._short_members
+        return [
+            name
+            for node in graph.nodes
+            for name in node.results
+            if any(members[user.name][-1] > members[node.name][-1] for user, _ in graph.consumers[name])
+        ]
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Numbers of microbatches that are possible, ascending."""
+        return microbatch_counts(self.folded.graph, self.request)
+
+    @cached_property
+    def recomputations(self) -> Mapping[str, tuple[str, ...]]:
+        """Module paths by name, the fewest first; those that the model has nothing for are left out.
+
+        Where constraints say what is computed again, that alone.
+        """
+        if self.request.mode != "train":
+            return {"none": ()}
+        pinned = pinned_modules(recomputable(self.graph, self.paths), self.request.constraints)
+        if pinned is not None:
+            return {"pinned": pinned}
+        found = {}
+        for name in RECOMPUTE:
+            try:
+                found[name] = template_recompute(self.graph, self.paths, name)
+            except PlanError:
+                continue
+        return found
+
+    @cached_property
+    def path_of_layer(self) -> list[str]:
+        """The module path of each layer's block."""
+        paths, found = set(self.paths), {}
+        for node in self.graph.nodes:
+            layer = self.layers.fixed.get(node.name)
+            if layer is not None and layer not in found:
+                found[layer] = next((path for path, _ in node.scope.path if path in paths), "")
+        return [found[layer] for layer in sorted(found)]
+
+    def modules_again(self, recompute: tuple[str, ...]) -> tuple[str, ...]:
+        """The modules to compute again when each layer has a recomputation by name."""
+        if len(set(recompute)) == 1:
+            return self.recomputations[recompute[0]]
+        name_of = dict(zip(self.path_of_layer, recompute, strict=True))
+        return tuple(
+            module
+            for path, name in name_of.items()
+            for module in self.recomputations[name]
+            if f"{module}.".startswith(f"{path}.")
+        )
+
+    def _kind(self, way: Way) -> StageKind:
+        """What each layer of the whole model costs when it is run so."""
+        short, setting, place = self.folded, way.setting, self.place_of(way.setting)
+        part = place.part
+        draft = replace(place.placements.draft, recompute=self.recomputations[way.recompute])
+        plan = place.placements.placed(draft, part.graph, way.choice.choice)
+        count = max(1, short.layers.count)
+        firsts = [layer * setting.num_devices % self.request.mesh.num_devices for layer in range(count)]
+        cut_plan = cut(part.graph, plan, self._short_members, firsts, "1f1b")
+        costs = layer_costs(part.graph, cut_plan, self.shared)
+        every = [costs[layer] for layer in short.layer_of or (0,)]
+        columns = {name: np.array([getattr(cost, name) for cost in every]) for name in LayerCost._fields}
+        return StageKind(
+            key=way,
+            num_devices=setting.num_devices,
+            time_ns=columns["forward_ns"] + columns["backward_ns"],
+            receive_ns=columns["receive_ns"],
+            once_ns=columns["optimizer_ns"],
+            reduce_ns=columns["reduce_ns"],
+            hide_ns=columns["hide_ns"],
+            resident_bytes=columns["resident_bytes"],
+            activation_bytes=columns["activation_bytes"],
+            workspace_bytes=columns["workspace_bytes"],
+            memory_limit=self.admitted,
+        )
+
+    @cached_property
+    def _short_members(self) -> Mapping[str, tuple[int, ...]]:
+        layers = self.folded.layers
+        if not layers.count:
+            return {node.name: (0,) for node in self.graph.nodes}
+        return layers.members(self.folded.graph, range(layers.count))

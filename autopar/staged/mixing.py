@@ -1,0 +1,173 @@
+"""Stages that differ: submeshes of several sizes, and what each stage computes again, by how much it has in flight.
+
+For the numbers of microbatches of the best candidates of equal stages, the ways that were found for submeshes of about
+their size are kinds of one dynamic programme (`interop.best_stages`), each with every recomputation. Where stages
+compute layers again, as many layers of each as memory allows are kept after that, the last ones first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.errors import InfeasibleError
+from autopar.interop import ChosenStage, StageKind, best_stages, in_flight, makes_rounds
+from autopar.ir.constraint import Constraint
+from autopar.staged.layered import Layered
+from autopar.staged.ways import Candidate, Way, hidden_bubble, largest_peak
+
+_COUNTS = 2
+"""Numbers of microbatches that are looked at, the best first."""
+_SIZES = 4
+"""Submeshes of sizes within this factor of the best's are mixed: others are far off, and each size has its tables."""
+_ROUNDS = 8
+_MOST_STAGES = 64
+_BEST = 8
+"""Candidates, the best first, of which fewer layers are computed again where that fits."""
+_SHARE = 0.7
+"""Of the budget, until when to look at more."""
+
+
+def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[Candidate]:
+    """Candidates whose stages are not all alike, out of the ways of those that were found."""
+    if layered.request.mode != "train" or layered.layers.count < 2 or any(rule.stages for rule in _rules(layered)):
+        return []
+    deadline = started + _SHARE * layered.request.budget.seconds
+    best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:_BEST]
+    more = [fewer for candidate in best if (fewer := keeping_more(layered, candidate, layered.admitted))]
+    for count in _best_counts(layered, found):
+        if time.monotonic() < deadline:
+            more += _of_count(layered, [c for c in found if c.microbatches == count])
+    return more
+
+
+def _rules(layered: Layered) -> Sequence[Constraint]:
+    return layered.request.constraints
+
+
+def _best_counts(layered: Layered, found: Sequence[Candidate]) -> list[int]:
+    fitting = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)
+    return list(dict.fromkeys(c.microbatches for c in fitting))[:_COUNTS]
+
+
+def _of_count(layered: Layered, found: Sequence[Candidate]) -> Iterator[Candidate]:
+    ways = _ways(layered, found)
+    kinds = [layered.kind(way) for way in ways]
+    mesh, count = layered.request.mesh, found[0].microbatches
+    for own in (kinds, [kind for kind in kinds if kind.key.setting == ways[0].setting]) if ways else ():
+        try:
+            best = best_stages(own, mesh.num_devices, count, "1f1b", _MOST_STAGES, _ROUNDS)
+        except InfeasibleError:
+            continue
+        for choice in (best.best, *best.runners_up[-1:]):
+            yield from _candidates(layered, own, choice.stages, choice.step_ns, best.lower_bound_ns)
+
+
+def _ways(layered: Layered, found: Sequence[Candidate]) -> list[Way]:
+    """Of each submesh the placements of its best candidate that fits, with every recomputation; the best of all first.
+
+    One choice of placements for each logical shape.
+    """
+    fitting = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)
+    best: dict[int, Way] = {}
+    for candidate in fitting:
+        best.setdefault(candidate.ways[0].setting.num_devices, candidate.ways[0])
+    size = next(iter(best), 1)
+    near = [way for devices, way in best.items() if size <= devices * _SIZES and devices <= size * _SIZES]
+    return [replace(way, recompute=name) for way in near for name in layered.recomputations]
+
+
+def _candidates(
+    layered: Layered, kinds: Sequence[StageKind], stages: Sequence[ChosenStage], step_ns: int, bound_ns: int
+) -> Iterator[Candidate]:
+    """The choice, and the same with fewer layers computed again; where all is alike, the latter alone."""
+    of_stage = [kinds[kind] for _, _, kind in stages]
+    ways = tuple(kind.key for kind in of_stage)
+    of_layer = tuple(number for number, (begin, end, _) in enumerate(stages) for _ in range(begin, end))
+    count = ways[0].setting.microbatches
+    again = tuple(ways[stage].recompute for stage in of_layer)
+    peak = largest_peak(of_stage, of_layer, count, "1f1b")
+    found = Candidate(ways, "1f1b", of_layer, again, step_ns, peak, bound_ns)
+    if len(set(ways)) > 1:
+        yield found
+        if makes_rounds(count, len(ways)) and not any(layered.recomputations[name] for name in again):
+            peak = largest_peak(of_stage, of_layer, count, "zero_bubble")
+            less = step_ns - hidden_bubble(of_stage, of_layer)
+            yield Candidate(ways, "zero_bubble", of_layer, again, less, peak, min(less, bound_ns))
+    fewer = keeping_more(layered, found, layered.admitted)
+    if fewer is not None:
+        yield fewer
+
+
+# As few layers as must be ----------------------------------------
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """A stage of layers [begin, end), of which the last are kept: what it costs when they are, and when none is."""
+
+    again: StageKind
+    plain: StageKind
+    begin: int
+    end: int
+    in_flight: int
+
+    def time_ns(self, kept: int) -> int:
+        border = self.end - kept
+        return int(self.again.time_ns[self.begin : border].sum() + self.plain.time_ns[border : self.end].sum())
+
+    def peak_bytes(self, kept: int) -> int:
+        border = self.end - kept
+        parts = [(self.again, self.begin, border), (self.plain, border, self.end)]
+        parts = [part for part in parts if part[1] < part[2]]
+        held = sum(
+            int(kind.resident_bytes[first:last].sum() + self.in_flight * kind.activation_bytes[first:last].sum())
+            for kind, first, last in parts
+        )
+        return held + max(int(kind.workspace_bytes[first:last].max()) for kind, first, last in parts)
+
+    def most_kept(self, admitted: int) -> int:
+        """Of how many layers nothing need be computed again, by estimates of up to so many bytes."""
+        if self.again is self.plain:
+            return self.end - self.begin
+        sizes = range(self.end - self.begin, 0, -1)
+        return next((kept for kept in sizes if self.peak_bytes(kept) <= admitted), 0)
+
+
+def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candidate | None:
+    """The candidate with as few layers computed again as estimates of so many bytes allow; None where it has none less.
+
+    The sum of all stages' times gets less, and the slowest's, which every other microbatch waits for.
+    """
+    if next(iter(layered.recomputations)) != "none" or candidate.schedule not in ("1f1b", "gpipe"):
+        return None
+    stages = _stages(layered, candidate)
+    before = [sum(candidate.recompute[n] == "none" for n in range(stage.begin, stage.end)) for stage in stages]
+    kept = [max(now, stage.most_kept(admitted)) for now, stage in zip(before, stages, strict=True)]
+    if kept == before:
+        return None
+    times = [[stage.time_ns(n) for stage, n in zip(stages, numbers, strict=True)] for numbers in (before, kept)]
+    faster = sum(times[0]) - sum(times[1]) + (candidate.microbatches - 1) * (max(times[0]) - max(times[1]))
+    again = [
+        name
+        for way, stage, count in zip(candidate.ways, stages, kept, strict=True)
+        for name in [way.recompute] * (stage.end - stage.begin - count) + ["none"] * count
+    ]
+    step = candidate.step_ns - faster
+    return replace(
+        candidate, recompute=tuple(again), step_ns=step, lower_bound_ns=min(step, candidate.lower_bound_ns),
+        peak_bytes=max(stage.peak_bytes(n) for stage, n in zip(stages, kept, strict=True)),
+    )  # fmt: skip
+
+
+def _stages(layered: Layered, candidate: Candidate) -> list[_Stage]:
+    of_layer, count = candidate.stage_of_layer, len(candidate.ways)
+    return [
+        _Stage(
+            layered.kind(way), layered.kind(replace(way, recompute="none")), of_layer.index(number),
+            of_layer.index(number) + of_layer.count(number),
+            in_flight(candidate.schedule, count - number, candidate.microbatches),
+        )
+        for number, way in enumerate(candidate.ways)
+    ]  # fmt: skip

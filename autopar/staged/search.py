@@ -1,0 +1,277 @@
+"""Equal stages: for each logical shape the number of microbatches climbs, and memory is traded for time."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import NamedTuple
+
+from autopar.errors import InfeasibleError, PlanError
+from autopar.interop import best_stages, makes_rounds
+from autopar.interop.submeshes import logical_shapes, submesh_sizes
+from autopar.intraop import TradeOff, TradeOffs
+from autopar.ir.mesh import LogicalMesh, make_axes
+from autopar.planning import Place
+from autopar.progress import Report
+from autopar.staged.layered import Layered
+from autopar.staged.ways import Candidate, Setting, Way, hidden_bubble, interleaved_estimate, largest_peak
+
+_HALVINGS = 3
+"""Of the hull of time against memory, towards the fastest placements that fit."""
+_HOPELESS = 1.03
+"""A setting whose fastest placements would take so many times the best estimate is not looked at further."""
+_NEVER = 2**62
+_TEMPLATE_SHAPES = 8
+"""Logical shapes, the best first, for which placements are also found around templates."""
+_LIKELY_STAGES = 8
+"""The number of stages that is looked at first: what comes later is judged by what was found."""
+_SHARE = 0.6
+"""Of the budget for the search; the rest is for simulating the best."""
+_FULL = 4
+"""With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins."""
+_CHUNKS = (2, 4)
+
+
+class _Look(NamedTuple):
+    """What a setting has: the time that its fastest placements would take, the least of what fits, all candidates.
+
+    stride: how many counts, each double the last, until what does not fit may, as if all of it were activations.
+    """
+
+    floor_ns: int
+    least_ns: int
+    found: list[Candidate]
+    stride: int = 1
+
+
+class Search:
+    """Looks at settings, and keeps what the best estimate is and why it stopped."""
+
+    def __init__(self, layered: Layered) -> None:
+        self.layered, self.request = layered, layered.request
+        self.admitted = layered.admitted
+        self.stop_reason = "all settings"
+        self.started = time.monotonic()
+        self.refusal = InfeasibleError("expected a strategy for every operator, found none")
+        self._solver = self.request.budget.seconds, self.request.budget.seed
+        self._best_ns = _NEVER
+        self._floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
+        self._hidden = 1.0  # the least share of all costs in a row that an estimate was
+
+    @cached_property
+    def shapes(self) -> list[tuple[int, LogicalMesh]]:
+        """Submesh sizes with logical shapes; where stages are pinned, those of so many."""
+        mesh, layers = self.request.mesh, self.layered.layers.count
+        pinned = {c.stages for c in self.request.constraints if c.stages is not None}
+        most = max(1, layers) if self.request.mode == "train" else 1
+        sizes = [n for n in submesh_sizes(mesh, most) if not pinned or {mesh.num_devices // n} == pinned]
+        if not sizes:
+            raise PlanError(
+                f"expected a number of stages that {mesh} and {layers} layers allow, found "
+                f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
+            )
+        sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / _LIKELY_STAGES)))
+        return [(size, axes) for size in sizes for axes in logical_shapes(size, mesh.devices_per_node)]
+
+    def run(self, report: Report) -> list[Candidate]:
+        """Everything that was looked at in time, the fastest by estimate first."""
+        found: list[Candidate] = []
+        deadline = self.started + _SHARE * self.request.budget.seconds
+        for size, axes in self.shapes:
+            if found and time.monotonic() > deadline:
+                self.stop_reason = "time limit"
+                break
+            here = self._climb(size, axes)
+            found += here
+            best = min((c for c in here if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns, default=None)
+            what = f"{best.step_ns / 1e6:.3f} ms" if best else "nothing better that fits"
+            report(f"{self.request.mesh.num_devices // size} stages of {[a.size for a in axes]}: {what}")
+        found += self._templates(found, deadline)
+        found.sort(key=lambda candidate: candidate.step_ns)
+        return found
+
+    def _templates(self, found: Sequence[Candidate], deadline: float) -> list[Candidate]:
+        """Templates on the best setting of each logical shape, and on those of half and twice as many microbatches.
+
+        What their placements hide, or send together, may be more than what they cost.
+        """
+        fitting = [(c.step_ns, c.ways[0].setting) for c in found if c.peak_bytes <= self.admitted]
+        shapes: dict[LogicalMesh, Setting] = {}
+        for _, setting in sorted([*fitting, *self._floors], key=lambda pair: pair[0]):
+            shapes.setdefault(setting.axes, setting)
+        settings = list(shapes.values())[:_TEMPLATE_SHAPES]
+        more: list[Candidate] = []
+        for factor in (1.0, 0.5, 2.0):
+            for setting in settings:
+                count = int(setting.microbatches * factor)
+                for named in _as_templates(replace(setting, microbatches=count)):
+                    if count in self.layered.counts and time.monotonic() < deadline:
+                        more += self._look(named).found
+        return more
+
+    def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
+        """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
+        stages = self.request.mesh.num_devices // size
+        counts = self.layered.counts
+        start = next((n for n, count in enumerate(counts) if count >= _FULL * (stages - 1)), len(counts) - 1)
+
+        def look(number: int) -> _Look:
+            return self._look(Setting(axes, size, stages, counts[number]))
+
+        first = last = look(start)
+        found, number, is_better_above = list(first.found), start + first.stride, False
+        while number < len(counts):
+            here = look(number)
+            found += here.found
+            worse = here.floor_ns > last.floor_ns and here.floor_ns >= self._best_ns
+            if worse or (last.least_ns < _NEVER and here.least_ns >= last.least_ns):
+                break
+            is_better_above |= here.floor_ns < first.floor_ns or here.least_ns < first.least_ns
+            number, last = number + here.stride, here
+        last = first
+        for number in () if is_better_above else range(start - 1, -1, -1):
+            here = look(number)
+            found += here.found
+            if here.least_ns >= last.least_ns and here.floor_ns >= last.floor_ns:
+                break
+            last = here
+        return found
+
+    def _least(self, found: Sequence[Candidate]) -> int:
+        return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=_NEVER)
+
+    def _look(self, setting: Setting) -> _Look:
+        """The variants and schedules of a setting that may be the best.
+
+        Its floor is what the fastest placements would take if they fitted. Where that is no better than the best so
+        far, nothing else is looked at; where even all costs in a row are far from it, not even that.
+        """
+        place = self.layered.place_of(setting)
+        stages, count = setting.num_stages, setting.microbatches
+        try:
+            curve = place.placements.trade_offs(min(stages, count), *self._solver)
+            fastest = curve.fastest()
+            in_a_row = int(fastest.cost_ns / stages * (count + stages - 1) / count)
+            if setting.zero is None and in_a_row * self._hidden > _HOPELESS * self._best_ns:
+                self._floors.append((in_a_row, setting))
+                return _Look(in_a_row, _NEVER, [])
+            found = self._staged(setting, fastest, self._least_again)
+            floor = min(candidate.step_ns for candidate in found)
+            self._hidden = min(self._hidden, floor / in_a_row)
+            if floor < _HOPELESS * self._best_ns and self._least(found) == _NEVER:
+                found += self._variants(setting, place, curve, fastest)
+        except InfeasibleError:
+            return _Look(_NEVER, _NEVER, [])
+        least = self._least(found)
+        self._best_ns = min(self._best_ns, least)
+        peak = min(candidate.peak_bytes for candidate in found)
+        stride = max(1, int(math.log2(peak / self.admitted))) if least == _NEVER else 1
+        return _Look(floor, least, found, stride)
+
+    @property
+    def _least_again(self) -> str:
+        """The recomputation that computes least again."""
+        return next(iter(self.layered.recomputations))
+
+    def _variants(self, setting: Setting, place: Place, curve: TradeOffs, fastest: TradeOff) -> list[Candidate]:
+        """For each recomputation the fastest placements that fit, nothing where others are faster anyway.
+
+        What is computed again makes nothing faster: it is looked at where without it too little fits.
+        """
+        smallest = curve.smallest(fastest)
+        found = self._staged(setting, smallest, [*self.layered.recomputations][-1])
+        if self._least(found) == _NEVER:
+            return found
+        for recompute in self.layered.recomputations:
+            limits = curve if recompute != "full" else replace(curve, in_flight=0)
+            found += self._fitted(setting, limits, (fastest, smallest), recompute, self._least(found))
+        return found
+
+    def _fitted(
+        self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str, best: int
+    ) -> list[Candidate]:
+        """Halves the hull between the fastest placements and the smallest, for the fastest that fit."""
+        fast, small = ends
+        found = self._staged(setting, fast, recompute) if recompute != self._least_again else []
+        if found and (self._least(found) < _NEVER or min(c.step_ns for c in found) >= best):
+            return found
+        found += (here := self._staged(setting, small, recompute))
+        if self._least(here) == _NEVER:
+            return found
+        for _ in range(_HALVINGS):
+            between = curve.between(fast, small)
+            if between is None:
+                break
+            found += (here := self._staged(setting, between, recompute))
+            fast, small = (fast, between) if self._least(here) < _NEVER else (between, small)
+        return found
+
+    def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[Candidate]:
+        """The best stages of one way under each schedule."""
+        way = Way(setting, choice, recompute)
+        return [*self._of_schedules(way), *self._interleaved(way)]
+
+    def _of_schedules(self, way: Way) -> Iterator[Candidate]:
+        """Of stages that are submeshes; where none fit, those of the smallest limit that would do."""
+        kind, setting = self.layered.kind(way), way.setting
+        stages, count = setting.num_stages, setting.microbatches
+        again = (way.recompute,) * kind.num_layers
+        for schedule in ("1f1b", "gpipe") if stages > 1 else ("1f1b",):
+            try:
+                found = best_stages([kind], self.request.mesh.num_devices, count, schedule)
+            except InfeasibleError as error:
+                if error.smallest_bytes is None:
+                    continue
+                free = replace(kind, memory_limit=error.smallest_bytes)
+                found = best_stages([free], self.request.mesh.num_devices, count, schedule)
+            of_layer = tuple(n for n, (begin, end, _) in enumerate(found.best.stages) for _ in range(begin, end))
+            kinds, ways = [kind] * stages, (way,) * stages
+            peak = largest_peak(kinds, of_layer, count, schedule)
+            step, bound = found.best.step_ns, found.lower_bound_ns
+            yield Candidate(ways, schedule, of_layer, again, step, peak, bound)
+            waits = stages > 1 and makes_rounds(count, stages) and not self.layered.recomputations[way.recompute]
+            if schedule == "1f1b" and waits:
+                step -= hidden_bubble(kinds, of_layer)
+                peak = largest_peak(kinds, of_layer, count, "zero_bubble")
+                yield Candidate(ways, "zero_bubble", of_layer, again, step, peak, min(step, bound))
+
+    def _interleaved(self, way: Way) -> Iterator[Candidate]:
+        """Equal chunks, each submesh with several in turn."""
+        kind, layers = self.layered.kind(way), self.layered.layers.count
+        stages, count = way.setting.num_stages, way.setting.microbatches
+        for chunks in _CHUNKS:
+            if stages < 2 or layers % (stages * chunks) or count % stages:
+                continue
+            of_layer = tuple(layer * stages * chunks // layers for layer in range(layers))
+            step, peak = interleaved_estimate(kind, of_layer, stages, chunks, count)
+            ways, again = (way,) * (stages * chunks), (way.recompute,) * layers
+            yield Candidate(ways, "interleaved", of_layer, again, step, peak, step)
+
+    def frugal(self) -> Iterator[Candidate]:
+        """For each logical shape what takes least memory: most microbatches, all computed again.
+
+        Keeps the refusal where a shape has no strategies at all.
+        """
+        recompute = list(self.layered.recomputations)[-1]
+        mesh, count = self.request.mesh, self.layered.counts[-1]
+        for size, axes in self.shapes:
+            setting = Setting(axes, size, mesh.num_devices // size, count)
+            try:
+                placements = self.layered.place_of(setting).placements
+                curve = placements.trade_offs(min(setting.num_stages, count), *self._solver)
+                smallest = curve.smallest(curve.fastest())
+            except InfeasibleError as error:
+                self.refusal = error
+                continue
+            yield from self._staged(setting, smallest, recompute)
+
+
+def _as_templates(setting: Setting) -> Iterator[Setting]:
+    """The setting with its axes named as templates name them, the outer one for data: ZeRO 0, 1 and 3 where it is."""
+    sizes = tuple(axis.size for axis in setting.axes)
+    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}[len(sizes)]:
+        for zero in (0, 1, 3) if "dp" in names else (0,):
+            yield replace(setting, axes=make_axes(names, sizes), zero=zero)

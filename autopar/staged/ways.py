@@ -1,0 +1,143 @@
+"""What the search is about: settings, the ways that stages may run in them, and candidates for the whole model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar.interop import StageKind, in_flight
+from autopar.intraop import TradeOff
+from autopar.ir.mesh import LogicalMesh
+
+RECOMPUTE = ("none", "block", "full")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Equal submeshes of one logical shape, and the number of microbatches.
+
+    zero: placements are found around a template's constraints with this ZeRO stage; None leaves them free.
+    """
+
+    axes: LogicalMesh
+    num_devices: int
+    num_stages: int
+    microbatches: int
+    zero: int | None = None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a stage runs: placements on a submesh, and what of its layers is computed again (a name)."""
+
+    setting: Setting
+    choice: TradeOff
+    recompute: str
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """One way to run the model, with its estimates: ns a step and the largest peak in bytes a device.
+
+    ways: of each stage. recompute: of each layer, what is computed again (a name).
+    """
+
+    ways: tuple[Way, ...]
+    schedule: str
+    stage_of_layer: tuple[int, ...]
+    recompute: tuple[str, ...]
+    step_ns: int
+    peak_bytes: int
+    lower_bound_ns: int
+
+    @property
+    def microbatches(self) -> int:
+        return self.ways[0].setting.microbatches
+
+    @property
+    def num_submeshes(self) -> int:
+        """Submeshes; with an interleaved schedule they are fewer than stages."""
+        return self.ways[0].setting.num_stages if self.schedule == "interleaved" else len(self.ways)
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether stages differ in their axes or placements."""
+        return len({(way.setting, way.choice) for way in self.ways}) > 1
+
+    @property
+    def row(self) -> dict[str, Any]:
+        """For `SearchReport.tried`."""
+        return {
+            "mesh": " + ".join(dict.fromkeys(_sizes(way.setting.axes) for way in self.ways)),
+            "stages": self.num_submeshes,
+            "microbatches": self.microbatches,
+            "schedule": self.schedule,
+            "recompute": _counted(self.recompute),
+            "estimated_ns": self.step_ns,
+            "estimated_bytes": self.peak_bytes,
+        }
+
+
+def _sizes(axes: LogicalMesh) -> str:
+    return "x".join(str(axis.size) for axis in axes) or "1"
+
+
+def _counted(recompute: Sequence[str]) -> str:
+    """ "none", "full", or "full ×4, none ×44" where layers differ."""
+    counts = Counter(recompute)
+    if len(counts) < 2:
+        return next(iter(counts), "none")
+    return ", ".join(f"{name} ×{count}" for name, count in counts.most_common())
+
+
+# Estimates ----------------------------------------
+
+
+def peak_of(kind: StageKind, begin: int, end: int, in_flight: int) -> int:
+    """Of a stage of neighbouring layers in bytes a device, with so many microbatches in flight."""
+    stays = kind.resident_bytes[begin:end].sum() + kind.workspace_bytes[begin:end].max()
+    return int(stays + in_flight * kind.activation_bytes[begin:end].sum())
+
+
+def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int, schedule: str) -> int:
+    """Of stages that are submeshes, the largest peak in bytes a device."""
+    of_layer, stages = np.array(stage_of_layer), len(kinds)
+    peaks = []
+    for number, kind in enumerate(kinds):
+        own = np.flatnonzero(of_layer == number)
+        flying = in_flight(schedule, stages - number, microbatches, num_submeshes=stages)
+        peaks.append(peak_of(kind, int(own[0]), int(own[-1]) + 1, flying))
+    return max(peaks)
+
+
+def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int]) -> int:
+    """What gradients of stored tensors fill of the bubble of 1f1b when they wait: a third of a pass both ways, as with
+    matrices, on all stages but one (ZB-H1 of Zero Bubble, ICLR'24, table 1)."""
+    of_layer = np.array(stage_of_layer)
+    slowest = max(int(kind.time_ns[of_layer == number].sum()) for number, kind in enumerate(kinds))
+    return (len(kinds) - 1) * slowest // 3
+
+
+def interleaved_estimate(
+    kind: StageKind, chunk_of_layer: Sequence[int], stages: int, chunks: int, microbatches: int
+) -> tuple[int, int]:
+    """Step time and peak of equal chunks in turn: the bubble is that of 1f1b over the number of chunks.
+
+    T = B · t + (P − 1) · t / chunks + e   with t, e of the slowest submesh (Megatron-LM, SC'21, section 2.2.2).
+    """
+    of_layer = np.array(chunk_of_layer)
+    steps, peaks = [], []
+    for submesh in range(stages):
+        own = of_layer % stages == submesh
+        first = own & (np.diff(of_layer, prepend=-1) > 0)
+        one = int(kind.time_ns[own].sum() + kind.receive_ns[first].sum())
+        once = int(kind.once_ns[own].sum() + max(0, kind.reduce_ns[own].sum() - kind.hide_ns[own].sum()))
+        steps.append(microbatches * one + (stages - 1) * one // chunks + once)
+        flying = in_flight("interleaved", stages - submesh, microbatches, chunks, stages)
+        stays = int(kind.resident_bytes[own].sum() + kind.workspace_bytes[own].max())
+        peaks.append(stays + flying * int(kind.activation_bytes[own].sum()) // chunks)
+    return max(steps), max(peaks)

@@ -1,0 +1,149 @@
+"""What a block does: the list of its calls of torch, with names of tensors that are the same for another like block.
+
+Two calls of blocks are equal when their tapes are: what comes in has the same shapes, strides, dtypes and flags; every
+torch function is called in the same order, from the same line, in the same submodule, with the same plain arguments
+and the same tensors (the k-th that came in, the own parameter of the same name, one outside of the block, the k-th that
+was made); and the same of these goes out. What torch does then follows: it sees nothing else of a model.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+_OWN_ROOT = str(Path(__file__).parent)
+_PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+#: these change how torch exports what comes after them
+_SWITCHES = (
+    torch._C._set_grad_enabled,
+    torch.amp.autocast_mode._enter_autocast,
+    torch.amp.autocast_mode._exit_autocast,
+)
+
+Row = tuple[Any, ...]
+
+
+class DiffersError(Exception):
+    """A block does something else than the one that it was compared with."""
+
+
+class UnclearError(Exception):
+    """What a block does cannot be told from its calls of torch."""
+
+
+class Recorder(TorchFunctionMode):
+    """Passes what is called on, as rows.
+
+    write: takes the next row; may raise. state: names of parameters and buffers by id of the tensor. modules: names of
+    the block's submodules by id. Raises UnclearError at what has no name.
+    """
+
+    def __init__(
+        self,
+        write: Callable[[Row], None],
+        inputs: Iterable[Tensor],
+        state: Mapping[int, str],
+        modules: Mapping[int, str],
+    ) -> None:
+        super().__init__()
+        self.write = write
+        self.state, self.modules = state, modules
+        self.kept: list[Any] = list(inputs)  # what is named stays alive, so that no id is given twice
+        self.names: dict[int, Row] = {id(x): ("input", number) for number, x in enumerate(self.kept)}
+        self.num_made = 0
+        self.write(("entry", *map(_looks, self.kept), *_modes()))
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "__get__":
+            result = func(*args, **kwargs)
+            if not isinstance(result, Tensor):
+                return result  # a shape, dtype or the like: it follows from the tensor
+        else:
+            result = None
+        if func in _SWITCHES:
+            raise UnclearError(f"it calls {func}")
+        call = (self._value(args), self._value(kwargs))
+        self.write(("call", func, *call, _place(sys._getframe(1)), torch.is_grad_enabled()))
+        result = func(*args, **kwargs) if result is None else result
+        self._result(result)
+        return result
+
+    def enter(self, module: nn.Module) -> None:
+        name = self.modules.get(id(module))
+        if name is None:
+            raise UnclearError("it calls a module that is not its own")
+        self.write(("enter", name))
+
+    def leave(self, module: nn.Module) -> None:
+        self.write(("leave", self.modules.get(id(module))))
+
+    def close(self, outputs: list[Tensor]) -> list[Row]:
+        """The names of what goes out."""
+        names = [self._tensor(x) for x in outputs]
+        self.write(("exit", *names, *_modes()))
+        return names
+
+    def _result(self, value: Any) -> None:
+        if isinstance(value, Tensor):
+            if id(value) not in self.names and id(value) not in self.state:
+                self.names[id(value)] = ("made", self.num_made)
+                self.num_made += 1
+                self.kept.append(value)
+            self.write(("result", self._tensor(value), _looks(value)))
+        elif isinstance(value, (tuple, list)):
+            for item in value:
+                self._result(item)
+
+    def _tensor(self, x: Tensor) -> Row:
+        name = self.names.get(id(x))
+        if name is not None:
+            return name
+        if id(x) in self.state:
+            return ("state", self.state[id(x)])
+        raise UnclearError("it uses a tensor that it was not given")
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, (list, tuple)):
+            return (type(value), *[self._value(item) for item in value])
+        if isinstance(value, dict):
+            return tuple([(key, self._value(item)) for key, item in value.items()])
+        if value is None or value is Ellipsis or isinstance(value, _PLAIN):
+            return (type(value), repr(value) if isinstance(value, (float, complex)) else value)
+        if isinstance(value, slice):
+            return ("slice", *map(self._value, (value.start, value.stop, value.step)))
+        if callable(value):
+            self.kept.append(value)
+            return ("function", id(value))
+        raise UnclearError(f"it passes {type(value).__name__} to torch")
+
+
+def _looks(x: Tensor) -> Row:
+    """All of a tensor that a program can see without its values."""
+    return (tuple(x.shape), x.stride(), x.dtype, x.device, x.requires_grad, x.is_conj(), x.is_neg())
+
+
+def _modes() -> Row:
+    autocast = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
+
+
+def is_own(filename: str) -> bool:
+    """Whether a file is the user's: neither torch's, nor one of these, nor text that torch wrote and ran."""
+    return "/torch/" not in filename and not filename.startswith((_OWN_ROOT, "<"))
+
+
+def _place(frame: FrameType | None) -> tuple[str, int] | None:
+    """File and line of the innermost call that is the user's."""
+    while frame is not None and not is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return None if frame is None else (frame.f_code.co_filename, frame.f_lineno)

@@ -1,0 +1,52 @@
+"""Operators that stand in an exported program for what is written out afterwards (`trace.unroll`).
+
+    y = first_block(x)   → y = left(first_block's operators(entered(x)))
+    z = like_block(y)    → z = repeated([y], [first_block's results])
+
+`entered` and `left` enclose the operators of a block that was exported; `repeated` is a block that was seen to do the
+same (`trace.repeats`). They are never computed: export asks them for shapes and whether gradients flow, no more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+torch.library.define("autopar_trace::entered", "(Tensor x, str block, int position) -> Tensor")
+torch.library.define("autopar_trace::left", "(Tensor x, str block, int position) -> Tensor")
+torch.library.define("autopar_trace::repeated", "(Tensor[] inputs, Tensor[] made, str like, str block) -> Tensor[]")
+
+entered, left = torch.ops.autopar_trace.entered.default, torch.ops.autopar_trace.left.default
+repeated = torch.ops.autopar_trace.repeated.default
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _one(x: Tensor, block: str, position: int) -> Tensor:
+    return _like(x)
+
+
+def _many(inputs: list[Tensor], made: list[Tensor], like: str, block: str) -> list[Tensor]:
+    return [_like(x) for x in made]
+
+
+def _without_gradient(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    """Results pass gradients on where those of the exported block do."""
+    pairs = zip(output, inputs[1], strict=True)
+    ctx.mark_non_differentiable(*(result for result, made in pairs if not made.requires_grad))
+
+
+def _never(ctx: Any, *gradients: Any) -> Any:
+    raise AssertionError("markers are not computed")
+
+
+torch.library.register_fake(entered, _one)
+torch.library.register_fake(left, _one)
+torch.library.register_fake(repeated, _many)
+torch.library.register_autograd(entered, _never)
+torch.library.register_autograd(left, _never)
+torch.library.register_autograd(repeated, _never, setup_context=_without_gradient)

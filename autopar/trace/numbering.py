@@ -1,0 +1,86 @@
+"""Names nodes, and what they make, after their operators: `linear`, `linear_1`; results of several are items.
+
+The same graph gets the same names, however it was traced.
+"""
+
+from __future__ import annotations
+
+import builtins
+import keyword
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from autopar.ir.graph import Graph, Node, Ref, Stored, map_references
+
+_LIFTED = re.compile(r"(.*\.)?lifted_tensor_\d+(@\d+)?$")
+
+
+def number(graph: Graph) -> Graph:
+    """The graph with such names; inputs and what the model stores keep theirs."""
+    renamed = _constants(graph)
+    fresh = _Fresh((*graph.inputs, *(item.tensor for item in graph.stored)))
+    names = []
+    for node in graph.nodes:
+        base = node.op.split(".")[1]
+        names.append(fresh(base))
+        is_one = len(node.outputs) == 1
+        renamed.update({result: names[-1] if is_one else fresh("getitem") for result in node.results})
+
+    def new(name: str) -> str:
+        return renamed.get(name, name)
+
+    tensors = {new(name): replace(tensor, name=new(name)) for name, tensor in graph.tensors.items()}
+    return replace(
+        graph,
+        nodes=tuple(_renamed(node, name, renamed) for node, name in zip(graph.nodes, names, strict=True)),
+        stored=tuple(_stored(item, new(item.tensor)) for item in graph.stored),
+        outputs=tuple(map(new, graph.outputs)),
+        loss=None if graph.loss is None else new(graph.loss),
+        mutations={buffer: new(name) for buffer, name in graph.mutations.items()},
+        tensors=tensors,
+        values={new(name): value for name, value in graph.values.items()},
+    )
+
+
+class _Fresh:
+    """Names that are not taken: "sum" is Python's, so the first is sum_1."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self.taken = set(taken)
+        self.counts: Counter[str] = Counter()
+
+    def __call__(self, base: str) -> str:
+        while True:
+            count = self.counts[base]
+            self.counts[base] += 1
+            name = f"{base}_{count}" if count else base
+            if name not in self.taken and not keyword.iskeyword(name) and not hasattr(builtins, name):
+                self.taken.add(name)
+                return name
+
+
+def _constants(graph: Graph) -> dict[str, str]:
+    """Constants that have no name in the model are numbered by their first use."""
+    found = (_LIFTED.match(item.tensor) for item in graph.stored if item.kind == "constant")
+    lifted = {match[0]: match[1] or "" for match in found if match}
+    used = dict.fromkeys(name for node in graph.nodes for name in node.operands if name in lifted)
+    return {name: f"{lifted[name]}lifted_tensor_{position}" for position, name in enumerate(used)}
+
+
+def _stored(item: Stored, name: str) -> Stored:
+    return item if name == item.tensor else replace(item, name=name, tensor=name)
+
+
+def _renamed(node: Node, name: str, renamed: dict[str, str]) -> Node:
+    def new(tensor: str) -> Ref:
+        return Ref(renamed.get(tensor, tensor))
+
+    return replace(
+        node,
+        name=name,
+        args=map_references(node.args, new),
+        kwargs=tuple((key, map_references(value, new)) for key, value in node.kwargs),
+        outputs=tuple(None if output is None else renamed[output] for output in node.outputs),
+    )

@@ -1,0 +1,176 @@
+"""One call of a block while its model is exported: of one that is exported itself, or of one that is watched."""
+
+from __future__ import annotations
+
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.utils import _pytree as pytree
+
+from autopar.trace.evidence import DiffersError, Recorder, Row, UnclearError
+from autopar.trace.hidden import shown
+from autopar.trace.markers import entered, left, repeated
+
+
+@dataclass(frozen=True)
+class Tape:
+    """What an exported block did, and its results by their names."""
+
+    block: str
+    rows: list[Row]
+    made: dict[Row, Tensor]
+
+
+@dataclass(frozen=True)
+class State:
+    """Parameters and buffers of a model. own: of one block, by name in it, with the names that stand for them.
+
+    names: of all that export sees, by id, as the model calls them. seen: these tensors. Where a block's own name begins
+    with a dot, the tensor is the block's; else it shares it with others.
+    """
+
+    own: Mapping[str, tuple[str, Tensor]]
+    names: Mapping[int, str]
+    seen: list[Tensor]
+
+    @property
+    def known(self) -> Mapping[int, str]:
+        """Names by id, as the block calls them."""
+        return ChainMap({id(x): name for name, x in self.own.values()}, dict(self.names))
+
+    def twins(self) -> State:
+        """With other tensors of the same looks in place of the block's: another that reads those is told apart."""
+        made: dict[str, Tensor] = {}
+        for name, x in self.own.values():
+            if name.startswith(".") and name not in made:
+                made[name] = _twin(x)
+        own = {path: (name, made.get(name, x)) for path, (name, x) in self.own.items()}
+        return State(own, self.names, [*self.seen, *made.values()])
+
+
+class Call:
+    """A call of a block: `inputs` are the different tensors among its arguments."""
+
+    def __init__(self, block: nn.Module, path: str, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
+        self.block, self.path, self.own, self.args, self.kwargs = block, path, own, args, kwargs
+        self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
+        self.inputs = list({id(x): x for x in self.leaves if isinstance(x, Tensor)}.values())
+
+    def run(self, recorder: Recorder, inputs: Sequence[Tensor]) -> _Outputs:
+        """Calls the block with these in place of its inputs."""
+        other = {id(x): new for x, new in zip(self.inputs, inputs, strict=True)}
+        args, kwargs = pytree.tree_unflatten([other.get(id(leaf), leaf) for leaf in self.leaves], self.tree)
+        with recorder:
+            output = self.own(*args, **kwargs)
+        leaves, tree = pytree.tree_flatten(output)
+        return _Outputs(leaves, tree, recorder.close([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """What a block returned. names: of each tensor in it."""
+
+    leaves: list[Any]
+    tree: Any
+    names: list[Row]
+
+    @property
+    def made(self) -> dict[Row, Tensor]:
+        tensors = (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
+        return {name: x for name, x in zip(self.names, tensors, strict=True) if name[0] == "made"}
+
+    def replaced(self, inputs: Sequence[Tensor], made: Mapping[Row, Tensor]) -> Any:
+        """With the caller's own inputs, and others in place of what was made."""
+        names = iter(self.names)
+
+        def new(name: Row) -> Tensor:
+            return inputs[name[1]] if name[0] == "input" else made[name]
+
+        leaves = [new(next(names)) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.tree)
+
+
+Record = Callable[[Callable[[Row], None], Sequence[Tensor], Mapping[int, str]], Recorder]
+
+
+def export_between_markers(call: Call, state: State, record: Record) -> tuple[Any, Tape]:
+    """What the block returns, and what it did. Raises UnclearError where a marker cannot stand for such a block."""
+    if not call.inputs or any(id(x) in state.known or not _is_simple(x) for x in call.inputs):
+        raise UnclearError("expected tensors in dense memory that are no parameters as its inputs")
+    marks = [entered(x, call.path, number) for number, x in enumerate(call.inputs)]
+    others, rows = [*marks, *state.seen], list[Row]()
+    before = _versions(others)
+    outputs = call.run(record(rows.append, marks, state.known), marks)
+    if not outputs.made or any(name[0] == "state" for name in outputs.names):
+        raise UnclearError("expected it to return tensors that it made")
+    if _versions(others) != before or _share_memory(list(outputs.made.values()), others):
+        raise UnclearError("expected it to leave alone what it is given, and to return no views of it")
+    made = {name: left(x, call.path, number) for number, (name, x) in enumerate(outputs.made.items())}
+    return outputs.replaced(call.inputs, made), Tape(call.path, rows, made)
+
+
+def run_aside(call: Call, pattern: State, record: Record, tapes: Iterable[Tape]) -> Any:
+    """What the block returns, made by a marker, after it was seen to do what one of the exported blocks did.
+
+    pattern: the state of such a block. Raises DiffersError where it does something else.
+    """
+    comparison = _Comparison(tapes)
+    with disable_proxy_modes_tracing():
+        state = pattern.twins()
+        others = [*call.inputs, *state.seen]
+        before = _versions(others)
+        with shown(call.block, {path: x for path, (_, x) in state.own.items()}):
+            outputs = call.run(record(comparison.check, call.inputs, state.known), call.inputs)
+        if _versions(others) != before:
+            raise DiffersError
+    tape = comparison.result()
+    made = repeated(call.inputs, list(tape.made.values()), tape.block, call.path)
+    if [x.requires_grad for x in made] != [x.requires_grad for x in tape.made.values()]:
+        raise DiffersError
+    return outputs.replaced(call.inputs, dict(zip(tape.made, made, strict=True)))
+
+
+class _Comparison:
+    """Takes rows for as long as one of the tapes has the same."""
+
+    def __init__(self, tapes: Iterable[Tape]) -> None:
+        self.tapes = list(tapes)
+        self.num_rows = 0
+
+    def check(self, row: Row) -> None:
+        at = self.num_rows
+        self.tapes = [tape for tape in self.tapes if at < len(tape.rows) and tape.rows[at] == row]
+        self.num_rows += 1
+        if not self.tapes:
+            raise DiffersError
+
+    def result(self) -> Tape:
+        for tape in self.tapes:
+            if len(tape.rows) == self.num_rows:
+                return tape
+        raise DiffersError
+
+
+def _twin(x: Tensor) -> Tensor:
+    """Another tensor of the same looks."""
+    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+    return nn.Parameter(twin, x.requires_grad) if isinstance(x, nn.Parameter) else twin.requires_grad_(x.requires_grad)
+
+
+def _is_simple(x: Tensor) -> bool:
+    return x.layout == torch.strided and not x.is_conj() and not x.is_neg()
+
+
+def _versions(tensors: Iterable[Tensor]) -> list[int]:
+    return [x._version for x in tensors]
+
+
+def _share_memory(made: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    """Whether two of those made do, or one and another."""
+    memory = [x.untyped_storage()._cdata for x in made]
+    return len(set(memory)) < len(memory) or not set(memory).isdisjoint(x.untyped_storage()._cdata for x in others)

@@ -1,0 +1,1 @@
+"""Operators that run on a part of an axis alone, beside others."""

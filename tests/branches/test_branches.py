@@ -1,0 +1,306 @@
+"""Types of branches, what the verifier refuses of them, where they are found and when they are chosen."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar import runtime as rt
+from autopar.branches import find_regions, with_branches
+from autopar.branches.search import assign
+from autopar.cost import load_profile
+from autopar.errors import AutoparError
+from autopar.ir import verifier
+from autopar.ir.branches import in_order
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Branch, Fork, Plan
+from autopar.ops import admits
+from autopar.simulate import simulate
+from autopar.trace import trace
+from models import inception, two_towers
+from tests.branches.cases import case, forks, in_branches, plan, regions
+
+# The type: what leaves is P, and the gradients of what enters are P ----------------------------------------
+
+
+def _axis(index: int) -> rt.Axis:
+    return rt.Axis("tp", 3, index, None)
+
+
+@pytest.mark.parametrize("coordinate", range(3))
+def test_sums_over_ranks_are_the_function(coordinate: int) -> None:
+    torch.manual_seed(coordinate)
+    weight, frozen, unused = (torch.randn(4, 4, dtype=torch.float64) for _ in range(3))
+    x, count = torch.randn(5, 4, dtype=torch.float64), torch.arange(5)
+
+    def function(x: Tensor, count: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = torch.tanh(x @ weight) * frozen.sum() + count[:, None]
+        return hidden.exp(), hidden.detach().mean(0)
+
+    def run(index: int) -> list[Tensor]:
+        leaves = [t.clone().requires_grad_() for t in (x, weight, unused)]
+        made = rt.owned(
+            _axis(index), coordinate, lambda x, count: function(x, count, leaves[1]), [leaves[0], count],
+            [leaves[1], leaves[2], frozen],
+            [rt.Zeros((5, 4), torch.float64), rt.Zeros((4,), torch.float64, False)],
+        )  # fmt: skip
+        assert not made[1].requires_grad
+        made[0].backward(torch.ones_like(made[0]))
+        assert all(leaf.grad is not None for leaf in leaves), "every rank hands out a summand"
+        return [made[0].detach(), made[1], *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+    sums = [torch.stack(parts).sum(0) for parts in zip(*map(run, range(3)), strict=True)]
+    alone = [t.clone().requires_grad_() for t in (x, weight)]
+    value, mean = function(alone[0], count, alone[1])
+    value.sum().backward()
+    wanted = [value.detach(), mean, alone[0].grad, alone[1].grad, torch.zeros_like(unused)]
+    for own, whole in zip(sums, wanted, strict=True):
+        torch.testing.assert_close(own, whole, rtol=0, atol=0)
+
+
+def test_without_gradients_only_one_rank_runs() -> None:
+    ran = []
+
+    def run(x: Tensor) -> tuple[Tensor]:
+        ran.append(1)
+        return (x + 1,)
+
+    with torch.no_grad():
+        made = [rt.owned(_axis(n), 1, run, [torch.ones(2)], [], [rt.Zeros((2,), torch.float32)])[0] for n in range(3)]
+    assert len(ran) == 1
+    assert torch.equal(torch.stack(made).sum(0), torch.full((2,), 2.0))
+
+
+# Plans ----------------------------------------
+
+
+def test_plan_comes_back_from_json() -> None:
+    own = plan("two_towers", 1, 2, (0, 1))
+    text = own.to_json()
+    assert Plan.from_json(text) == own
+    assert Plan.from_json(text).to_json() == text
+    assert own.forks[0].axis == "tp"
+
+
+def test_what_is_said_of_branches() -> None:
+    own = plan("two_towers", 1, 2, (0, 1))
+    assert "beside each other on tp: 0: user (11 operators); 1: item" in str(own)
+    text = own.explain("item")
+    assert "at tp=1 alone" in text
+    assert "beside each other on tp" in text
+    without = replace(own, forks=())
+    assert "branches: none | beside each other" in without.diff(own)
+
+
+def _moved(own: Plan, **changes: Any) -> Plan:
+    """The plan with its only fork changed."""
+    return replace(own, forks=(replace(own.forks[0], **changes),))
+
+
+REFUSED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
+    "another axis": (lambda p: _moved(p, axis="dp"), "mesh axis of several ranks"),
+    "a coordinate that is none": (
+        lambda p: _moved(p, branches=(replace(p.forks[0].branches[0], coordinate=2), p.forks[0].branches[1])),
+        "at each of some coordinates",
+    ),
+    "a coordinate twice": (
+        lambda p: _moved(p, branches=tuple(replace(b, coordinate=1) for b in p.forks[0].branches)),
+        "at each of some coordinates",
+    ),
+    "an unknown node": (lambda p: _moved(p, branches=(Branch(0, ("nothing",)),)), "nodes of the model"),
+    "a node twice": (lambda p: _moved(p, branches=tuple(
+        replace(b, nodes=(*b.nodes, "relu")) for b in p.forks[0].branches)), "in several"),
+    "a constant or a loss": (lambda p: _moved(p, branches=(Branch(0, ("cross_entropy_loss",)),)), "a loss"),
+    "a node left out": (lambda p: _moved(p, branches=(
+        replace(p.forks[0].branches[0], nodes=tuple(n for n in p.forks[0].branches[0].nodes if n != "relu")),
+        p.forks[0].branches[1])), "no path leaves and enters again|no rule|no way|nothing redistributes"),
+    "a way around": (lambda p: _moved(p, branches=(
+        Branch(0, ("linear",)), Branch(1, ("linear_1",)))), "no path leaves|P|rule"),
+    "branches that read each other": (lambda p: _moved(p, branches=(
+        Branch(0, ("linear",)), Branch(1, ("relu",)))), "run at the same time"),
+    "no fork where placements ask for one": (lambda p: replace(p, forks=()), "a rule"),
+    "regathered parameters": (lambda p: replace(p, storage={
+        name: replace(kept, regather=True) for name, kept in p.storage.items()}), "regathered"),
+    "recomputed": (lambda p: replace(p, recompute=("user",)), "computed again"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_verifier_refuses(name: str) -> None:
+    change, words = REFUSED[name]
+    _, _, graph = case("two_towers")
+    own = plan("two_towers", 1, 2, (0, 1))
+    verifier.verify(graph, own, admits)
+    with pytest.raises(AutoparError, match=words):
+        verifier.verify(graph, change(own), admits)
+
+
+class _Odd(nn.Module):
+    """Two branches of which one draws random numbers, or hands out integers."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.left, self.right = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = torch.relu(self.left(x)), torch.relu(self.right(x))
+        if self.kind == "random":
+            right = F.dropout(right, 0.5)
+        if self.kind == "integers":
+            right = torch.gather(right, 1, right.argmax(1, keepdim=True).expand(-1, 4))
+        return (left * right).sum()
+
+
+def _odd(kind: str) -> tuple[Graph, Plan]:
+    model, batch = _Odd(kind), {"x": torch.randn(4, 4)}
+    graph = trace(model, batch)
+    return graph, autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=2), batch, tp=2)
+
+
+def test_random_numbers_are_refused() -> None:
+    graph, base = _odd("random")
+    assert not regions(graph)
+    names = tuple(node.name for node in graph.nodes if "dropout" in node.op)
+    with pytest.raises(AutoparError, match="random numbers"):
+        verifier.verify(graph, replace(base, forks=(Fork("tp", (Branch(0, names),)),)), admits)
+
+
+def test_integers_stay_inside() -> None:
+    graph, base = _odd("integers")
+    own = in_branches(graph, base, forks(graph, "tp", (0, 1)))
+    verifier.verify(graph, own, admits)  # inside they are welcome
+    (fork,) = own.forks
+    outside = ("aten.gather", "aten.expand")
+
+    def without(branch: Branch) -> Branch:
+        kept = (name for name in branch.nodes if not graph.node_by_name[name].op.startswith(outside))
+        return replace(branch, nodes=tuple(kept))
+
+    cut = tuple(map(without, fork.branches))
+    with pytest.raises(AutoparError, match="to leave a branch"):
+        verifier.verify(graph, replace(own, forks=(replace(fork, branches=cut),)), admits)
+
+
+# Finding ----------------------------------------
+
+
+def test_regions_of_the_models() -> None:
+    (towers,) = regions(case("two_towers")[2])
+    assert [branch[0] for branch in towers.branches] == ["embedding", "linear_2"]
+    found = regions(case("inception")[2])
+    assert [len(region.branches) for region in found] == [4, 4]
+
+
+def test_regions_against_paths() -> None:
+    """Nothing leads into a branch but from before the fork, nothing out of one but to the join; on random graphs."""
+    for seed in range(8):
+        graph = _random_graph(seed)
+        for region in find_regions(graph, lambda node: False):
+            names = [set(branch) for branch in region.branches]
+            for own, other in itertools.permutations(names, 2):
+                made = {t for name in own for t in graph.node_by_name[name].results}
+                assert not any(made & set(graph.node_by_name[name].operands) for name in other)
+            for name in set().union(*names):
+                readers = {r.name for t in graph.node_by_name[name].results for r, _ in graph.consumers[t]}
+                own = next(branch for branch in names if name in branch)
+                assert readers <= own | {region.join}
+
+
+def _random_graph(seed: int) -> Graph:
+    choose = random.Random(seed)
+
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            values = [x]
+            for _ in range(12):
+                one, other = choose.choice(values), choose.choice(values)
+                values.append(torch.tanh(one) if choose.random() < 0.5 else one * other)
+            return torch.stack(values).sum()
+
+    return trace(Model(), {"x": torch.randn(3)}, mode="inference")
+
+
+def test_assignment_is_the_best() -> None:
+    choose = random.Random(1)
+    for count, size in ((2, 2), (4, 2), (5, 3), (6, 4)):
+        times = [choose.randrange(100) for _ in range(count)]
+        loads = [0] * size
+        for time, coordinate in zip(times, assign(times, size), strict=True):
+            loads[coordinate] += time
+        every = itertools.product(range(size), repeat=count)
+        least = min(
+            max(sum(t for t, c in zip(times, one, strict=True) if c == k) for k in range(size)) for one in every
+        )
+        assert max(loads) == least
+
+
+# Simulation and choice ----------------------------------------
+
+
+def test_collectives_between_branches_start_together() -> None:
+    _, _, graph = case("inception")
+    timeline = simulate(graph, plan("inception", 1, 2, (0, 1)), load_profile("cpu"))
+    first, second = ([(e.name, e.kind, e.start_ns, e.end_ns) for e in timeline.events
+                      if e.stream[0] == rank and e.stream[1] != "compute"] for rank in (0, 1))  # fmt: skip
+    assert first == second and len(first) > 20
+    compute = [lane.breakdown.compute_ns for lane in timeline.lanes]
+    assert compute[0] != compute[1]
+    assert [sum(vars(lane.breakdown).values()) for lane in timeline.lanes] == [timeline.step_time_ns] * 2
+
+
+def test_lanes_without_branches_are_the_plan_s() -> None:
+    """With everything at one coordinate, that rank has no less to do than alone, and the other waits."""
+    _, _, graph = case("two_towers")
+    own = plan("two_towers", 1, 2, (1,))
+    busy, idle = (lane.breakdown.compute_ns for lane in reversed(simulate(graph, own, load_profile("cpu")).lanes))
+    assert busy > 2 * idle
+    assert len(in_order(graph, own)) == len(graph.nodes)
+
+
+def test_chosen_where_faster() -> None:
+    """One image cannot be split by samples, and its convolutions are too short to be split otherwise: on GPUs, branches
+    spare launches."""
+    config = inception.Config(modules="AE", image_size=35, width=0.5, batch_size=1, norm=False)
+    with torch.device("meta"):
+        model, batch = inception.build(config).eval(), inception.example_inputs(config)
+    mesh = autopar.Mesh("h100", devices_per_node=2)
+    found = autopar.parallelize(model, mesh, batch, mode="inference", search="fast").plan
+    assert found.forks
+    chosen = [choice for choice in found.choices if choice.kind == "fork"]
+    assert all(choice.alternatives[0].extra_ns > 0 for choice in chosen)
+    before = chosen[0].cost_ns + chosen[0].alternatives[0].extra_ns
+    assert found.predicted.step_time_ns == chosen[-1].cost_ns < before
+    assert Plan.from_json(found.to_json()) == replace(found, simulator=None)
+
+
+def test_not_chosen_where_gradients_cost_more() -> None:
+    """Towers of wide layers: split by columns, no gradient of a parameter travels; in branches, all do."""
+    config = replace(two_towers.large(4), num_items=1000)
+    with torch.device("meta"):
+        model, batch = two_towers.build(config), two_towers.example_inputs(config)
+    plan = autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, search="fast").plan
+    assert not plan.forks
+
+
+def test_nothing_changes_that_is_not_faster() -> None:
+    _, _, graph = case("two_towers")
+    base = plan("two_towers", 1, 2, (0, 1))
+    fast = replace(base, forks=(), predicted=replace(base.predicted, step_time_ns=1))
+    scored: list[Plan] = []
+
+    def score(one: Plan) -> Plan:
+        scored.append(one)
+        return replace(one, predicted=replace(one.predicted, step_time_ns=1, peak_bytes=0))
+
+    unbranched = autopar.template_plan(*case("two_towers")[:1], fast.mesh, case("two_towers")[1], tp=2)
+    unbranched = replace(unbranched, predicted=replace(unbranched.predicted, step_time_ns=1), simulator=None)
+    assert with_branches(graph, unbranched, load_profile("h100"), score, lambda name: name, 5.0) is unbranched
