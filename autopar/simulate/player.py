@@ -102,17 +102,15 @@ class Pass:
     last_ns: int
     standing: Standing
     ready_ns: dict[str, int]
-    met: tuple[int, ...] = ()
 
 
 class Player:
-    """One stage's state while its program is played. meeting: axes over which ranks differ (`together`)."""
+    """One stage's state while its program is played."""
 
     def __init__(
-        self, program: Program, profile: Profile, trains: bool, sums_early: bool = True,
-        meeting: frozenset[int] = frozenset(),
+        self, program: Program, profile: Profile, trains: bool, sums_early: bool = True
     ) -> None:  # fmt: skip
-        self.program, self.trains, self.sums_early, self._meeting = program, trains, sums_early, meeting
+        self.program, self.trains, self.sums_early = program, trains, sums_early
         self._pass_ns = profile.host.pass_ns if profile.host else 0
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self.orders = find_orders(program, profile)
@@ -214,7 +212,6 @@ class Player:
                 tuple(pair for pair in home if pair[0] > length),
             ),
             ready_ns=self._sent_ns(),
-            met=tuple(engine.met),
         )
 
     def _sent_ns(self) -> dict[str, int]:
@@ -374,11 +371,8 @@ class Player:
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
             waits = tasks[-1:] or after
-            meets = sent.axis in self._meeting
             others = None if self._meet is None else partial(self._meet, sent.axis)
-            task = self.engine.transmit(
-                sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, meets, others
-            )
+            task = self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, others)
             tasks.append(task)
             self.comm_bytes[sent.collective] += sent.num_bytes
         return tasks[0], tasks[-1]
