@@ -20,7 +20,7 @@ from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import Kept, LeastMemory, Placements, Sends, prepare_placements
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Tensor
+from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, Storage
 from autopar.microbatch import (
@@ -229,7 +229,16 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
 def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
     own, left = place.profile.shared_by(place.request.mesh.devices_per_node), deadline - time.monotonic()
     representative = place.part.blocks.representative_node
-    return with_branches(place.part.graph, plan, own, place.scored, representative, left)
+    graph, rules = place.part.graph, place.request.constraints
+    pinned = {node.name for node in graph.nodes if _is_pinned(graph, node, rules)}
+    return with_branches(graph, plan, own, place.scored, representative, left, pinned)
+
+
+def _is_pinned(graph: Graph, node: Node, rules: Sequence[Constraint]) -> bool:
+    """Whether a constraint says how the operator, or what it reads, is placed."""
+    read = [graph.stored_by_tensor[name].name if name in graph.stored_by_tensor else name for name in node.operands]
+    names = (node.scope.module, node.name, *node.results, *read)
+    return any(rule.allow and not rule.soft and rule.matches(*names) for rule in rules)
 
 
 def _recomputable(graph: Graph, blocks: Blocks, request: Request) -> Recomputable:

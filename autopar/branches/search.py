@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -63,12 +63,14 @@ class Taken(NamedTuple):
 
 
 def with_branches(
-    graph: Graph, plan: Plan, profile: Profile, score: Score, representative: Callable[[str], str], seconds: float
-) -> Plan:
+    graph: Graph, plan: Plan, profile: Profile, score: Score, representative: Callable[[str], str], seconds: float,
+    pinned: Collection[str] = (),
+) -> Plan:  # fmt: skip
     """The plan with all branches that make its simulated step strictly shorter within its memory limit; the plan itself
     where none does. The search stops after so many seconds at the latest.
 
-    plan: of one stage, scored. representative: the node in its place in the first equal block.
+    plan: of one stage, scored. representative: the node in its place in the first equal block. pinned: nodes that stay
+    as they are placed.
     """
     if any(storage.regather for storage in plan.storage.values()) or all(axis.size < 2 for axis in plan.axes):
         return plan
@@ -76,7 +78,7 @@ def with_branches(
     times = Times(graph, plan, profile)
     taken: list[Taken] = []
     best, form = plan, None
-    for candidate in candidates(graph, plan, times, representative):
+    for candidate in candidates(graph, plan, times, representative, pinned):
         if time.monotonic() > deadline:
             break
         if _overlaps(best, candidate):
@@ -148,11 +150,15 @@ def _is_well_typed(graph: Graph, plan: Plan, joins: Joins) -> bool:
 
 
 def candidates(
-    graph: Graph, plan: Plan, times: Times, representative: Callable[[str], str]
+    graph: Graph, plan: Plan, times: Times, representative: Callable[[str], str], pinned: Collection[str] = ()
 ) -> list[Candidate]:  # fmt: skip
-    """What may be worth a simulation, the most promising first."""
+    """What may be worth a simulation, the most promising first. pinned: nodes that stay as they are placed."""
     constant = constant_tensors(graph)
-    regions = find_regions(graph, lambda node: refusal(graph, node, constant, plan.recompute) is not None)
+
+    def stays(node: Node) -> bool:
+        return node.name in pinned or refusal(graph, node, constant, plan.recompute) is not None
+
+    regions = [region for region in find_regions(graph, stays) if region.join not in pinned]
     groups: dict[object, list[Region]] = {}
     for region in regions:
         groups.setdefault((*(tuple(map(representative, branch)) for branch in region.branches),), []).append(region)

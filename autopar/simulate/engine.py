@@ -44,7 +44,7 @@ class Moment:
     """What happens to memory at one time, in this order: plain numbers, which arrays take as they are.
 
     A task ends; what several tasks have made is summed; hooks collect gradients; journeys end, which leaves shards;
-    new ones and gathers start; the next task starts.
+    new ones and gathers start; at the end of a step, all journeys end; the next task starts.
     """
 
     END = 0
@@ -55,8 +55,10 @@ class Moment:
     ARRIVE = 5
     ARRIVED = 6
     SEND = 7
-    START = 8
-    COUNT = 9
+    ALL_ARRIVE = 8
+    ALL_ARRIVED = 9
+    START = 10
+    COUNT = 11
 
 
 class Engine:

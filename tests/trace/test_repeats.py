@@ -309,6 +309,37 @@ def _asks_for_parameters(model: Stack, x: Tensor) -> Tensor:
     return in_a_row(model, x) * len(list(model.blocks[3].parameters()))
 
 
+class _Cache:
+    """What blocks keep for each other: an object that torch knows nothing of."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+
+def _fills(block: Block, x: Tensor, cache: _Cache) -> Tensor:
+    cache.kept.append(block.linear(x))
+    return plain(block, x) + sum(cache.kept)
+
+
+def _with_cache(model: Stack, x: Tensor) -> Tensor:
+    cache = _Cache()
+    for block in model.blocks:
+        x = block(x, cache)
+    return x
+
+
+def _with_list(model: Stack, x: Tensor) -> Tensor:
+    kept: list[Tensor] = []
+    for block in model.blocks:
+        x = block(x, kept)
+    return x * len(kept)
+
+
+def _appends(block: Block, x: Tensor, kept: list[Tensor]) -> Tensor:
+    kept.append(x)
+    return plain(block, x) * len(kept)
+
+
 def _no_grad_inside(block: Block, x: Tensor) -> Tensor:
     with torch.no_grad():
         scale = block.linear(x).mean()
@@ -324,6 +355,8 @@ UNCLEAR = {
     "returns a view that is written to": (_returns_view, _view_is_written, []),
     "keeps tensors for later": (_keeps, _with_penalties, []),
     "keeps one for later": (_keeps, _one_kept, []),
+    "keep tensors for each other": (_fills, _with_cache, []),
+    "keep a list": (_appends, _with_list, []),
     "no_grad inside": (_no_grad_inside, in_a_row, []),
     "its weight is used outside": (plain, _reads_weight, ["blocks.1", "blocks.3"]),
     "its parameters are counted": (plain, _asks_for_parameters, ["blocks.1", "blocks.2"]),
