@@ -16,8 +16,6 @@ from tests.rank_pool import pool
 
 CASES = {
     "towers on two ranks": ("two_towers", 1, 2, (0, 1), 0),
-    "towers the other way around": ("two_towers", 1, 2, (1, 0), 0),
-    "towers beside data parallelism": ("two_towers", 2, 2, (1, 0), 0),
     "towers, sharded parameters": ("two_towers", 2, 2, (0, 1), 1),
     "towers on two of four": ("two_towers", 1, 4, (3, 1), 0),
     "modules on two ranks": ("inception", 1, 2, (0, 1), 0),
