@@ -75,6 +75,11 @@ def check_axes_with_shares(plan: PlanData) -> None:
         _check_axis(axis)
     if plan.stages and axes:
         raise PlanError(f"expected shares in plans of one stage, found {axis_text(axes[0])} in one of several stages")
+    if plan.forks and (axes or not plan.mesh.is_homogeneous):
+        raise PlanError(
+            f"expected branches on equal ranks with equal shares, found some on {plan.forks[0].axis} of {plan.mesh}"
+            + "".join(f" with {axis_text(axis)}" for axis in axes)
+        )
     if len(axes) > 1:
         raise PlanError(f"expected shares on one axis, found {' and '.join(map(axis_text, axes))}")
 
