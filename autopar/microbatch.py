@@ -21,6 +21,7 @@ from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, cheapest_path
+from autopar.ir.structure import batch_inputs
 from autopar.ops import axis_rules
 from autopar.ops.call import Call
 from autopar.ops.communication import is_mean_cross_entropy
@@ -41,13 +42,6 @@ def divisible(graph: Graph, count: int) -> bool:
     except PlanError:
         return False
     return True
-
-
-def batch_inputs(graph: Graph) -> tuple[str, ...]:
-    """The inputs whose dim 0 is the batch: those as long as the first input along dim 0."""
-    shapes = {name: graph.tensors[name].shape for name in graph.inputs}
-    batch = next((shape[0] for shape in shapes.values() if shape), 0)
-    return tuple(name for name, shape in shapes.items() if shape and shape[0] == batch)
 
 
 def microbatch_types(graph: Graph, count: int) -> Types:

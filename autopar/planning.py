@@ -6,6 +6,7 @@ Where no place has a plan that fits, blocks are computed again (`zero.recomputat
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,7 +20,7 @@ from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import Kept, LeastMemory, Placements, Sends, prepare_placements
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Tensor
+from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, Storage
 from autopar.microbatch import (
@@ -204,14 +205,40 @@ class _Search:
 
 
 def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan) -> Plan:
-    """The plan with operators beside each other on parts of an axis, where that is faster; as it is with stages."""
+    """The plan with operators beside each other on parts of an axis, where that is faster; as it is with stages.
+
+    Where branches are worth while, the other logical meshes are looked at once more: theirs may be worth more.
+    """
     if plan.stages or request.mesh.num_devices == 1:
         return plan
+    deadline = time.monotonic() + request.budget.seconds / 2
     part, inner = divided(graph, blocks, plan.microbatches), one_microbatch_plan(plan)
-    place = Place(part, inner.axes, replace(request, recompute=plan.recompute), profile)
-    own, seconds = place.profile.shared_by(request.mesh.devices_per_node), request.budget.seconds / 2
-    found = with_branches(part.graph, inner, own, place.scored, blocks.representative_node, seconds)
-    return part.on_all_axes(found) if found is not inner else plan
+    request = replace(request, recompute=plan.recompute)
+    best = _in_branches(Place(part, inner.axes, request, profile), inner, deadline)
+    if best is inner:
+        return plan
+    for axes in logical_meshes(request.mesh):
+        if axes != inner.axes and time.monotonic() < deadline:
+            place = Place(part, axes, request, profile)
+            with contextlib.suppress(InfeasibleError):
+                other = _in_branches(place, place.fit(_share(deadline, 2)), deadline)
+                best = min(best, other, key=lambda one: one.predicted.step_time_ns)
+    return part.on_all_axes(replace(best, search=replace(best.search, tried=plan.search.tried)))
+
+
+def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
+    own, left = place.profile.shared_by(place.request.mesh.devices_per_node), deadline - time.monotonic()
+    representative = place.part.blocks.representative_node
+    graph, rules = place.part.graph, place.request.constraints
+    pinned = {node.name for node in graph.nodes if _is_pinned(graph, node, rules)}
+    return with_branches(graph, plan, own, place.scored, representative, left, pinned)
+
+
+def _is_pinned(graph: Graph, node: Node, rules: Sequence[Constraint]) -> bool:
+    """Whether a constraint says how the operator, or what it reads, is placed."""
+    read = [graph.stored_by_tensor[name].name if name in graph.stored_by_tensor else name for name in node.operands]
+    names = (node.scope.module, node.name, *node.results, *read)
+    return any(rule.allow and not rule.soft and rule.matches(*names) for rule in rules)
 
 
 def _recomputable(graph: Graph, blocks: Blocks, request: Request) -> Recomputable:

@@ -25,7 +25,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, make_axes
 from autopar.ir.plan import Plan, SearchReport
 from autopar.ir.shares import alike_ranks, check_shares
-from autopar.microbatch import batch_inputs, batch_types
+from autopar.ir.structure import batch_inputs
+from autopar.microbatch import batch_types
 from autopar.planning import Part, Place, Request, divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate, traffic

@@ -21,6 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+#: what every rank needs and takes seconds to import: a server imports it once, and ranks are forks of that
+PRELOADED = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch.distributed.pipelining.schedules",
+             "autopar.runtime", "autopar.program"]  # fmt: skip
 START_S = 200.0  # for the first job: processes start slowly on a busy machine
 
 
@@ -54,7 +57,8 @@ class RankPool:
         return [value for _, value in results]
 
     def _start(self) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         port = _free_port()
         for rank in range(self.world):
             ours, theirs = context.Pipe()

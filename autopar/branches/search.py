@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -45,6 +45,16 @@ class Candidate:
     gain_ns: int
 
 
+class Form(NamedTuple):
+    """Whether parameters that branches alone read are stored whole on the axis, whether the join runs on summands."""
+
+    keeps_whole: bool
+    sums: bool
+
+
+_FORMS = tuple(itertools.starmap(Form, itertools.product((False, True), repeat=2)))
+
+
 class Taken(NamedTuple):
     """A candidate that made the step shorter, and the plan before it."""
 
@@ -53,28 +63,30 @@ class Taken(NamedTuple):
 
 
 def with_branches(
-    graph: Graph, plan: Plan, profile: Profile, score: Score, representative: Callable[[str], str], seconds: float
-) -> Plan:
+    graph: Graph, plan: Plan, profile: Profile, score: Score, representative: Callable[[str], str], seconds: float,
+    pinned: Collection[str] = (),
+) -> Plan:  # fmt: skip
     """The plan with all branches that make its simulated step strictly shorter within its memory limit; the plan itself
     where none does. The search stops after so many seconds at the latest.
 
-    plan: of one stage, scored. representative: the node in its place in the first equal block.
+    plan: of one stage, scored. representative: the node in its place in the first equal block. pinned: nodes that stay
+    as they are placed.
     """
     if any(storage.regather for storage in plan.storage.values()) or all(axis.size < 2 for axis in plan.axes):
         return plan
     deadline = time.monotonic() + seconds
     times = Times(graph, plan, profile)
     taken: list[Taken] = []
-    best = plan
-    for candidate in candidates(graph, plan, times, representative):
+    best, form = plan, None
+    for candidate in candidates(graph, plan, times, representative, pinned):
         if time.monotonic() > deadline:
             break
         if _overlaps(best, candidate):
             continue
-        found = _best_form(graph, best, candidate, times, score)
+        found = _best_form(graph, best, candidate, times, score, form)
         if found is not None:
             taken.append(Taken(candidate, best))
-            best = found
+            form, best = found
     return replace(best, choices=(*best.choices, *_choices(taken, best))) if taken else plan
 
 
@@ -84,32 +96,37 @@ def _overlaps(plan: Plan, candidate: Candidate) -> bool:
     return not names.isdisjoint(known)
 
 
-def _best_form(graph: Graph, plan: Plan, candidate: Candidate, times: Times, score: Score) -> Plan | None:
-    """The fastest form that fits and is faster than the plan."""
-    best = None
-    for placed in _forms(graph, plan, candidate, times):
+def _best_form(
+    graph: Graph, plan: Plan, candidate: Candidate, times: Times, score: Score, before: Form | None
+) -> tuple[Form, Plan] | None:  # fmt: skip
+    """The fastest form that fits and is faster than the plan; once others were taken in some form (`before`), the first
+    that is, beginning with that one: what is best for one region mostly is for others."""
+    best: tuple[Form, Plan] | None = None
+    for form, placed in _forms(graph, plan, candidate, times, before):
         found = score(placed)
-        limit = (best or plan).predicted.step_time_ns
-        if found.predicted.step_time_ns < limit and found.predicted.peak_bytes <= plan.memory_limit:
-            best = found
+        limit = best[1] if best is not None else plan
+        faster = found.predicted.step_time_ns < limit.predicted.step_time_ns
+        if faster and found.predicted.peak_bytes <= plan.memory_limit:
+            best = form, found
+            if before is not None:
+                break
     return best
 
 
-def _forms(graph: Graph, plan: Plan, candidate: Candidate, times: Times) -> Iterator[Plan]:
+def _forms(
+    graph: Graph, plan: Plan, candidate: Candidate, times: Times, before: Form | None
+) -> Iterator[tuple[Form, Plan]]:
     """The plan with the candidate, in each form that there is and that differs."""
-    kept = []
-    for keeps_whole, sums in itertools.product((False, True), repeat=2):
-        joins: Joins = dict.fromkeys(candidate.joins, candidate.forks[0].axis) if sums else {}
+    seen = []
+    for form in sorted(_FORMS, key=lambda form: form != before):
+        joins: Joins = dict.fromkeys(candidate.joins, candidate.forks[0].axis) if form.sums else {}
         try:
-            placed = put_in_branches(graph, plan, candidate.forks, times.steps, keeps_whole, joins)
+            placed = put_in_branches(graph, plan, candidate.forks, times.steps, form.keeps_whole, joins)
         except PlacementError:
             continue
-        if not keeps_whole:
-            kept.append(placed.storage)
-        elif placed.storage in kept:
-            continue
-        if _is_well_typed(graph, placed, joins):
-            yield placed
+        if (form.sums, placed.storage) not in seen and _is_well_typed(graph, placed, joins):
+            seen.append((form.sums, placed.storage))
+            yield form, placed
 
 
 def _is_well_typed(graph: Graph, plan: Plan, joins: Joins) -> bool:
@@ -133,11 +150,15 @@ def _is_well_typed(graph: Graph, plan: Plan, joins: Joins) -> bool:
 
 
 def candidates(
-    graph: Graph, plan: Plan, times: Times, representative: Callable[[str], str]
+    graph: Graph, plan: Plan, times: Times, representative: Callable[[str], str], pinned: Collection[str] = ()
 ) -> list[Candidate]:  # fmt: skip
-    """What may be worth a simulation, the most promising first."""
+    """What may be worth a simulation, the most promising first. pinned: nodes that stay as they are placed."""
     constant = constant_tensors(graph)
-    regions = find_regions(graph, lambda node: refusal(graph, node, constant, plan.recompute) is not None)
+
+    def stays(node: Node) -> bool:
+        return node.name in pinned or refusal(graph, node, constant, plan.recompute) is not None
+
+    regions = [region for region in find_regions(graph, stays) if region.join not in pinned]
     groups: dict[object, list[Region]] = {}
     for region in regions:
         groups.setdefault((*(tuple(map(representative, branch)) for branch in region.branches),), []).append(region)

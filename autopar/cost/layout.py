@@ -1,9 +1,9 @@
-"""Which reshapes copy: how tensors lie in memory, followed through the graph.
+"""What copies its operand: how tensors lie in memory, followed through the graph.
 
 A reshape shares its operand's memory where the new dims can be stepped through with fixed strides, and copies
 otherwise: after a transpose, say. Strides are those that torch gives results: of views by their arithmetic, of
 pointwise operators in the order of their first operand's dims, of attention in that of its queries; contiguous
-everywhere else.
+everywhere else. A product of a stack of rows and a matrix reshapes the rows to a matrix first.
 """
 
 from __future__ import annotations
@@ -27,8 +27,24 @@ _LIKE_FIRST = frozenset(_LIKE_FIRST_NAMES.split())
 _SAME = frozenset(["alias", "detach", "identity", "split", "split_with_sizes", "chunk", "slice", "narrow"])
 
 
+_PRODUCTS = frozenset(["linear", "matmul"])
+
+
 def copied_reshapes(graph: Graph) -> frozenset[str]:
-    """The names of the nodes that reshape into new memory; remembered as long as the graph lives."""
+    """The names of the nodes that reshape into new memory."""
+    return _copies(graph)[0]
+
+
+def copied_rows(graph: Graph) -> frozenset[str]:
+    """The names of the products whose first operand is copied, as its rows do not lie as those of a matrix do."""
+    return _copies(graph)[1]
+
+
+Copied = tuple[frozenset[str], frozenset[str]]
+
+
+def _copies(graph: Graph) -> Copied:
+    """Of reshapes and of products; remembered as long as the graph lives."""
     key = id(graph)
     known = _known.get(key)
     if known is None or known[0]() is not graph:
@@ -36,19 +52,28 @@ def copied_reshapes(graph: Graph) -> frozenset[str]:
     return known[1]
 
 
-_known: dict[int, tuple[weakref.ref[Graph], frozenset[str]]] = {}
+_known: dict[int, tuple[weakref.ref[Graph], Copied]] = {}
 
 
-def _find(graph: Graph) -> frozenset[str]:
+def _find(graph: Graph) -> Copied:
     strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
-    copied = set()
+    copied, rows = set(), set()
     for node in graph.nodes:
+        if base_name(node.op) in _PRODUCTS and not _has_rows(node, graph, strides):
+            rows.add(node.name)
         found = _view(node, graph, strides) if node.operands else None
         if found is not None:
             strides.update((name, found) for name in node.results)
         elif node.operands and base_name(node.op) in RESHAPES:
             copied.add(node.name)
-    return frozenset(copied)
+    return frozenset(copied), frozenset(rows)
+
+
+def _has_rows(node: Node, graph: Graph, strides: dict[str, Strides]) -> bool:
+    left, right = (graph.tensors[name].shape for name in node.operands[:2])
+    if len(left) < 3 or len(right) != 2:
+        return True
+    return reshaped_strides(left, strides[node.operands[0]], (math.prod(left[:-1]), left[-1])) is not None
 
 
 def _view(node: Node, graph: Graph, strides: dict[str, Strides]) -> Strides | None:

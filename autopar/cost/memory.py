@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from autopar.cost.compute import argument
-from autopar.cost.layout import RESHAPES, copied_reshapes
+from autopar.cost.layout import RESHAPES, copied_reshapes, copied_rows
 from autopar.cost.work import base_name
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
@@ -222,9 +222,15 @@ def _others(node: Node, graph: Graph) -> list[Saved]:
 
 
 def _matrices(node: Node, graph: Graph) -> list[Saved]:
-    """Of linear and convolution: input and weight, each for the gradient of the other; never the bias."""
+    """Of linear and convolution: input and weight, each for the gradient of the other; never the bias.
+
+    An input that is copied for the product is kept as that copy.
+    """
     left, right = node.operands[:2]
-    pairs = ((left, right), (right, left))
+    tensor, kept_left = graph.tensors[left], cast("Saved", left)
+    if node.name in copied_rows(graph):
+        kept_left = Extra(left, tuple(range(len(tensor.shape))), tensor.itemsize)
+    pairs = ((kept_left, right), (right, left))
     return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.emit.calls import CallWriter, local_lengths, rank_length
@@ -196,7 +196,7 @@ class ClassWriter:
         arguments = [value for value in region.inputs if not self._owned(value, region.path)]
         for value in arguments:
             names.make(value, self._hint(value))
-        body = self.body(region.items, region.path, names)
+        body = self.body(region.items, region.path, names, region.outputs)
         returned = ", ".join(names[value] for value in region.outputs)
         self.made[id(region)] = Made(method, tuple(arguments), tuple(region.outputs))
         signature = ", ".join(["self", *(names[value] for value in arguments)])
@@ -211,14 +211,17 @@ class ClassWriter:
         found = [axis for axis in axes if re.search(rf"[ (]{axis}[,)]", text)]
         return [f"{INDENT * 2}{axis} = self.mesh[{axis!r}]" for axis in found]
 
-    def body(self, items: Iterable[Statement | Region], path: str, names: Names) -> list[str]:
+    def body(
+        self, items: Iterable[Statement | Region], path: str, names: Names, outputs: Iterable[Value] = ()
+    ) -> list[str]:
+        """The lines of statements and calls of blocks; `outputs`: what is read of them behind."""
         lines: list[str] = []
         items = list(items)
         position = 0
         while position < len(items):
             item = items[position]
             if isinstance(item, Region):
-                count = self._loop_length(items[position:])
+                count = self._loop_length(items[position:], outputs)
                 if count > 1:
                     lines += self._loop(
                         [r for r in items[position : position + count] if isinstance(r, Region)], path, names
@@ -392,7 +395,7 @@ class ClassWriter:
     def _is_recomputed(self, region: Region) -> bool:
         return region.path in self.plan.recompute
 
-    def _loop_length(self, items: list[Statement | Region]) -> int:
+    def _loop_length(self, items: list[Statement | Region], outputs: Iterable[Value]) -> int:
         """How many of the following regions are equal blocks of one container, each feeding the next.
 
         Blocks that differ in what is recomputed need only be called alike, the recomputed ones first.
@@ -422,7 +425,11 @@ class ClassWriter:
                 break
             count += 1
         whole = len(self.containers[container]) == count
-        return count if whole and self._only_last_escapes(items[:count]) else 1
+        behind = {*self.escaping, *outputs, *(value for item in items[count:] for value in self._reads(item))}
+        return count if whole and self._only_last_escapes(items[:count], behind) else 1
+
+    def _reads(self, item: Statement | Region) -> Sequence[Value]:
+        return self.made[id(item)].inputs if isinstance(item, Region) else item.reads
 
     def _are_equal(self, one: Region, other: Region) -> bool:
         """Whether blocks are of one class, but for what is recomputed in them."""
@@ -439,7 +446,8 @@ class ClassWriter:
         changing = [p for p in range(len(own.inputs)) if own.inputs[p] != start.inputs[p]]
         return [own.inputs[p] for p in changing] == list(previous.outputs)
 
-    def _only_last_escapes(self, regions: list[Statement | Region]) -> bool:
+    def _only_last_escapes(self, regions: list[Statement | Region], behind: set[Value]) -> bool:
+        """Whether blocks leave nothing to what is `behind` them but what the last one makes."""
         blocks = [self.made[id(region)] for region in regions]
         carried = [
             p for p in range(len(blocks[0].inputs)) if len(blocks) > 1 and blocks[1].inputs[p] != blocks[0].inputs[p]
@@ -449,7 +457,7 @@ class ClassWriter:
         )
         made = {value for block in blocks[:-1] for value in block.outputs}
         read_later = {value for block in blocks for p, value in enumerate(block.inputs) if p not in carried}
-        return same and not made & read_later and len(carried) == len(blocks[0].outputs) and not made & self.escaping
+        return same and not made & read_later and len(carried) == len(blocks[0].outputs) and not made & behind
 
     def _loop(self, regions: list[Region], path: str, names: Names) -> list[str]:
         first, second, last = (self.made[id(r)] for r in (regions[0], regions[1], regions[-1]))

@@ -270,6 +270,8 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
             f"expected parameters gathered once a step in a plan with branches, found {gathered[0]} regathered at each "
             "use (ZeRO-3), which all ranks must do in one order"
         )
+    if any(axis.shares for axis in plan.axes) or not plan.mesh.is_homogeneous:
+        raise PlanError("expected equal ranks with equal shares of the batch in a plan with branches, found others")
 
 
 def refusal(graph: Graph, node: Node, constant: Collection[str], recompute: tuple[str, ...]) -> str | None:

@@ -128,12 +128,15 @@ def _signed(value: int, text: str) -> str:
 
 
 def _redistributions(plan: Plan, pattern: str) -> Iterator[str]:
+    """Equal ones in one line."""
     modules = {name: scope.split("|")[0] for name, scope in plan.scopes.items()}
+    found: dict[str, list[str]] = {}
     for item in plan.redistributes:
         names = (item.tensor, plan.parameters.get(item.tensor, item.tensor), modules.get(item.tensor, ""))
         if any(_matches(name, pattern) for name in names if name):
             steps = ", ".join(f"{plan.axes[s.axis].name}: {s.before} → {s.after}" for s in item.steps)
-            yield f"redistribute {item.tensor} to [{format_placement(item.target)}] by {steps}"
+            found.setdefault(f"to [{format_placement(item.target)}] by {steps}", []).append(item.tensor)
+    yield from (f"redistribute {', '.join(tensors)} {how}" for how, tensors in found.items())
 
 
 def _choices(plan: Plan, kind: str) -> dict[str, Choice]:

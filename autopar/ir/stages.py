@@ -151,7 +151,8 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
     """What does not go with what: a backward pass in two parts would recompute for each of its branches."""
     if plan.schedule == "zero_bubble" and plan.recompute:
         raise PlanError(
-            f'expected no recomputation with schedule "zero_bubble", found {len(plan.recompute)} recomputed modules; '
+            f'expected no recomputation with schedule "zero_bubble", found {len(plan.recompute)} recomputed modules, '
+            "which its backward pass in two parts would run again for each group of parameters' gradients; "
             'take schedule="1f1b", or recompute="none"'
         )
     if any(stage.forks for stage in plan.stages) or plan.forks:

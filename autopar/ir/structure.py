@@ -74,3 +74,10 @@ def block_paths(graph: Graph, recompute: Iterable[str] = ()) -> set[str]:
     constant = constant_tensors(graph)
     running = (node for node in graph.nodes if node.op != IDENTITY and not constant.issuperset(node.results))
     return {path for node in running for path, _ in node.scope.path[:-1] if path} | set(recompute)
+
+
+def batch_inputs(graph: Graph) -> tuple[str, ...]:
+    """The inputs whose dim 0 is the batch: those as long as the first input along dim 0."""
+    shapes = {name: graph.tensors[name].shape for name in graph.inputs}
+    batch = next((shape[0] for shape in shapes.values() if shape), 0)
+    return tuple(name for name, shape in shapes.items() if shape and shape[0] == batch)

@@ -40,8 +40,9 @@ def plan_text(plan: Plan) -> str:
 
 
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:
-    """A line for each fork, of the first few."""
-    texts = [fork_text(plan, fork) for fork in plan.forks]
+    """A line for each fork, of the first few; those of equal blocks in one."""
+    counts = Counter(re.sub(r"\.\d+(?=[. ])", ".*", fork_text(plan, fork)) for fork in plan.forks)
+    texts = [text + (f"  ×{count}" if count > 1 else "") for text, count in counts.items()]
     more = [f"and {len(texts) - most} forks more"] if len(texts) > most else []
     return [f"  branches    {text}" for text in (*texts[:most], *more)]
 

@@ -30,21 +30,19 @@ class Carried(NamedTuple):
     """What a device has under way when a pass begins, in ns after that.
 
     links: when each communication stream is free; in_flight: its collectives, as intervals; last_ns: how long the
-    compute stream's latest task took, which ended at 0. meetings: when the pass's collectives with ranks that differ
-    can start at the earliest, in order, as far as that is known.
+    compute stream's latest task took, which ended at 0.
     """
 
     links: tuple[tuple[str, int], ...] = ()
     in_flight: tuple[tuple[int, int], ...] = ()
     last_ns: int = 0
-    meetings: tuple[int, ...] = ()
 
 
 class Moment:
     """What happens to memory at one time, in this order: plain numbers, which arrays take as they are.
 
     A task ends; what several tasks have made is summed; hooks collect gradients; journeys end, which leaves shards;
-    new ones and gathers start; the next task starts.
+    new ones and gathers start; at the end of a step, all journeys end; the next task starts.
     """
 
     END = 0
@@ -55,8 +53,10 @@ class Moment:
     ARRIVE = 5
     ARRIVED = 6
     SEND = 7
-    START = 8
-    COUNT = 9
+    ALL_ARRIVE = 8
+    ALL_ARRIVED = 9
+    START = 10
+    COUNT = 11
 
 
 class Engine:
@@ -70,8 +70,6 @@ class Engine:
         self.last = LAST  # the compute stream's latest task
         self.links: dict[str, int] = dict(carried.links)
         self.in_flight = list(carried.in_flight)
-        self.met: list[int] = []  # when collectives with ranks that differ start
-        self._meetings = carried.meetings
         self._slowdown = overlap_slowdown
         self.num_carried = 1
         self.host_ns = host_ns  # until when the host is busy launching what was submitted
@@ -113,12 +111,10 @@ class Engine:
 
     def transmit(
         self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0,
-        meets: bool = False, others: Callable[[int], int] | None = None,
+        others: Callable[[int], int] | None = None,
     ) -> int:  # fmt: skip
-        """Places a collective on a communication stream; returns its number.
-
-        meets: ranks with other shares take part. others: from when this rank could start, when all of its ranks can.
-        """
+        """Places a collective on a communication stream; returns its number. others: from when this rank could start,
+        when all of its ranks can."""
         if issue_ns:
             self.launch(issue_ns)
         tasks = self.tasks
@@ -127,9 +123,6 @@ class Engine:
             end = tasks[number][3]
             if end > start:
                 start = end
-        if meets:
-            start = max([start, *self._meetings[len(self.met) :][:1]])
-            self.met.append(start)
         if others is not None:
             start = others(start)
         end = start + duration_ns

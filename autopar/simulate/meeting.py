@@ -1,14 +1,14 @@
-"""Plays ranks that do unlike work, because of branches, side by side: they meet in the collectives between them.
+"""Plays lanes of ranks that do unlike work side by side: they meet in the collectives between them.
 
 Each plays the same pass in a thread of its own, and only one thing passes between them: when a collective over an axis
-with branches starts, which is when the last of its ranks is ready. So the result does not depend on which thread runs
+that joins lanes starts, which is when the last of them is ready. So the result does not depend on which thread runs
 when.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -19,27 +19,25 @@ Result = TypeVar("Result")
 
 
 class Meeting:
-    """Where the ranks meet, each of which is named by its coordinates on the axes with branches.
-
-    axes: the positions of these axes in the logical mesh, in the order of the coordinates.
+    """Where lanes meet. keys: by the position of an axis in the logical mesh, a key for each lane: lanes with one key
+    take part in the same collectives over that axis. Over other axes no lane meets another.
     """
 
-    def __init__(self, axes: Sequence[int], ranks: Sequence[Key]) -> None:
-        self._axes, self._ranks = list(axes), list(ranks)
+    def __init__(self, keys: Mapping[int, Sequence[Key]]) -> None:
         self._groups: dict[tuple[int, Key], _Group] = {}
-        for position in range(len(axes)):
-            for rank in ranks:
-                group = self._groups.setdefault((position, _others(rank, position)), _Group())
-                group.members.append(rank)
-        self._threads = ThreadPoolExecutor(len(ranks))
+        self._keys = keys
+        for axis, own in keys.items():
+            for lane, key in enumerate(own):
+                self._groups.setdefault((axis, key), _Group()).members.append(lane)
+        self._threads = ThreadPoolExecutor(max(map(len, keys.values()), default=1))
 
     def play(self, begins: Sequence[int], plays: Sequence[Callable[[Meet], Result]]) -> list[Result]:
-        """What each rank's play returns, which counts its times from its own begin; all of them run at once."""
+        """What each lane's play returns, which counts its times from its own begin; all of them run at once."""
         for group in self._groups.values():
             group.open()
         futures = [
-            self._threads.submit(self._run, play, self._meet(rank, begin))
-            for rank, begin, play in zip(self._ranks, begins, plays, strict=True)
+            self._threads.submit(self._run, play, self._meet(lane, begin))
+            for lane, (begin, play) in enumerate(zip(begins, plays, strict=True))
         ]
         errors = [future.exception() for future in futures]
         for error in sorted(
@@ -60,36 +58,31 @@ class Meeting:
                 group.barrier.abort()
             raise
 
-    def _meet(self, rank: Key, begin: int) -> Meet:
+    def _meet(self, lane: int, begin: int) -> Meet:
         def meet(axis: int, start: int) -> int:
-            if axis not in self._axes:
+            if axis not in self._keys:
                 return start
-            position = self._axes.index(axis)
-            return self._groups[position, _others(rank, position)].latest(rank, begin + start) - begin
+            return self._groups[axis, self._keys[axis][lane]].latest(lane, begin + start) - begin
 
         return meet
 
 
-def _others(rank: Key, position: int) -> Key:
-    return rank[:position] + rank[position + 1 :]
-
-
 class _Group:
-    """Ranks that differ on one axis alone."""
+    """Lanes that take part in the same collectives."""
 
     def __init__(self) -> None:
-        self.members: list[Key] = []
+        self.members: list[int] = []
         self.open()
 
     def open(self) -> None:
-        self._starts: list[dict[Key, int]] = [{}, {}]  # of this meeting and the next, in turn
+        self._starts: list[dict[int, int]] = [{}, {}]  # of this meeting and the next, in turn
         self._counts = dict.fromkeys(self.members, 0)
         self.barrier = threading.Barrier(max(1, len(self.members)))
 
-    def latest(self, rank: Key, start: int) -> int:
+    def latest(self, lane: int, start: int) -> int:
         """Waits for all; the latest start of any. One that is ahead writes down its next start elsewhere."""
-        turn = self._counts[rank] % 2
-        self._counts[rank] += 1
-        self._starts[turn][rank] = start
+        turn = self._counts[lane] % 2
+        self._counts[lane] += 1
+        self._starts[turn][lane] = start
         self.barrier.wait()
         return max(self._starts[turn].values())

@@ -102,17 +102,15 @@ class Pass:
     last_ns: int
     standing: Standing
     ready_ns: dict[str, int]
-    met: tuple[int, ...] = ()
 
 
 class Player:
-    """One stage's state while its program is played. meeting: axes over which ranks differ (`together`)."""
+    """One stage's state while its program is played."""
 
     def __init__(
-        self, program: Program, profile: Profile, trains: bool, sums_early: bool = True,
-        meeting: frozenset[int] = frozenset(),
+        self, program: Program, profile: Profile, trains: bool, sums_early: bool = True
     ) -> None:  # fmt: skip
-        self.program, self.trains, self.sums_early, self._meeting = program, trains, sums_early, meeting
+        self.program, self.trains, self.sums_early = program, trains, sums_early
         self._pass_ns = profile.host.pass_ns if profile.host else 0
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self.orders = find_orders(program, profile)
@@ -203,18 +201,17 @@ class Player:
                 frozenset(self._live),
                 frozenset(self._pinned),
                 tuple(
-                    (unit, max(0, engine.tasks[task][3] - length), num_bytes)
+                    (unit, engine.tasks[task][3], num_bytes)
                     for unit, found in self._arriving.items()
                     for task, num_bytes in found
                 ),
                 frozenset(self._held),
                 frozenset(self._whole),
                 frozenset(self._buffered),
-                tuple(j._replace(task=max(0, engine.tasks[j.task][3] - length)) for j in self._journeys),
+                tuple(j._replace(task=engine.tasks[j.task][3]) for j in self._journeys),
                 tuple(pair for pair in home if pair[0] > length),
             ),
             ready_ns=self._sent_ns(),
-            met=tuple(engine.met),
         )
 
     def _sent_ns(self) -> dict[str, int]:
@@ -288,7 +285,7 @@ class Player:
     def _optimize(self) -> None:
         """Waits until all gradients are home, then updates the parameters."""
         while self._journeys:
-            self._finish_journey(self._journeys[0])
+            self._finish_journey(self._journeys[0], Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
         task = self._compute("optimizer", "optimizer", self.program.optimizer_ns, self._home)
         self.engine.allocate(task, self.program.optimizer_workspace, "workspace")
         self.engine.release(task, self.program.optimizer_workspace, "workspace")
@@ -374,11 +371,8 @@ class Player:
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
             waits = tasks[-1:] or after
-            meets = sent.axis in self._meeting
             others = None if self._meet is None else partial(self._meet, sent.axis)
-            task = self.engine.transmit(
-                sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, meets, others
-            )
+            task = self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, others)
             tasks.append(task)
             self.comm_bytes[sent.collective] += sent.num_bytes
         return tasks[0], tasks[-1]
@@ -543,14 +537,14 @@ class Player:
             added += slot.stored_bytes if is_added else 0
         return added
 
-    def _finish_journey(self, journey: Journey) -> None:
+    def _finish_journey(self, journey: Journey, arrive: int = Moment.ARRIVE, arrived: int = Moment.ARRIVED) -> None:
         """Compute waits for a journey; its whole gradients are given back."""
         self._journeys.remove(journey)
         self._awaited.append(journey.task)
         bucket, engine = self.program.reductions[journey.bucket], self.engine
         end, added = engine.later(journey.task, engine.last), journey.added_bytes
         if bucket.has_buffer:
-            added = self._arrive(bucket, end, Moment.ARRIVE)
-        engine.release(end, journey.copied_bytes + added, UNDER_WAY, Moment.ARRIVED)
+            added = self._arrive(bucket, end, arrive)
+        engine.release(end, journey.copied_bytes + added, UNDER_WAY, arrived)
         kind = "gradients" if bucket.has_buffer else UNDER_WAY
-        engine.release(end, self._whole_bytes(journey.bucket), kind, Moment.ARRIVED)
+        engine.release(end, self._whole_bytes(journey.bucket), kind, arrived)

@@ -9,7 +9,7 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -45,6 +45,7 @@ from autopar.ir.placement import Placement, evenly, format_placement, local_shap
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import leaving_values, stage_graph
+from autopar.ir.structure import batch_inputs
 from autopar.ops.communication import Inner
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
@@ -57,6 +58,8 @@ OPTIMIZER_KERNELS = {
     "cpu": 8,
     "cuda": 1,
 }  # a tensor's launches: one by one on CPUs, fused over tensors on GPUs
+
+STEP_COUNT_BYTES = 4  # torch's optimizers with state count steps in a float32 scalar for each parameter
 
 CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
@@ -195,23 +198,26 @@ class Program:
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
 
-def lower_stages(graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0) -> list[Program]:
+def lower_stages(
+    graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0, prices: Prices | None = None
+) -> list[Program]:
     """The program of each stage's first rank, priced by its own profile; or of another rank of a plan of one stage.
+    prices: what other ranks of the plan have been priced at.
 
     Ranks whose branches differ have the same items in the same order, and the same collectives outside of branches.
     Raises PlanError when the plan lacks a redistribution.
     """
     facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
-    prices: dict[tuple[LogicalMesh, int, Profile], _Prices] = {}
+    prices = {} if prices is None else prices
     is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
-    programs = []
+    programs, batched = [], frozenset(batch_inputs(graph))
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
         per_node = _devices_per_node(plan, index)
         own = prices.setdefault((part.axes, per_node, profile), _Prices())
         stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
         known = facts[profile.device_type]
         place = coordinates_of(part, rank)
-        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, is_split, place).run())
+        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, batched, is_split, place).run())
     return programs
 
 
@@ -304,15 +310,19 @@ class _Branch:
         self.leaves = [*leaves]
 
 
+Prices = dict[tuple[LogicalMesh, int, Profile], _Prices]
+
+
 class _Lowering:
     def __init__(
         self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
-        leaving: Mapping[str, tuple[Placement, ...]], is_split: bool, coordinates: Coordinates,
+        leaving: Mapping[str, tuple[Placement, ...]], batched: Collection[str], is_split: bool,
+        coordinates: Coordinates,
     ) -> None:  # fmt: skip
         self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates
         self.branches: dict[Home, _Branch] = {}
         self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
-        self.facts, self.prices, self.leaving = facts, prices, leaving
+        self.facts, self.prices, self.leaving, self.batched = facts, prices, leaving, batched
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
         self.program = Program(is_stage=graph.ends is not None)
@@ -330,6 +340,8 @@ class _Lowering:
             graph.loss is not None or graph.ends is not None
         )  # a stage may lead to it
         self.program.splits = self.trains and is_split
+        self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
+        self.batch = next((graph.tensors[name].shape[0] for name in batched if name in graph.tensors), 0)
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def run(self) -> Program:
@@ -549,10 +561,14 @@ class _Lowering:
         read = zip(node.operands, placements.operands, strict=True)
         inputs = [self._operand(tensor, placement, unit) for tensor, placement in read]
         number = len(program.items)
-        if node.op != IDENTITY and not self.facts.constants.issuperset(node.results):
+        is_constant = self.facts.constants.issuperset(node.results)
+        if not is_constant:
+            self._keep_constants(node)
+        if node.op != IDENTITY and not is_constant:
             self._note_call(number, node.scope)
+        maker = -1 if is_constant else number
         outputs = [
-            self._result(name, placement, number, inputs[0] if facts.is_view else -1)
+            self._result(name, placement, maker, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
         saved, extra = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0)
@@ -607,6 +623,19 @@ class _Lowering:
         local = self.shapes.local(name, placement)
         storage = self.program.values[base].storage if base >= 0 else self._memory(local[1], item)
         return self._value(name, placement, local, storage, item)
+
+    def _keep_constants(self, node: Node) -> None:
+        """What an operator reads of what the runtime computes once: it is there for good, for all microbatches."""
+        for name in self.facts.constants.intersection(node.operands):
+            producer = self.graph.producers.get(name)
+            if producer is None:
+                continue
+            storage = self.program.values[self.known[name, self.placements[name]]].storage
+            shape = self.graph.tensors[name].shape
+            is_whole = bool(shape) and shape[0] == self.batch and not self.facts.nodes[producer.name].is_view
+            self.constants[storage] = self.program.memory[storage].num_bytes * (
+                self.plan.microbatches if is_whole else 1
+            )
 
     def _inner(self, node: Node) -> tuple[tuple[Transmission, ...], tuple[Transmission, ...]]:
         """What the operator sends inside its forward and its backward pass."""
@@ -748,18 +777,20 @@ class _Lowering:
     # What stays ----------------------------------------
 
     def _residents(self) -> None:
-        """Parameters and buffers, optimizer state, this rank's inputs; and the optimizer's time."""
+        """Parameters and buffers, optimizer state, this rank's inputs of all microbatches; and the optimizer's time."""
         held = self.program.residents
         for name in (name for name in self.graph.inputs if name not in self.graph.received):
             whole = self.graph.tensors[name]
             local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
-            held.append((math.prod(local) * whole.itemsize, "inputs"))
+            count = self.plan.microbatches if name in self.batched else 1
+            held.append((count * math.prod(local) * whole.itemsize, "inputs"))
+        held += [(size, "constants") for size in self.constants.values()]
         moved = tensors = before = 0
         for item in self.graph.stored:
             price = self._stored_price(item.tensor)
             held.append((price.stored_bytes, "parameters"))
             if item.requires_grad and self.trains:
-                held.append((price.state_bytes, "optimizer"))
+                held.append((price.state_bytes + (STEP_COUNT_BYTES if price.state_bytes else 0), "optimizer"))
                 moved += price.moved_bytes
                 taken, kept = price.workspace
                 self.program.optimizer_workspace = max(self.program.optimizer_workspace, before + taken)

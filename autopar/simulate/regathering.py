@@ -92,13 +92,24 @@ class Regathering:
         return None if innermost is None else self._spans[innermost]
 
     def _gets_gradient(self, span: Span) -> bool:
-        """Whether a gradient reaches what the statements leave to others."""
+        """Whether a gradient reaches what the statements leave to others, in the first part if there are two."""
         statements = self._flat.statements
         made = {value for statement in statements[slice(*span)] for value in statement.makes}
         others = (*statements[: span.start], *statements[span.end :])
         handing = (statement for statement in others if self._hands_back(statement, self._trained))
         handed = {value for statement in handing for value in statement.reads}
-        return not made.isdisjoint((handed | self._losses) & self._trained)
+        wanted = self._trained & self._leading_back if self._has_second_part else self._trained
+        return not made.isdisjoint((handed | self._losses) & wanted)
+
+    @cached_property
+    def _leading_back(self) -> set[Value]:
+        """The values on the way to what earlier stages wait for, which the first part of the backward pass visits."""
+        found = {value for value in self._flat.values.values() if value[0] in self.graph.received}
+        found = {value for value in found if value[0] in self.reached}
+        for statement in self._flat.statements:
+            if not found.isdisjoint(statement.reads):
+                found.update(value for value in statement.makes if value[0] in self.reached)
+        return found
 
     @cached_property
     def _trained(self) -> set[Value]:

@@ -38,22 +38,18 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
 
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices; where branches make ranks unlike, one of each kind (`apart`).
+    its first, which has the longest slices; where ranks are unlike, one of each kind (`unlike`).
     profile: of the devices; by the name that the mesh has for them where they are of several kinds
     (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
     programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
     redistribution.
     """
     with without_collector():
-        if not plan.stages and _differ(plan):
-            from autopar.simulate.together import play_together  # which is made of this module's parts
+        if not plan.stages and (plan.forks or _differ(plan)):
+            from autopar.simulate.unlike import play_unlike  # which is made of this module's parts
 
             known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
-            return play_together(graph, plan, known, sums_early)
-        if not plan.stages and plan.forks:
-            from autopar.simulate.apart import play_apart  # which is made of this module's parts
-
-            return play_apart(graph, plan, _profiles(plan, profile)[0], sums_early)
+            return play_unlike(graph, plan, known, sums_early)
         step = _Step(graph, plan, _profiles(plan, profile), sums_early)
         step.run()
         return step.timeline()

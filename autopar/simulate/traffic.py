@@ -26,7 +26,7 @@ from autopar.simulate.timeline import Timeline
 
 
 def traffic(graph: Graph, plan: Plan, rank: int = 0) -> dict[str, int]:
-    """Bytes by collective, a rank (the first) and step. Another rank may run other branches."""
+    """Bytes by collective, a rank (the first) and step. Others may have shorter slices, and run other branches."""
     return _total(_moved(graph, plan, rank), _inside(graph, plan, rank))
 
 
@@ -73,7 +73,7 @@ def _moved(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
         forward, backward = _step_counts(graph, plan, redistribute, regathering, recomputation, reached, once)
         if (name, redistribute.target) in counted:
             forward += plan.microbatches
-        _add(counts, graph, plan, name, placements[name], redistribute.steps, forward, backward)
+        _add(counts, graph, plan, name, placements[name], redistribute.steps, forward, backward, rank)
     return counts
 
 
@@ -145,15 +145,16 @@ def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reach
 
 def _add(
     counts: Counter[str], graph: Graph, plan: Plan, name: str, placement: Placement, steps: tuple[Step, ...],
-    forward: int, backward: int,
+    forward: int, backward: int, rank: int,
 ) -> None:  # fmt: skip
     shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
     axes = evenly(plan.axes) if name in plan.storage else plan.axes
+    coordinate = tuple(rank // axis.stride % axis.size if axis.name != MICROBATCH else 0 for axis in axes)
     for step in steps:
         if plan.axes[step.axis].name == MICROBATCH:  # microbatches follow each other: nothing is sent
             placement = apply(step, placement)
             continue
-        sizes = transfer_bytes(shape, itemsizes, placement, axes, step)
+        sizes = transfer_bytes(shape, itemsizes, placement, axes, step, coordinate)
         for transfer, size, times in zip(step.transfers, sizes, (forward, backward), strict=True):
             if transfer.collective:
                 counts[transfer.collective] += size * times

@@ -149,12 +149,12 @@ class _Converter:
         for fx_name in region.read:
             name = self.rename[fx_name]
             if self.stored[name].kind == "constant":
-                own[fx_name] = again = name + copy.suffix
+                own[fx_name] = again = copy.path_of(name) + copy.suffix
                 self.tensors[again] = replace(self.tensors[name], name=again)
                 self.stored[again] = replace(self.stored[name], name=again, tensor=again)
                 self.values[again] = self.values[name]
             elif name.startswith(copy.like + "."):
-                own[fx_name] = copy.block + name.removeprefix(copy.like)
+                own[fx_name] = copy.path_of(name)
         return own
 
     def _call(self, node: fx.Node) -> None:
@@ -252,11 +252,15 @@ class _Copy:
     scope: Scope
     suffix: str
 
+    def path_of(self, path: str) -> str:
+        """What is in this block for what is in the other."""
+        return self.block + path.removeprefix(self.like) if path.startswith(self.like + ".") else path
+
     def scope_of(self, scope: Scope) -> Scope:
         """The module call in this block for one in the other."""
         paths = [path for path, _ in scope.path]
         inside = scope.path[paths.index(self.like) + 1 :]
-        return Scope((*self.scope.path, *((self.block + path.removeprefix(self.like), kind) for path, kind in inside)))
+        return Scope((*self.scope.path, *((self.path_of(path), kind) for path, kind in inside)))
 
 
 def _scope(node: fx.Node, prefix: str) -> Scope:

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from autopar.ir.graph import Graph, Node, Ref, Stored, map_references
 
-_LIFTED = re.compile(r"lifted_tensor_\d+(@\d+)?$")
+_LIFTED = re.compile(r"(.*\.)?lifted_tensor_\d+(@\d+)?$")
 
 
 def number(graph: Graph) -> Graph:
@@ -63,9 +63,10 @@ class _Fresh:
 
 def _constants(graph: Graph) -> dict[str, str]:
     """Constants that have no name in the model are numbered by their first use."""
-    lifted = {item.tensor for item in graph.stored if item.kind == "constant" and _LIFTED.match(item.tensor)}
+    found = (_LIFTED.match(item.tensor) for item in graph.stored if item.kind == "constant")
+    lifted = {match[0]: match[1] or "" for match in found if match}
     used = dict.fromkeys(name for node in graph.nodes for name in node.operands if name in lifted)
-    return {name: f"lifted_tensor_{position}" for position, name in enumerate(used)}
+    return {name: f"{lifted[name]}lifted_tensor_{position}" for position, name in enumerate(used)}
 
 
 def _stored(item: Stored, name: str) -> Stored:

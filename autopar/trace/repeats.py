@@ -15,7 +15,6 @@ them from outside of the block is noticed, and then the block is exported, too.
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -188,8 +187,7 @@ class Repeats:
 
         inside = {stored: x for stored, x in self.state.items() if stored.startswith(path + ".")}
         own = {stored[len(path) + 1 :]: (name(stored), x) for stored, x in inside.items()}
-        known = {id(x): name for name, x in own.values()}
-        return State(own, ChainMap(known, self.names), list(self.state.values()))
+        return State(own, self.names, list(self.state.values()))
 
     def _again(self, kind: _Kind, path: str | None = None) -> NoReturn:
         """Lets this attempt go; in the next, the block is exported for itself, or all of its kind."""

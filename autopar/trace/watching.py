@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
-from torch.utils import _pytree as pytree
 
 from autopar.trace.evidence import DiffersError, Recorder, Row, UnclearError
 from autopar.trace.hidden import shown
@@ -30,64 +29,102 @@ class Tape:
 class State:
     """Parameters and buffers of a model. own: of one block, by name in it, with the names that stand for them.
 
-    known: such names of all that export sees, by id. A name that begins with a dot is the block's.
+    names: of all that export sees, by id, as the model calls them. seen: these tensors. Where a block's own name begins
+    with a dot, the tensor is the block's; else it shares it with others.
     """
 
     own: Mapping[str, tuple[str, Tensor]]
-    known: Mapping[int, str]
+    names: Mapping[int, str]
     seen: list[Tensor]
 
+    @property
+    def known(self) -> Mapping[int, str]:
+        """Names by id, as the block calls them."""
+        return ChainMap({id(x): name for name, x in self.own.values()}, dict(self.names))
+
     def twins(self) -> State:
-        """With other tensors of the same looks in place of the block's; what it shares with others stays."""
+        """With other tensors of the same looks in place of the block's: another that reads those is told apart."""
         made: dict[str, Tensor] = {}
         for name, x in self.own.values():
             if name.startswith(".") and name not in made:
                 made[name] = _twin(x)
         own = {path: (name, made.get(name, x)) for path, (name, x) in self.own.items()}
-        known = ChainMap({id(x): name for name, x in made.items()}, dict(self.known))
-        return State(own, known, [*self.seen, *made.values()])
+        return State(own, self.names, [*self.seen, *made.values()])
 
 
 class Call:
-    """A call of a block: `inputs` are the different tensors among its arguments."""
+    """A call of a block: `inputs` are the different tensors among its arguments, alone or in tuples."""
 
     def __init__(self, block: nn.Module, path: str, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
         self.block, self.path, self.own, self.args, self.kwargs = block, path, own, args, kwargs
-        self.leaves, self.tree = pytree.tree_flatten((args, kwargs))
-        self.inputs = list({id(x): x for x in self.leaves if isinstance(x, Tensor)}.values())
+        self.inputs = list({id(x): x for x in _tensors((args, tuple(kwargs.values())))}.values())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no list or dict holds a tensor: others could see what the block does to it."""
+        return not any(_in_lists(value) for value in (self.args, *self.kwargs.values()))
 
     def run(self, recorder: Recorder, inputs: Sequence[Tensor]) -> _Outputs:
         """Calls the block with these in place of its inputs."""
         other = {id(x): new for x, new in zip(self.inputs, inputs, strict=True)}
-        args, kwargs = pytree.tree_unflatten([other.get(id(leaf), leaf) for leaf in self.leaves], self.tree)
+
+        def new(x: Tensor) -> Tensor:
+            return other[id(x)]
+
         with recorder:
-            output = self.own(*args, **kwargs)
-        leaves, tree = pytree.tree_flatten(output)
-        return _Outputs(leaves, tree, recorder.close([leaf for leaf in leaves if isinstance(leaf, Tensor)]))
+            value = self.own(*_mapped(self.args, new), **{key: _mapped(item, new) for key, item in self.kwargs.items()})
+        return _Outputs(value, recorder.close(list(_tensors(value))))
 
 
 @dataclass(frozen=True)
 class _Outputs:
     """What a block returned. names: of each tensor in it."""
 
-    leaves: list[Any]
-    tree: Any
+    value: Any
     names: list[Row]
 
     @property
     def made(self) -> dict[Row, Tensor]:
-        tensors = (leaf for leaf in self.leaves if isinstance(leaf, Tensor))
-        return {name: x for name, x in zip(self.names, tensors, strict=True) if name[0] == "made"}
+        return {name: x for name, x in zip(self.names, _tensors(self.value), strict=True) if name[0] == "made"}
 
     def replaced(self, inputs: Sequence[Tensor], made: Mapping[Row, Tensor]) -> Any:
         """With the caller's own inputs, and others in place of what was made."""
         names = iter(self.names)
 
-        def new(name: Row) -> Tensor:
+        def new(_: Tensor) -> Tensor:
+            name = next(names)
             return inputs[name[1]] if name[0] == "input" else made[name]
 
-        leaves = [new(next(names)) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
-        return pytree.tree_unflatten(leaves, self.tree)
+        return _mapped(self.value, new)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Those in tuples, lists and dicts, in order; what other objects hold is theirs."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple) or type(value) is list:
+        for item in value:
+            yield from _tensors(item)
+    elif type(value) is dict:
+        yield from _tensors(tuple(value.values()))
+
+
+def _mapped(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
+    """The same with other tensors; what holds none is the same object."""
+    if isinstance(value, Tensor):
+        return new(value)
+    if next(_tensors(value), None) is None:
+        return value
+    if isinstance(value, dict):
+        return {key: _mapped(item, new) for key, item in value.items()}
+    items = [_mapped(item, new) for item in value]
+    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+
+def _in_lists(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return any(_in_lists(item) for item in value)
+    return not isinstance(value, Tensor) and next(_tensors(value), None) is not None
 
 
 Record = Callable[[Callable[[Row], None], Sequence[Tensor], Mapping[int, str]], Recorder]
@@ -95,8 +132,10 @@ Record = Callable[[Callable[[Row], None], Sequence[Tensor], Mapping[int, str]], 
 
 def export_between_markers(call: Call, state: State, record: Record) -> tuple[Any, Tape]:
     """What the block returns, and what it did. Raises UnclearError where a marker cannot stand for such a block."""
-    if not call.inputs or any(id(x) in state.known or not _is_simple(x) for x in call.inputs):
+    if not call.inputs or any(id(x) in state.names or not _is_simple(x) for x in call.inputs):
         raise UnclearError("expected tensors in dense memory that are no parameters as its inputs")
+    if not call.is_plain:
+        raise UnclearError("expected its inputs alone or in tuples")
     marks = [entered(x, call.path, number) for number, x in enumerate(call.inputs)]
     others, rows = [*marks, *state.seen], list[Row]()
     before = _versions(others)
@@ -115,6 +154,8 @@ def run_aside(call: Call, pattern: State, record: Record, tapes: Iterable[Tape])
     pattern: the state of such a block. Raises DiffersError where it does something else.
     """
     comparison = _Comparison(tapes)
+    if not call.is_plain:
+        raise DiffersError
     with disable_proxy_modes_tracing():
         state = pattern.twins()
         others = [*call.inputs, *state.seen]

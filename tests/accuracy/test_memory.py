@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from benchmarks.accuracy.lifetimes import live_storages, track
 from benchmarks.accuracy.memory import measure_pair
 from benchmarks.accuracy.pairs import PAIRS, PLANS, Pair
+from benchmarks.accuracy.stage_memory import Case, measure
 from tests.rank_pool import pool
 
 MB = 1 << 20
@@ -65,3 +66,11 @@ def test_predicted_peak_and_bytes_on_two_ranks(plan: str) -> None:
     row = measure_pair(Pair("gpt-small", plan), pool(2))
     assert row.sent == row.predicted_sent
     assert row.error == pytest.approx(0, abs=0.03), row.measured_at_peak
+
+
+@pytest.mark.ranks
+def test_stages_under_the_smallest_limit_take_no_more() -> None:
+    """But for scalars, such as the losses of microbatches."""
+    row = measure(Case("gpt", "pp2"))
+    assert row.peak_bytes <= 1.0005 * row.limit_bytes, row.measured_at_peak
+    assert row.error > -0.001

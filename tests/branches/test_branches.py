@@ -282,6 +282,17 @@ def test_chosen_where_faster() -> None:
     assert Plan.from_json(found.to_json()) == replace(found, simulator=None)
 
 
+def test_what_is_pinned_stays_out_of_branches() -> None:
+    config = inception.Config(modules="AA", pool_channels=(32, 32), image_size=35, width=0.5, batch_size=1, norm=False)
+    with torch.device("meta"):
+        model, batch = inception.build(config).eval(), inception.example_inputs(config)
+    mesh, rule = autopar.Mesh("h100", devices_per_node=2), autopar.Constraint("modules_.0.*", ("R", "I"))
+    found = autopar.parallelize(model, mesh, batch, mode="inference", search="fast", constraints=[rule]).plan
+    inside = [found.scopes[name] for fork in found.forks for branch in fork.branches for name in branch.nodes]
+    assert any(scope.startswith("modules_.1.") for scope in inside), "the module like it, which is not pinned"
+    assert not any(scope.startswith("modules_.0.") for scope in inside)
+
+
 def test_not_chosen_where_gradients_cost_more() -> None:
     """Towers of wide layers: split by columns, no gradient of a parameter travels; in branches, all do."""
     config = replace(two_towers.large(4), num_items=1000)

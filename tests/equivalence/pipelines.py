@@ -83,7 +83,7 @@ class Kind:
         if self.shapes:
             blocks = sum(self.interleaved if schedule == "interleaved" else self.blocks)
         else:
-            blocks = self.long if schedule == "interleaved" else 4
+            blocks = self.long if schedule == "interleaved" else max(4, self.options.get("pp", 1))
         return Variant(model_name, blocks, self.batch, self.tied)
 
 

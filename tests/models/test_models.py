@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from models import dit, dlrm, gpt, llama, lstm, mlp, moe, unet, wide_resnet
+from models import dit, dlrm, gpt, inception, llama, lstm, mlp, moe, two_towers, unet, wide_resnet
 
-MODULES = [dit, dlrm, gpt, llama, lstm, mlp, moe, unet, wide_resnet]
+MODULES = [dit, dlrm, gpt, inception, llama, lstm, mlp, moe, two_towers, unet, wide_resnet]
 
 # Known sizes: counted from the published models, or the round figures of the papers.
 PARAMETER_COUNTS = [
@@ -23,6 +23,7 @@ PARAMETER_COUNTS = [
     (gpt, gpt.gpt2_xl, 1_557_611_200),
     (gpt, gpt.gpt_2_6b, pytest.approx(2.6e9, rel=0.03)),
     (gpt, gpt.gpt_39b, pytest.approx(39e9, rel=0.03)),
+    (inception, inception.inception_v3, 23_834_568),  # torchvision's 27,161,264 without its second head's 3,326,696
     (llama, llama.llama2_7b, 6_738_415_616),
     (llama, llama.llama3_8b, 8_030_261_248),
     (llama, llama.llama3_70b, 70_553_706_496),

@@ -49,6 +49,18 @@ def anyhow(limit: int | None = None, *constraints: autopar.Constraint) -> Plan:
         ).plan
 
 
+@cache
+def templates() -> list[Plan]:
+    """Of one stage; no limit is asked of them, so that they are the same for all."""
+    choices = [
+        {**axes, "recompute": kind, "microbatches": count}
+        for axes in ({"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sequence_parallel": True})
+        for kind in ("none", "block", "full")
+        for count in (1, 2)
+    ]  # fmt: skip
+    return [template_of_graph(graph(), MESH, **item) for item in choices]
+
+
 def test_a_plan_that_fits_recomputes_nothing_and_is_searched_for_once() -> None:
     with mock.patch.object(Place, "recomputing", side_effect=AssertionError):
         plan = searched()
@@ -61,14 +73,7 @@ def test_what_does_not_fit_is_recomputed_as_far_as_it_takes(share: float) -> Non
     limit = int(searched().predicted.peak_bytes * share)
     plan = searched(limit)
     assert plan.predicted.peak_bytes <= limit
-    choices = [
-        {**axes, "recompute": kind, "microbatches": count}
-        for axes in ({"dp": 2}, {"dp": 2, "zero": 3}, {"tp": 2}, {"tp": 2, "sequence_parallel": True})
-        for kind in ("none", "block", "full")
-        for count in (1, 2)
-    ]  # fmt: skip
-    templates = [template_of_graph(graph(), MESH, **item) for item in choices]
-    fitting = [t.predicted.step_time_ns for t in templates if t.predicted.peak_bytes <= limit]
+    fitting = [t.predicted.step_time_ns for t in templates() if t.predicted.peak_bytes <= limit]
     assert plan.predicted.step_time_ns <= min(fitting, default=plan.predicted.step_time_ns)
     if plan.recompute:
         assert "recompute   layers.*" in str(plan) and "recomputation" in str(plan)

@@ -9,6 +9,7 @@ every output. Programs of small integers are compared for equality, others to 1e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -98,7 +99,9 @@ class Subject:
         largest = _Largest()
         with rt.reference_dropout():
             first = self._step(largest)
-        rate = 0.1 / max([1.0, *(g.abs().max().item() for g in first.gradients.values() if g is not None)])
+        largest_gradient = max([1.0, *(g.abs().max().item() for g in first.gradients.values() if g is not None)])
+        rate = 2.0 ** -math.ceil(math.log2(10 * largest_gradient))  # sums of integers stay what they are in any order:
+        # a clamp's gradient would jump where one of them comes to its bound but for rounding
         with torch.no_grad():
             for parameter in self.model.parameters():
                 if parameter.grad is not None:

@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import _redistribute
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from autopar.runtime import comm, mesh, randomness
@@ -244,7 +245,8 @@ _groups, _counters = _OwnGroups(), _OwnCounters()
 def _threads_as_ranks() -> Iterator[None]:
     """While jobs run, what torch and the runtime keep for the process is each thread's own.
 
-    Whether recomputation stops early is torch's for the process, and the runtime never wants it to.
+    Whether recomputation stops early is torch's for the process, and the runtime never wants it to. How DTensors are
+    gathered is remembered by torch for the process, and depends on the rank where slices are uneven.
     """
     held_hook = sys.excepthook
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
@@ -252,6 +254,7 @@ def _threads_as_ranks() -> Iterator[None]:
         with (
             mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()),
             mock.patch.object(randomness, "_stream", _OwnStream()),
+            mock.patch.object(_redistribute, "_gen_transform_infos", _redistribute._gen_transform_infos_non_cached),
             mock.patch.object(mesh, "_groups", _groups),
             mock.patch.object(comm, "_counters", _counters),
             mock.patch.object(torch.utils.checkpoint, "_enable_checkpoint_early_stop", False),

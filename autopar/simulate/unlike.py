@@ -1,0 +1,167 @@
+"""Plays a step of ranks that are unlike: a lane for each kind of rank, side by side.
+
+Ranks are unlike where branches have some run what others leave out (`ir.branches`), and where they have other devices
+or other shares of a batch (`ir.shares`). All lanes have the same passes, and the same collectives over the axes that
+join them. In these they *meet*: such a collective starts when the last lane is ready, and takes as long as on the
+slowest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from autopar.cost import Profile
+from autopar.ir.branches import axis_position, coordinates_of, unlike_ranks
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.ir.shares import alike_ranks, seen_from
+from autopar.simulate.engine import Carried
+from autopar.simulate.meeting import Key, Meeting
+from autopar.simulate.passes import turns
+from autopar.simulate.player import Meet, Pass, PassKind, Player, Standing
+from autopar.simulate.program import Bucket, Item, Program, Transmission, lower_stages
+from autopar.simulate.schedule import Progress, Submesh, lane_of, pass_kind
+from autopar.simulate.timeline import Timeline
+
+SENT = ("forward", "backward", "inner", "inner_backward")
+
+
+@dataclass(frozen=True)
+class Lane:
+    """Ranks that do the same, on devices of one kind."""
+
+    ranks: range
+    program: Program
+    profile: Profile
+
+
+Keys = dict[int, list[Key]]
+"""Which lanes take part in the same collectives over which axes: see `Meeting`."""
+
+
+def play_unlike(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool) -> Timeline:
+    """One step of a plan of one stage on ranks that are unlike. profiles: by the mesh's names for its devices."""
+    lanes, keys = (lanes_of_branches if plan.forks else lanes_of_shares)(graph, plan, profiles)
+    step = _Step(graph, plan, lanes, keys, sums_early)
+    try:
+        step.run()
+    finally:
+        step.meeting.close()
+    return step.timeline()
+
+
+class _Step:
+    def __init__(self, graph: Graph, plan: Plan, lanes: Sequence[Lane], keys: Keys, sums_early: bool) -> None:
+        self.plan, self.trains = plan, plan.mode == "train" and graph.loss is not None
+        self.meeting = Meeting(keys)
+        self.submeshes = [Submesh(lane.ranks, [number]) for number, lane in enumerate(lanes)]
+        self.stages = [Progress(Player(lane.program, lane.profile, self.trains, sums_early)) for lane in lanes]
+        self._known: dict[Any, list[Pass]] = {}
+
+    def run(self) -> None:
+        """The whole step, pass by pass on all lanes."""
+        self._play([PassKind("begin")] * len(self.stages), "")
+        (order,) = turns(self.plan.schedule, [[0]], self.plan.microbatches, self.trains)
+        for turn in order:
+            kinds = [pass_kind(turn, stage, self.plan.microbatches) for stage in self.stages]
+            self._play(kinds, f" #{turn.microbatch}" if self.plan.microbatches > 1 else "")
+        if self.trains:
+            self._play([PassKind("optimizer")] * len(self.stages), "")
+
+    def _play(self, kinds: Sequence[PassKind], label: str) -> None:
+        begins = [submesh.free_ns for submesh in self.submeshes]
+        states = [
+            stage.player.state(kind, submesh.carried(begin), stage.at(begin))
+            for stage, submesh, kind, begin in zip(self.stages, self.submeshes, kinds, begins, strict=True)
+        ]
+        key = tuple(states), tuple(begin - begins[0] for begin in begins)
+        if key not in self._known:
+            plays = [partial(_played, stage.player, state) for stage, state in zip(self.stages, states, strict=True)]
+            self._known[key] = self.meeting.play(begins, plays)
+        for submesh, stage, begin, done in zip(self.submeshes, self.stages, begins, self._known[key], strict=True):
+            submesh.take(done, begin, label)
+            stage.take(done, begin)
+
+    def timeline(self) -> Timeline:
+        """What was played; of lanes that end together, the breakdown is that of the one that computes longest."""
+        makespan = max(submesh.end_ns for submesh in self.submeshes)
+        lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
+        ends = [submesh.end_ns for submesh in self.submeshes]
+        last = lanes[max(range(len(lanes)), key=lambda n: (ends[n], lanes[n].breakdown.compute_ns))]
+        most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
+        return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
+
+
+def _played(player: Player, state: tuple[PassKind, Carried, Standing], meet: Meet) -> Pass:
+    return player.played(*state, meet)
+
+
+# Lanes ----------------------------------------
+
+
+def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[Lane], Keys]:
+    """A lane for the first of each set of ranks that run the same operators; it stands for those like it."""
+    ranks, (profile,) = unlike_ranks(plan), profiles.values()
+    shared = profile.shared_by(plan.mesh.devices_per_node)
+    places = [coordinates_of(plan, rank) for rank in ranks]
+    lanes = [
+        Lane(range(rank, rank + 1), lower_stages(graph, plan, [shared], rank)[0], shared) for rank in ranks
+    ]  # fmt: skip
+    keys = {
+        axis_position(plan.axes, name): [tuple(n for other, n in place.items() if other != name) for place in places]
+        for name in places[0]
+    }
+    return lanes, keys
+
+
+def lanes_of_shares(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[Lane], Keys]:
+    """A lane for neighbouring ranks of one kind with equal shares; what they send each other lasts as long on all."""
+    every = alike_ranks(plan.mesh, plan.axes)
+    joined = _joining_axes(plan, every)
+    lanes = []
+    for ranks in every:
+        group = plan.mesh.group_of(ranks)
+        profile = profiles[group.profile].shared_by(group.devices_per_node)
+        part = Mesh(group.profile, plan.mesh.nodes, group.devices_per_node)
+        seen = replace(plan, mesh=part, axes=seen_from(plan.axes, ranks.start))
+        lanes.append(Lane(ranks, lower_stages(graph, seen, [profile])[0], profile))
+    _agree([lane.program for lane in lanes], joined)
+    return lanes, {axis: [()] * len(lanes) for axis in joined}
+
+
+def _joining_axes(plan: Plan, lanes: Sequence[range]) -> frozenset[int]:
+    """The axes (by position) along which ranks of different lanes are neighbours."""
+    lane_of_rank = {rank: number for number, ranks in enumerate(lanes) for rank in ranks}
+    found = set()
+    for position, axis in enumerate(plan.axes):
+        for rank, lane in lane_of_rank.items():
+            first = rank - rank // axis.stride % axis.size * axis.stride
+            if lane_of_rank[first] != lane:
+                found.add(position)
+    return frozenset(found)
+
+
+def _agree(programs: Sequence[Program], joined: frozenset[int]) -> None:
+    """Makes what lanes send each other last as long on all of them: as long as on the slowest."""
+    for items in zip(*(program.items for program in programs), strict=True):
+        for field in SENT:
+            _agree_on(items, field, joined)
+    for name in ("gathers", "reductions"):
+        for buckets in zip(*(getattr(program, name) for program in programs), strict=True):
+            _agree_on(buckets, "transmissions", joined)
+
+
+def _agree_on(owners: Sequence[Item] | Sequence[Bucket], field: str, joined: frozenset[int]) -> None:
+    columns = zip(*(getattr(owner, field) for owner in owners), strict=True)
+    longest = [max(sent.duration_ns for sent in column) for column in columns]
+    for owner in owners:
+        own: Sequence[Transmission] = getattr(owner, field)
+        agreed = (
+            sent._replace(duration_ns=duration) if sent.axis in joined else sent
+            for sent, duration in zip(own, longest, strict=True)
+        )
+        setattr(owner, field, tuple(agreed))
