@@ -6,6 +6,7 @@ pairs is. Between others, who sends what is the runtime's routing (`cost.crossin
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,14 +27,14 @@ from autopar.simulate.program import Program
 class Transfer(NamedTuple):
     """What a stage sends to another after a pass; `link` is "" between stages of one submesh, where nothing travels.
 
-    num_bytes: of the rank that sends most. arriving_bytes: what a receiving rank has taken for it when all is there.
+    sent_bytes: of each of its ranks. arriving_bytes: what a receiving rank has taken for it when all is there.
     held_bytes: what the sender keeps until it has left, beside what its stage keeps anyway.
     """
 
     target: int
     is_forward: bool
     names: tuple[str, ...]
-    num_bytes: int
+    sent_bytes: tuple[int, ...]
     link: str
     duration_ns: int
     arriving_bytes: int
@@ -87,13 +88,13 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
             ):  # fmt: skip
                 if what:
                     routes = [_route(graph, plan, source, target, name, is_forward) for name in what]
-                    size, link, duration = _sending(plan, sending, receiving, routes, profiles)
+                    sizes, link, duration = _sending(plan, sending, receiving, routes, profiles)
                     arriving = sum(way.arriving_bytes for way in routes)
                     is_copied = not routes[0].is_rank_to_rank
                     ways = zip(what, routes, strict=True)
                     held = sum(way.local_bytes for name, way in ways if not is_forward or name not in kept[source])
-                    held = size if is_copied else held
-                    transfer = Transfer(receiving, is_forward, what, size, link, duration, arriving, held)
+                    held = max(sizes) if is_copied else held
+                    transfer = Transfer(receiving, is_forward, what, sizes, link, duration, arriving, held)
                     found.sent.setdefault((sending, is_forward), []).append(transfer)
                     key = receiving, is_forward
                     found.awaited[key] = found.awaited.get(key, 0) + 1
@@ -122,8 +123,16 @@ class _Way(NamedTuple):
 
     @property
     def local_bytes(self) -> int:
-        """What the sender's first rank has."""
+        """What the sender's first rank has, which has no shorter slices than the others."""
         return self._bytes_of(self.sender)
+
+    def bytes_by_rank(self) -> list[int]:
+        """What each of the sender's ranks has; the last one's slices are the shortest."""
+        last = tuple(size - 1 for size in self.sender.sizes)
+        if self._bytes_of(self.sender, last) == self.local_bytes:
+            return [self.local_bytes] * len(self.sender.ranks)
+        places = itertools.product(*(range(size) for size in self.sender.sizes))
+        return [self._bytes_of(self.sender, place) for place in places]
 
     @property
     def arriving_bytes(self) -> int:
@@ -134,10 +143,12 @@ class _Way(NamedTuple):
         parts = [move.num_elements * self.itemsize for move in moves if move.peer != first]
         return whole + sum(size for size in parts if size < whole)
 
-    def _bytes_of(self, side: Side) -> int:
+    def _bytes_of(self, side: Side, place: tuple[int, ...] = ()) -> int:
+        """What the rank of these coordinates has, the first one without any."""
         axes = [Axis("", size, 0) for size in side.sizes]
         types = [Type(type_.kind, type_.dim) for type_ in side.types]  # type: ignore[arg-type] # one of S, R, I, P
-        return math.prod(local_shape(self.shape, tuple(types), tuple(axes))) * self.itemsize
+        coordinate = place or (0,) * len(axes)
+        return math.prod(local_shape(self.shape, tuple(types), tuple(axes), coordinate)) * self.itemsize
 
 
 def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_forward: bool) -> _Way:
@@ -145,22 +156,26 @@ def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_for
     maker, reader, tensor = plan.stages[source], plan.stages[target], graph.tensors[name]
     leaving = side(maker.ranks, maker.axes, leaving_placement(graph, plan, target, name))
     arriving = side(reader.ranks, reader.axes, reader.inputs[name])
-    return _Way(tensor.shape, tensor.itemsize, *((leaving, arriving) if is_forward else (arriving, leaving)))
+    return _Way(graph.made_shape(name), tensor.itemsize, *((leaving, arriving) if is_forward else (arriving, leaving)))
 
 
 def _sending(
     plan: Plan, source: int, target: int, ways: Sequence[_Way], profiles: Sequence[Profile]
-) -> tuple[int, str, int]:
-    """Bytes that the busiest rank sends, the link that it does on, and nanoseconds."""
-    if plan.stages[source].first_rank == plan.stages[target].first_rank and ways[0].is_rank_to_rank:
-        return sum(way.local_bytes for way in ways), "", 0
+) -> tuple[tuple[int, ...], str, int]:
+    """Bytes that each rank sends, the link that the busiest does on, and nanoseconds."""
     if ways[0].is_rank_to_rank:
-        size, level = sum(way.local_bytes for way in ways), _level(plan, (source, target))
+        by_rank = tuple(map(sum, zip(*(way.bytes_by_rank() for way in ways), strict=True)))
+    if plan.stages[source].first_rank == plan.stages[target].first_rank and ways[0].is_rank_to_rank:
+        return by_rank, "", 0
+    if ways[0].is_rank_to_rank:
+        size, level = max(by_rank), _level(plan, (source, target))
         times = (sends_time_ns(1, size, level, _per_node(plan), profiles[stage]) for stage in (source, target))
-        return size, f"send {level}", max(times)
+        return by_rank, f"send {level}", max(times)
     parcels = [Parcel(crossing(way.shape, way.sender, way.receiver), way.itemsize) for way in ways]
     level, duration = crossing_time_ns(parcels, plan.mesh, (profiles[source], profiles[target]))
-    return max(sent_bytes(parcels).values(), default=0), f"send {level}" if level else "", duration
+    sent = sent_bytes(parcels)
+    by_rank = tuple(sent.get(rank, 0) for rank in plan.stages[source].ranks)
+    return by_rank, f"send {level}" if level else "", duration
 
 
 def _per_node(plan: Plan) -> int:

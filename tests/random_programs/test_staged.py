@@ -134,3 +134,15 @@ def test_nobody_redistributes_what_nobody_reads() -> None:
     reads = {(r.tensor, r.target) for stage in plan.stages for r in stage.redistributes}
     assert len(reads) == sum(len(stage.redistributes) for stage in plan.stages)
     assert plan_problems(subject, plan) == []
+
+
+def test_what_is_made_for_the_whole_step_travels_whole() -> None:
+    """Each microbatch reads a slice of it, and the slice was foretold to travel."""
+    subject = chain("(torch.cat([self.a.weight, self.a.weight]) * self.b(i0)).sum()")
+    plan = staged(subject, (1,), ({}, {"dp": 2}), microbatches=2)
+    assert plan_problems(subject, plan) == []
+
+
+def test_the_busiest_rank_of_a_step_is_not_that_of_each_transfer() -> None:
+    """The most that some rank sends in each transfer was added up, where these are different ranks."""
+    assert outcome(run._named("80024.1", stages=True)) == ""
