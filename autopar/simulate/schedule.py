@@ -150,7 +150,7 @@ class Submesh:
             self.pieces.append(Piece(now, "", [], _change(num_bytes)))
 
     def hand(self, collective: str, num_bytes: int) -> None:
-        """Counts what goes to ranks of other submeshes, but for sends, which `departed` has."""
+        """Counts what is for other submeshes, but for sends, which `departed` has."""
         self.sent[collective] += num_bytes
         self.between[collective] += num_bytes
 
@@ -309,6 +309,9 @@ class _Step:
     def _sum_tied(self, tie: Tie) -> None:
         """What the stages that keep a tensor send each other, once the last gradient is home on all of them."""
         members = {self.home_of[stage].ranks.start: self.home_of[stage] for stage in tie.stages}.values()
+        for stage, sent in tie.inside.items():
+            for collective, size in sent.items():
+                self.home_of[stage].hand(collective, size)
         for submesh in members:
             self._wait_for_home(submesh)
         start = max(submesh.free_ns for submesh in members)

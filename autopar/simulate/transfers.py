@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -16,8 +17,9 @@ from autopar.cost import Profile, collective_time_ns
 from autopar.cost.collectives import ACROSS, INSIDE, sends_time_ns
 from autopar.cost.crossing import Parcel, crossing_time_ns, sent_bytes, side
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Axis, Type, local_shape
+from autopar.ir.placement import Axis, R, Type, local_shape
 from autopar.ir.plan import Plan
+from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
 from autopar.runtime.arrivals import BACKWARD_WEIGHT, FORWARD, Turn
 from autopar.runtime.crossing import Side, crossing
@@ -42,13 +44,17 @@ class Transfer(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """A tensor that several stages keep, and the all-reduce that sums its gradient over them."""
+    """A tensor that several stages keep, and the all-reduce that sums its gradient over them.
+
+    inside: where they keep it unequally, the bytes of each stage's collectives around that.
+    """
 
     tensor: str
     stages: tuple[int, ...]
     num_bytes: int
     link: str
     duration_ns: int
+    inside: Mapping[int, Counter[str]]
 
 
 @dataclass(frozen=True)
@@ -210,7 +216,8 @@ def find_ties(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Tie
             if not alike:
                 whole = graph.tensors[tensor].num_elements * graph.kept(tensor).itemsize
                 duration += 2 * max(_gathered_ns(plan, stage, whole, profiles[stage]) for stage in apart)
-            found.append(Tie(tensor, stages, size, link, duration))
+            inside = {} if alike else {stage: _inside_bytes(graph, plan, stage, tensor) for stage in apart}
+            found.append(Tie(tensor, stages, size, link, duration, inside))
     return found
 
 
@@ -228,6 +235,22 @@ def _summed(
     per_node = max(_per_node(plan), len(stages))  # one link level joins them all
     axis = Axis("stages", len(stages), 1 if level == INSIDE else per_node)
     return size, level, max(collective_time_ns("all_reduce", size, axis, per_node, profiles[s]) for s in stages)
+
+
+def _inside_bytes(graph: Graph, plan: Plan, index: int, name: str) -> Counter[str]:
+    """What a rank of a stage hands to collectives to gather a whole, axis by axis from the inner out, and to spread it
+    again."""
+    stage, shape, itemsize = plan.stages[index], graph.tensors[name].shape, graph.kept(name).itemsize
+    placement, found = stage.storage[name].placement, Counter[str]()
+    for position, axis in reversed(list(enumerate(stage.axes))):
+        if axis.size == 1:
+            continue
+        found["broadcast"] += math.prod(shape) * itemsize
+        if placement[position].kind == "S":
+            step = Step(position, placement[position], R)
+            found["all_gather"] += transfer_bytes(shape, itemsize, placement, stage.axes, step)[0]
+            placement = apply(step, placement)
+    return found
 
 
 def _gathered_ns(plan: Plan, stage: int, num_bytes: int, profile: Profile) -> int:
