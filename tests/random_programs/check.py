@@ -334,7 +334,7 @@ def _equal(expected: Tensor, found: Tensor, exact: bool, scale: float) -> bool:
         return torch.equal(expected, found)
     if not expected.numel():
         return True
-    scale = max(scale, expected.abs().max().item(), 1e-6)
+    scale = max(scale, expected.abs().max().item(), 1e-4)  # gradients that cancel out leave rounding of 1e-15
     return bool((expected - found).abs().max() <= TOLERANCE * scale)  # False for NaN
 
 
