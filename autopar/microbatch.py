@@ -159,6 +159,7 @@ def one_microbatch(graph: Graph, types: Types, count: int) -> Graph:
     cut: dict[str, Placement] = {name: (S(0),) for name in batch_inputs(graph)}
     for node in graph.nodes:
         cut.update(zip(node.results, types[node.name].results, strict=True))
+    whole = {name for name in graph.producers if cut[name] == (R,)}
     for node in graph.nodes:  # what is made for the whole step is cut where it is read
         for name, placement in zip(node.operands, types[node.name].operands, strict=True):
             if placement[0].kind == "S":
@@ -168,7 +169,9 @@ def one_microbatch(graph: Graph, types: Types, count: int) -> Graph:
         placement = cut.get(tensor.name, (R,))
         return replace(tensor, shape=local_shape(tensor.shape, placement, axes))
 
-    return replace(graph, tensors={name: small(tensor) for name, tensor in graph.tensors.items()})
+    made = {name: graph.tensors[name].shape for name in graph.producers if name in whole and cut[name] != (R,)}
+    tensors = {name: small(tensor) for name, tensor in graph.tensors.items()}
+    return replace(graph, tensors=tensors, whole_shapes=made)
 
 
 def cut_constraints(graph: Graph, types: Types) -> tuple[Constraint, ...]:

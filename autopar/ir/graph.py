@@ -138,6 +138,8 @@ class Graph:
     sent: tuple[str, ...] = ()
     answered: tuple[tuple[str, Placement], ...] = ()  # of what it sends, and as what: those whose gradient comes back
     ends: tuple[str, ...] | None = None  # those of its outputs that the model returns, if not all
+    #: of one microbatch's graph: the shapes of what is made for the whole step and read in slices
+    whole_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
 
     @property
@@ -200,6 +202,10 @@ class Graph:
     def itemsizes(self, name: str) -> tuple[int, int]:
         """Bytes of an element of a tensor and of its gradient on its way home, which has the dtype it is kept in."""
         return self.tensors[name].itemsize, self.kept(name).itemsize
+
+    def made_shape(self, name: str) -> tuple[int, ...]:
+        """The shape that a tensor is made in, which a microbatch may read a slice of."""
+        return self.whole_shapes.get(name, self.tensors[name].shape)
 
     @property
     def num_parameters(self) -> int:

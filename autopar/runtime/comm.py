@@ -5,6 +5,7 @@ Bytes of a collective (those of one rank's largest buffer):
     all_gather      the whole output, n × the shard
     reduce_scatter  the whole input, n × the shard
     all_to_all      the local buffer
+    broadcast       the buffer
 Buffers include the padding that uneven dims need: ceil(size / n) × n elements along the dim that is cut. A
 tensor's bytes do not depend on which bucket it travels in.
 
@@ -97,6 +98,13 @@ def broadcast(whole: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
     with _explained_group(f"broadcast of {whole.nbytes:,} bytes from rank {source}", group):
         dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, source, group=group)
     return whole
+
+
+def broadcast_over(whole: Tensor, axis: Axis) -> None:
+    """Gives all ranks of an axis what its first has, in place. Counted, as the whole. Raises CollectiveError."""
+    if axis.group is not None:
+        _count("broadcast", axis, whole)
+        broadcast(whole, dist.get_global_rank(axis.group, 0), axis.group)
 
 
 def broadcast_any(value: Any, source: int, group: dist.ProcessGroup, device: torch.device) -> Any:

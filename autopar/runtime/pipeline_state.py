@@ -19,7 +19,7 @@ from autopar.runtime.local import Local, declared_tensors
 from autopar.runtime.mesh import Axis, RankMesh, own_group
 from autopar.runtime.placement import local_slices
 from autopar.runtime.state import State, combination, spread, total_power, whole_tensor
-from autopar.runtime.stored import StoredParameter, wrap
+from autopar.runtime.stored import StoredParameter, gathered
 from autopar.runtime.transport import num_ranks
 
 
@@ -193,7 +193,7 @@ def _sum(parameter: StoredParameter, local: Tensor, tie: Tie) -> None:
         comm.all_reduce(local, tie.axis)
         return
     mesh = parameter.mesh
-    whole = whole_tensor(wrap(local, parameter.declared.shape, parameter.types, mesh))
+    whole = gathered(local, parameter.declared.shape, parameter.types, mesh)
     if tie.axis is not None:
         comm.all_reduce(whole, tie.axis)
     spread(whole, mesh)

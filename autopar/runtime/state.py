@@ -208,8 +208,7 @@ class State:
 def spread(whole: Tensor, mesh: RankMesh) -> None:
     """Gives all ranks of a mesh what its first rank has, in place."""
     for axis in mesh.axes:
-        if axis.group is not None:
-            comm.broadcast(whole, dist.get_global_rank(axis.group, 0), axis.group)
+        comm.broadcast_over(whole, axis)
 
 
 def _cut(whole: Tensor, stored: StoredParameter | StoredBuffer) -> None:

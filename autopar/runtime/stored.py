@@ -27,6 +27,7 @@ from autopar.runtime.placement import (
     parse_way,
     shard_axes,
 )
+from autopar.runtime.redistribute import forward_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +164,17 @@ def sized_steps(shape: Sequence[int], stored: Sequence[Type], way: Sequence[Step
         if mesh.axes[step.axis].size > 1:
             steps.append(SizedStep(step, (before, after)))
     return steps
+
+
+def gathered(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: RankMesh) -> Tensor:
+    """The whole of what each rank has a part of, as a tensor of its own; gathered from the inner axis out."""
+    cut = [Step(axis, kind, Type("R")) for axis, kind in enumerate(types) if kind.is_shard]
+    whole = local.detach()
+    steps = sized_steps(shape, types, cut[::-1], mesh)
+    for item in steps:
+        step = item.step
+        whole = forward_step(whole, mesh.axes[step.axis], step.source, step.target, item.sizes)
+    return whole.contiguous() if steps else whole.clone()
 
 
 def _length(shape: Sequence[int], types: Sequence[Type], axis: int, kind: Type, mesh: RankMesh) -> int | None:

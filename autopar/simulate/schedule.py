@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -123,6 +123,7 @@ class Submesh:
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     between: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    departed: Counter[tuple[int, ...]] = field(default_factory=Counter)  # transfers, by what each rank sends
     bubble_ns: int = 0
     posted_ns: int = 0  # from when on what the next turn reads is received
     expected: int = 0  # bytes that are taken for that
@@ -149,9 +150,15 @@ class Submesh:
             self.pieces.append(Piece(now, "", [], _change(num_bytes)))
 
     def hand(self, collective: str, num_bytes: int) -> None:
-        """Counts what goes to ranks of other submeshes."""
+        """Counts what is for other submeshes, but for sends, which `departed` has."""
         self.sent[collective] += num_bytes
         self.between[collective] += num_bytes
+
+    @property
+    def sends_bytes(self) -> int:
+        """What its busiest rank sends to others in the step."""
+        by_rank = zip(*([size * times for size in sizes] for sizes, times in self.departed.items()), strict=True)
+        return max(map(sum, by_rank), default=0)
 
     @property
     def end_ns(self) -> int:
@@ -287,7 +294,7 @@ class _Step:
             end = submesh.sends[transfer.link] = start + transfer.duration_ns
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
             submesh.pieces.append(Piece(start, label, [task], []))
-            submesh.hand("send", transfer.num_bytes)
+            submesh.departed[transfer.sent_bytes] += 1
         self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(transfer, submesh, ready, end))
 
     # The end of a step ----------------------------------------
@@ -302,6 +309,9 @@ class _Step:
     def _sum_tied(self, tie: Tie) -> None:
         """What the stages that keep a tensor send each other, once the last gradient is home on all of them."""
         members = {self.home_of[stage].ranks.start: self.home_of[stage] for stage in tie.stages}.values()
+        for stage, sent in tie.inside.items():
+            for collective, size in sent.items():
+                self.home_of[stage].hand(collective, size)
         for submesh in members:
             self._wait_for_home(submesh)
         start = max(submesh.free_ns for submesh in members)
@@ -350,6 +360,7 @@ def lane_of(submesh: Submesh, makespan: int) -> Lane:
         waited[kind] = waited.get(kind, 0) + tail
     exposed = {kind: spent for kind, spent in sorted(waited.items()) if spent}
     spent: Mapping[str, int] = submesh.spent
+    sends = {"send": submesh.sends_bytes} if submesh.departed else {}
     breakdown = Breakdown(
         compute_ns=sum(spent.get(kind, 0) for kind in WORK),
         recompute_ns=spent.get("recompute", 0),
@@ -362,8 +373,8 @@ def lane_of(submesh: Submesh, makespan: int) -> Lane:
         tuple(submesh.pieces),
         breakdown,
         exposed,
-        dict(sorted(submesh.sent.items())),
-        dict(submesh.between),
+        dict(sorted((submesh.sent | sends).items())),
+        submesh.between | sends,
     )
 
 

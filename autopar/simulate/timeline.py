@@ -56,7 +56,7 @@ class Lane:
     breakdown: Breakdown
     exposed: Mapping[str, int]
     comm_bytes: Mapping[str, int]
-    bytes_between: Mapping[str, int]  # the part of them that goes to ranks of other submeshes
+    bytes_between: Mapping[str, int]  # the part of them that is for other submeshes
 
     @cached_property
     def _memory(self) -> _Memory:

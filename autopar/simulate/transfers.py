@@ -6,8 +6,10 @@ pairs is. Between others, who sends what is the runtime's routing (`cost.crossin
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,8 +17,9 @@ from autopar.cost import Profile, collective_time_ns
 from autopar.cost.collectives import ACROSS, INSIDE, sends_time_ns
 from autopar.cost.crossing import Parcel, crossing_time_ns, sent_bytes, side
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Axis, Type, local_shape
+from autopar.ir.placement import Axis, R, Type, local_shape
 from autopar.ir.plan import Plan
+from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
 from autopar.runtime.arrivals import BACKWARD_WEIGHT, FORWARD, Turn
 from autopar.runtime.crossing import Side, crossing
@@ -26,14 +29,14 @@ from autopar.simulate.program import Program
 class Transfer(NamedTuple):
     """What a stage sends to another after a pass; `link` is "" between stages of one submesh, where nothing travels.
 
-    num_bytes: of the rank that sends most. arriving_bytes: what a receiving rank has taken for it when all is there.
+    sent_bytes: of each of its ranks. arriving_bytes: what a receiving rank has taken for it when all is there.
     held_bytes: what the sender keeps until it has left, beside what its stage keeps anyway.
     """
 
     target: int
     is_forward: bool
     names: tuple[str, ...]
-    num_bytes: int
+    sent_bytes: tuple[int, ...]
     link: str
     duration_ns: int
     arriving_bytes: int
@@ -41,13 +44,17 @@ class Transfer(NamedTuple):
 
 
 class Tie(NamedTuple):
-    """A tensor that several stages keep, and the all-reduce that sums its gradient over them."""
+    """A tensor that several stages keep, and the all-reduce that sums its gradient over them.
+
+    inside: where they keep it unequally, the bytes of each stage's collectives around that.
+    """
 
     tensor: str
     stages: tuple[int, ...]
     num_bytes: int
     link: str
     duration_ns: int
+    inside: Mapping[int, Counter[str]]
 
 
 @dataclass(frozen=True)
@@ -87,13 +94,13 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
             ):  # fmt: skip
                 if what:
                     routes = [_route(graph, plan, source, target, name, is_forward) for name in what]
-                    size, link, duration = _sending(plan, sending, receiving, routes, profiles)
+                    sizes, link, duration = _sending(plan, sending, receiving, routes, profiles)
                     arriving = sum(way.arriving_bytes for way in routes)
                     is_copied = not routes[0].is_rank_to_rank
                     ways = zip(what, routes, strict=True)
                     held = sum(way.local_bytes for name, way in ways if not is_forward or name not in kept[source])
-                    held = size if is_copied else held
-                    transfer = Transfer(receiving, is_forward, what, size, link, duration, arriving, held)
+                    held = max(sizes) if is_copied else held
+                    transfer = Transfer(receiving, is_forward, what, sizes, link, duration, arriving, held)
                     found.sent.setdefault((sending, is_forward), []).append(transfer)
                     key = receiving, is_forward
                     found.awaited[key] = found.awaited.get(key, 0) + 1
@@ -122,8 +129,16 @@ class _Way(NamedTuple):
 
     @property
     def local_bytes(self) -> int:
-        """What the sender's first rank has."""
+        """What the sender's first rank has, which has no shorter slices than the others."""
         return self._bytes_of(self.sender)
+
+    def bytes_by_rank(self) -> list[int]:
+        """What each of the sender's ranks has; the last one's slices are the shortest."""
+        last = tuple(size - 1 for size in self.sender.sizes)
+        if self._bytes_of(self.sender, last) == self.local_bytes:
+            return [self.local_bytes] * len(self.sender.ranks)
+        places = itertools.product(*(range(size) for size in self.sender.sizes))
+        return [self._bytes_of(self.sender, place) for place in places]
 
     @property
     def arriving_bytes(self) -> int:
@@ -134,10 +149,12 @@ class _Way(NamedTuple):
         parts = [move.num_elements * self.itemsize for move in moves if move.peer != first]
         return whole + sum(size for size in parts if size < whole)
 
-    def _bytes_of(self, side: Side) -> int:
+    def _bytes_of(self, side: Side, place: tuple[int, ...] = ()) -> int:
+        """What the rank of these coordinates has, the first one without any."""
         axes = [Axis("", size, 0) for size in side.sizes]
         types = [Type(type_.kind, type_.dim) for type_ in side.types]  # type: ignore[arg-type] # one of S, R, I, P
-        return math.prod(local_shape(self.shape, tuple(types), tuple(axes))) * self.itemsize
+        coordinate = place or (0,) * len(axes)
+        return math.prod(local_shape(self.shape, tuple(types), tuple(axes), coordinate)) * self.itemsize
 
 
 def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_forward: bool) -> _Way:
@@ -145,22 +162,26 @@ def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_for
     maker, reader, tensor = plan.stages[source], plan.stages[target], graph.tensors[name]
     leaving = side(maker.ranks, maker.axes, leaving_placement(graph, plan, target, name))
     arriving = side(reader.ranks, reader.axes, reader.inputs[name])
-    return _Way(tensor.shape, tensor.itemsize, *((leaving, arriving) if is_forward else (arriving, leaving)))
+    return _Way(graph.made_shape(name), tensor.itemsize, *((leaving, arriving) if is_forward else (arriving, leaving)))
 
 
 def _sending(
     plan: Plan, source: int, target: int, ways: Sequence[_Way], profiles: Sequence[Profile]
-) -> tuple[int, str, int]:
-    """Bytes that the busiest rank sends, the link that it does on, and nanoseconds."""
-    if plan.stages[source].first_rank == plan.stages[target].first_rank and ways[0].is_rank_to_rank:
-        return sum(way.local_bytes for way in ways), "", 0
+) -> tuple[tuple[int, ...], str, int]:
+    """Bytes that each rank sends, the link that the busiest does on, and nanoseconds."""
     if ways[0].is_rank_to_rank:
-        size, level = sum(way.local_bytes for way in ways), _level(plan, (source, target))
+        by_rank = tuple(map(sum, zip(*(way.bytes_by_rank() for way in ways), strict=True)))
+    if plan.stages[source].first_rank == plan.stages[target].first_rank and ways[0].is_rank_to_rank:
+        return by_rank, "", 0
+    if ways[0].is_rank_to_rank:
+        size, level = max(by_rank), _level(plan, (source, target))
         times = (sends_time_ns(1, size, level, _per_node(plan), profiles[stage]) for stage in (source, target))
-        return size, f"send {level}", max(times)
+        return by_rank, f"send {level}", max(times)
     parcels = [Parcel(crossing(way.shape, way.sender, way.receiver), way.itemsize) for way in ways]
     level, duration = crossing_time_ns(parcels, plan.mesh, (profiles[source], profiles[target]))
-    return max(sent_bytes(parcels).values(), default=0), f"send {level}" if level else "", duration
+    sent = sent_bytes(parcels)
+    by_rank = tuple(sent.get(rank, 0) for rank in plan.stages[source].ranks)
+    return by_rank, f"send {level}" if level else "", duration
 
 
 def _per_node(plan: Plan) -> int:
@@ -195,7 +216,8 @@ def find_ties(graph: Graph, plan: Plan, profiles: Sequence[Profile]) -> list[Tie
             if not alike:
                 whole = graph.tensors[tensor].num_elements * graph.kept(tensor).itemsize
                 duration += 2 * max(_gathered_ns(plan, stage, whole, profiles[stage]) for stage in apart)
-            found.append(Tie(tensor, stages, size, link, duration))
+            inside = {} if alike else {stage: _inside_bytes(graph, plan, stage, tensor) for stage in apart}
+            found.append(Tie(tensor, stages, size, link, duration, inside))
     return found
 
 
@@ -213,6 +235,22 @@ def _summed(
     per_node = max(_per_node(plan), len(stages))  # one link level joins them all
     axis = Axis("stages", len(stages), 1 if level == INSIDE else per_node)
     return size, level, max(collective_time_ns("all_reduce", size, axis, per_node, profiles[s]) for s in stages)
+
+
+def _inside_bytes(graph: Graph, plan: Plan, index: int, name: str) -> Counter[str]:
+    """What a rank of a stage hands to collectives to gather a whole, axis by axis from the inner out, and to spread it
+    again."""
+    stage, shape, itemsize = plan.stages[index], graph.tensors[name].shape, graph.kept(name).itemsize
+    placement, found = stage.storage[name].placement, Counter[str]()
+    for position, axis in reversed(list(enumerate(stage.axes))):
+        if axis.size == 1:
+            continue
+        found["broadcast"] += math.prod(shape) * itemsize
+        if placement[position].kind == "S":
+            step = Step(position, placement[position], R)
+            found["all_gather"] += transfer_bytes(shape, itemsize, placement, stage.axes, step)[0]
+            placement = apply(step, placement)
+    return found
 
 
 def _gathered_ns(plan: Plan, stage: int, num_bytes: int, profile: Profile) -> int:

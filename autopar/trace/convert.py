@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections import ChainMap
 from collections.abc import MutableMapping
@@ -165,7 +166,8 @@ class _Converter:
         outputs = self._result_names(node, len(value)) if many else (self._new(node),)
         args = self._argument(tuple(node.args))
         kwargs = tuple((key, self._argument(item)) for key, item in node.kwargs.items() if key != "pin_memory")
-        made = Node(self._name(node), str(node.target), args, kwargs, outputs, self._scope(node), _source(node))
+        scope = self._scope(node)
+        made = Node(self._name(node), str(node.target), args, kwargs, outputs, scope, self._source(node, scope))
         items = value if many else [value]
         if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
             raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
@@ -186,6 +188,14 @@ class _Converter:
     def _scope(self, node: fx.Node) -> Scope:
         scope = _scope(node, self.prefix)
         return scope if self.copy is None else self.copy.scope_of(scope)
+
+    def _source(self, node: fx.Node, scope: Scope) -> str:
+        """The model's line that made the node; inside of autocast, where torch keeps none, that of the forward."""
+        found = _source(node)
+        if not found:
+            modules = dict(self.model.named_modules(remove_duplicate=False))
+            found = _source_of_forward(modules.get(scope.module, self.model))
+        return found
 
     def _result_names(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
         outputs: list[str | None] = [None] * count
@@ -283,6 +293,11 @@ def _place(node: fx.Node) -> tuple[str, str, str] | None:
 def _source(node: fx.Node) -> str:
     place = _place(node)
     return f"{'/'.join(Path(place[0]).parts[-2:])}:{place[1]}" if place else ""
+
+
+def _source_of_forward(module: nn.Module) -> str:
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    return f"{'/'.join(Path(code.co_filename).parts[-2:])}:{code.co_firstlineno}" if code else ""
 
 
 def _line(node: fx.Node) -> str:

@@ -35,7 +35,8 @@ PLANS: dict[str, dict[str, Any]] = {
     "tp_microbatches": {"tp": 2, "microbatches": 4},
     "searched": {},
 }
-
+ONE_STAGE = "searched_one_stage"
+"""Searched among plans of one stage: what is redistributed in it is one list."""
 
 #: what each model of the zoo is proved in
 STEP_PLANS = ("dp", "zero3", "tp", "dp_tp", "searched")
@@ -85,9 +86,10 @@ def template_program(model_name: str, **choices: Any) -> autopar.PlannedProgram:
 def plan(model_name: str, plan_name: str) -> Plan:
     """The template's plan, or the searched one for 4 ranks."""
     model, batch = zoo.build(model_name)
+    if plan_name in ("searched", ONE_STAGE):
+        rules = [autopar.Constraint(stages=1)] if plan_name == ONE_STAGE else []
+        return autopar.parallelize(model, autopar.Mesh("cpu", devices_per_node=4), batch, constraints=rules).plan
     choices = PLANS[plan_name]
-    if not choices:
-        return autopar.parallelize(model, autopar.Mesh("cpu", devices_per_node=4), batch).plan
     world = choices.get("dp", 1) * choices.get("tp", 1)
     return autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=world), batch, **choices)
 

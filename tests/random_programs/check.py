@@ -3,8 +3,8 @@
 Compared, on every rank: the loss, its part of each gradient and buffer, after one step and after a second one that an
 SGD step precedes; the bytes that the first rank (of each submesh) hands to each collective, with what the plan says,
 and those that the busiest one sends to other stages. What a plan of several stages says is what the runtime counts:
-neither the loss, which all ranks are told, nor whole gradients of what is tied on unequal submeshes. In inference:
-every output. Programs of small integers are compared for equality, others to 1e-9 of the largest element.
+not the loss, which all ranks are told. In inference: every output. Programs of small integers are compared for
+equality, others to 1e-9 of the largest element.
 """
 
 from __future__ import annotations
@@ -334,7 +334,7 @@ def _equal(expected: Tensor, found: Tensor, exact: bool, scale: float) -> bool:
         return torch.equal(expected, found)
     if not expected.numel():
         return True
-    scale = max(scale, expected.abs().max().item(), 1e-6)
+    scale = max(scale, expected.abs().max().item(), 1e-4)  # gradients that cancel out leave rounding of 1e-15
     return bool((expected - found).abs().max() <= TOLERANCE * scale)  # False for NaN
 
 

@@ -13,6 +13,7 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.pipeline import simulated_step, template_of_graph
 from autopar.staging import cut
+from tests.equivalence.predicted import bytes_by_submesh
 from tests.random_programs import run
 from tests.random_programs.cases import Written, code, outcome
 from tests.random_programs.check import Subject, plan_problems
@@ -134,3 +135,24 @@ def test_nobody_redistributes_what_nobody_reads() -> None:
     reads = {(r.tensor, r.target) for stage in plan.stages for r in stage.redistributes}
     assert len(reads) == sum(len(stage.redistributes) for stage in plan.stages)
     assert plan_problems(subject, plan) == []
+
+
+def test_what_is_made_for_the_whole_step_travels_whole() -> None:
+    """Each microbatch reads a slice of it, and the slice was foretold to travel."""
+    subject = chain("(torch.cat([self.a.weight, self.a.weight]) * self.b(i0)).sum()")
+    plan = staged(subject, (1,), ({}, {"dp": 2}), microbatches=2)
+    assert plan_problems(subject, plan) == []
+
+
+def test_the_busiest_rank_of_a_step_is_not_that_of_each_transfer() -> None:
+    """The most that some rank sends in each transfer was added up, where these are different ranks."""
+    assert outcome(run._named("80024.1", stages=True)) == ""
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+def test_what_is_tied_on_unequal_submeshes(zero: int) -> None:
+    """The whole gradients that each submesh gathers and spreads were neither counted nor foretold."""
+    subject = chain("self.a(self.b(self.a(i0))).square().sum()")
+    plan = staged(subject, (2,), ({"dp": 3, "zero": zero}, {"dp": 2, "tp": 2, "zero": zero}))
+    assert plan_problems(subject, plan) == []
+    assert bytes_by_submesh(plan, subject.graph)[0][1]["broadcast"] == (16 + 4) * 8

@@ -299,3 +299,17 @@ def test_averages_of_all_batches_are_refused_with_their_line() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None))
     with pytest.raises(TraceError, match="do not depend on tensor values"):
         trace(model, (torch.randn(4, 4),), loss_fn=lambda y: y.square().mean())
+
+
+class _Autocast(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", enabled=False):
+            return (x * 2.0).sum()
+
+
+def test_operators_inside_of_autocast_have_a_source() -> None:
+    """torch keeps no line of theirs: it is that of the forward."""
+    graph = trace(_Autocast(), {"x": torch.ones(3)}, mode="inference")
+    assert [node.op for node in graph.nodes] == ["aten.mul.Tensor", "aten.sum.default"]
+    line = _Autocast.forward.__code__.co_firstlineno
+    assert {node.source for node in graph.nodes} == {f"trace/test_trace.py:{line}"}
