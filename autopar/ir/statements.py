@@ -136,10 +136,23 @@ class _Flattener:
             self.done.add(made)
             redistribute = self.by_target[name, wanted]
             once = name in self.constant and not is_cut(self.plan, wanted)
-            target = self.constants if once else self.statements
             scope = self.scopes.get((name, wanted, self.home), Scope(()))
-            target.append(Convert(redistribute, (source,), (made,), scope, self.home))
+            convert = Convert(redistribute, (source,), (made,), scope, self.home)
+            if name in self.constant and self.home is None and not once:
+                self.statements.insert(self._before_call(scope), convert)
+            else:
+                (self.constants if once else self.statements).append(convert)
         return made
+
+    def _before_call(self, scope: Scope) -> int:
+        """Where to write what needs no statement: before the call in `scope` that the last statements are in, which
+        goes on in one piece."""
+        depth, position = len(scope.path), len(self.statements)
+        last = self.statements[-1].scope.path[: depth + 1] if self.statements else ()
+        if len(last) > depth and last[:depth] == scope.path:
+            while position and self.statements[position - 1].scope.path[: depth + 1] == last:
+                position -= 1
+        return position
 
     def _conversion_scopes(self) -> dict[tuple[str, Placement, Home | None], Scope]:
         """A conversion stands in the innermost module that holds all its readers; for branches, in their host, but for

@@ -73,7 +73,7 @@ def all_gather(pieces_: Sequence[Piece], outputs: Sequence[Tensor], axis: Axis) 
         _call(waits)
         columns = _columns(gathered, [shard.shape for shard in shards])
         for (piece, output), column in zip(packed, columns, strict=True):
-            output.copy_(pieces.join(column, piece.dim, piece.size, axis))
+            pieces.join_into(output, column, piece.dim, axis)
         return list(outputs)
 
     return results

@@ -1,6 +1,6 @@
 """Cuts, joins and moves local tensors along one axis of the mesh: plain tensors in and out, no autograd.
 
-Every function returns a contiguous tensor. `size` is the length of the dim before this axis cuts it.
+Every function returns a contiguous tensor, but for `cut`, which keeps the order in memory of the dims. `size` is the length of the dim before this axis cuts it.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ from autopar.runtime.placement import local_offset, local_size, longest_part, pa
 
 
 def cut(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's part of a tensor that every rank of the axis holds whole."""
+    """This rank's part of a tensor that every rank of the axis holds whole. It lies in memory as the whole does, so that
+    what is a view of that is a view of the part."""
     size = x.size(dim)
-    return x.narrow(dim, local_offset(size, axis), local_size(size, axis)).contiguous()
+    part = x.narrow(dim, local_offset(size, axis), local_size(size, axis))
+    return part if part.is_contiguous() else part.clone()
 
 
 def place(x: Tensor, dim: int, axis: Axis, size: int | None = None) -> Tensor:
@@ -84,6 +86,13 @@ def join(parts: Tensor, dim: int, size: int, axis: Axis) -> Tensor:
     count, chunk = parts.size(0), parts.size(dim + 1)
     shape = (*parts.shape[1 : dim + 1], count * chunk, *parts.shape[dim + 2 :])
     return parts.movedim(0, dim).reshape(shape).narrow(dim, 0, size).contiguous()
+
+
+def join_into(output: Tensor, parts: Tensor, dim: int, axis: Axis) -> None:
+    """As `join`, into memory that is there."""
+    for index, part in enumerate(parts.unbind(0)):
+        start, end = part_of(output.size(dim), axis, index)
+        output.narrow(dim, start, end - start).copy_(part.narrow(dim, 0, end - start))
 
 
 def keep_on_first(x: Tensor, axis: Axis) -> Tensor:

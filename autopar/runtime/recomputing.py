@@ -5,7 +5,8 @@
                same microbatch, the same random numbers. What the block returns this time is not used
 
 The second run always goes to the block's end. Torch could stop it at the last tensor that autograd has saved on this
-rank; then it would depend on the rank which collectives run again.
+rank; then it would depend on the rank which collectives run again. The states of torch's own generators are not kept:
+programs do not draw from them (`randomness`).
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def recomputed(block: Callable[..., Any], *inputs: Any) -> Any:
     owner = getattr(block, "__self__", block)
     progress = owner.mesh.progress if isinstance(owner, Block) else Progress()
     with set_checkpoint_early_stop(False):
-        return checkpoint(block, *inputs, use_reentrant=False, context_fn=partial(_contexts, progress))
+        return checkpoint(
+            block, *inputs, use_reentrant=False, context_fn=partial(_contexts, progress), preserve_rng_state=False
+        )
 
 
 def _contexts(progress: Progress) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

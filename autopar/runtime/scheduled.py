@@ -232,7 +232,7 @@ _DIRECTIONS = {
 def make_schedule(name: str, stages: Sequence[ScheduledStage], microbatches: int) -> Callable[[], None]:
     """A step of the schedule over this rank's stages. Raises ProgramError for a name that is unknown."""
     schedule = _torch_schedule(name, stages, microbatches)
-    targets = {"target": torch.empty(microbatches)} if any(stage.is_last for stage in stages) else {}
+    targets = {"target": torch.empty(microbatches, 0)} if any(stage.is_last for stage in stages) else {}
     order = order_of(schedule, stages, microbatches)
 
     def step() -> None:

@@ -50,7 +50,7 @@ class Copies:
                 whole, size = self._shapes.local(tensor, after)
                 is_direct = math.prod(whole[: step.before.dim]) == 1 and size >= LONE_BYTES
                 if not is_direct or whole[step.before.dim] % self._axes[step.axis].size:
-                    total += size + self._shapes.local(tensor, before)[1] + (size if step.before.dim else 0)
+                    total += size + self._shapes.local(tensor, before)[1]
         return total
 
     def scatter_bytes(self, tensor: str, source: Placement, steps: Sequence[Step]) -> int:

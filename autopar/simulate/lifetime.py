@@ -32,13 +32,15 @@ class Changes:
 class Lifetimes:
     """Memory of activations forward, recomputed and backward; that of their gradients apart.
 
-    backward, gradients: by direction, the whole pass and its two parts.
+    backward, gradients: by direction, the whole pass and its two parts. received: bytes of the gradients that come from
+    other stages, which are kept until the pass has ended.
     """
 
     forward: Changes = field(default_factory=Changes)
     recompute: Changes = field(default_factory=Changes)
     backward: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
     gradients: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
+    received: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
 def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
@@ -182,11 +184,10 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
     """
     changes, kept = lifetimes.gradients[direction], program.own if direction == BACKWARD_INPUT else ()
     buffer: dict[int, list[int]] = {}  # value -> [bytes, readers, the first item that reads it in the second part]
-    received = 0
     for number in sorted(numbers, reverse=True):
         item = program.items[number]
         if item.is_send:
-            received += _receive(program, item, number, buffer, changes)
+            lifetimes.received[direction] += _receive(program, item, number, buffer, changes)
             continue
         held = [buffer.pop(value) for value in item.outputs if value in buffer]
         for value in item.inputs:
@@ -199,8 +200,6 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
                 lifetimes.gradients[BACKWARD_WEIGHT].given[shared[2]] += shared[0]
             elif shared[1] == 0:
                 changes.given[number] += shared[0]
-    if received:
-        changes.given[min(numbers)] += received
 
 
 def _receive(

@@ -276,6 +276,8 @@ class Player:
             self._send_home(bucket, [self.engine.last])
         if direction.ends_microbatch or self.program.is_stage:
             self._end_microbatch()
+        received = self.lifetimes.received.get(self._kind.name, 0)
+        self.engine.release(self.engine.last, received, "activation gradients", Moment.START)
 
     def _end_microbatch(self) -> None:
         for unit in list(self._live):
