@@ -34,4 +34,6 @@ def test_plan_equals_model(model_name: str, plan_name: str) -> None:
     assert not found, "\n".join(found)
     assert {loss.item() for loss, *_ in results} == {results[0][0].item()}
     predicted = {kind: size for kind, size in program.plan.predicted.comm_bytes.items() if size}
-    assert results[0][4] == predicted
+    assert max((result[4] for result in results), key=lambda sent: sum(sent.values())) == predicted, (
+        "of the busiest rank"
+    )

@@ -6,7 +6,6 @@ devices slow enough for the search to split them.
 
 from __future__ import annotations
 
-import math
 from functools import cache
 
 import pytest
@@ -48,6 +47,9 @@ def check_split(graph: Graph, plan: Plan) -> None:
             assert {str(placement[position]) for placement in plan.inputs.values()} == {"S(0)"}
         elif axis.name == "tp":
             assert any(kind == "S" and len(graph.tensors[name].shape) > 1 for name, kind in kinds.items())
-    devices = math.prod(axis.size for axis in plan.axes)
+    devices = plan.mesh.num_devices
     share = planned.work_share(graph, plan)
-    assert share <= 1.15 / devices, f"a rank of {devices} computes {share:.0%} of the matrix products"
+    most = (
+        0.5 if plan.forks else 1.15 / devices
+    )  # three branches on four ranks, say
+    assert share <= most, f"a rank of {devices} computes {share:.0%} of the matrix products"
