@@ -85,10 +85,10 @@ def build(config: Config) -> TwoTowers:
 
 
 def example_inputs(config: Config, seed: int = 0) -> dict[str, Tensor]:
-    """One global batch of random users and items; the i-th item is the i-th user's."""
+    """One global batch of random users and items, in random order: `places` says whose item is where."""
     return {
         "users": random_normals((config.batch_size, config.user_features), seed),
         "seen": random_integers(config.num_items, (config.batch_size, config.num_seen), seed + 1),
         "items": random_normals((config.batch_size, config.item_features), seed + 2),
-        "places": torch.arange(config.batch_size),
+        "places": random_normals((config.batch_size,), seed + 3).argsort(),
     }
