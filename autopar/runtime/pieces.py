@@ -1,6 +1,7 @@
 """Cuts, joins and moves local tensors along one axis of the mesh: plain tensors in and out, no autograd.
 
-Every function returns a contiguous tensor, but for `cut`, which keeps the order in memory of the dims. `size` is the length of the dim before this axis cuts it.
+Every function returns a contiguous tensor, but for `cut`, which keeps the order of the dims in memory. `size` is the
+length of the dim before this axis cuts it.
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from autopar.runtime.placement import local_offset, local_size, longest_part, pa
 
 
 def cut(x: Tensor, dim: int, axis: Axis) -> Tensor:
-    """This rank's part of a tensor that every rank of the axis holds whole. It lies in memory as the whole does, so that
-    what is a view of that is a view of the part."""
+    """This rank's part of a tensor that every rank of the axis holds whole.
+
+    It lies in memory as the whole does, so that what is a view of that is a view of the part.
+    """
     size = x.size(dim)
     part = x.narrow(dim, local_offset(size, axis), local_size(size, axis))
     return part if part.is_contiguous() else part.clone()
