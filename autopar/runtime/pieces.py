@@ -1,6 +1,6 @@
 """Cuts, joins and moves local tensors along one axis of the mesh: plain tensors in and out, no autograd.
 
-Every function returns a contiguous tensor, but for `cut`, which keeps the order in memory of the dims. `size` is the
+Every function returns a contiguous tensor, but for `cut`, which keeps the order of the dims in memory. `size` is the
 length of the dim before this axis cuts it.
 """
 

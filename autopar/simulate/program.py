@@ -61,6 +61,9 @@ OPTIMIZER_KERNELS = {
 
 STEP_COUNT_BYTES = 4  # torch's optimizers with state count steps in a float32 scalar for each parameter
 
+COUNT_BYTES = 4  # what a mean over all microbatches divides by: a float32 scalar (`Progress.count`)
+RANK_BYTES = 4  # a DeviceMesh numbers its ranks in int32, in the host's memory
+
 CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
 
@@ -785,6 +788,7 @@ class _Lowering:
             count = self.plan.microbatches if name in self.batched else 1
             held.append((count * math.prod(local) * whole.itemsize, "inputs"))
         held += [(size, "constants") for size in self.constants.values()]
+        held.append((self._scalar_bytes(), "scalars"))
         moved = tensors = before = 0
         for item in self.graph.stored:
             price = self._stored_price(item.tensor)
@@ -799,6 +803,15 @@ class _Lowering:
         if moved:
             kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
             self.program.optimizer_ns = optimizer_time_ns(moved, tensors, kernels, sharded, self.profile)
+
+    def _scalar_bytes(self) -> int:
+        """What the runtime keeps of single numbers: each microbatch's loss and its gradient, 1; what a mean divides by;
+        the ranks of the mesh."""
+        loss, devices = self.graph.loss, math.prod(axis.size for axis in self.plan.axes)
+        held = RANK_BYTES * devices if devices > 1 and self.profile.device_type == "cpu" else 0
+        if self.trains and loss is not None and loss in self.placements:
+            held += (self.plan.microbatches + 1) * self.graph.tensors[loss].itemsize + COUNT_BYTES
+        return held
 
     def _stored_price(self, name: str) -> _StoredPrice:
         tensor, optimizer = self.graph.kept(name), self.plan.optimizer

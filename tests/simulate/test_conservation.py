@@ -157,7 +157,7 @@ def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, pro
             for _, size, kind, _ in piece.changes:
                 left[kind] += size
         kept = {kind for kind, size in left.items() if size}
-        assert kept <= {"inputs", "parameters", "constants", "optimizer", "gradients", "gathered"}, kept
+        assert kept <= {"inputs", "parameters", "constants", "scalars", "optimizer", "gradients", "gathered"}, kept
         assert left["gradients"] <= left["parameters"]
 
 
