@@ -30,6 +30,8 @@ _LIKELY_STAGES = 8
 """The number of stages that is looked at first: what comes later is judged by what was found."""
 _SHARE = 0.6
 """Of the budget for the search; the rest is for simulating the best."""
+_SOLVE_SHARE = 0.1
+"""Of the budget what one solve may take: there are many, and each needs to be near enough only."""
 _FULL = 4
 """With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins."""
 _CHUNKS = (2, 4)
@@ -56,14 +58,17 @@ class Search:
         self.stop_reason = "all settings"
         self.started = time.monotonic()
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
-        self._solver = self.request.budget.seconds, self.request.budget.seed
+        self._solver = _SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
         self._best_ns = _NEVER
         self._floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
 
     @cached_property
     def shapes(self) -> list[tuple[int, LogicalMesh]]:
-        """Submesh sizes with logical shapes; where stages are pinned, those of so many."""
+        """Submesh sizes with logical shapes, first those whose inner axis fills a node, which mostly are the best.
+
+        Where stages are pinned, those of so many.
+        """
         mesh, layers = self.request.mesh, self.layered.layers.count
         pinned = {c.stages for c in self.request.constraints if c.stages is not None}
         most = max(1, layers) if self.request.mode == "train" else 1
@@ -74,7 +79,7 @@ class Search:
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
         sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / _LIKELY_STAGES)))
-        return [(size, axes) for size in sizes for axes in logical_shapes(size, mesh.devices_per_node)]
+        return [(size, axes) for size in sizes for axes in reversed(logical_shapes(size, mesh.devices_per_node))]
 
     def run(self, report: Report) -> list[Candidate]:
         """Everything that was looked at in time, the fastest by estimate first."""
