@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
 from autopar.interop import ChosenStage, StageKind, best_stages, in_flight, makes_rounds
-from autopar.ir.constraint import Constraint
 from autopar.staged.layered import Layered
 from autopar.staged.ways import Candidate, Way, hidden_bubble, largest_peak
 
@@ -31,7 +30,11 @@ _SHARE = 0.7
 
 def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[Candidate]:
     """Candidates whose stages are not all alike, out of the ways of those that were found."""
-    if layered.request.mode != "train" or layered.layers.count < 2 or any(rule.stages for rule in _rules(layered)):
+    if (
+        layered.request.mode != "train"
+        or layered.layers.count < 2
+        or any(rule.stages for rule in layered.request.constraints)
+    ):
         return []
     deadline = started + _SHARE * layered.request.budget.seconds
     best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:_BEST]
@@ -40,10 +43,6 @@ def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[
         if time.monotonic() < deadline:
             more += _of_count(layered, [c for c in found if c.microbatches == count])
     return more
-
-
-def _rules(layered: Layered) -> Sequence[Constraint]:
-    return layered.request.constraints
 
 
 def _best_counts(layered: Layered, found: Sequence[Candidate]) -> list[int]:

@@ -11,25 +11,21 @@ status 1 when a target is missed: mean absolute error at most 5%, no prediction 
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import warnings
 from collections import Counter
-from dataclasses import asdict, dataclass
-from datetime import date
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.cost.host import cpu_model
 from autopar.program import load_source, model_state
 from autopar.runtime.inputs import split_inputs
 from benchmarks.accuracy.lifetimes import Lifetimes, live_storages, track
 from benchmarks.accuracy.pairs import PAIRS, WORLD, Pair, build_model, plan_pair
+from benchmarks.accuracy.reports import write_report
 from tests.rank_pool import RankPool
 
 HERE = Path(__file__).parent
@@ -157,22 +153,9 @@ def summary(rows: list[Row]) -> tuple[str, bool]:
     return text, mean <= MEAN_ERROR and lowest.error >= -UNDER and equal == len(rows)
 
 
-def about() -> dict[str, str]:
-    """Where and how the rows came about."""
-    return {
-        "command": " ".join(["python -m benchmarks.accuracy.memory", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "date": date.today().isoformat(),
-    }
-
-
 def write(folder: Path, rows: list[Row]) -> None:
     """Writes memory.json and memory.md."""
-    facts = about()
-    items = [{**asdict(row), "error": round(row.error, 5)} for row in rows]
-    (folder / "memory.json").write_text(json.dumps({**facts, "rows": items}, indent=1) + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", summary(rows)[0], "", table(rows), ""]
-    (folder / "memory.md").write_text("\n".join(lines), encoding="utf-8")
+    write_report(folder, "memory", rows, summary(rows)[0], table(rows))
 
 
 def main() -> None:

@@ -12,14 +12,10 @@ Writes stage_memory.json and stage_memory.md, and ends with status 1 when a rank
 from __future__ import annotations
 
 import argparse
-import json
-import os
-import platform
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
-from datetime import date
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +26,6 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost import profiles_of
-from autopar.cost.host import cpu_model
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -39,6 +34,7 @@ from autopar.program import load_source
 from autopar.staging import cut, stages_of_sizes
 from autopar.trace import find_blocks, trace
 from benchmarks.accuracy.lifetimes import Lifetimes, live_storages, track
+from benchmarks.accuracy.reports import write_report
 from models import gpt, llama, moe, unet
 from tests.rank_pool import RankPool, pool
 
@@ -314,15 +310,7 @@ def summary(rows: list[Row]) -> tuple[str, bool]:
 
 def write(folder: Path, rows: list[Row]) -> None:
     """Writes stage_memory.json and stage_memory.md."""
-    facts = {
-        "command": " ".join(["python -m benchmarks.accuracy.stage_memory", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "date": date.today().isoformat(),
-    }
-    items = [{**asdict(row), "error": round(row.error, 5)} for row in rows]
-    (folder / "stage_memory.json").write_text(json.dumps({**facts, "rows": items}, indent=1) + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", summary(rows)[0], "", table(rows), ""]
-    (folder / "stage_memory.md").write_text("\n".join(lines), encoding="utf-8")
+    write_report(folder, "stage_memory", rows, summary(rows)[0], table(rows))
 
 
 def main() -> None:
