@@ -22,7 +22,7 @@ from autopar.trace.numbering import number
 from autopar.trace.precision import cast_copy, cast_inputs, with_kept_dtypes
 from autopar.trace.repeats import FEWEST
 from autopar.trace.routing import fuse_routing
-from autopar.trace.share import share
+from autopar.ir.sharing import share
 
 
 def trace(
