@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from autopar.substitute.defined import OPAQUE, Definition, Values
 from autopar.substitute.lowering import PARTS
 from autopar.substitute.matching import Match, Matcher
 from autopar.substitute.rewriting import rewritten
-from autopar.substitute.values import OPAQUE, Definition, Values
 
 ALPHA = 1.05
 """How much more than the best a graph may cost to be looked at: TASO's value."""

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 from autopar.ir.graph import Graph, Node, Ref, Tensor
 from autopar.ir.sharing import unshared
-from autopar.substitute.shapes import Misfit, made_shape
+from autopar.substitute.defined import OPAQUE, Definition, Values
+from autopar.substitute.fitting import Misfit, made_shape
 from autopar.substitute.terms import Attribute
-from autopar.substitute.values import OPAQUE, Definition, Values
 
 POINTWISE = (
     "abs", "cos", "elu", "erf", "exp", "gelu", "hardswish", "hardtanh", "leaky_relu", "log", "mish", "reciprocal",
@@ -202,7 +202,7 @@ def part_sizes(given: int | Sequence[int], length: int, count: int) -> tuple[int
 
 
 def _conv(lifter: _Lifter, node: Node) -> bool:
-    defaults = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
+    defaults: tuple[Any, ...] = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
     x, k, b, stride, padding, dilation, groups = (*node.args, *defaults[len(node.args) :])
     if node.kwargs or not isinstance(x, Ref) or isinstance(padding, str):
         return False

@@ -14,8 +14,8 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from autopar.ir.graph import Graph, Node, Ref, Scope, common_scope, map_references
-from autopar.substitute.shapes import dim_of, pair
-from autopar.substitute.values import Definition, Values, reached
+from autopar.substitute.defined import Definition, Values, reached
+from autopar.substitute.fitting import dim_of, pair
 
 PARTS = ("first", "second")
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.substitute.shapes import Misfit, Shape, dim_of
+from autopar.substitute.defined import Values
+from autopar.substitute.fitting import Misfit, Shape, dim_of
 from autopar.substitute.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable
-from autopar.substitute.values import Values
 
 COMMUTATIVE = frozenset({"add", "mul"})
 Binding = Mapping[str, Any]

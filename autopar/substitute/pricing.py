@@ -13,8 +13,8 @@ from typing import Any
 from autopar.cost import Profile, node_time_ns
 from autopar.cost.compute import pointwise_time_ns
 from autopar.ir.graph import Node, Tensor
+from autopar.substitute.defined import Values
 from autopar.substitute.lowering import Lowering
-from autopar.substitute.values import Values
 
 REARRANGING = frozenset({
     "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor", "aten.transpose.int", "aten.t.default",

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from autopar.ir.graph import Tensor
+from autopar.substitute.defined import Definition, Values
+from autopar.substitute.fitting import Misfit, made_shape
 from autopar.substitute.matching import Binding, Match, attribute
-from autopar.substitute.shapes import Misfit, made_shape
 from autopar.substitute.terms import Apply, Attribute, Term, Variable
-from autopar.substitute.values import Definition, Values
 
 
 def rewritten(values: Values, match: Match) -> Values | None:
