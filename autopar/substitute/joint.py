@@ -8,7 +8,7 @@ heads can be sharded where these are apart. So several graphs go on, and simulat
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -21,6 +21,7 @@ from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import PARTS
 from autopar.substitute.matching import Match, Matcher
+from autopar.substitute.packing import packed
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.regions import Twins, find_regions
 from autopar.substitute.replay import as_step, redone_as, spliced
@@ -55,13 +56,15 @@ class Substituted:
 def substituted(
     graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
     profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA,
+    pinned: Collection[str] = (),
 ) -> Substituted:  # fmt: skip
     """Graphs equal to the model's that are faster on one device of the profile, or easier to shard.
 
     paths, representatives: of equal blocks (`trace.find_blocks`). seconds: for all regions together.
+    pinned: tensors that stay as they are, computed in the same way and stored by themselves.
     """
     begin = time.monotonic()
-    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha)
+    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
     outcomes = search.outcomes(begin + seconds)
     best = search.candidate([outcome.found[0].matches for outcome in outcomes])
     apart = search.candidate([search.apart(twins) for twins in search.regions])
@@ -77,12 +80,12 @@ class _Search:
 
     def __init__(
         self, plain: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
-        pricer: Pricer, alpha: float,
+        pricer: Pricer, alpha: float, pinned: Collection[str],
     ) -> None:  # fmt: skip
         self.plain, self.pricer, self.alpha = plain, pricer, alpha
         self.regions = find_regions(plain, paths, representatives)
         self.rules = {rule.name: rule for rule in rules}
-        self.matchers = [Matcher(rule) for rule in rules]
+        self.matchers = [Matcher(rule, frozenset(pinned)) for rule in rules]
         self.splitting = [matcher for matcher in self.matchers if is_splitting(matcher.rule)]
 
     def cost(self, graph: Graph) -> int:
@@ -127,7 +130,7 @@ class _Search:
                 steps += [as_step(self.plain, twins, match, gain) for match, gain in zip(own, gains, strict=True)]
                 changes.append(redone_as(self.plain, twins, own, self.rules))
         plain = spliced(self.plain, changes)
-        return Candidate(share(plain), tuple(steps), self.cost(plain))
+        return Candidate(share(packed(plain)), tuple(steps), self.cost(plain))
 
     def _gains(self, twins: Twins, matches: tuple[Match, ...]) -> list[int]:
         """What each substitution saved when it was made, in one region."""

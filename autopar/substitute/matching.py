@@ -29,17 +29,24 @@ class Match:
 
 
 class Matcher:
-    """Finds the matches of one rule."""
+    """Finds the matches of one rule. pinned: values that no match may hold, as an output or as a variable."""
 
-    def __init__(self, rule: Rule) -> None:
-        self.rule = rule
+    def __init__(self, rule: Rule, pinned: frozenset[str] = frozenset()) -> None:
+        self.rule, self.pinned = rule, pinned
         self.is_symmetric = _is_symmetric(rule)
 
     def matches(self, values: Values) -> Iterator[Match]:
         """Every match, in an order that follows from the values' order alone."""
         for roots, binding in self._roots(values, 0, (), {}):
-            if _guards_hold(self.rule, values, binding):
+            if self._is_free(values, roots, binding) and _guards_hold(self.rule, values, binding):
                 yield Match(self.rule, roots, binding)
+
+    def _is_free(self, values: Values, roots: tuple[str, ...], binding: Binding) -> bool:
+        """Whether it touches nothing that is pinned: activations may be read."""
+        if not self.pinned:
+            return True
+        stored = [name for name in binding.values() if name in values.graph.stored_by_tensor]
+        return self.pinned.isdisjoint(roots) and self.pinned.isdisjoint(stored)
 
     def at(self, values: Values, roots: tuple[str, ...], binding: Binding) -> Match:
         """The match at a place that is given. Raises PlanError when the rule does not apply there."""

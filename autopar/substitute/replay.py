@@ -13,6 +13,7 @@ from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import lowered
 from autopar.substitute.matching import Match, Matcher
+from autopar.substitute.packing import packed
 from autopar.substitute.regions import Region, Twins, find_regions, in_twin, names_in
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.terms import Rule
@@ -37,7 +38,8 @@ def replayed(
         if step.region not in firsts:
             raise PlanError(f"expected a part of the model that begins with {step.region!r}, found none; plan again")
         changed.setdefault(step.region, []).append(step)
-    return share(spliced(plain, [_redone(plain, firsts[name], own, known) for name, own in changed.items()]))
+    redone = [_redone(plain, firsts[name], own, known) for name, own in changed.items()]
+    return share(packed(spliced(plain, redone)))
 
 
 def _check(step: Substitution, known: Mapping[str, Rule]) -> None:
