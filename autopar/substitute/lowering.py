@@ -40,10 +40,14 @@ class Lowering:
         """Values that some node must make: those that given nodes read, and those that the new ones do."""
         return reached(self.values.ends, self._reads, self.values.definitions)
 
+    def _stays(self, name: str) -> bool:
+        """Whether the node of the given graph makes the value."""
+        return name not in self.values.virtual and self.values.is_given(name)
+
     def _reads(self, name: str) -> tuple[str, ...]:
         """What the node that makes a value reads."""
         made = self.values.definitions[name]
-        if self.values.is_given(name):
+        if self._stays(name):
             assert made.node is not None
             return tuple(dict.fromkeys(map(self.values.now, made.node.operands)))
         if made.op in PARTS:
@@ -95,7 +99,7 @@ class Lowering:
             made = self.values.definitions.get(name)
             if made is None:
                 continue
-            if self.values.is_given(name):
+            if self._stays(name):
                 assert made.node is not None
                 given.setdefault(made.node.name, set()).add(name)
             elif made.op in PARTS:

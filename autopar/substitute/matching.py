@@ -5,12 +5,13 @@ A match says which values the source's outputs are, and what its variables and u
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar.errors import PlanError
 from autopar.substitute.defined import Values
+from autopar.substitute.expressions import Guard, Symbol, parse_guard, solve, symbols
 from autopar.substitute.fitting import Misfit, Shape, dim_of
 from autopar.substitute.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable
 
@@ -33,13 +34,15 @@ class Matcher:
 
     def __init__(self, rule: Rule, pinned: frozenset[str] = frozenset()) -> None:
         self.rule, self.pinned = rule, pinned
+        self.guards = [parse_guard(text) for text in rule.guards]
         self.is_symmetric = _is_symmetric(rule)
 
     def matches(self, values: Values) -> Iterator[Match]:
         """Every match, in an order that follows from the values' order alone."""
         for roots, binding in self._roots(values, 0, (), {}):
-            if self._is_free(values, roots, binding) and _guards_hold(self.rule, values, binding):
-                yield Match(self.rule, roots, binding)
+            solved = _solved(self.guards, values, binding) if self._is_free(values, roots, binding) else None
+            if solved is not None:
+                yield Match(self.rule, roots, solved)
 
     def _is_free(self, values: Values, roots: tuple[str, ...], binding: Binding) -> bool:
         """Whether it touches nothing that is pinned: activations may be read."""
@@ -53,7 +56,7 @@ class Matcher:
         for number, root in enumerate(roots):
             if not any(True for _ in self._term(self.rule.source[number], root, values, binding)):
                 raise PlanError(f"expected {self.rule.source[number]} at {root}, found another computation")
-        if len(roots) != len(self.rule.source) or not _guards_hold(self.rule, values, binding):
+        if len(roots) != len(self.rule.source) or _solved(self.guards, values, binding) is None:
             raise PlanError(f"expected a place where the guards of {self.rule.name} hold, found {', '.join(roots)}")
         return Match(self.rule, roots, binding)
 
@@ -172,35 +175,25 @@ def _is_of_sort(shape: Shape, sort: Sort) -> bool:
     return _RANKS[sort](shape)
 
 
-_RELATIONS: dict[str, Callable[[Any, Any], bool]] = {
-    "==": lambda a, b: a == b,
-    "!=": lambda a, b: a != b,
-    "<=": lambda a, b: a <= b,
-    "<": lambda a, b: a < b,
-    "divides": lambda a, b: b % a == 0,
-}
+def _solved(guards: Sequence[Guard], values: Values, binding: Binding) -> Binding | None:
+    """The binding with what guards define; None where one does not hold."""
+    if not guards:
+        return binding
+    known: dict[Symbol, Any] = {Unknown(key[1:]): value for key, value in binding.items() if key[0] == "?"}
+    for symbol in (symbol for guard in guards for side in (guard.left, guard.right) for symbol in symbols(side)):
+        if isinstance(symbol, Size):
+            known[symbol] = _fact(symbol, values, binding)
+    found = solve(guards, known)
+    if found is None:
+        return None
+    return {**binding, **{str(symbol): value for symbol, value in found.items() if isinstance(symbol, Unknown)}}
 
 
-def _guards_hold(rule: Rule, values: Values, binding: Binding) -> bool:
-    return all(_holds(guard, values, binding) for guard in rule.guards)
-
-
-def _holds(guard: str, values: Values, binding: Binding) -> bool:
-    """One guard, "x.row == y.row": two sides, each a size, an unknown or a number, and a relation between them."""
-    left, relation, right = guard.split()
-    sides = [_side(text, values, binding) for text in (left, right)]
-    if relation not in _RELATIONS or any(side is None for side in sides):
-        raise PlanError(f"expected a guard such as 'x.row == y.row' of what the rule binds, found {guard!r}")
-    return _RELATIONS[relation](*sides)
-
-
-def _side(text: str, values: Values, binding: Binding) -> Any:
-    if text.startswith("?"):
-        return binding.get(text)
-    name, dot, axis = text.partition(".")
-    if dot and not name.isdigit():
-        return size_of(Size(name, axis), values, binding)
-    return float(text) if dot else int(text)
+def _fact(symbol: Size, values: Values, binding: Binding) -> Any:
+    """What a guard reads of a variable: a length, or its dtype."""
+    if symbol.axis == "dtype":
+        return values.tensor(binding[symbol.variable]).dtype
+    return size_of(symbol, values, binding)
 
 
 def _is_symmetric(rule: Rule) -> bool:
