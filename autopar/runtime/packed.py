@@ -1,7 +1,7 @@
 """Packed parameters in the model's own names and shapes: what a program stores merged, split or transposed.
 
-    stored   attn.q_k_v.weight (96, 32), pieces ..q.weight, ..k.weight, ..v.weight
-    model's  attn.q.weight (32, 32), attn.k.weight (32, 32), attn.v.weight (32, 32)
+stored   attn.q_k_v.weight (96, 32), pieces ..q.weight, ..k.weight, ..v.weight
+model's  attn.q.weight (32, 32), attn.k.weight (32, 32), attn.v.weight (32, 32)
 """
 
 from __future__ import annotations
