@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor
+from autopar.ir.sharing import share
 from autopar.trace.clean import clean
-from autopar.trace.share import share
 
 LINEAR, ADDMM, SPLIT = "aten.linear.default", "aten.addmm.default", "aten.split_with_sizes.default"
 

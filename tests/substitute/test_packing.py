@@ -59,7 +59,7 @@ def with_sinks(builder: Builder, *names: str) -> Graph:
 def evaluated(graph: Graph, stored: Mapping[str, Values]) -> list[Values]:
     values = dict(stored)
     for node in graph.nodes:
-        made = overload(node.op)(*map_references(node.args, lambda name: values[name]))
+        made = overload(node.op)(*map_references(node.args, values.__getitem__))
         results = made if isinstance(made, (tuple, list)) else [made]
         values |= {name: value for name, value in zip(node.outputs, results, strict=True) if name is not None}
     return [values[name] for name in graph.outputs]
@@ -75,6 +75,11 @@ def declared(graph: Graph) -> dict[str, rt.Parameter]:
     }
 
 
+def fit(one: tuple[int, ...], other: tuple[int, ...], dim: int) -> bool:
+    """Whether two shapes differ in this dim at most."""
+    return len(one) == len(other) and (*one[:dim], *one[dim + 1 :]) == (*other[:dim], *other[dim + 1 :])
+
+
 def random_graph(seed: int) -> Graph:
     """Moves of a few matrices and vectors, some of which are read twice, each end read by something else."""
     chance = random.Random(seed)
@@ -86,11 +91,7 @@ def random_graph(seed: int) -> Graph:
         shape = builder.tensors[name].shape
         dim = chance.randrange(len(shape))
         move = chance.choice(["join", "join", "split", "slice", "turn"])
-        same = [
-            other for other in alive
-            if other != name and len(builder.tensors[other].shape) == len(shape)
-            and all(a == b for d, (a, b) in enumerate(zip(shape, builder.tensors[other].shape, strict=True)) if d != dim)
-        ]  # fmt: skip
+        same = [other for other in alive if other != name and fit(shape, builder.tensors[other].shape, dim)]
         used, new = [name], list[str]()
         if move == "join" and same:
             used.append(chance.choice(same))
@@ -220,17 +221,20 @@ def packing(name: str, /, **changes: Any) -> dict[str, Packing]:
     return found
 
 
+PACKED, OWN = split_graph().packed, split_graph().unpacked
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"packed": packing("c_1.weight", start=1)}, r"each element of c.weight in one place, found \[0:4, 0:2\] and"),
-        ({"packed": {k: v for k, v in split_graph().packed.items() if k != "c_1.weight"}}, "all 24 elements of c.weight"),
+        ({"packed": {n: p for n, p in PACKED.items() if n != "c_1.weight"}}, "expected all 24 elements of c.weight"),
         ({"packed": packing("c_1.weight", start=3)}, r"a slice of c.weight\[4, 6\], found Piece"),
         ({"packed": packing("d_transposed.weight", transposed=False)}, r"make up d_transposed.weight \[6, 4\], found"),
         ({"packed": packing("c_0.weight", name="e.weight")}, "expected e.weight, of which c_0.weight is made"),
-        ({"packed": {**split_graph().packed, "e": Packing(0, (Piece("c.weight"),))}}, "the packed parameter e among"),
-        ({"unpacked": {n: replace(t, dtype="bfloat16") for n, t in split_graph().unpacked.items()}}, "bfloat16 and train"),
-        ({"unpacked": {n: replace(t, differentiable=False) for n, t in split_graph().unpacked.items()}}, "and frozen"),
+        ({"packed": {**PACKED, "e": Packing(0, (Piece("c.weight"),))}}, "expected the packed parameter e among"),
+        ({"unpacked": {n: replace(t, dtype="bfloat16") for n, t in OWN.items()}}, "c.weight to be bfloat16 and trained"),
+        ({"unpacked": {n: replace(t, differentiable=False) for n, t in OWN.items()}}, "to be float32 and frozen"),
     ],
 )  # fmt: skip
 def test_a_packing_that_loses_or_repeats_elements_is_refused(changes: dict[str, Any], message: str) -> None:
