@@ -26,10 +26,7 @@ def packed_names(graph: Graph, packings: Sequence[Packing]) -> dict[Packing, str
             found[packing] = first.name
             continue
         names = list(dict.fromkeys(piece.name for piece in packing.pieces))
-        if len(names) > 1:
-            name = _joined(names)
-        else:
-            name = _marked(first.name, _mark(packing, slices))
+        name = _joined(names) if len(names) > 1 else _marked(first.name, _mark(packing, slices))
         found[packing] = _fresh(name, taken)
     return {packing: found[packing] for packing in packings}
 

@@ -131,10 +131,9 @@ def _joined(own: Sequence[Packing], dim: int, shapes: Mapping[str, tuple[int, ..
 def _merged(one: Piece, other: Piece, dim: int, shape: tuple[int, ...]) -> Piece | None:
     """The slice that two make that touch along the dim in which they are joined, if they do."""
     along = 1 - dim if one.transposed else dim
-    if one.length is None or replace(one, start=other.start, length=other.length) != other or one.dim != along:
+    if one.length is None or other.length is None or one.dim != along:
         return None
-    assert other.length is not None, "of a slice like the first"
-    if one.start + one.length != other.start:
+    if replace(one, start=other.start, length=other.length) != other or one.start + one.length != other.start:
         return None
     return _slice(one, range(one.start, other.start + other.length), shape)
 
@@ -187,19 +186,20 @@ def _part(piece: Piece, dim: int, span: range, shape: tuple[int, ...]) -> Piece 
 def _packable(graph: Graph, layouts: Mapping[str, Packing]) -> dict[Packing, list[str]]:
     """The packings to be stored, each with its tensors: those that something reads that does more than move.
 
-    Parameters that packings connect are packed together or not at all.
+    Parameters that packings connect, on the way too, are packed together or not at all.
     """
     ends: dict[Packing, list[str]] = defaultdict(list)
     for tensor, packing in layouts.items():
         if _is_end(graph, tensor, layouts):
             ends[packing].append(tensor)
-    now = {_whole(graph, item) for item in graph.parameters}
+    now = {_whole(graph, item): item.tensor for item in graph.parameters}
     left = {*graph.outputs, *graph.mutations.values()}
     own = originals(graph)
     chosen = {}
-    for group in _groups([*ends, *now]):
+    for group in _groups(layouts.values()):
         new = [packing for packing in group if packing in ends]
-        stays = set(new) <= now or any(left.intersection(ends[packing]) for packing in new)
+        stays = all(ends[packing] == [now.get(packing)] for packing in new)
+        stays |= any(left.intersection(ends[packing]) for packing in new)
         if not stays and _is_sound(new, own):
             chosen.update({packing: ends[packing] for packing in new})
     return chosen

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar.emit import emit
@@ -47,11 +48,13 @@ def graph(name: str, how: str, dtype: torch.dtype | None = None) -> Graph:
 @cache
 def program(name: str, how: str, plan_name: str, low: str | None = None) -> PlannedProgram:
     own = graph(name, how, torch.bfloat16 if low else None)
-    choices = PLANS.get(plan_name, {})
+    return program_of(own, zoo.build(name)[0], PLANS.get(plan_name, {}), low)
+
+
+def program_of(own: Graph, model: nn.Module, choices: dict[str, Any], low: str | None = None) -> PlannedProgram:
     world = choices.get("dp", 1) * choices.get("tp", 1) * choices.get("pp", 1)
-    mesh = autopar.Mesh("cpu", devices_per_node=world)
-    plan = template_of_graph(own, mesh, precision=low, **choices)
-    return PlannedProgram(own, plan, emit(own, plan), model_state(zoo.build(name)[0]))
+    plan = template_of_graph(own, autopar.Mesh("cpu", devices_per_node=world), precision=low, **choices)
+    return PlannedProgram(own, plan, emit(own, plan), model_state(model))
 
 
 @cache
@@ -142,3 +145,81 @@ def test_bf16_with_masters_in_float32() -> None:
     total = torch.stack([tensor.norm() for tensor in low.values()]).norm()
     for name, tensor in low.items():
         assert (gradients[name] - tensor).norm() <= 3e-2 * max(tensor.norm(), 1e-2 * total), name
+
+
+# Pieces on several stages, and checkpoints ----------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return torch.relu(self.fc(x)) @ weight
+
+
+class OneForAll(nn.Module):
+    """Every block reads its columns of one matrix; first and last share a vector's two halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.columns = nn.Parameter(torch.randn(8, 32) / 3)
+        self.halves = nn.Parameter(torch.randn(16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x * self.halves[:8]
+        for number, block in enumerate(self.blocks):
+            x = x + block(x, self.columns[:, number * 8 : number * 8 + 8])
+        return (x * self.halves[8:]).square().mean()
+
+
+def train(rank: Any, optimizer: torch.optim.Optimizer, batch: Tensors) -> list[float]:
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        losses.append(rank.train_step(**batch).item())
+        optimizer.step()
+    return losses
+
+
+def save(rank: int, world: int, source: str, state: Tensors, batch: Tensors, folder: str) -> tuple[Any, Tensors]:
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    built.init_from(state, broadcast=False)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=0.01)
+    train(built, optimizer, batch)
+    rt.save_checkpoint(folder, built, optimizer, step=2)
+    return train(built, optimizer, batch), built.full_state_dict()
+
+
+def resume(rank: int, world: int, source: str, batch: Tensors, folder: str) -> tuple[Any, Tensors]:
+    from autopar import runtime as rt
+
+    built = rt.build(load_source(source).Program)
+    optimizer = torch.optim.AdamW(built.parameters(), lr=0.5)
+    assert rt.load_checkpoint(folder, built, optimizer) == 2
+    return train(built, optimizer, batch), built.full_state_dict()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("to_stages", [False, True])
+def test_pieces_of_one_parameter_on_two_stages(to_stages: bool, tmp_path: Path) -> None:
+    """Each stage stores its slices; checkpoints between them and a program of one device that stores the whole."""
+    torch.manual_seed(0)
+    model, batch = OneForAll(), {"x": torch.randn(4, 8)}
+    plain = trace(model, batch)
+    own = packed(plain)
+    assert len(own.packed) == 6
+    stages = program_of(own, model, {"pp": 2, "microbatches": 2})
+    assert "columns_part_0" in stages.plan.stages[0].storage and "columns_part_3" in stages.plan.stages[1].storage
+    results = pool(2).run(run_rank, stages.source, model.state_dict(), batch, ("adamw",))
+    assert not differences(run_single(model, batch, ("adamw",)), results[0])
+    first, second = (program_of(plain, model, {}), stages)[:: 1 if to_stages else -1]
+    state, world = model.state_dict(), (first.plan.mesh.num_devices, second.plan.mesh.num_devices)
+    expected, weights = pool(world[0]).run(save, first.source, state, batch, str(tmp_path))[0]
+    for losses, found in pool(world[1]).run(resume, second.source, batch, str(tmp_path)):
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(found, weights, rtol=1e-5, atol=1e-6)
