@@ -7,8 +7,10 @@ Run from the root of the repository. Each graph of graphs.py is traced for train
 for inference (forward), and rewritten for the CPU by the search, with the costs of --profile. Both graphs are emitted
 for one rank in the same way, compared with the model (loss, every gradient, buffers), and timed in turns on one
 thread, in one process that keeps its freed memory. A measured gain is the median of the rounds' ratios of processor
-time: on one thread that is the time of the wall but for what other programs take. For the devices --elsewhere, the gain is only predicted. A graph
-that the search leaves as it is, is not timed: its gain is 1.
+time: on one thread that is the time of the wall but for what other programs take. The program of the graph as it was
+is timed twice; the gain of one over the other, "control", says how far gains can be told apart on this machine.
+For the devices --elsewhere, the gain is only predicted. A graph that the search leaves as it is, is not timed: its
+gain is 1.
 
 Printed and written to results.json and results.md with command, machine and date: the table; how many graphs are
 predicted and measured on the same side of 1 (what is within `NOISE` of it counts as 1); the mean error of the predicted
@@ -66,6 +68,7 @@ class Row:
     measured: float
     quartiles: tuple[float, float]
     measured_wall: float
+    control: float
     before_ms: float | None
     after_ms: float | None
     faults: tuple[str, ...]
@@ -92,8 +95,8 @@ def row(name: str, mode: str, options: argparse.Namespace) -> Row:
     found = search(graph, load_profile(options.profile), options.seconds)
     others = {other: search(graph, load_profile(other), options.seconds) for other in options.elsewhere}
     before, after = (program_of(each, model, mode) for each in (graph, found.graph))
-    ranks = [program.build() for program in (before, after)]
-    compared = [compare_with_model(rank, model, batch, mode) for rank in ranks]
+    ranks = [program.build() for program in (before, after, before)]
+    compared = [compare_with_model(rank, model, batch, mode) for rank in ranks[:2]]
     worst = compared[1]
     return Row(
         model=name,
@@ -118,13 +121,15 @@ def row(name: str, mode: str, options: argparse.Namespace) -> Row:
 def _measured(ranks: list, batch: dict, mode: str, found: Found, same: bool, rounds: int) -> dict:
     """The measured fields of a row."""
     if same:
-        return {"measured": 1.0, "quartiles": (1.0, 1.0), "measured_wall": 1.0, "before_ms": None, "after_ms": None}
-    before, after = times([call_of(rank, batch, mode) for rank in ranks], rounds)
+        return {"measured": 1.0, "quartiles": (1.0, 1.0), "measured_wall": 1.0, "control": 1.0, "before_ms": None,
+                "after_ms": None}  # fmt: skip
+    before, after, again = times([call_of(rank, batch, mode) for rank in ranks], rounds)
     gained, (low, high) = gain(before.cpu, after.cpu)
     return {
         "measured": round(gained, 4),
         "quartiles": (round(low, 4), round(high, 4)),
         "measured_wall": round(gain(before.wall, after.wall)[0], 4),
+        "control": round(gain(before.cpu, again.cpu)[0], 4),
         "before_ms": round(statistics.median(before.cpu), 3),
         "after_ms": round(statistics.median(after.cpu), 3),
     }
@@ -136,8 +141,8 @@ def _measured(ranks: list, batch: dict, mode: str, found: Found, same: bool, rou
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     others = list(rows[0].elsewhere) if rows else []
-    head = ["graph", "mode", "operators", "search s", "rules applied", "predicted", "measured", "quartiles", "by the wall", "ms",
-            "error", "equal", *(f"{other}, predicted" for other in others)]  # fmt: skip
+    head = ["graph", "mode", "operators", "search s", "rules applied", "predicted", "measured", "quartiles",
+            "by the wall", "control", "ms", "error", "equal", *(f"{other}, predicted" for other in others)]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(_cells(each, others))} |" for each in rows]
     return "\n".join(lines)
@@ -148,7 +153,8 @@ def _cells(each: Row, others: list[str]) -> list[str]:
     return [
         each.model, each.mode, "{} → {}".format(*each.operators), f"{each.search_s:.1f}",
         ", ".join(f"{rule} ×{count}" for rule, count in each.applied.items()) or "none", f"{each.predicted:.3f}",
-        f"{each.measured:.3f}", "{:.3f} … {:.3f}".format(*each.quartiles), f"{each.measured_wall:.3f}", timed, f"{each.error:.1%}",
+        f"{each.measured:.3f}", "{:.3f} … {:.3f}".format(*each.quartiles), f"{each.measured_wall:.3f}",
+        f"{each.control:.3f}", timed, f"{each.error:.1%}",
         "yes" if not each.faults else "NO: " + "; ".join(each.faults),
         *(f"{each.elsewhere[other]:.3f} ({each.elsewhere_s[other]:.1f} s)" for other in others),
     ]  # fmt: skip
