@@ -1,7 +1,8 @@
 """Cost-based backtracking over substitutions (Jia et al., TASO, 2019).
 
 The cheapest graph not yet looked at is rewritten by every rule wherever it applies; what costs more than α times the
-best is dropped. A graph is met once, however it was reached: `key` hashes what its outputs are computed from.
+best is dropped. A graph that is better than all before is looked at at once; the rest of the one that it came from
+waits. A graph is met once, however it was reached: `key` hashes what its outputs are computed from.
 """
 
 from __future__ import annotations
@@ -73,23 +74,25 @@ class Backtracking:
         """
         limits = _Limits(time.monotonic(), seconds, most, patience)
         start = Found(values, (), (), self.cost(values))
-        best, seen, found, tried, last = start.cost_ns, {key(values)}, [start], 0, 0
-        queue = [(start.cost_ns, 0, start)]
-        stop = ""
-        while queue and not stop:
-            cost_ns, _, now = heapq.heappop(queue)
-            if cost_ns > self.alpha * best:
-                break
-            for new in self._next(now, seen):
+        seen, found, tried, last, stop = {key(values)}, [start], 0, 0, ""
+        best = start.cost_ns
+        queue = [(start.cost_ns, 0, start, self._next(start, seen))]
+        while queue and queue[0][0] <= self.alpha * best and not stop:
+            _, _, now, following = queue[0]
+            for new in following:
                 tried += 1
+                if new is not None and new.cost_ns <= self.alpha * best:
+                    heapq.heappush(queue, (new.cost_ns, len(seen), new, self._next(new, seen)))
+                    found.append(new)
                 if new is not None and new.cost_ns < best:
                     best, last = new.cost_ns, tried
-                if new is not None and new.cost_ns <= self.alpha * best:
-                    heapq.heappush(queue, (new.cost_ns, len(seen), new))
-                    found.append(new)
+                    break
                 stop = limits.reached(len(seen), tried - last)
                 if stop:
                     break
+            else:
+                queue = [entry for entry in queue if entry[2] is not now]
+                heapq.heapify(queue)
         cheapest = sorted(found, key=lambda item: (item.cost_ns, len(item.matches)))[: self.kept]
         stop = stop or "every graph within the threshold was looked at"
         return Outcome(tuple(cheapest), stop, len(seen), time.monotonic() - limits.begin)
