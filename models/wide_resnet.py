@@ -1,12 +1,13 @@
 """Residual networks with more channels inside each block (Zagoruyko and Komodakis, 2016), with batch norm.
 
 Basic blocks are two 3×3 convolutions, both of the wider size. Bottleneck blocks are 1×1, 3×3, 1×1, wide
-in the middle only, as in the common wide ResNet-50-2.
+in the middle only, as in the common wide ResNet-50-2. With the 3×3 convolution in groups, such a network is a
+ResNeXt (Xie et al., 2017).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ class Config:
     base_channels: int = 8
     width_factor: int = 2
     bottleneck: bool = False
+    groups: int = 1  # of the 3×3 convolution of bottlenecks
     large_images: bool = False  # a 7×7 stem that shrinks the image four times, instead of a 3×3 one
     image_size: int = 16
     num_classes: int = 10
@@ -36,6 +38,11 @@ def wide_resnet50_2() -> Config:
 def wide_resnet101_2() -> Config:
     """Wide ResNet-101-2 for ImageNet: 127M parameters."""
     return _imagenet(depths=(3, 4, 23, 3))
+
+
+def resnext50(batch_size: int = 256) -> Config:
+    """ResNeXt-50 for ImageNet, 32 groups of 4 channels in the first blocks: 25M parameters."""
+    return replace(_imagenet(depths=(3, 4, 6, 3)), groups=32, batch_size=batch_size)
 
 
 def _imagenet(depths: tuple[int, ...]) -> Config:
@@ -53,10 +60,10 @@ def _imagenet(depths: tuple[int, ...]) -> Config:
 class ConvNorm(nn.Module):
     """A convolution without bias that keeps the image size but for its stride, then batch norm."""
 
-    def __init__(self, channels_in: int, channels_out: int, kernel_size: int, stride: int = 1) -> None:
+    def __init__(self, channels_in: int, channels_out: int, kernel_size: int, stride: int = 1, groups: int = 1) -> None:
         super().__init__()
         padding = kernel_size // 2
-        self.conv = nn.Conv2d(channels_in, channels_out, kernel_size, stride, padding, bias=False)
+        self.conv = nn.Conv2d(channels_in, channels_out, kernel_size, stride, padding, groups=groups, bias=False)
         self.norm = nn.BatchNorm2d(channels_out)
         nn.init.kaiming_normal_(self.conv.weight, mode="fan_out", nonlinearity="relu")
 
@@ -89,7 +96,7 @@ def block(config: Config, channels_in: int, channels: int, stride: int) -> tuple
         channels_out = 4 * channels
         convolutions = [
             ConvNorm(channels_in, wide, 1),
-            ConvNorm(wide, wide, 3, stride),
+            ConvNorm(wide, wide, 3, stride, config.groups),
             ConvNorm(wide, channels_out, 1),
         ]
     else:

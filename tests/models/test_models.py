@@ -9,12 +9,34 @@ import torch
 from torch import nn
 from torch.export import ExportedProgram
 
-from models import dit, dlrm, gpt, inception, llama, lstm, mlp, moe, two_towers, unet, wide_resnet
+from models import (
+    bert,
+    dit,
+    dlrm,
+    gpt,
+    inception,
+    llama,
+    llama_lora,
+    lstm,
+    mlp,
+    moe,
+    nas_rnn,
+    squeezenet,
+    two_towers,
+    unet,
+    vgg,
+    wide_resnet,
+)
 
-MODULES = [dit, dlrm, gpt, inception, llama, lstm, mlp, moe, two_towers, unet, wide_resnet]
+MODULES = [
+    bert, dit, dlrm, gpt, inception, llama, llama_lora, lstm, mlp, moe, nas_rnn, squeezenet, two_towers, unet, vgg,
+    wide_resnet,
+]  # fmt: skip
 
 # Known sizes: counted from the published models, or the round figures of the papers.
 PARAMETER_COUNTS = [
+    (bert, bert.bert_base, 109_514_298),
+    (bert, bert.bert_large, 335_174_458),
     (dit, dit.dit_s2, pytest.approx(33e6, rel=0.03)),
     (dit, dit.dit_b2, pytest.approx(130e6, rel=0.03)),
     (dit, dit.dit_xl2, pytest.approx(675e6, rel=0.03)),
@@ -27,12 +49,18 @@ PARAMETER_COUNTS = [
     (llama, llama.llama2_7b, 6_738_415_616),
     (llama, llama.llama3_8b, 8_030_261_248),
     (llama, llama.llama3_70b, 70_553_706_496),
+    (llama_lora, llama_lora.llama2_7b, 6_738_415_616 + 39_976_960),
     (lstm, lstm.zaremba_medium, pytest.approx(20e6, rel=0.03)),
     (lstm, lstm.zaremba_large, pytest.approx(66e6, rel=0.03)),
     (moe, moe.moe_380m, pytest.approx(380e6, rel=0.03)),
     (moe, moe.moe_2_4b, pytest.approx(2.4e9, rel=0.03)),
     (moe, moe.moe_70b, pytest.approx(70e9, rel=0.03)),
+    (nas_rnn, nas_rnn.nas_rnn_taso, 16 * 512**2),
+    (squeezenet, squeezenet.squeezenet1_0, 1_248_424),
+    (squeezenet, squeezenet.squeezenet1_1, 1_235_496),
     (unet, unet.ddpm_cifar10, 35_746_307),
+    (vgg, vgg.vgg19, 143_667_240),
+    (wide_resnet, wide_resnet.resnext50, 25_028_904),
     (wide_resnet, wide_resnet.wide_resnet50_2, 68_883_240),
     (wide_resnet, wide_resnet.wide_resnet101_2, 126_886_696),
 ]
@@ -57,13 +85,15 @@ def exported(model: nn.Module, inputs: dict[str, torch.Tensor]) -> ExportedProgr
     return torch.export.export(model, (), inputs, strict=False).run_decompositions({})
 
 
-def test_loss_is_a_finite_scalar_and_every_parameter_has_a_gradient(module: ModuleType) -> None:
+def test_loss_is_a_finite_scalar_and_every_trained_parameter_has_a_gradient(module: ModuleType) -> None:
     model, inputs = build_on("cpu", module)
     loss = model(**inputs)
     loss.backward()
     assert loss.shape == ()
     assert loss.isfinite()
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.any(), name
