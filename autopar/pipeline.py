@@ -1,6 +1,6 @@
 """The ordered pass list: trace → substitute → intra-op ILP with ZeRO storage, stages → simulate → emit, verified.
 
-Each candidate (a graph, a logical shape of the mesh, stages) is scored by the one simulator; the fastest that fits wins.
+Each candidate (a graph, a logical mesh, stages) is scored by the one simulator; the fastest that fits wins.
 """
 
 from __future__ import annotations

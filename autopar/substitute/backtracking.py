@@ -10,6 +10,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.substitute.defined import OPAQUE, Definition, Values
 from autopar.substitute.lowering import PARTS
@@ -40,6 +41,23 @@ class Outcome:
     seconds: float
 
 
+class _Limits(NamedTuple):
+    """When a search ends before it has looked at every graph within the threshold."""
+
+    begin: float
+    seconds: float
+    most: int
+    patience: int
+
+    def reached(self, seen: int, since: int) -> str:
+        """Which limit is reached; "" if none is. since: substitutions tried since the best graph."""
+        if time.monotonic() - self.begin > self.seconds:
+            return f"the time limit of {self.seconds:.3g} s"
+        if seen >= self.most:
+            return f"the limit of {self.most} graphs"
+        return f"no gain in {self.patience} substitutions" if since >= self.patience else ""
+
+
 class Backtracking:
     """The search over graphs that rules lead to."""
 
@@ -48,46 +66,49 @@ class Backtracking:
     ) -> None:
         self.matchers, self.cost, self.alpha, self.kept = matchers, cost, alpha, kept
 
-    def run(self, values: Values, seconds: float, most: int = 1 << 30) -> Outcome:
-        """The cheapest graphs that are reached in so many seconds, or of so many graphs looked at."""
-        begin = time.monotonic()
+    def run(self, values: Values, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
+        """The cheapest graphs that are reached within limits.
+
+        seconds: of time. most: of graphs met. patience: of substitutions tried since the best graph was met.
+        """
+        limits = _Limits(time.monotonic(), seconds, most, patience)
         start = Found(values, (), (), self.cost(values))
-        best, seen, found, number = start.cost_ns, {key(values)}, [start], 0
-        queue = [(start.cost_ns, number, start)]
-        stop = "every graph within the threshold was looked at"
-        while queue:
+        best, seen, found, tried, last = start.cost_ns, {key(values)}, [start], 0, 0
+        queue = [(start.cost_ns, 0, start)]
+        stop = ""
+        while queue and not stop:
             cost_ns, _, now = heapq.heappop(queue)
             if cost_ns > self.alpha * best:
                 break
             for new in self._next(now, seen):
-                if new.cost_ns <= self.alpha * best:
-                    number += 1
-                    heapq.heappush(queue, (new.cost_ns, number, new))
+                tried += 1
+                if new is not None and new.cost_ns < best:
+                    best, last = new.cost_ns, tried
+                if new is not None and new.cost_ns <= self.alpha * best:
+                    heapq.heappush(queue, (new.cost_ns, len(seen), new))
                     found.append(new)
-                best = min(best, new.cost_ns)
-                if time.monotonic() - begin > seconds or len(seen) >= most:
+                stop = limits.reached(len(seen), tried - last)
+                if stop:
                     break
-            if time.monotonic() - begin > seconds:
-                stop = f"the time limit of {seconds:g} s"
-                break
-            if len(seen) >= most:
-                stop = f"the limit of {most} graphs"
-                break
         cheapest = sorted(found, key=lambda item: (item.cost_ns, len(item.matches)))[: self.kept]
-        return Outcome(tuple(cheapest), stop, len(seen), time.monotonic() - begin)
+        stop = stop or "every graph within the threshold was looked at"
+        return Outcome(tuple(cheapest), stop, len(seen), time.monotonic() - limits.begin)
 
-    def _next(self, now: Found, seen: set[int]) -> Iterator[Found]:
+    def _next(self, now: Found, seen: set[int]) -> Iterator[Found | None]:
+        """The graphs that one substitution makes; None for one that was met before."""
         for matcher in self.matchers:
             for match in matcher.matches(now.values):
                 values = rewritten(now.values, match)
                 if values is None:
                     continue
                 form = key(values)
-                if form not in seen:
-                    seen.add(form)
-                    cost_ns = self.cost(values)
-                    gains = (*now.gains_ns, now.cost_ns - cost_ns)
-                    yield Found(values, (*now.matches, match), gains, cost_ns)
+                if form in seen:
+                    yield None
+                    continue
+                seen.add(form)
+                cost_ns = self.cost(values)
+                gains = (*now.gains_ns, now.cost_ns - cost_ns)
+                yield Found(values, (*now.matches, match), gains, cost_ns)
 
 
 def key(values: Values) -> int:

@@ -81,7 +81,7 @@ class Values:
     @cached_property
     def live(self) -> tuple[str, ...]:
         """Every value that something needs, operands before what reads them."""
-        return tuple(reached(self.ends, lambda name: self.definitions[name].operands, self.definitions))
+        return tuple(reached(self.ends, self.definitions))
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[str, ...]]:
@@ -126,18 +126,19 @@ class Values:
         return replace(self, definitions={**left, **changed}, renamed={**self.renamed, name: other})
 
 
-def reached(ends: Iterable[str], operands, inner: Mapping[str, Definition]) -> list[str]:  # type: ignore[no-untyped-def]
+def reached(ends: Iterable[str], definitions: Mapping[str, Definition]) -> list[str]:
     """Everything that the ends are computed from, in an order of computation (without recursion: graphs are deep)."""
     order: dict[str, None] = {}
     visited: set[str] = set()
-    stack = [(name, False) for name in reversed(list(ends))]
+    stack = list(ends)[::-1]
     while stack:
-        name, is_done = stack.pop()
-        if is_done:
-            order[name] = None
-        elif name not in visited:
-            visited.add(name)
-            stack.append((name, True))
-            if name in inner:
-                stack += [(operand, False) for operand in reversed(operands(name)) if operand not in visited]
+        name = stack[-1]
+        if name in visited:
+            stack.pop()
+            order.setdefault(name)
+            continue
+        visited.add(name)
+        made = definitions.get(name)
+        if made is not None:
+            stack += [operand for operand in made.operands[::-1] if operand not in visited]
     return list(order)

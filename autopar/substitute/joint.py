@@ -28,6 +28,9 @@ from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.terms import Apply, Rule
 
+PATIENCE = 2000
+"""How many substitutions are tried without a gain before the search of a region ends."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -98,7 +101,7 @@ class _Search:
         for number, twins in enumerate(self.regions):
             seconds = max(0.0, deadline - time.monotonic()) / (len(self.regions) - number)
             backtracking = Backtracking(self.matchers, self.pricer, self.alpha)
-            found.append(backtracking.run(self._values(twins), seconds))
+            found.append(backtracking.run(self._values(twins), seconds, patience=PATIENCE))
         return found
 
     def _values(self, twins: Twins) -> Values:

@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from autopar.ir.graph import Graph, Node, Ref, Scope, common_scope, map_references
-from autopar.substitute.defined import Definition, Values, reached
+from autopar.substitute.defined import Definition, Values
 from autopar.substitute.fitting import dim_of, pair
 
 PARTS = ("first", "second")
@@ -30,15 +30,22 @@ class Part(NamedTuple):
 
 
 class Lowering:
-    """The ATen nodes that compute the values of interest, in order."""
+    """The ATen nodes that compute the values of interest.
 
-    def __init__(self, values: Values) -> None:
-        self.values = values
+    placed: new nodes get the scope and source line of what they serve, which a price does not need.
+    """
+
+    def __init__(self, values: Values, placed: bool = True) -> None:
+        self.values, self.placed = values, placed
         self.needed = self._needed()
 
     def _needed(self) -> list[str]:
         """Values that some node must make: those that given nodes read, and those that the new ones do."""
-        return reached(self.values.ends, self._reads, self.values.definitions)
+        values, wanted = self.values, set(self.values.ends)
+        for name in reversed(values.live):
+            if name in wanted and name in values.definitions:
+                wanted.update(self._reads(name))
+        return [name for name in values.live if name in wanted]
 
     def _stays(self, name: str) -> bool:
         """Whether the node of the given graph makes the value."""
@@ -87,13 +94,13 @@ class Lowering:
         users = self.values.readers.get(name, ())
         return name not in self.values.ends and all(definitions[user].op in PARTS for user in users)
 
-    @cached_property
-    def nodes(self) -> list[Node]:
-        """The nodes, in order."""
-        return _ordered(list(self._made()), self._places())
+    def ordered(self) -> list[Node]:
+        """The nodes in an order of computation."""
+        return _ordered(list(self.nodes()), self._places())
 
-    def _made(self) -> Iterable[Node]:
-        given: dict[str, set[str]] = {}
+    def nodes(self) -> Iterable[Node]:
+        """The nodes, in any order."""
+        given: dict[str, tuple[Node, set[str]]] = {}
         cuts: dict[tuple[str, int], list[tuple[Part, str]]] = {}
         for name in self.needed:
             made = self.values.definitions.get(name)
@@ -101,13 +108,13 @@ class Lowering:
                 continue
             if self._stays(name):
                 assert made.node is not None
-                given.setdefault(made.node.name, set()).add(name)
+                given.setdefault(made.node.name, (made.node, set()))[1].add(name)
             elif made.op in PARTS:
                 part = self.part(name)
                 cuts.setdefault((part.base, part.dim), []).append((part, name))
             else:
                 yield self._node(name, made)
-        yield from (self._given(node, given[node.name]) for node in self.values.graph.nodes if node.name in given)
+        yield from (self._given(node, results) for node, results in given.values())
         for found in cuts.values():
             yield from self._cut(sorted(found))
 
@@ -181,6 +188,8 @@ class Lowering:
         return found
 
     def _origin(self, names: Iterable[str]) -> tuple[Scope, str]:
+        if not self.placed:
+            return Scope(()), ""
         served = [self._serves[name] for name in names]
         scopes = [scope for _, scopes, _ in served for scope in scopes]
         return common_scope(scopes), min(served)[2]
@@ -192,7 +201,7 @@ class Lowering:
 
 def lowered(values: Values) -> Graph:
     """The graph of the values, without identity nodes. Tensors that rules made are named after those they serve."""
-    nodes = Lowering(values).nodes
+    nodes = Lowering(values).ordered()
     graph = values.graph
     names = _names(values, nodes)
     made = {name for node in nodes for name in node.results}

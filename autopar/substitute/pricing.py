@@ -33,7 +33,7 @@ class Pricer:
 
     def __call__(self, values: Values) -> int:
         """Nanoseconds of a step of what the values are computed with."""
-        nodes = Lowering(values).nodes
+        nodes = list(Lowering(values, placed=False).nodes())
         reads = Counter(name for node in nodes for name in node.operands)
         reads.update(values.ends)
         free = self._rearranged(values, nodes, reads)
@@ -43,12 +43,18 @@ class Pricer:
     def _rearranged(self, values: Values, nodes: list[Node], reads: Counter[str]) -> set[str]:
         """Nodes that move elements of parameters alone, which nothing else reads."""
         stored = {s.tensor for s in values.graph.stored if s.kind == "parameter" or not self.trains}
-        free = set()
-        for node in nodes:
-            if node.op in REARRANGING and all(name in stored and reads[name] == 1 for name in node.operands):
-                free.add(node.name)
-                stored.update(node.results)
-        return free
+        moving = [node for node in nodes if node.op in REARRANGING]
+        free: set[str] = set()
+        while True:
+            found = [
+                node
+                for node in moving
+                if node.name not in free and all(name in stored and reads[name] == 1 for name in node.operands)
+            ]
+            if not found:
+                return free
+            free.update(node.name for node in found)
+            stored.update(name for node in found for name in node.results)
 
     def _sums_ns(self, values: Values, reads: Counter[str]) -> int:
         """Time to add up the gradients of what several nodes read."""

@@ -111,7 +111,7 @@ def _worst(errors: Mapping[str, float]) -> tuple[float, str]:
 
 def _gradient_errors(expected: Tensors, found: Tensors) -> dict[str, float]:
     """A gradient that only one side has counts as zero on the other."""
-    total = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    total = sum((gradient.norm() ** 2 for gradient in expected.values()), torch.zeros(())).sqrt()
     errors = {}
     for name in {*expected, *found}:
         one, other = expected.get(name), found.get(name)
