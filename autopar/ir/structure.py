@@ -43,13 +43,50 @@ def is_random(node: Node) -> bool:
 
 
 def constant_tensors(graph: Graph) -> set[str]:
-    """Tensors that depend on no input, no parameter, no mutated buffer and no chance: the same at every step."""
-    variable = set(graph.inputs) | {s.tensor for s in graph.stored if s.kind == "parameter"}
-    variable |= {s.tensor for s in graph.stored if s.name in graph.mutations}
-    for node in graph.nodes:
-        if is_random(node) or any(name in variable for name in node.operands):
-            variable.update(node.results)
+    """Tensors that depend on no input, no mutated buffer and no chance: the same at every step.
+
+    In training on no parameter either. In inference what is made of parameters is constant where it is no larger than
+    they are together: a merged low-rank adapter is, a decompressed weight is not.
+    """
+    parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
+    variable = {*graph.inputs, *(s.tensor for s in graph.stored if s.name in graph.mutations)}
+    variable = _dependent(graph, variable if graph.inference else variable | parameters)
+    if graph.inference:
+        made = _dependent(graph, parameters) - parameters - variable
+        variable |= _too_large(graph, made, variable)
     return set(graph.tensors) - variable
+
+
+def _dependent(graph: Graph, sources: set[str]) -> set[str]:
+    """The tensors, and all that is made of them or by chance."""
+    found = set(sources)
+    for node in graph.nodes:
+        if is_random(node) or any(name in found for name in node.operands):
+            found.update(node.results)
+    return found
+
+
+def _too_large(graph: Graph, made: set[str], variable: set[str]) -> set[str]:
+    """Of what is made of parameters, that which a step reads and that is larger than all that it is made of."""
+    sources: dict[str, frozenset[str]] = {item.tensor: frozenset((item.tensor,)) for item in graph.stored}
+    for node in graph.nodes:
+        of_node = frozenset().union(*(sources.get(name, frozenset()) for name in node.operands))
+        sources.update(dict.fromkeys(node.results, of_node))
+    large: set[str] = set()
+    for node in reversed(graph.nodes):
+        if made.isdisjoint(node.results):
+            continue
+        read = [name for name in node.results if _is_read(graph, name, variable | large)]
+        num_bytes = sum(graph.tensors[name].num_bytes for name in read)
+        if num_bytes > sum(graph.tensors[name].num_bytes for name in sources[node.results[0]]):
+            large.update(node.results)
+    return large
+
+
+def _is_read(graph: Graph, name: str, variable: set[str]) -> bool:
+    """Whether a step reads a tensor, or gives it back."""
+    readers = (node for node, _ in graph.consumers[name])
+    return name in graph.outputs or any(not variable.isdisjoint(node.results) for node in readers)
 
 
 def is_cut(plan: PlanData, placement: Placement) -> bool:
