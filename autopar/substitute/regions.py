@@ -6,6 +6,7 @@ that whatever happens inside closes no cycle. What is found for one region serve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,8 @@ from itertools import groupby
 
 from autopar.ir.graph import Graph, Node
 
+FEWEST_NODES = 8
+"""Smaller repeated blocks, such as the layers of a list, are no regions of their own but belong to what is around."""
 SIGN = "~"
 """What parts a value's name from the number of a value that a rule made for it."""
 
@@ -73,7 +76,8 @@ def find_regions(graph: Graph, paths: Sequence[Sequence[str]], representatives: 
 
     paths: of equal blocks. representatives: for a node of a block, that of the first equal block.
     """
-    blocks = {path for group in paths if len(group) > 1 for path in group}
+    sizes = Counter(path for node in graph.nodes for path, _ in node.scope.path)
+    blocks = {path for group in paths if len(group) > 1 for path in group if sizes[path] >= FEWEST_NODES}
     found: dict[tuple[str, ...], list[Region]] = {}
     place = [next((path for path, _ in node.scope.path if path in blocks), "") for node in graph.nodes]
     for path, run in groupby(range(len(place)), key=place.__getitem__):

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
+from autopar.substitute import load_rules, substituted
+from autopar.trace import find_blocks
 
 
 class Found(NamedTuple):
@@ -30,8 +32,11 @@ def search(graph: Graph, profile: Profile, seconds: float) -> Found:
 
     Predicted is the forward pass, and, where something is differentiable, the backward pass.
     """
-    from autopar.substitute import substituted
-
-    found = substituted(graph, profile, seconds)
-    applied = tuple(str(rule) for rule in found.applied)
-    return Found(found.graph, applied, found.before_ns, found.after_ns, found.seconds, found.stop)
+    blocks = find_blocks(graph)
+    trains = graph.training and any(tensor.differentiable for tensor in graph.tensors.values())
+    found = substituted(
+        graph, blocks.paths, blocks.node_representative, load_rules(), profile, trains=trains, seconds=seconds
+    )
+    best = found.best
+    applied = tuple(step.rule for step in best.steps)
+    return Found(best.graph, applied, found.before_ns, best.cost_ns, found.seconds, found.stop)
