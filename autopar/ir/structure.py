@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.mesh import MICROBATCH
@@ -45,48 +45,46 @@ def is_random(node: Node) -> bool:
 def constant_tensors(graph: Graph) -> set[str]:
     """Tensors that depend on no input, no mutated buffer and no chance: the same at every step.
 
-    In training on no parameter either. In inference what is made of parameters is constant where it is no larger than
-    they are together: a merged low-rank adapter is, a decompressed weight is not.
+    In training on no parameter either; in inference as `made_once` says.
     """
     parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
-    variable = {*graph.inputs, *(s.tensor for s in graph.stored if s.name in graph.mutations)}
-    variable = _dependent(graph, variable if graph.inference else variable | parameters)
-    if graph.inference:
-        made = _dependent(graph, parameters) - parameters - variable
-        variable |= _too_large(graph, made, variable)
-    return set(graph.tensors) - variable
+    given = {s.tensor for s in graph.stored if s.name not in graph.mutations} - parameters
+    known = given | parameters if graph.inference else given
+    ends = {*graph.outputs, *graph.mutations.values()}
+    return given | made_once(graph.nodes, known, parameters, lambda name: graph.tensors[name].num_bytes, ends)
 
 
-def _dependent(graph: Graph, sources: set[str]) -> set[str]:
-    """The tensors, and all that is made of them or by chance."""
-    found = set(sources)
-    for node in graph.nodes:
-        if is_random(node) or any(name in found for name in node.operands):
+def made_once(
+    nodes: Sequence[Node], given: set[str], parameters: set[str], num_bytes: Callable[[str], int], ends: Iterable[str]
+) -> set[str]:
+    """What nodes make of given tensors alone, in inference parameters too, but for what is not worth to be kept.
+
+    What a step reads is kept where it is no larger than the parameters that it is made of, or made of none: a merged
+    low-rank adapter is, a decompressed weight is made anew each time. ends: what is read beside the nodes' reading.
+    """
+    sources = {name: frozenset((name,)) & parameters for name in given}
+    for node in nodes:
+        if not is_random(node) and all(name in sources for name in node.operands):
+            of_node = frozenset[str]().union(*(sources[name] for name in node.operands))
+            sources.update(dict.fromkeys(node.results, of_node))
+    read, found = set(ends), set[str]()
+    for node in reversed(nodes):
+        made_of = sources.get(node.results[0]) if node.results else None
+        kept = sum(num_bytes(name) for name in node.results if name in read)
+        if made_of is not None and (not made_of or kept <= sum(map(num_bytes, made_of))):
             found.update(node.results)
-    return found
+        else:
+            read.update(node.operands)
+    return _closed(nodes, given, found)
 
 
-def _too_large(graph: Graph, made: set[str], variable: set[str]) -> set[str]:
-    """Of what is made of parameters, that which a step reads and that is larger than all that it is made of."""
-    sources: dict[str, frozenset[str]] = {item.tensor: frozenset((item.tensor,)) for item in graph.stored}
-    for node in graph.nodes:
-        of_node = frozenset().union(*(sources.get(name, frozenset()) for name in node.operands))
-        sources.update(dict.fromkeys(node.results, of_node))
-    large: set[str] = set()
-    for node in reversed(graph.nodes):
-        if made.isdisjoint(node.results):
-            continue
-        read = [name for name in node.results if _is_read(graph, name, variable | large)]
-        num_bytes = sum(graph.tensors[name].num_bytes for name in read)
-        if num_bytes > sum(graph.tensors[name].num_bytes for name in sources[node.results[0]]):
-            large.update(node.results)
-    return large
-
-
-def _is_read(graph: Graph, name: str, variable: set[str]) -> bool:
-    """Whether a step reads a tensor, or gives it back."""
-    readers = (node for node, _ in graph.consumers[name])
-    return name in graph.outputs or any(not variable.isdisjoint(node.results) for node in readers)
+def _closed(nodes: Sequence[Node], given: set[str], found: set[str]) -> set[str]:
+    """Without what is made of something that is not kept."""
+    known = set(given)
+    for node in nodes:
+        if found.issuperset(node.results) and known.issuperset(node.operands):
+            known.update(node.results)
+    return found & known
 
 
 def is_cut(plan: PlanData, placement: Placement) -> bool:
