@@ -54,6 +54,18 @@ def constant_tensors(graph: Graph) -> set[str]:
     return given | made_once(graph.nodes, known, parameters, lambda name: graph.tensors[name].num_bytes, ends)
 
 
+def folded_tensors(graph: Graph) -> set[str]:
+    """Those that in inference are made of parameters: when these are loaded, and never by a step after that."""
+    if not graph.inference:
+        return set()
+    parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
+    constant, found = constant_tensors(graph), set(parameters)
+    for node in graph.nodes:
+        if constant.issuperset(node.results) and not found.isdisjoint(node.operands):
+            found.update(node.results)
+    return found - parameters
+
+
 def made_once(
     nodes: Sequence[Node], given: set[str], parameters: set[str], num_bytes: Callable[[str], int], ends: Iterable[str]
 ) -> set[str]:

@@ -3,6 +3,7 @@ are loaded anew."""
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -114,9 +115,18 @@ def forward_twice(rank: int, world: int, source: str, states: list[Tensors], bat
             built(**batch)
             rt.load_checkpoint(folder, built)
         found += [built(**batch), built(**batch)]
+    with rt.count_bytes() as counted:
+        built(**batch)
     with torch.no_grad():
         dict(built.named_parameters())["layers.0.mlp.up.up.weight"].mul_(2)
-    return [*found, built(**batch)], built.full_state_dict()
+    return [*found, built(**batch)], built.full_state_dict(), _by_collective(counted)
+
+
+def _by_collective(counted: Any) -> dict[str, int]:
+    sent = Counter[str]()
+    for (collective, _), size in counted.items():
+        sent[collective] += size
+    return dict(sent)
 
 
 @pytest.mark.ranks
@@ -129,11 +139,13 @@ def test_what_is_loaded_anew_is_computed_anew(choices: dict[str, Any], tmp_path:
     last = {**states[-1], "layers.0.mlp.up.up.weight": states[-1]["layers.0.mlp.up.up.weight"] * 2}
     expected.append(with_state(model, last, batch))
     assert any("S" in str(item.placement) for item in planned.plan.storage.values()) == (choices != {"dp": 1})
-    for found, state in pool(planned.plan.mesh.num_devices).run(
+    predicted = {kind: size for kind, size in planned.plan.predicted.comm_bytes.items() if size}
+    for found, state, sent in pool(planned.plan.mesh.num_devices).run(
         forward_twice, planned.source, states, batch, str(tmp_path)
     ):
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(state, last)
+        assert sent == predicted, "of a step that finds it in place"
 
 
 class Compressed(nn.Module):
