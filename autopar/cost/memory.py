@@ -130,11 +130,16 @@ def storage_root(tensor: str, graph: Graph) -> str:
 
 
 class Extra(NamedTuple):
-    """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`."""
+    """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`.
+
+    is_number: a plain number that torch has made a tensor of. Hooks on saved tensors are not called for it
+    (torch/csrc/autograd/saved_variable.cpp), so that it stays where everything else is computed again.
+    """
 
     like: str
     dims: tuple[int, ...]
     itemsize: int
+    is_number: bool = False
 
     def num_bytes(self, shape: Shape) -> int:
         """Its bytes when `like` has the given (local) shape."""
@@ -245,6 +250,19 @@ def _quotient(node: Node, graph: Graph) -> list[Saved]:
         return []
     left, right = node.operands
     return [left, right] if _differentiable(right, graph) else [right]
+
+
+def _with_number(rule: SaveRule) -> SaveRule:
+    """The rule, and a plain number as second factor: torch makes a tensor of it, on the CPU, in the number's own dtype
+    (float64, int64 or bool), which the gradient of the first factor keeps. Scalar overloads keep no tensor."""
+
+    def kept(node: Node, graph: Graph) -> list[Saved]:
+        number = node.args[1] if node.op.endswith(".Tensor") and len(node.args) > 1 else None
+        if not isinstance(number, (bool, int, float)):
+            return rule(node, graph)
+        return [*rule(node, graph), Extra(node.operands[0], (), 1 if isinstance(number, bool) else 8, is_number=True)]
+
+    return kept
 
 
 def _indices(node: Node, graph: Graph) -> list[Saved]:
@@ -367,4 +385,8 @@ SAVED: dict[str, SaveRule] = {
     **_rows("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _pooled),
 }
 
-SAVED_ON_CPU: dict[str, SaveRule] = {"rms_norm": _composed_rms_norm}
+SAVED_ON_CPU: dict[str, SaveRule] = {
+    "rms_norm": _composed_rms_norm,
+    "mul": _with_number(_others),
+    "div": _with_number(_quotient),
+}

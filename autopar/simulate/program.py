@@ -126,6 +126,7 @@ class Item:
     workspace: tuple[int, int] = (0, 0)  # bytes taken for a while, forward and backward
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
+    number_bytes: int = 0  # of plain numbers that are saved, which stay even where all else is computed again
     unit: int = 0
     region: int = -1  # what the backward pass runs again together, −1 for nothing
     runs_backward: bool = False
@@ -574,7 +575,7 @@ class _Lowering:
             self._result(name, placement, maker, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        saved, extra = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0)
+        saved, extra, numbers = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0, 0)
         price = self._operator_price(node, placements, inputs, outputs)
         program.items.append(
             Item(
@@ -591,6 +592,7 @@ class _Lowering:
                 inner_backward=price.inner_backward,
                 saved=saved,
                 extra_bytes=extra,
+                number_bytes=numbers,
                 unit=unit,
             )
         )
@@ -666,16 +668,18 @@ class _Lowering:
 
     def _saved(
         self, node: Node, facts: NodeFacts, inputs: list[int], outputs: list[int]
-    ) -> tuple[tuple[int, ...], int]:
-        """The storages that autograd keeps alive for this operator, and further bytes."""
+    ) -> tuple[tuple[int, ...], int, int]:
+        """The storages that autograd keeps alive for this operator, further bytes, and those of numbers."""
         values = dict(zip((*node.operands, *node.results), (*inputs, *outputs), strict=True))
-        storages, extra = [], 0
+        storages, extra, numbers = [], 0, 0
         for kept in facts.saved:
-            if isinstance(kept, Extra):
-                extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
-            else:
+            if not isinstance(kept, Extra):
                 storages.append(self.program.values[values[kept]].storage)
-        return tuple(dict.fromkeys(storages)), extra
+            elif kept.is_number:
+                numbers += kept.itemsize
+            else:
+                extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
+        return tuple(dict.fromkeys(storages)), extra, numbers
 
     # Branches ----------------------------------------
 
