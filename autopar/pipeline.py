@@ -1,10 +1,11 @@
-"""The ordered pass list: trace → intra-op ILP with ZeRO storage → simulate → emit, the verifier between passes.
+"""The ordered pass list: trace → substitute → intra-op ILP with ZeRO storage, stages → simulate → emit, verified.
 
-Each candidate (one for each logical shape of the mesh) is scored by the one simulator; the fastest that fits wins.
+Each candidate (a graph, a logical mesh, stages) is scored by the one simulator; the fastest that fits wins.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,13 +24,23 @@ from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import Place, Request, SearchBudget, best_plan, branched, divided, fit_or_refuse_over
+from autopar.planning import (
+    Place,
+    Request,
+    SearchBudget,
+    best_plan,
+    branched,
+    divided,
+    fit_or_refuse_over,
+    pinned_tensors,
+)
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
 from autopar.shares import SharedBatch, best_mixed_plan
 from autopar.simulate import Timeline, simulate
 from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
+from autopar.substitute import Candidate, load_rules, replayed, substituted
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages
@@ -66,11 +77,46 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
-        plan = planned(graph, request, progress)
+        graph, plan = planned_jointly(graph, request, progress)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
+    else:
+        graph = graph_of(plan, graph)
     verifier.verify(graph, plan, admits)
     return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
+
+
+def planned_jointly(graph: Graph, request: Request, progress: Report | None = None) -> tuple[Graph, Plan]:
+    """The fastest plan that fits over the graphs that substitutions make of a traced model, with the graph it is for.
+
+    The graph as it is is planned first. Raises like `parallelize`.
+    """
+    best = graph, planned(graph, request, progress)
+    for candidate in _candidates(graph, request):
+        with contextlib.suppress(InfeasibleError):
+            plan = replace(planned(candidate.graph, request, progress), substitutions=candidate.steps)
+            best = min(best, (candidate.graph, plan), key=lambda found: found[1].predicted.step_time_ns)
+    return best
+
+
+def _candidates(graph: Graph, request: Request) -> list[Candidate]:
+    """The graphs that substitutions lead to. What constraints speak of stays as it is."""
+    if not request.budget.substitutions:
+        return []
+    blocks, profile = find_blocks(graph), load_profile(request.mesh.groups[0].profile)
+    found = substituted(
+        graph, blocks.paths, blocks.node_representative, load_rules(), profile, trains=request.mode == "train",
+        seconds=request.budget.seconds / 2, pinned=pinned_tensors(graph, request.constraints),
+    )  # fmt: skip
+    return [candidate for candidate in found.candidates if candidate.steps]
+
+
+def graph_of(plan: Plan, graph: Graph) -> Graph:
+    """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
+    if not plan.substitutions:
+        return graph
+    blocks = find_blocks(graph)
+    return replayed(graph, blocks.paths, blocks.node_representative, plan.substitutions, load_rules())
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -166,14 +212,15 @@ def _fitted(place: Place) -> Plan:
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
-    verifier.verify(_trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)), plan, admits)
+    graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
+    verifier.verify(graph_of(plan, graph), plan, admits)
 
 
 def timeline_of(
     plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
 ) -> Timeline:
     """The simulated step of a plan that was read from a file. Raises like `verify`."""
-    graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
+    graph = graph_of(plan, _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)))
     verifier.verify(graph, plan, admits)
     return simulated_step(graph, plan)
 

@@ -54,12 +54,14 @@ class SearchBudget:
 
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
     stages: plans of several pipeline stages are looked for, too; if not, only where constraints pin their number.
+    substitutions: equal graphs are looked for and planned as well, and the fastest plan of all wins.
     """
 
     seconds: float = 20.0
     seed: int = 0
     gap: float = 0.002
     stages: bool = True
+    substitutions: bool = False
 
 
 @dataclass(frozen=True)
@@ -239,6 +241,16 @@ def _is_pinned(graph: Graph, node: Node, rules: Sequence[Constraint]) -> bool:
     read = [graph.stored_by_tensor[name].name if name in graph.stored_by_tensor else name for name in node.operands]
     names = (node.scope.module, node.name, *node.results, *read)
     return any(rule.allow and not rule.soft and rule.matches(*names) for rule in rules)
+
+
+def pinned_tensors(graph: Graph, rules: Sequence[Constraint]) -> set[str]:
+    """Tensors whose placement some constraint speaks of, and what the operators read that it speaks of."""
+    speaking = [rule for rule in rules if rule.allow or rule.zero is not None]
+    found = {item.tensor for item in graph.stored if any(rule.matches(item.name) for rule in speaking)}
+    for node in graph.nodes:
+        if any(rule.matches(node.scope.module, node.name, *node.results) for rule in speaking):
+            found.update((*node.results, *node.operands))
+    return found
 
 
 def _recomputable(graph: Graph, blocks: Blocks, request: Request) -> Recomputable:

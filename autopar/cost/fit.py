@@ -181,7 +181,7 @@ def _samples(points: Points, side: str, is_matrix: bool, call_ns: int, engine: i
     found: Samples = []
     for point in points:
         work = (forward_work if side == "forward" else backward_work)(_call(point))
-        kernels = max(1, work.kernels) if is_matrix and side == "backward" and point["family"] != "attention" else 1
+        kernels = work.products if is_matrix and side == "backward" and point["family"] != "attention" else 1
         total = point[f"{side}_ns"] - engine
         left = max(total - call_ns, LEAST_SHARE * total, 1.0)
         found.append(((work.flops if is_matrix else work.num_bytes) / kernels, left / kernels))

@@ -40,11 +40,20 @@ def _num_bytes(shapes: tuple[Shape, ...], itemsizes: tuple[int, ...]) -> list[in
 
 
 class Work(NamedTuple):
-    """FLOPs and bytes (read plus written) of one direction, and how many kernels it launches."""
+    """FLOPs and bytes (read plus written) of one direction, and how many kernels it launches.
+
+    summed: bytes that each of the kernels reads that only add up rows, such as a bias's gradient; not in `num_bytes`.
+    """
 
     flops: int
     num_bytes: int
     kernels: int
+    summed: tuple[int, ...] = ()
+
+    @property
+    def products(self) -> int:
+        """The kernels among which the FLOPs are divided."""
+        return max(1, self.kernels - len(self.summed))
 
 
 NO_WORK = Work(0, 0, 0)
@@ -143,8 +152,8 @@ def _matrix_gradient(call: Call) -> Work:
     wanted = [shape for shape, flag in zip(call.operand_shapes, call.differentiable, strict=True) if flag]
     matrices = sum(not _is_bias(call, shape) for shape in wanted)
     biases = len(wanted) - matrices
-    moved = matrices * _all_bytes(call) + biases * call.result_bytes
-    return Work(matrices * forward_flops(call), moved, len(wanted))
+    summed = (call.result_bytes,) * biases
+    return Work(matrices * forward_flops(call), matrices * _all_bytes(call), len(wanted), summed)
 
 
 def _is_bias(call: Call, shape: Shape) -> bool:

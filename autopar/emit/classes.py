@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from autopar.emit.calls import CallWriter, local_lengths, rank_length
 from autopar.emit.literals import constant_text
 from autopar.emit.names import Names
+from autopar.emit.packed import pieces_text
 from autopar.emit.tree import Region
 from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Stored, Tensor
@@ -108,6 +109,7 @@ class ClassWriter:
             parts.append("reduce_each_microbatch=True")
         if not stored.requires_grad:
             parts.append("requires_grad=False")
+        parts += pieces_text(self.graph, stored)
         return f"rt.Parameter({', '.join(parts)}{compute})"
 
     def compute(self, name: str) -> str:

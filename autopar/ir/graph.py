@@ -74,6 +74,28 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class Piece:
+    """A slice of one of the model's parameters: `length` elements along `dim` from `start` on.
+
+    length: None for all of it. transposed: of a matrix, after slicing.
+    """
+
+    name: str
+    dim: int = 0
+    start: int = 0
+    length: int | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Packing:
+    """How a stored parameter is made of the model's: its pieces, one after the other along `dim`."""
+
+    dim: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
 class Scope:
     """The module call that a node ran in: dotted path ("" is the root) and class name, outermost first."""
 
@@ -141,6 +163,10 @@ class Graph:
     #: of one microbatch's graph: the shapes of what is made for the whole step and read in slices
     whole_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
+    #: stored parameters that are made of slices of the model's, by `Stored.name` (`ir.packed`)
+    packed: Mapping[str, Packing] = field(default_factory=dict)
+    #: of the parameters that they are made of: name in the model, shape, dtype that is kept, and whether it is trained
+    unpacked: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def returned(self) -> tuple[str, ...]:
@@ -186,6 +212,8 @@ class Graph:
         digest.update(repr((self.inputs, self.outputs, self.loss)).encode())
         if self.kept_dtypes:
             digest.update(repr(sorted(self.kept_dtypes.items())).encode())
+        if self.packed:
+            digest.update(repr((sorted(self.packed.items()), sorted(self.unpacked.items()))).encode())
         return digest.hexdigest()[:16]
 
     @cached_property

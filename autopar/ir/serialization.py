@@ -29,6 +29,7 @@ from autopar.ir.plan import (
     SearchReport,
     Stage,
     Storage,
+    Substitution,
 )
 from autopar.ir.redistribution import Step
 
@@ -63,7 +64,12 @@ def to_json(plan: Plan) -> str:
         for c in plan.choices
     ]
     data["blocks"] = [list(paths) for paths in plan.blocks]
+    data["substitutions"] = [_substitution_to_json(step) for step in plan.substitutions]
     return json.dumps(data, indent=1) + "\n"
+
+
+def _substitution_to_json(step: Substitution) -> dict[str, Any]:
+    return {**asdict(step), "modules": list(step.modules), "roots": list(step.roots), "binding": dict(step.binding)}
 
 
 def _placed_to_json(placed: Plan | Stage) -> dict[str, Any]:
@@ -131,6 +137,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         scopes=data["scopes"],
         choices=tuple(map(_choice, data["choices"])),
         blocks=tuple(tuple(paths) for paths in data["blocks"]),
+        substitutions=tuple(map(_substitution, data.get("substitutions", ()))),
     )
 
 
@@ -162,6 +169,10 @@ def _step(row: list[Any]) -> Step:
 def _choice(row: list[Any]) -> Choice:
     name, kind, count, chosen, cost_ns, num_options, alternatives = row
     return Choice(name, kind, count, chosen, cost_ns, num_options, tuple(Alternative(*item) for item in alternatives))
+
+
+def _substitution(row: dict[str, Any]) -> Substitution:
+    return Substitution(**{**row, "modules": tuple(row["modules"]), "roots": tuple(row["roots"])})
 
 
 def _prediction(data: dict[str, Any]) -> Prediction:

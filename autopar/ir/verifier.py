@@ -9,7 +9,8 @@ A plan is well typed when
   6. what is recomputed are modules that run, none inside of another;
   7. axes with shares cut activations alone, in whole parts (`shares.check_shares`);
   8. branches run at one coordinate of an axis, and may (`branches.check_forks`);
-  9. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`).
+  9. of several stages, each is well typed, and receives what it reads as it was sent (`stages.check_stages`);
+  10. each element of the model's parameters is stored in one place (`packed.check_packing`).
 Together with the rules' own proofs this makes the emitted program equal to the model.
 """
 
@@ -25,6 +26,7 @@ from autopar.ir.branches import branch_rule, check_forks, check_inner_conversion
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH as MICROBATCH
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.packed import check_packing
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
 from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
 from autopar.ir.redistribution import apply, is_legal
@@ -40,6 +42,7 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
     `admits(graph, node, operands, results, axes)` says why a node must not run so, or None (`ops.admits`).
     """
     _check_identity(graph, plan)
+    check_packing(graph)
     _check_recompute(graph, plan)
     check_axes_with_shares(plan)
     if plan.stages:

@@ -1,8 +1,8 @@
 """Checkpoints that any plan of the same model reads, on any number of ranks, and that are written whole or not at all.
 
 A checkpoint is a folder of `torch.distributed.checkpoint` under `folder`: each rank writes its shards under the
-single-device names, so what reads them need not be cut alike. It is written as `step_00000012.part` and renamed once
-every rank is done; a run that dies meanwhile leaves the one before as the last.
+single-device names, so what reads them need neither be cut alike nor pack its parameters alike. It is written as
+`step_00000012.part` and renamed once every rank is done; a run that dies meanwhile leaves the one before as the last.
 
     model.*  parameters and persistent buffers · optimizer.*  as torch.distributed.checkpoint.state_dict names it
     progress  steps done, and where the stream of dropout masks stands · extra.*  whatever else has a state_dict
@@ -31,6 +31,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.saved import SavedState
+from autopar.runtime.slices import SlicesReader, SlicesWriter
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -51,12 +53,13 @@ def save_checkpoint(
     """
     folder = Path(folder)
     path, part = folder / f"step_{step:08d}", folder / f"step_{step:08d}.part"
-    state: dict[str, Any] = {"model": rank.state_dict(), "progress": _progress(step), **_extra(extra)}
+    saved = SavedState(rank.stored_parameters, rank.state_dict())
+    state: dict[str, Any] = {"model": saved.plain, "progress": _progress(step), **_extra(extra)}
     if optimizer is not None:
-        state["optimizer"] = _optimizer_state(rank, optimizer)
+        state["optimizer"] = saved.add_optimizer(_optimizer_state(rank, optimizer))
     _on_first(rank, lambda: _prepare(part))
     with _quiet():
-        save(state, checkpoint_id=part, no_dist=not _is_distributed(rank))
+        save(state, checkpoint_id=part, planner=SlicesWriter(saved.slices), no_dist=not _is_distributed(rank))
     _on_first(rank, lambda: _publish(part, path, keep))
     return path
 
@@ -71,17 +74,21 @@ def load_checkpoint(
     path = last_checkpoint(folder)
     if path is None:
         return 0
-    saved = FileSystemReader(path).read_metadata().state_dict_metadata
-    model, progress = rank.state_dict(), _progress(0)
-    _check(path, model, saved)
-    state: dict[str, Any] = {"model": model, "progress": progress, **_extra(extra)}
+    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    own, progress = SavedState(rank.stored_parameters, rank.state_dict()), _progress(0)
+    _check(path, own.shapes, found)
+    state: dict[str, Any] = {"model": own.plain, "progress": progress, **_extra(extra)}
+    held: dict[str, Any] = {}
     if optimizer is not None:
+        _check_optimizer(path, found)
         optimizer.zero_grad()  # torch makes the state that is to be loaded by a step without gradients
-        state["optimizer"] = _only_saved(get_optimizer_state_dict(rank, optimizer), saved, path)
+        held = get_optimizer_state_dict(rank, optimizer)
+        state["optimizer"] = own.only_saved(own.add_optimizer(held), found)
     with _quiet():
-        load(state, checkpoint_id=path, no_dist=not _is_distributed(rank))
+        load(state, checkpoint_id=path, planner=SlicesReader(own.slices), no_dist=not _is_distributed(rank))
     if optimizer is not None:
-        set_optimizer_state_dict(rank, optimizer, state["optimizer"], options=StateDictOptions(strict=False))
+        loaded = own.as_stored(held, state["optimizer"])
+        set_optimizer_state_dict(rank, optimizer, loaded, options=StateDictOptions(strict=False))
     step, seed, dropout_step = (int(value) for value in progress)
     randomness.restore_stream(seed, dropout_step)
     rank.forget_constants()
@@ -176,23 +183,20 @@ def _optimizer_state(rank: Rank, optimizer: Optimizer) -> dict[str, Any]:
     return state
 
 
-def _only_saved(state: dict[str, Any], saved: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Without the state of parameters that had none when it was saved, since no gradient had reached them."""
+def _check_optimizer(path: Path, saved: Mapping[str, Any]) -> None:
     if not any(key.startswith("optimizer.") for key in saved):
         raise ProgramError(f"expected a checkpoint with an optimizer's state, found none in {path}: load without")
-    kept = {name for name in state["state"] if any(key.startswith(f"optimizer.state.{name}.") for key in saved)}
-    return {**state, "state": {name: item for name, item in state["state"].items() if name in kept}}
 
 
-def _check(path: Path, model: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing = [name for name in model if f"model.{name}" not in saved]
-    shapes = [
-        f"{name}: expected {tuple(tensor.shape)}, found {tuple(saved[f'model.{name}'].size)}"
-        for name, tensor in model.items()
-        if name not in missing and tuple(tensor.shape) != tuple(saved[f"model.{name}"].size)
+def _check(path: Path, shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> None:
+    missing = [name for name in shapes if f"model.{name}" not in saved]
+    others = [
+        f"{name}: expected {shape}, found {tuple(saved[f'model.{name}'].size)}"
+        for name, shape in shapes.items()
+        if name not in missing and shape != tuple(saved[f"model.{name}"].size)
     ]
-    if missing or shapes:
+    if missing or others:
         raise ProgramError(
             f"the checkpoint {path} is of another model; it lacks: {', '.join(missing) or 'nothing'}; other shape: "
-            f"{'; '.join(shapes) or 'none'}. Give this program a folder of its own"
+            f"{'; '.join(others) or 'none'}. Give this program a folder of its own"
         )

@@ -19,6 +19,22 @@ from autopar.runtime.mesh import Axis, RankMesh
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """A slice of a parameter of the model, which has this shape: `length` elements along `dim` from `start` on.
+
+    name: as in the model, from the module that stores the piece on: "..q.weight" is that of a module beside it, as in
+    Python's relative imports. length: None for all of it. transposed: of a matrix, after slicing.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dim: int = 0
+    start: int = 0
+    length: int | None = None
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Parameter:
     """A parameter by global shape: where it is stored and in which placements it is used.
 
@@ -30,6 +46,8 @@ class Parameter:
     each; it implies `reduce_each_microbatch`.
     `compute`: the dtype of the used tensor, where it is not the stored one's. It is cast before it is converted; its
     gradients are cast back before they are added up, over microbatches and over ranks.
+    `pieces`: the slices of the model's parameters that it is made of, one after the other along `packed_dim`, where it
+    is none of the model's itself. State dicts have the model's names and shapes all the same.
     """
 
     shape: tuple[int, ...]
@@ -40,6 +58,8 @@ class Parameter:
     reduce_each_microbatch: bool = False
     requires_grad: bool = True
     compute: torch.dtype | None = None
+    pieces: tuple[Piece, ...] = ()
+    packed_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)

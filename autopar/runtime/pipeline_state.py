@@ -110,11 +110,6 @@ class PipelineState(State):
         super().__init__(parameters, buffers, tied, RankMesh((), None, device))
         self._parts, self._catalog, self._ties, self._world = parts, catalog, ties, world
 
-    @property
-    def names(self) -> set[str]:
-        """Everything that `load` takes, of all stages, tied names too."""
-        return {*self._catalog.declared, *self.tied}
-
     def sum_ties(self) -> None:
         """Sums the step's gradients of tied parameters over their stages."""
         for tie in self._ties:
@@ -140,7 +135,8 @@ class PipelineState(State):
         own = {name: grad for name, grad in grads.items() if grad is not None}
         everyone: list[list[str]] = comm.gather_objects(list(own), self._world)
         known = {name for names in everyone for name in names}
-        full = self._spread(own, [name for name in self._catalog.declared if name in known])
+        whole = self._spread(own, [name for name in self._catalog.declared if name in known])
+        full = self.packings.unpacked(whole)
         return full | {name: full[primary] for name, primary in self.tied.items() if primary in full}
 
     def _whole_of(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

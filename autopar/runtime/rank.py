@@ -16,6 +16,7 @@ from autopar.runtime.errors import ProgramError
 from autopar.runtime.inputs import join_outputs, split_inputs
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import RankMesh
+from autopar.runtime.stored import StoredParameter
 
 Microbatches = list[tuple[Tensor, ...]]
 """The local inputs of each microbatch."""
@@ -159,6 +160,11 @@ class Rank(nn.Module):
     def num_ranks(self) -> int:
         """Number of ranks that run the program."""
         return self._mesh.size
+
+    @property
+    def stored_parameters(self) -> dict[str, StoredParameter]:
+        """What this rank stores, by stored name, of which a packed one is none of the model's."""
+        return self._state.parameters
 
     @property
     def timeout_s(self) -> float | None:

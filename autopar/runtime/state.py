@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from autopar.runtime import comm
 from autopar.runtime.declare import Buffer, Parameter, Parameters
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import RankMesh
+from autopar.runtime.packed import Packings
 from autopar.runtime.placement import Type, local_shape, local_slices, parse_placement
 from autopar.runtime.stored import StoredParameter, local_part, unset_tensor, wrap
 
@@ -108,7 +110,8 @@ class State:
 
     def full(self, *, cpu_offload: bool) -> dict[str, Tensor]:
         """Whole tensors of parameters and persistent buffers, on every rank."""
-        full = self._whole_of({name: stored.tensor for name, stored in self._persistent().items()})
+        whole = self._whole_of({name: stored.tensor for name, stored in self._persistent().items()})
+        full = self.packings.unpacked(whole)
         if cpu_offload:
             full = {name: tensor.cpu() for name, tensor in full.items()}
         return full | {name: full[primary] for name, primary in self.tied.items()}
@@ -116,8 +119,14 @@ class State:
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients of the parameters that have one, on every rank."""
         grads = {name: stored.tensor.grad for name, stored in self.parameters.items()}
-        full = self._whole_of({name: grad for name, grad in grads.items() if grad is not None})
+        whole = self._whole_of({name: grad for name, grad in grads.items() if grad is not None})
+        full = self.packings.unpacked(whole)
         return full | {name: full[primary] for name, primary in self.tied.items() if primary in full}
+
+    @cached_property
+    def packings(self) -> Packings:
+        """Between stored names and the model's."""
+        return Packings(self._declared())
 
     def _persistent(self) -> dict[str, StoredParameter | StoredBuffer]:
         """What a state_dict holds."""
@@ -138,15 +147,16 @@ class State:
         self._check(found)
         targets = self._targets()
         for name, declared in self._declared().items():
-            if name in found:
-                whole = self._broadcast(found[name], declared) if broadcast else found[name]
+            if found.keys() >= set(self.packings.sources(name)):
+                whole = self.packings.packed(name, found)
+                whole = self._broadcast(whole, declared) if broadcast else whole
                 if name in targets:
                     _cut(whole, targets[name])
 
     @property
     def names(self) -> set[str]:
         """Everything that `load` takes, tied names too."""
-        return {*self.parameters, *self.buffers, *self.tied}
+        return {*self.packings.shapes, *self.tied}
 
     def check_set(self) -> None:
         """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
@@ -179,14 +189,15 @@ class State:
         return {name: stored.declared for name, stored in self._targets().items()}
 
     def _check(self, found: Mapping[str, Tensor]) -> None:
-        targets = self._declared()
-        optional = {name for name, item in targets.items() if isinstance(item, Buffer) and not item.persistent}
+        targets = self.packings.shapes
+        stored = self._declared().items()
+        optional = {name for name, item in stored if isinstance(item, Buffer) and not item.persistent}
         missing = sorted(set(targets) - set(found) - optional)
         unexpected = sorted(set(found) - set(targets))
         shapes = [
-            f"{name}: expected {tuple(declared.shape)}, found {tuple(found[name].shape)}"
-            for name, declared in targets.items()
-            if name in found and tuple(found[name].shape) != tuple(declared.shape)
+            f"{name}: expected {tuple(shape)}, found {tuple(found[name].shape)}"
+            for name, shape in targets.items()
+            if name in found and tuple(found[name].shape) != tuple(shape)
         ]
         if missing or unexpected or shapes:
             raise ProgramError(

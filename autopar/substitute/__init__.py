@@ -1,1 +1,12 @@
-"""Graph → equivalent Graphs: rules that are generated, proved and searched (TASO, OSDI'22 Unity)."""
+"""Graph → equivalent Graphs: rules that are generated, proved and searched (TASO, OSDI'22 Unity).
+
+lift (ATen operators as terms of an algebra) → match and rewrite (rules of `rules.json`, cost-based backtracking, each
+distinct block once) → lower (ATen operators again) → packed (what only moves parameters is how they are stored)
+"""
+
+from autopar.substitute.joint import Candidate, Substituted, substituted
+from autopar.substitute.packing import packed
+from autopar.substitute.replay import replayed
+from autopar.substitute.rulefile import load_rules
+
+__all__ = ["Candidate", "Substituted", "load_rules", "packed", "replayed", "substituted"]

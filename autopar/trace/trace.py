@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from autopar.ir.graph import Graph
+from autopar.ir.sharing import share
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.export import bind_inputs, export
@@ -22,7 +23,6 @@ from autopar.trace.numbering import number
 from autopar.trace.precision import cast_copy, cast_inputs, with_kept_dtypes
 from autopar.trace.repeats import FEWEST
 from autopar.trace.routing import fuse_routing
-from autopar.trace.share import share
 
 
 def trace(

@@ -45,3 +45,11 @@ def _with_shared(node: Node, renamed: dict[str, str]) -> Node:
 
     kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
     return replace(node, args=map_references(node.args, new), kwargs=kwargs)
+
+
+def unshared(graph: Graph) -> Graph:
+    """The graph without identity nodes: what `share` was given."""
+    source = {node.results[0]: node.operands[0] for node in graph.nodes if node.op == IDENTITY}
+    nodes = [_with_shared(node, source) for node in graph.nodes if node.op != IDENTITY]
+    tensors = {name: tensor for name, tensor in graph.tensors.items() if name not in source}
+    return replace(graph, nodes=tuple(nodes), tensors=tensors)

@@ -1,0 +1,157 @@
+"""Cost-based backtracking over substitutions (Jia et al., TASO, 2019).
+
+The cheapest graph not yet looked at is rewritten by every rule wherever it applies; what costs more than α times the
+best is dropped. A graph that is better than all before is looked at at once; the rest of the one that it came from
+waits. A graph is met once, however it was reached: `key` hashes what its outputs are computed from.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autopar.substitute.defined import OPAQUE, Definition, Values
+from autopar.substitute.lowering import PARTS
+from autopar.substitute.matching import Match, Matcher
+from autopar.substitute.rewriting import rewritten
+
+ALPHA = 1.05
+"""How much more than the best a graph may cost to be looked at: TASO's value."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A graph, the substitutions that lead to it, each with what it gained then, and its cost (ns)."""
+
+    values: Values
+    matches: tuple[Match, ...]
+    gains_ns: tuple[int, ...]
+    cost_ns: int
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The graphs found, cheapest first; the first one is best. `stop`: why the search ended. `seen`: graphs met."""
+
+    found: tuple[Found, ...]
+    stop: str
+    seen: int
+    seconds: float
+
+
+class _Limits(NamedTuple):
+    """When a search ends before it has looked at every graph within the threshold."""
+
+    begin: float
+    seconds: float
+    most: int
+    patience: int
+
+    def reached(self, seen: int, since: int) -> str:
+        """Which limit is reached; "" if none is. since: substitutions tried since the best graph."""
+        if time.monotonic() - self.begin > self.seconds:
+            return f"the time limit of {self.seconds:.3g} s"
+        if seen >= self.most:
+            return f"the limit of {self.most} graphs"
+        return f"no gain in {self.patience} substitutions" if since >= self.patience else ""
+
+
+class Backtracking:
+    """The search over graphs that rules lead to."""
+
+    def __init__(
+        self, matchers: Sequence[Matcher], cost: Callable[[Values], int], alpha: float = ALPHA, kept: int = 4
+    ) -> None:
+        self.matchers, self.cost, self.alpha, self.kept = matchers, cost, alpha, kept
+
+    def run(self, values: Values, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
+        """The cheapest graphs that are reached within limits.
+
+        seconds: of time. most: of graphs met. patience: of substitutions tried since the best graph was met.
+        """
+        limits = _Limits(time.monotonic(), seconds, most, patience)
+        start = Found(values, (), (), self.cost(values))
+        seen, found, tried, last, stop = {key(values)}, [start], 0, 0, ""
+        best = start.cost_ns
+        queue = [(start.cost_ns, 0, start, self._next(start, seen))]
+        while queue and queue[0][0] <= self.alpha * best and not stop:
+            _, _, now, following = queue[0]
+            for new in following:
+                tried += 1
+                if new is not None and new.cost_ns <= self.alpha * best:
+                    heapq.heappush(queue, (new.cost_ns, len(seen), new, self._next(new, seen)))
+                    found.append(new)
+                if new is not None and new.cost_ns < best:
+                    best, last = new.cost_ns, tried
+                    break
+                stop = limits.reached(len(seen), tried - last)
+                if stop:
+                    break
+            else:
+                queue = [entry for entry in queue if entry[2] is not now]
+                heapq.heapify(queue)
+        cheapest = sorted(found, key=lambda item: (item.cost_ns, len(item.matches)))[: self.kept]
+        stop = stop or "every graph within the threshold was looked at"
+        return Outcome(tuple(cheapest), stop, len(seen), time.monotonic() - limits.begin)
+
+    def _next(self, now: Found, seen: set[int]) -> Iterator[Found | None]:
+        """The graphs that one substitution makes; None for one that was met before."""
+        for matcher in self.matchers:
+            for match in matcher.matches(now.values):
+                values = rewritten(now.values, match)
+                if values is None:
+                    continue
+                form = key(values)
+                if form in seen:
+                    yield None
+                    continue
+                seen.add(form)
+                cost_ns = self.cost(values)
+                gains = (*now.gains_ns, now.cost_ns - cost_ns)
+                yield Found(values, (*now.matches, match), gains, cost_ns)
+
+
+def key(values: Values) -> int:
+    """A hash of what the ends are computed from: equal for equal computations, whatever values are called."""
+    known: dict[str, int] = {}
+    for name in values.live:
+        made = values.definitions.get(name)
+        known[name] = hash(name) if made is None else _hash(made, values, known)
+    return hash(tuple(known[name] for name in values.ends))
+
+
+def _hash(made: Definition, values: Values, known: dict[str, int]) -> int:
+    operands = tuple(known[name] for name in made.operands)
+    if made.op == OPAQUE:
+        return hash((OPAQUE, made.attributes, operands))
+    if made.op == "concat":
+        return hash(("concat", made.attributes, tuple(_parts(made, values, known))))
+    if made.op in PARTS:
+        return _hash_of_part(made, values, known)
+    return hash((made.op, made.attributes, operands))
+
+
+def _parts(made: Definition, values: Values, known: dict[str, int]) -> Iterator[int]:
+    """What a chain of concatenations puts together."""
+    for operand in made.operands:
+        inner = values.definitions.get(operand)
+        if inner is not None and inner.op == "concat" and inner.attributes == made.attributes:
+            yield from _parts(inner, values, known)
+        else:
+            yield known[operand]
+
+
+def _hash_of_part(made: Definition, values: Values, known: dict[str, int]) -> int:
+    """A part by the elements that it is, of what it is cut from in the end."""
+    (axis, size), (operand,) = made.attributes, made.operands
+    start = 0 if made.op == "first" else size
+    inner = values.definitions.get(operand)
+    while inner is not None and inner.op in PARTS and inner.attributes[0] == axis:
+        if inner.op == "second":
+            start += inner.attributes[1]  # type: ignore[operator, assignment] # sizes in a graph are numbers
+        (operand,) = inner.operands
+        inner = values.definitions.get(operand)
+    return hash(("part of", axis, start, made.tensor.shape, known[operand]))

@@ -1,0 +1,155 @@
+"""The graphs that go on to placement: the given one, and for each the substitutions that lead to it.
+
+Each distinct region is searched once (`backtracking`); what is found serves its twins. The best graph of one device
+need not be the best one sharded (Unger et al., Unity, 2022): columns of fused weights belong to several tensors, and
+heads can be sharded where these are apart. So several graphs go on, and simulated sharded step time decides.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from autopar.cost import Profile
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Substitution
+from autopar.ir.sharing import share, unshared
+from autopar.substitute.backtracking import ALPHA, Backtracking, Outcome
+from autopar.substitute.defined import Values
+from autopar.substitute.lifting import lifted
+from autopar.substitute.lowering import PARTS
+from autopar.substitute.matching import Match, Matcher
+from autopar.substitute.packing import packed
+from autopar.substitute.pricing import Pricer
+from autopar.substitute.regions import Twins, find_regions
+from autopar.substitute.replay import as_step, redone_as, spliced
+from autopar.substitute.rewriting import rewritten
+from autopar.substitute.terms import Apply, Rule
+
+PATIENCE = 2000
+"""How many substitutions are tried without a gain before the search of a region ends."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A graph equal to the model's, the substitutions that make it of that, and its cost on one device (ns)."""
+
+    graph: Graph
+    steps: tuple[Substitution, ...]
+    cost_ns: int
+
+
+@dataclass(frozen=True)
+class Substituted:
+    """What the search found: candidates, the fastest on one device first; the given graph's cost; how it went."""
+
+    candidates: tuple[Candidate, ...]
+    before_ns: int
+    seconds: float
+    seen: int
+    stop: str
+
+    @property
+    def best(self) -> Candidate:
+        return self.candidates[0]
+
+
+def substituted(
+    graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
+    profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA,
+    pinned: Collection[str] = (),
+) -> Substituted:  # fmt: skip
+    """Graphs equal to the model's that are faster on one device of the profile, or easier to shard.
+
+    paths, representatives: of equal blocks (`trace.find_blocks`). seconds: for all regions together.
+    pinned: tensors that stay as they are, computed in the same way and stored by themselves.
+    """
+    begin = time.monotonic()
+    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
+    outcomes = search.outcomes(begin + seconds)
+    best = search.candidate([outcome.found[0].matches for outcome in outcomes])
+    apart = search.candidate([search.apart(twins) for twins in search.regions])
+    given = Candidate(graph, (), search.cost(search.plain))
+    found = {candidate.graph.fingerprint: candidate for candidate in (apart, best, given)}
+    candidates = tuple(sorted(found.values(), key=lambda item: item.cost_ns))
+    seen, stops = sum(outcome.seen for outcome in outcomes), dict.fromkeys(outcome.stop for outcome in outcomes)
+    return Substituted(candidates, given.cost_ns, time.monotonic() - begin, seen, "; ".join(stops))
+
+
+class _Search:
+    """The regions of one graph without identity nodes, and the rules for them."""
+
+    def __init__(
+        self, plain: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
+        pricer: Pricer, alpha: float, pinned: Collection[str],
+    ) -> None:  # fmt: skip
+        self.plain, self.pricer, self.alpha = plain, pricer, alpha
+        self.regions = find_regions(plain, paths, representatives)
+        self.rules = {rule.name: rule for rule in rules}
+        self.matchers = [Matcher(rule, frozenset(pinned)) for rule in rules]
+        self.splitting = [matcher for matcher in self.matchers if is_splitting(matcher.rule)]
+
+    def cost(self, graph: Graph) -> int:
+        """Of a whole graph without identity nodes."""
+        return self.pricer(lifted(graph))
+
+    def outcomes(self, deadline: float) -> list[Outcome]:
+        """What is found for each region: each may take an equal share of the time that is left."""
+        found = []
+        for number, twins in enumerate(self.regions):
+            seconds = max(0.0, deadline - time.monotonic()) / (len(self.regions) - number)
+            backtracking = Backtracking(self.matchers, self.pricer, self.alpha)
+            found.append(backtracking.run(self._values(twins), seconds, patience=PATIENCE))
+        return found
+
+    def _values(self, twins: Twins) -> Values:
+        return lifted(twins.first.graph(self.plain))
+
+    def apart(self, twins: Twins) -> tuple[Match, ...]:
+        """Every splitting of fused weights that is possible, one after the other."""
+        values, matches = self._values(twins), list[Match]()
+        while True:
+            step = next(self._splittings(values), None)
+            if step is None:
+                return tuple(matches)
+            matches.append(step[0])
+            values = step[1]
+
+    def _splittings(self, values: Values) -> Iterator[tuple[Match, Values]]:
+        for matcher in self.splitting:
+            for match in matcher.matches(values):
+                after = rewritten(values, match)
+                if after is not None:
+                    yield match, after
+
+    def candidate(self, matches: Sequence[tuple[Match, ...]]) -> Candidate:
+        """The whole graph after what was found for each region."""
+        changes, steps = [], list[Substitution]()
+        for twins, own in zip(self.regions, matches, strict=True):
+            if own:
+                gains = self._gains(twins, own)
+                steps += [as_step(self.plain, twins, match, gain) for match, gain in zip(own, gains, strict=True)]
+                changes.append(redone_as(self.plain, twins, own, self.rules))
+        plain = spliced(self.plain, changes)
+        return Candidate(share(packed(plain)), tuple(steps), self.cost(plain))
+
+    def _gains(self, twins: Twins, matches: tuple[Match, ...]) -> list[int]:
+        """What each substitution saved when it was made, in one region."""
+        values = self._values(twins)
+        costs = [self.pricer(values)]
+        for match in matches:
+            after = rewritten(values, match)
+            assert after is not None  # it was applied before
+            values = after
+            costs.append(self.pricer(values))
+        return [before - after for before, after in pairwise(costs)]
+
+
+def is_splitting(rule: Rule) -> bool:
+    """Whether a rule computes parts of one tensor apart from each other."""
+    parts = [term for term in rule.source if isinstance(term, Apply) and term.op in PARTS]
+    whole = {term.operands for term in parts}
+    left = [term for term in rule.target if not (isinstance(term, Apply) and term.op in PARTS)]
+    return len(parts) == len(rule.source) == len(left) > 1 and len(whole) == 1
