@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
+from autopar.substitute import load_rules, substituted
+from autopar.trace import find_blocks
 
 
 class Found(NamedTuple):
@@ -25,13 +27,14 @@ class Found(NamedTuple):
         return self.before_ns / self.after_ns
 
 
-def search(graph: Graph, profile: Profile, seconds: float) -> Found:
-    """The best graph that the search finds for a device within some seconds; the same as `graph` when none is better.
+def search(graph: Graph, profile: Profile, mode: str, seconds: float) -> Found:
+    """The graph that is fastest on one device of those the search finds; the same as `graph` when none is better.
 
-    Predicted is the forward pass, and, where something is differentiable, the backward pass.
+    Predicted is the forward pass, and the backward pass where mode is "train".
     """
-    from autopar.substitute import substituted
-
-    found = substituted(graph, profile, seconds)
-    applied = tuple(str(rule) for rule in found.applied)
-    return Found(found.graph, applied, found.before_ns, found.after_ns, found.seconds, found.stop)
+    blocks = find_blocks(graph)
+    found = substituted(
+        graph, blocks.paths, blocks.node_representative, load_rules(), profile, trains=mode == "train", seconds=seconds
+    )
+    applied = tuple(step.rule for step in found.best.steps)
+    return Found(found.best.graph, applied, found.before_ns, found.best.cost_ns, found.seconds, found.stop)

@@ -102,7 +102,7 @@ def _predicted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
 
 def _with_numbers(a: Tensor, b: Tensor) -> Tensor:
     """Products and quotients, whose numbers are saved; and sums, powers and scalar overloads, whose are not."""
-    products = a * 0.5 + a * 3 + a * True + 0.5 * a + a / 3 + 2 / a
+    products = a * 0.5 + a * 3 + a * True + 0.25 * a + a / 3 + 2 / a
     return products + (1 - (a + 1)) + a**3 + torch.ops.aten.mul.Scalar(a, 0.5) + b
 
 
