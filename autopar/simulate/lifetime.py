@@ -73,7 +73,7 @@ class Frames:
 
     def __init__(self, program: Program) -> None:
         self._unit_of = [item.unit for item in program.items]
-        self._enclosing = [_enclosing(path, program.units) for path in program.units]
+        self._enclosing = program.around()
         self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
         last = {unit: number for number, unit in enumerate(self._unit_of)}
         for unit, number in last.items():
@@ -94,13 +94,6 @@ class Frames:
             innermost = max(set.intersection(*shared), key=lambda unit: len(self._enclosing[unit]))
             self._ends[units] = self._returns[innermost]
         return self._ends[units]
-
-
-def _enclosing(path: str, units: list[str]) -> list[int]:
-    """The units around one, and itself."""
-    parts = path.split(".") if path else []
-    prefixes = {".".join(parts[:count]) for count in range(len(parts) + 1)}
-    return [number for number, unit in enumerate(units) if unit in prefixes]
 
 
 def _entries(program: Program) -> dict[int, int]:

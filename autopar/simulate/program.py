@@ -201,6 +201,16 @@ class Program:
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
+    def around(self) -> list[tuple[int, ...]]:
+        """Of each unit, those whose modules are around its own, outermost first, and itself."""
+        number = {path: index for index, path in enumerate(self.units)}
+        found = []
+        for path in self.units:
+            parts = path.split(".") if path else []
+            prefixes = (".".join(parts[:count]) for count in range(len(parts) + 1))
+            found.append(tuple([number[prefix] for prefix in prefixes if prefix in number]))
+        return found
+
 
 def lower_stages(
     graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0, prices: Prices | None = None
