@@ -326,10 +326,10 @@ def _attention(node: Node, graph: Graph) -> list[Saved]:
 
 
 def _cross_entropy(node: Node, graph: Graph) -> list[Saved]:
-    """Log-probabilities, as large as the logits, and the targets."""
+    """Log-probabilities, as large as the logits, the targets, and how many of them count."""
     logits = graph.tensors[node.operands[0]]
     dims = tuple(range(len(logits.shape)))
-    return [Extra(logits.name, dims, logits.itemsize), *_indices(node, graph)]
+    return [Extra(logits.name, dims, logits.itemsize), Extra(logits.name, (), logits.itemsize), *_indices(node, graph)]
 
 
 def _routed_experts(node: Node, graph: Graph) -> list[Saved]:

@@ -9,7 +9,7 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -224,7 +224,7 @@ def lower_stages(
     facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
     prices = {} if prices is None else prices
     is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
-    programs, batched = [], frozenset(batch_inputs(graph))
+    programs, batched = [], {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
         per_node = _devices_per_node(plan, index)
         own = prices.setdefault((part.axes, per_node, profile), _Prices())
@@ -330,7 +330,7 @@ Prices = dict[tuple[LogicalMesh, int, Profile], _Prices]
 class _Lowering:
     def __init__(
         self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
-        leaving: Mapping[str, tuple[Placement, ...]], batched: Collection[str], is_split: bool,
+        leaving: Mapping[str, tuple[Placement, ...]], batched: Mapping[str, int], is_split: bool,
         coordinates: Coordinates,
     ) -> None:  # fmt: skip
         self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates
@@ -355,7 +355,7 @@ class _Lowering:
         )  # a stage may lead to it
         self.program.splits = self.trains and is_split
         self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
-        self.batch = next((graph.tensors[name].shape[0] for name in batched if name in graph.tensors), 0)
+        self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def run(self) -> Program:
