@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from autopar.cost.compute import argument
-from autopar.cost.layout import RESHAPES, copied_reshapes, copied_rows
+from autopar.cost.layout import RESHAPES, copied_factors, copied_reshapes, copied_rows
 from autopar.cost.work import base_name
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
@@ -226,6 +226,17 @@ def _others(node: Node, graph: Graph) -> list[Saved]:
     return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
 
 
+def _factors(node: Node, graph: Graph) -> list[Saved]:
+    """Of einsum: the same, as its copy where it is copied."""
+    kept = _others(node, graph)
+    for position in copied_factors(graph).get(node.name, ()):
+        name = node.operands[position]
+        if name in kept:
+            tensor = graph.tensors[name]
+            kept[kept.index(name)] = Extra(name, tuple(range(len(tensor.shape))), tensor.itemsize)
+    return kept
+
+
 def _matrices(node: Node, graph: Graph) -> list[Saved]:
     """Of linear and convolution: input and weight, each for the gradient of the other; never the bias.
 
@@ -325,6 +336,16 @@ def _attention(node: Node, graph: Graph) -> list[Saved]:
     return kept
 
 
+def _attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
+    """Where the mask gets a gradient, products and a softmax instead of one kernel: the weights stay, not the mask."""
+    kept = _attention(node, graph)
+    query, key = (graph.tensors[name] for name in node.operands[:2])
+    for name in (name for name in node.operands[3:] if _differentiable(name, graph) and name in kept):
+        weights = Extra(query.name, tuple(range(len(query.shape) - 1)), key.shape[-2] * query.itemsize)
+        kept[kept.index(name)] = weights
+    return kept
+
+
 def _cross_entropy(node: Node, graph: Graph) -> list[Saved]:
     """Log-probabilities, as large as the logits, the targets, and how many of them count."""
     logits = graph.tensors[node.operands[0]]
@@ -360,7 +381,8 @@ SAVED: dict[str, SaveRule] = {
     **_rows("linear matmul mm bmm mv dot conv1d conv2d conv3d convolution", _matrices),
     **_rows("conv_transpose1d conv_transpose2d conv_transpose3d", _matrices),
     **_rows("addmm baddbmm addmv", _added_matrices),
-    **_rows("mul einsum", _others),
+    **_rows("mul", _others),
+    **_rows("einsum", _factors),
     **_rows("routed_experts", _routed_experts),
     **_rows("grouped_mm_fallback", _matrices),
     **_rows("div", _quotient),
@@ -386,6 +408,7 @@ SAVED: dict[str, SaveRule] = {
 }
 
 SAVED_ON_CPU: dict[str, SaveRule] = {
+    "scaled_dot_product_attention": _attention_on_cpu,
     "rms_norm": _composed_rms_norm,
     "mul": _with_number(_others),
     "div": _with_number(_quotient),

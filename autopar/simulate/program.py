@@ -615,7 +615,8 @@ class _Lowering:
         known, values = self.prices.operators.get(key), self.program.values
         back = tuple([values[value].leads_back for value in inputs]) if self.program.splits else ()
         if known is None or known.leads_back != back or known.placements != placements:
-            operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
+            operands = tuple([values[value].shape for value in inputs])
+            results = tuple([self._made_shape(values[value]) for value in outputs])
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
             split = (
@@ -634,10 +635,21 @@ class _Lowering:
         return known
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
+        """A result. What every microbatch makes whole, and reads a slice of, has the slice's shape and all its bytes:
+        its gradient is padded to that size, too."""
         self.placements[name] = placement
-        local = self.shapes.local(name, placement)
-        storage = self.program.values[base].storage if base >= 0 else self._memory(local[1], item)
-        return self._value(name, placement, local, storage, item)
+        shape, num_bytes = self.shapes.local(name, placement)
+        num_bytes *= self._parts(name) if item >= 0 else 1
+        storage = self.program.values[base].storage if base >= 0 else self._memory(num_bytes, item)
+        return self._value(name, placement, (shape, num_bytes), storage, item)
+
+    def _parts(self, name: str) -> int:
+        """How many slices a tensor is made with, of which a microbatch reads one."""
+        return math.prod(self.graph.made_shape(name)) // max(1, math.prod(self.graph.tensors[name].shape))
+
+    def _made_shape(self, value: Value) -> Shape:
+        parts = self._parts(value.tensor) if value.item >= 0 else 1
+        return value.shape if parts == 1 else (parts * value.shape[0], *value.shape[1:])
 
     def _keep_constants(self, node: Node) -> None:
         """What an operator reads of what the runtime computes once: it is there for good, for all microbatches."""
@@ -668,7 +680,7 @@ class _Lowering:
             communicates = values[inputs[0]].shape[1:2] != self.graph.tensors[node.operands[0]].shape[1:2]
         sizes = Sizes(
             tuple([values[value].shape for value in inputs]),
-            tuple([values[value].shape for value in outputs]),
+            tuple([self._made_shape(values[value]) for value in outputs]),
             max((self.shapes.itemsize(name) for name in node.results), default=0),
             tuple([values[value].differentiable for value in inputs]),
             self.profile.device_type,
