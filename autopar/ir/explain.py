@@ -33,11 +33,12 @@ def explain_text(plan: Plan, pattern: str) -> str:
     found += [item for part in parts for item in _operators(part, pattern)]
     conversions = [line for part in parts for line in _redistributions(part, pattern)]
     again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
-    if not found and not conversions:
+    rewritten = list(_substitutions(plan, pattern))
+    if not found and not conversions and not rewritten:
         return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
     found += [item for part in parts for item in _forks(part, pattern)]
     told = [line.strip() for line in share_lines(plan)]
-    shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions)) // max(1, len(found)) - 1
+    shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions) - len(rewritten)) // max(1, len(found)) - 1
     others = runners_up(plan)
     lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
     lines += [_HEADER, *told]
@@ -45,6 +46,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
         lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
     if again:
         lines.append(f"Computed again in the backward pass, but for what enters it: {_some(again)}")
+    lines += rewritten
     for line, choice in found:
         lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
     return "\n".join([*lines, *conversions])
@@ -111,6 +113,18 @@ def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
                 yield f"{line}, at {home.axis}={home.coordinate} alone", None
             else:
                 yield line, choices.get(twins.get(name, name))
+
+
+def _substitutions(plan: Plan, pattern: str) -> Iterator[str]:
+    """Substitutions in modules, of parameters or of tensors that match: what was computed in another way, and why."""
+    for step in plan.substitutions:
+        names = [*step.modules, *step.roots, *(str(value) for key, value in step.binding.items() if key[0] != "?")]
+        if any(_matches(name, pattern) or f"{pattern}.".startswith(f"{name}.") for name in names if name):
+            bound = ", ".join(f"{key} = {value}" for key, value in step.binding.items())
+            saved = _signed(-step.gain_ns, time_text(abs(step.gain_ns)))
+            times = f" ×{len(step.modules)}" if len(step.modules) > 1 else ""
+            yield f"substitution {step.rule} ({step.status}){times}: {', '.join(step.roots)}, {saved} on one device"
+            yield f"    {step.statement}  with {bound}"
 
 
 def _forks(plan: Plan, pattern: str) -> Iterator[Decision]:

@@ -30,6 +30,8 @@ def plan_text(plan: Plan) -> str:
     )
     if plan.sources:
         lines.append(f"  costs       {sources_text(plan.sources)}")
+    if plan.substitutions:
+        lines.append(f"  rewritten   {substitutions_text(plan)}")
     if plan.recompute:
         lines.append(f"  recompute   {recompute_text(plan)}")
     lines += share_lines(plan)
@@ -37,6 +39,18 @@ def plan_text(plan: Plan) -> str:
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def substitutions_text(plan: Plan) -> str:
+    """ "merge-linears ×64 (all proved), saving 3.1 ms on one device": rules, and how often each was applied."""
+    counts = Counter[str]()
+    for step in plan.substitutions:
+        counts[step.rule] += len(step.modules)
+    rules = ", ".join(f"{rule} ×{count}" if count > 1 else rule for rule, count in counts.items())
+    tested = {step.rule for step in plan.substitutions if step.status != "proved"}
+    proved = "all proved" if not tested else f"{', '.join(sorted(tested))} tested only"
+    saved = time_text(sum(step.gain_ns for step in plan.substitutions))
+    return f"{rules} ({proved}), saving {saved} on one device"
 
 
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:

@@ -545,6 +545,9 @@ class _Lowering:
         local = self.shapes.local(tensor, target)
         storage = program.values[source].storage if shares else self._memory(local[1], number)
         value = self._value(tensor, target, local, storage, number)
+        if tensor in self.facts.folded:
+            program.items.append(Item(f"{tensor} → {' '.join(map(str, target))}", (source,), (value,), unit=unit))
+            return value
         views = self.profile.facts.view_ns
         program.items.append(
             Item(
@@ -587,6 +590,9 @@ class _Lowering:
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
         saved, extra, numbers = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0, 0)
+        if is_constant and self.facts.folded.issuperset(node.results):
+            program.items.append(Item(node.name, tuple(dict.fromkeys(inputs)), tuple(outputs), unit=unit))
+            return
         price = self._operator_price(node, placements, inputs, outputs)
         program.items.append(
             Item(

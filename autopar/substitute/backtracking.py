@@ -21,6 +21,9 @@ from autopar.substitute.rewriting import rewritten
 ALPHA = 1.05
 """How much more than the best a graph may cost to be looked at: TASO's value."""
 
+RESOLUTION = 0.02
+"""Costs that differ by less are taken for equal: medians of repeated timings of one call differ by as much."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -34,9 +37,13 @@ class Found:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The graphs found, cheapest first; the first one is best. `stop`: why the search ended. `seen`: graphs met."""
+    """What a search found. `stop`: why it ended. `seen`: graphs met.
 
-    found: tuple[Found, ...]
+    cheapest: by the profile. best: of the graphs that a profile cannot tell from it, that of the fewest substitutions.
+    """
+
+    best: Found
+    cheapest: Found
     stop: str
     seen: int
     seconds: float
@@ -62,10 +69,8 @@ class _Limits(NamedTuple):
 class Backtracking:
     """The search over graphs that rules lead to."""
 
-    def __init__(
-        self, matchers: Sequence[Matcher], cost: Callable[[Values], int], alpha: float = ALPHA, kept: int = 4
-    ) -> None:
-        self.matchers, self.cost, self.alpha, self.kept = matchers, cost, alpha, kept
+    def __init__(self, matchers: Sequence[Matcher], cost: Callable[[Values], int], alpha: float = ALPHA) -> None:
+        self.matchers, self.cost, self.alpha = matchers, cost, alpha
 
     def run(self, values: Values, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached within limits.
@@ -93,9 +98,8 @@ class Backtracking:
             else:
                 queue = [entry for entry in queue if entry[2] is not now]
                 heapq.heapify(queue)
-        cheapest = sorted(found, key=lambda item: (item.cost_ns, len(item.matches)))[: self.kept]
         stop = stop or "every graph within the threshold was looked at"
-        return Outcome(tuple(cheapest), stop, len(seen), time.monotonic() - limits.begin)
+        return Outcome(_simplest(found), min(found, key=_order), stop, len(seen), time.monotonic() - limits.begin)
 
     def _next(self, now: Found, seen: set[int]) -> Iterator[Found | None]:
         """The graphs that one substitution makes; None for one that was met before."""
@@ -112,6 +116,16 @@ class Backtracking:
                 cost_ns = self.cost(values)
                 gains = (*now.gains_ns, now.cost_ns - cost_ns)
                 yield Found(values, (*now.matches, match), gains, cost_ns)
+
+
+def _order(found: Found) -> tuple[int, int]:
+    return found.cost_ns, len(found.matches)
+
+
+def _simplest(found: Sequence[Found]) -> Found:
+    """Of the graphs within `RESOLUTION` of the cheapest, the one of the fewest substitutions, the cheapest of these."""
+    most = min(item.cost_ns for item in found) * (1 + RESOLUTION)
+    return min((item for item in found if item.cost_ns <= most), key=lambda item: (len(item.matches), item.cost_ns))
 
 
 def key(values: Values) -> int:

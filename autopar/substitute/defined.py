@@ -24,6 +24,7 @@ class Definition:
     """One value: an operator of the algebra, its attributes and operands, and the tensor that it makes.
 
     node: of the graph that was given, which computes just this; None where a rule has defined the value.
+    through: values that this node reads instead of the operands, where the definition looks through them.
     """
 
     op: str
@@ -31,6 +32,7 @@ class Definition:
     operands: tuple[str, ...]
     tensor: Tensor
     node: Node | None = None
+    through: tuple[str, ...] = ()
 
     def says(self, op: str, attributes: tuple[Attribute, ...], operands: tuple[str, ...]) -> bool:
         """Whether the value is computed in exactly this way."""
@@ -101,7 +103,7 @@ class Values:
             place[operand] >= place[name]
             for name in self.live
             if name in self.definitions
-            for operand in self.definitions[name].operands
+            for operand in (*self.definitions[name].operands, *self.definitions[name].through)
         )
 
     def is_given(self, name: str) -> bool:
@@ -140,5 +142,5 @@ def reached(ends: Iterable[str], definitions: Mapping[str, Definition]) -> list[
         visited.add(name)
         made = definitions.get(name)
         if made is not None:
-            stack += [operand for operand in made.operands[::-1] if operand not in visited]
+            stack += [operand for operand in (made.operands + made.through)[::-1] if operand not in visited]
     return list(order)

@@ -31,6 +31,9 @@ from autopar.substitute.terms import Apply, Rule
 PATIENCE = 2000
 """How many substitutions are tried without a gain before the search of a region ends."""
 
+SEARCHING = 0.8
+"""Share of the time that the search may take; the rest is for making whole graphs of what it found."""
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -67,9 +70,10 @@ def substituted(
     pinned: tensors that stay as they are, computed in the same way and stored by themselves.
     """
     begin = time.monotonic()
+    rules = [rule for rule in rules if not (trains and rule.inference)]
     search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
-    outcomes = search.outcomes(begin + seconds)
-    best = search.candidate([outcome.found[0].matches for outcome in outcomes])
+    outcomes = search.outcomes(begin + SEARCHING * seconds)
+    best = search.candidate([outcome.best.matches for outcome in outcomes])
     apart = search.candidate([search.apart(twins) for twins in search.regions])
     given = Candidate(graph, (), search.cost(search.plain))
     found = {candidate.graph.fingerprint: candidate for candidate in (apart, best, given)}

@@ -201,6 +201,28 @@ def part_sizes(given: int | Sequence[int], length: int, count: int) -> tuple[int
     return tuple(given)
 
 
+def _rows(lifter: _Lifter, node: Node) -> bool:
+    """reshape(affine(reshape(x, (−1, k)), w, b), (…, n)) as affine(x, w, b): a product takes row by row."""
+    x = node.args[0]
+    product = lifter.definitions.get(x.tensor) if isinstance(x, Ref) else None
+    if product is None or product.op not in ("linear", "affine") or product.node is None:
+        return False
+    flat = lifter.definitions.get(product.operands[0])
+    if flat is None or flat.node is None or flat.node.op != node.op or not isinstance(flat.node.args[0], Ref):
+        return False
+    source = flat.node.args[0].tensor
+    shapes = [
+        tensor.shape for tensor in (lifter.tensor(source), flat.tensor, product.tensor, lifter.tensor(node.results[0]))
+    ]
+    given, rows, made, result = shapes
+    if len(rows) != 2 or given[-1] != rows[1] or result != (*given[:-1], made[-1]):
+        return False
+    operands = (source, *product.operands[1:])
+    tensor = lifter.tensor(node.results[0])
+    lifter.definitions[node.results[0]] = Definition(product.op, (), operands, tensor, node, (x.tensor,))
+    return True
+
+
 def _conv(lifter: _Lifter, node: Node) -> bool:
     defaults: tuple[Any, ...] = (None, None, None, (1, 1), (0, 0), (1, 1), 1)
     x, k, b, stride, padding, dilation, groups = (*node.args, *defaults[len(node.args) :])
@@ -235,4 +257,5 @@ READERS: dict[str, Callable[[_Lifter, Node], bool]] = {
     "aten.split.Tensor": _split,
     "aten.split_with_sizes.default": _split,
     "aten.conv2d.default": _conv,
+    "aten.reshape.default": _rows,
 }
