@@ -337,7 +337,10 @@ def _attention(node: Node, graph: Graph) -> list[Saved]:
 
 
 def _attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
-    """Where the mask gets a gradient, products and a softmax instead of one kernel: the weights stay, not the mask."""
+    """Where the mask gets a gradient, products and a softmax instead of one kernel: the weights stay, not the mask.
+
+    Scaled copies stay of query and key, and of the result the copy with heads joined: as many bytes as else.
+    """
     kept = _attention(node, graph)
     query, key = (graph.tensors[name] for name in node.operands[:2])
     for name in (name for name in node.operands[3:] if _differentiable(name, graph) and name in kept):

@@ -186,14 +186,15 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
     """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on.
 
     numbers: the items of this direction. Buffers that the second part reads, too, are given back there. Gradients that
-    come from other stages are in memory of their own, which is kept until the pass ends.
+    come from other stages are in memory of their own, which is kept until a whole pass ends.
     """
     changes, kept = lifetimes.gradients[direction], program.own if direction == BACKWARD_INPUT else ()
     buffer: dict[int, list[int]] = {}  # value -> [bytes, readers, the first item that reads it in the second part]
     for number in sorted(numbers, reverse=True):
         item = program.items[number]
         if item.is_send:
-            lifetimes.received[direction] += _receive(program, item, number, buffer, changes)
+            stays = direction == BACKWARD_INPUT
+            lifetimes.received[direction] += _receive(program, item, number, buffer, changes, stays)
             continue
         held = [buffer.pop(value) for value in item.outputs if value in buffer]
         for value in item.inputs:
@@ -209,16 +210,17 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
 
 
 def _receive(
-    program: Program, item: Item, number: int, buffer: dict[int, list[int]], changes: Changes
+    program: Program, item: Item, number: int, buffer: dict[int, list[int]], changes: Changes, stays: bool
 ) -> int:  # fmt: skip
-    """The gradient of what was sent, which takes nothing but what has come. Returns its bytes."""
+    """The gradient of what was sent, which takes nothing but what has come. Returns its bytes, if the pass's end gives
+    them back, and not, as those of what the second part may read (`stays`), its last reader."""
     (value,) = item.inputs
     made = program.values[value]
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return 0
     changes.taken[number] += made.num_bytes
-    buffer.setdefault(value, [0, 1, -1])
-    return made.num_bytes
+    buffer.setdefault(value, [made.num_bytes if stays else 0, 1, -1])
+    return 0 if stays else made.num_bytes
 
 
 def _contribute(

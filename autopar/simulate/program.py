@@ -53,6 +53,7 @@ from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
 from autopar.simulate.recomputation import Call, call_of, number_calls
 from autopar.simulate.shapes import LocalShapes, Shape
 from autopar.simulate.traffic import inner_collectives
+from autopar.simulate.way import tensors_on_the_way
 
 OPTIMIZER_KERNELS = {
     "cpu": 8,
@@ -89,7 +90,7 @@ class Value:
     slot: int = -1
     differentiable: bool = False
     wants_gradient: bool = False
-    leads_back: bool = False  # depends on what an earlier stage made: its gradient goes on to that
+    leads_back: bool = False  # its gradient is made in the first part of a backward pass in two (`way`)
 
 
 @dataclass(slots=True)
@@ -349,7 +350,7 @@ class _Lowering:
         self.units: dict[str, int] = {}
         self.recomputed = frozenset(plan.recompute)
         self.places: dict[str, int] = {}
-        self.leading_back = _leading_back(graph) if is_split else frozenset()
+        self.leading_back = tensors_on_the_way(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and (
             graph.loss is not None or graph.ends is not None
         )  # a stage may lead to it
@@ -945,15 +946,6 @@ def _mark_gradients(program: Program, ends: list[int]) -> None:
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True
-
-
-def _leading_back(graph: Graph) -> frozenset[str]:
-    """The tensors of a stage that depend on what it received."""
-    found = set(graph.received)
-    for node in graph.nodes:
-        if not found.isdisjoint(node.operands):
-            found.update(node.results)
-    return frozenset(found)
 
 
 def _mark_parts(program: Program) -> None:

@@ -41,6 +41,12 @@ def _attention(mask: bool = False, contiguous: bool = False) -> Operator:
     return attend
 
 
+def _experts(left: Tensor, right: Tensor) -> Tensor:
+    """Its first result lies in memory by groups, not by experts, so that the second einsum copies it."""
+    rows = torch.einsum("gsec,gsm->egcm", left, right)
+    return torch.einsum("egcm,emh->egch", rows, rows[:, 0, :, :].transpose(1, 2))
+
+
 ROWS = ((8, 64, 128), (8, 64, 128))
 CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "matmul": (lambda a, b: a @ b.transpose(1, 2), ROWS),
@@ -55,6 +61,11 @@ CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "power": (lambda a, b: a.pow(2) + b, ROWS),
     "broadcast product": (lambda a, b: a * b, ((8, 64, 128), (128,))),
     "einsum": (lambda a, b: torch.einsum("bsh,bth->bst", a, b), ROWS),
+    "einsum that copies an operand": (
+        lambda a, b: torch.einsum("gsec,egcm->gsm", a, b),
+        ((4, 8, 2, 16), (2, 4, 16, 32)),
+    ),
+    "einsum of an einsum": (_experts, ((4, 8, 2, 16), (4, 8, 32))),
     "attention": (_attention(), ROWS),
     "attention with a mask": (_attention(mask=True), ROWS),
     "attention in another layout": (_attention(contiguous=True), ROWS),
@@ -122,6 +133,7 @@ def test_plain_numbers_that_are_saved() -> None:
 
 WORKSPACES: dict[str, tuple[str, Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "broadcast product": ("aten.mul.Tensor", lambda a, b: a * b, ((512, 256), (256,))),
+    "broadcast choice": ("aten.where.self", lambda a, b: torch.where(a > 0, b, 0.0), ((512, 256), (256,))),
     "rms_norm": ("aten.rms_norm.default", lambda a, b: F.rms_norm(a, (256,), b), ((512, 256), (256,))),
     "cross_entropy": (
         "aten.cross_entropy_loss.default", lambda a, b: F.cross_entropy(a, torch.arange(256)), ((256, 500), (1,)),
