@@ -112,12 +112,7 @@ def _split_heads(conditions: Conditions, attributes: Attributes, x: Shape) -> Sh
 
 
 def _merge_heads(conditions: Conditions, attributes: Attributes, x: Shape) -> Shape:
-    stack = x[STACK]
-    if isinstance(stack, Operation):
-        rest, heads = stack.operands
-    else:
-        rest, heads = conditions.fresh(STACK), conditions.fresh()
-        conditions.equal(stack, Operation("push", (rest, heads)))
+    rest, heads = conditions.popped(x[STACK])
     return matrix({"row": x["row"], "col": Operation("*", (heads, x["col"])), STACK: rest})
 
 

@@ -7,13 +7,15 @@ to 3, constants and elements are negative as often as not. Instances of a seed a
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from autopar.substitute.algebra import operator_of
+from autopar.substitute.elimination import eliminated
 from autopar.substitute.expressions import (
     Binding,
     Expression,
@@ -34,6 +36,27 @@ DTYPES = ("float16", "bfloat16", "float32", "float64")
 _TRIES = 200
 _SIZES = (1, 2, 3, 1, 2, 3, 4, 5, 2, 3, 0)
 _STACKS = ((), (2,), (3, 1), (2, 3), (), (1,), (0,))
+
+
+def random_value(kind: str, random: random.Random) -> Any:
+    """A small value of a symbol of some kind."""
+    match kind:
+        case "stack":
+            return random.choice(_STACKS)
+        case "number":
+            return random.randint(-3, 3)
+        case "count":
+            return random.randint(1, 3)
+        case "function":
+            return f"f{random.randrange(1000)}"
+        case "dtype":
+            return random.choice(DTYPES)
+        case "pair":
+            return random.choice([1, 2, (1, 2), (2, 1)])
+        case "height" | "width":
+            return random.randint(1, 5)
+        case _:
+            return random.choice(_SIZES)
 
 
 class Contradiction(Exception):
@@ -57,16 +80,21 @@ class Drawing:
         conditions = rule_conditions(rule)
         equalities = list(conditions.equalities)
         equalities += [(guard.left, guard.right) for guard in guards if guard.relation == "=="]
-        return cls(rule, equalities, guards, _kinds(rule, equalities, guards), conditions.defined)
+        solved, last = eliminated(equalities)
+        kinds = _kinds(rule, solved, guards)
+        ordered = dict(sorted(kinds.items(), key=lambda kind: kind[0] in last))
+        return cls(rule, solved, guards, ordered, conditions.defined)
 
-    def binding(self, random: random.Random) -> dict[Symbol, Any] | None:
+    def binding(
+        self, random: random.Random, draw: Callable[[str, random.Random], Any] = random_value
+    ) -> dict[Symbol, Any] | None:
         """A random binding of every symbol that meets all conditions and guards; None where a try failed."""
         binding: dict[Symbol, Any] = {}
         try:
             self.propagate(binding)
             for symbol, kind in self.kinds.items():
                 if symbol not in binding:
-                    binding[symbol] = _random_value(kind, random)
+                    binding[symbol] = draw(kind, random)
                     self.propagate(binding)
             return binding if self.holds(binding) else None
         except (Contradiction, Undefined):
@@ -159,26 +187,6 @@ def _all_subterms(rule: Rule) -> Iterator[Term]:
         yield from subterms(term)
 
 
-def _random_value(kind: str, random: random.Random) -> Any:
-    match kind:
-        case "stack":
-            return random.choice(_STACKS)
-        case "number":
-            return random.randint(-3, 3)
-        case "count":
-            return random.randint(1, 3)
-        case "function":
-            return f"f{random.randrange(1000)}"
-        case "dtype":
-            return random.choice(DTYPES)
-        case "pair":
-            return random.choice([1, 2, (1, 2), (2, 1)])
-        case "height" | "width":
-            return random.randint(1, 5)
-        case _:
-            return random.choice(_SIZES)
-
-
 @dataclass(frozen=True)
 class Instance:
     """One instance of a rule: values of its symbols and tensors for its variables."""
@@ -253,15 +261,34 @@ def torch_can(instance: Instance, rule: Rule) -> bool:
 def counterexample(rule: Rule, num_instances: int, seed: int = 0, values: Values | None = None) -> str | None:
     """A random instance on which the sides of a rule differ, in words; None where all of `num_instances` agree.
 
-    A rule that has no instance at all is not vouched for: that is said too.
+    A rule that has no instance at all, or empty ones alone, is not vouched for: that is said too, the latter where
+    many are asked for.
     """
     values = exact_values(rule) if values is None else values
-    drawn = 0
-    for drawn, instance in zip(range(1, num_instances + 1), instances(rule, values, seed), strict=False):  # noqa: B007
+    num_drawn = 0
+    for instance in islice(instances(rule, values, seed), num_instances):
         found = difference(rule, instance, values)
         if found is not None:
             return found
-    return None if drawn == num_instances else f"only {drawn} of {num_instances} instances were found"
+        num_drawn += 1
+    if num_drawn < num_instances:
+        return f"only {num_drawn} of {num_instances} instances were found, where it can be seen to hold"
+    return EMPTY if num_instances >= MANY and is_vacuous(rule) else None
+
+
+MANY = 20
+EMPTY = "every instance has an empty tensor where sizes meet the conditions"
+
+
+def is_vacuous(rule: Rule) -> bool:
+    """Whether the conditions of a rule leave nothing but empty tensors: none of some random bindings has all sizes."""
+    drawing, choose = Drawing.of(rule), random.Random(0)
+    found = (drawing.binding(choose) for _ in range(_TRIES))
+    return not any(binding is not None and _is_full(rule, binding) for binding in found)
+
+
+def _is_full(rule: Rule, binding: Binding) -> bool:
+    return not any(0 in tensor_lengths(name, sort, binding) for name, sort in rule.sorts.items())
 
 
 def difference(rule: Rule, instance: Instance, values: Values) -> str | None:
