@@ -32,15 +32,14 @@ from autopar.planning import (
     branched,
     divided,
     fit_or_refuse_over,
-    pinned_tensors,
 )
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Report
+from autopar.rewrites import graph_of, rewrites
 from autopar.shares import SharedBatch, best_mixed_plan
 from autopar.simulate import Timeline, simulate
 from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
-from autopar.substitute import Candidate, load_rules, replayed, substituted
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages
@@ -49,7 +48,7 @@ _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01),
     "default": SearchBudget(20.0),
-    "thorough": SearchBudget(300.0, gap=0.0),
+    "thorough": SearchBudget(300.0, gap=0.0, substitutions=True),
 }
 
 
@@ -92,31 +91,11 @@ def planned_jointly(graph: Graph, request: Request, progress: Report | None = No
     The graph as it is is planned first. Raises like `parallelize`.
     """
     best = graph, planned(graph, request, progress)
-    for candidate in _candidates(graph, request):
+    for candidate in rewrites(graph, request):
         with contextlib.suppress(InfeasibleError):
             plan = replace(planned(candidate.graph, request, progress), substitutions=candidate.steps)
             best = min(best, (candidate.graph, plan), key=lambda found: found[1].predicted.step_time_ns)
     return best
-
-
-def _candidates(graph: Graph, request: Request) -> list[Candidate]:
-    """The graphs that substitutions lead to. What constraints speak of stays as it is."""
-    if not request.budget.substitutions:
-        return []
-    blocks, profile = find_blocks(graph), load_profile(request.mesh.groups[0].profile)
-    found = substituted(
-        graph, blocks.paths, blocks.node_representative, load_rules(), profile, trains=request.mode == "train",
-        seconds=request.budget.seconds / 2, pinned=pinned_tensors(graph, request.constraints),
-    )  # fmt: skip
-    return [candidate for candidate in found.candidates if candidate.steps]
-
-
-def graph_of(plan: Plan, graph: Graph) -> Graph:
-    """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
-    if not plan.substitutions:
-        return graph
-    blocks = find_blocks(graph)
-    return replayed(graph, blocks.paths, blocks.node_representative, plan.substitutions, load_rules())
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:

@@ -14,7 +14,7 @@ from autopar.emit.names import Names
 from autopar.emit.packed import pieces_text
 from autopar.emit.tree import Region
 from autopar.ir.branches import Home
-from autopar.ir.graph import Graph, Stored, Tensor
+from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.placement import Placement, are_alike, format_placement
 from autopar.ir.plan import PlanData
 from autopar.ir.redistribution import Step, apply, transfer_bytes
@@ -140,7 +140,9 @@ class ClassWriter:
         lines += [f"{INDENT * 2}{line}" for line in self._init_lines(module)]
         lines += self.branch_methods(module)
         for number, region in enumerate(region for region in module.regions if region.home is None):
-            lines += ["", *self._forward(region, f"forward_{number + 1}" if number else "forward")]
+            suffix = f"_{number + 1}" if number else ""
+            lines += self._constants(region, f"constants{suffix}")
+            lines += ["", *self._forward(region, f"forward{suffix}", f"constants{suffix}")]
         body = "\n".join(lines)
         key = f"{class_name}\n{base}\n{body}"
         if key not in self.classes.texts:
@@ -193,12 +195,40 @@ class ClassWriter:
             lines += ["", *self._forward(region, f"branch_{number}")]
         return lines
 
-    def _forward(self, region: Region, method: str) -> list[str]:
+    def _constants(self, region: Region, method: str) -> list[str]:
+        if not region.kept:
+            return []
+        names = Names({axis.name for axis in self.plan.axes})
+        return ["", *self.constants_method(method, region.constants, region.kept, region.path, names)]
+
+    def constants_method(
+        self, method: str, statements: Sequence[Statement], wanted: Sequence[Value], path: str, names: Names
+    ) -> list[str]:
+        """A method of the module at the path that computes values once; again when parameters that they are made of
+        are new."""
+        body = self.body(statements, path, names)
+        of_parameters = any(self._is_parameter(value) for statement in statements for value in statement.reads)
+        axes = [axis.name for axis in self.plan.axes if axis.name != MICROBATCH]
+        lines = [
+            f"{INDENT}@rt.{'folded' if of_parameters else 'computed_once'}",
+            f"{INDENT}def {method}(self):",
+            *self.axis_lines(body, axes),
+            *body,
+        ]
+        return [*lines, f"{INDENT * 2}return ({', '.join(names[value] for value in wanted)},)"]
+
+    def _is_parameter(self, value: Value) -> bool:
+        stored = self.graph.stored_by_tensor.get(value[0])
+        return stored is not None and stored.kind == "parameter"
+
+    def _forward(self, region: Region, method: str, constants: str = "") -> list[str]:
         names = Names({axis.name for axis in self.plan.axes})
         arguments = [value for value in region.inputs if not self._owned(value, region.path)]
         for value in arguments:
             names.make(value, self._hint(value))
-        body = self.body(region.items, region.path, names, region.outputs)
+        kept = ", ".join(names.make(value, _operator(self.graph.producers[value[0]])) for value in region.kept)
+        body = [f"{INDENT * 2}{kept}{'' if len(region.kept) > 1 else ','} = self.{constants}()"] if kept else []
+        body += self.body(region.items, region.path, names, region.outputs)
         returned = ", ".join(names[value] for value in region.outputs)
         self.made[id(region)] = Made(method, tuple(arguments), tuple(region.outputs))
         signature = ", ".join(["self", *(names[value] for value in arguments)])
@@ -262,7 +292,7 @@ class ClassWriter:
     def _operate(self, item: Operate, path: str, names: Names) -> str:
         call = self.calls.write(item, [self.read(value, path, names) for value in item.reads])
         made = dict(zip(item.node.results, item.makes, strict=True))
-        hint = item.node.op.split(".")[1].strip("_")
+        hint = _operator(item.node)
         targets = ["_" if name is None else names.make(made[name], hint) for name in item.node.outputs]
         left = ", ".join(targets) + ("," if len(targets) == 1 and _returns_list(item) else "")
         notes = [note for note in (item.node.source, *self._sent_inside(item)) if note]
@@ -492,6 +522,11 @@ def _first_number(children: Iterable[str]) -> int | None:
     if not names or not names[0].isdigit() or names != [str(int(names[0]) + n) for n in range(len(names))]:
         return None
     return int(names[0])
+
+
+def _operator(node: Node) -> str:
+    """An operator's name, after which what it makes is named."""
+    return node.op.split(".")[1].strip("_")
 
 
 def _recomputed(called: str, arguments: str) -> str:

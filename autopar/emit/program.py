@@ -8,9 +8,10 @@ from autopar.emit.calls import LOWERED
 from autopar.emit.classes import INDENT, Classes, ClassWriter, Module, access, with_regions
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
+from autopar.emit.folding import Folding
 from autopar.emit.names import Names
 from autopar.emit.stages import input_lines, pipeline, received_lines
-from autopar.emit.tree import Region, build_tree
+from autopar.emit.tree import build_tree
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
 from autopar.ir.shares import axis_text
@@ -61,6 +62,7 @@ class _Written:
         self.flat = flat = flatten(graph, plan, leaving)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
         self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute), flat.hosts)
+        self.folding = Folding(graph, flat, self.root)
         self.writer = writer = ClassWriter(graph, plan, flat, classes)
         self.tree = writer.module_tree(self.root)
         writer.containers = _containers(self.tree)
@@ -141,7 +143,7 @@ def _methods(what: _Written) -> list[str]:
     ]
     names = Names({axis.name for axis in plan.axes})
     lines += writer.branch_methods(what.tree)
-    constants = _constants(flat, root, writer, names)
+    constants = _constants(what.folding, writer, names)
     inputs = [(name, plan.inputs[name]) for name in graph.inputs if name not in graph.received]
     received = [(name, plan.inputs[name]) for name in graph.received]
     body_names = Names({axis.name for axis in plan.axes})
@@ -172,23 +174,10 @@ def _tuple(items: Sequence[str]) -> str:
     return ", ".join(items) + ("," if len(items) == 1 else "")
 
 
-def _constants(flat: Flat, root: Region, writer: ClassWriter, names: Names) -> tuple[list[str], list[Value]] | None:
-    """A method that computes, once, what depends on no input and no parameter."""
-    made = {value for statement in flat.constants for value in statement.makes}
-    read = [value for statement in root.statements() for value in statement.reads]
-    wanted = [value for value in dict.fromkeys([*read, *flat.outputs]) if value in made]
-    if not wanted:
-        return None
-    body = writer.body(flat.constants, "", names)
-    axes = [axis.name for axis in writer.plan.axes if axis.name != MICROBATCH]
-    returned = ", ".join(names[value] for value in wanted)
-    lines = [
-        f"{INDENT}@rt.computed_once",
-        f"{INDENT}def constants(self):",
-        *writer.axis_lines(body, axes),
-        *body,
-    ]
-    return [*lines, f"{INDENT * 2}return ({returned},)"], wanted
+def _constants(folding: Folding, writer: ClassWriter, names: Names) -> tuple[list[str], list[Value]] | None:
+    """A method that computes, once, what depends on no input and on nothing that a step changes."""
+    wanted = folding.wanted
+    return (writer.constants_method("constants", folding.statements, wanted, "", names), wanted) if wanted else None
 
 
 def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:

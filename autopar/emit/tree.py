@@ -20,6 +20,8 @@ class Region:
     inputs: list[Value] = field(default_factory=list)
     outputs: list[Value] = field(default_factory=list)
     home: Home | None = None  # of a branch: a part of a module call, which runs on some ranks alone
+    kept: list[Value] = field(default_factory=list)  # what it computes once, of its own parameters
+    constants: list[Statement] = field(default_factory=list)  # that make these
 
     def statements(self) -> Iterator[Statement]:
         for item in self.items:

@@ -23,6 +23,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
+from autopar.ir.structure import folded_tensors
 from autopar.ops.communication import inner_communication
 
 Times = npt.NDArray[np.int64]
@@ -77,6 +78,7 @@ class ProfiledCosts:
         """The same for another graph."""
         other = copy.copy(self)
         other.__dict__.pop("_saved", None)
+        other.__dict__.pop("_folded", None)
         other.graph = graph
         return other
 
@@ -84,7 +86,13 @@ class ProfiledCosts:
         tensors = self.graph.tensors
         return tuple(self._local(tensors[n].shape, p) for n, p in zip(names, placements, strict=True))
 
+    @cached_property
+    def _folded(self) -> set[str]:
+        return folded_tensors(self.graph)
+
     def compute_ns(self, node: Node, strategy: Strategy) -> int:
+        if node.results and self._folded.issuperset(node.results):
+            return 0
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
@@ -144,8 +152,9 @@ class ProfiledCosts:
         found = {}
         for node in self.graph.nodes:
             again, kept = self._share(node), dict[Saved, float]()
-            saved = saved_values(node, self.graph, self.profile.device_type) if again < 1 else ()
-            for value, share in (*((v, 1 - again) for v in saved), *((v, again) for v in self._entering(node))):
+            saved = saved_values(node, self.graph, self.profile.device_type)
+            shares = ((v, 1 if isinstance(v, Extra) and v.is_number else 1 - again) for v in saved)
+            for value, share in (*(pair for pair in shares if pair[1]), *((v, again) for v in self._entering(node))):
                 root = None if isinstance(value, Extra) else storage_root(value, self.graph)
                 if root not in known or value in kept:
                     kept[value] = kept.get(value, 0.0) + share
@@ -164,6 +173,8 @@ class ProfiledCosts:
         again = min((self._share(reader) for reader, _ in self.graph.consumers[tensor.name]), default=0.0)
         total = (forward + backward + np.rint(again * forward).astype(np.int64)) * self.microbatches
         unequal = np.array([[source != target for target in targets] for source in sources])
+        if tensor.name in self._folded:
+            total = np.zeros_like(total)
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
 
     def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Times:

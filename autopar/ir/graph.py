@@ -163,6 +163,7 @@ class Graph:
     #: of one microbatch's graph: the shapes of what is made for the whole step and read in slices
     whole_shapes: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     training: bool = True  # the mode that the model was in: its dropout and batch norm are those of this mode
+    inference: bool = False  # it is for the forward pass alone: parameters do not change between steps
     #: stored parameters that are made of slices of the model's, by `Stored.name` (`ir.packed`)
     packed: Mapping[str, Packing] = field(default_factory=dict)
     #: of the parameters that they are made of: name in the model, shape, dtype that is kept, and whether it is trained

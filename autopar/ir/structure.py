@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.mesh import MICROBATCH
@@ -43,13 +43,60 @@ def is_random(node: Node) -> bool:
 
 
 def constant_tensors(graph: Graph) -> set[str]:
-    """Tensors that depend on no input, no parameter, no mutated buffer and no chance: the same at every step."""
-    variable = set(graph.inputs) | {s.tensor for s in graph.stored if s.kind == "parameter"}
-    variable |= {s.tensor for s in graph.stored if s.name in graph.mutations}
+    """Tensors that depend on no input, no mutated buffer and no chance: the same at every step.
+
+    In training on no parameter either; in inference as `made_once` says.
+    """
+    parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
+    given = {s.tensor for s in graph.stored if s.name not in graph.mutations} - parameters
+    known = given | parameters if graph.inference else given
+    ends = {*graph.outputs, *graph.mutations.values()}
+    return given | made_once(graph.nodes, known, parameters, lambda name: graph.tensors[name].num_bytes, ends)
+
+
+def folded_tensors(graph: Graph) -> set[str]:
+    """Those that in inference are made of parameters: when these are loaded, and never by a step after that."""
+    if not graph.inference:
+        return set()
+    parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
+    constant, found = constant_tensors(graph), set(parameters)
     for node in graph.nodes:
-        if is_random(node) or any(name in variable for name in node.operands):
-            variable.update(node.results)
-    return set(graph.tensors) - variable
+        if constant.issuperset(node.results) and not found.isdisjoint(node.operands):
+            found.update(node.results)
+    return found - parameters
+
+
+def made_once(
+    nodes: Sequence[Node], given: set[str], parameters: set[str], num_bytes: Callable[[str], int], ends: Iterable[str]
+) -> set[str]:
+    """What nodes make of given tensors alone, in inference parameters too, but for what is not worth to be kept.
+
+    What a step reads is kept where it is no larger than the parameters that it is made of, or made of none: a merged
+    low-rank adapter is, a decompressed weight is made anew each time. ends: what is read beside the nodes' reading.
+    """
+    sources = {name: frozenset((name,)) & parameters for name in given}
+    for node in nodes:
+        if not is_random(node) and all(name in sources for name in node.operands):
+            of_node = frozenset[str]().union(*(sources[name] for name in node.operands))
+            sources.update(dict.fromkeys(node.results, of_node))
+    read, found = set(ends), set[str]()
+    for node in reversed(nodes):
+        made_of = sources.get(node.results[0]) if node.results else None
+        kept = sum(num_bytes(name) for name in node.results if name in read)
+        if made_of is not None and (not made_of or kept <= sum(map(num_bytes, made_of))):
+            found.update(node.results)
+        else:
+            read.update(node.operands)
+    return _closed(nodes, given, found)
+
+
+def _closed(nodes: Sequence[Node], given: set[str], found: set[str]) -> set[str]:
+    """Without what is made of something that is not kept."""
+    known = set(given)
+    for node in nodes:
+        if found.issuperset(node.results) and known.issuperset(node.operands):
+            known.update(node.results)
+    return found & known
 
 
 def is_cut(plan: PlanData, placement: Placement) -> bool:

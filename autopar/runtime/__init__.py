@@ -5,7 +5,7 @@ from autopar.runtime.branches import Zeros, owned
 from autopar.runtime.build import build
 from autopar.runtime.checkpoint import last_checkpoint, load_checkpoint, save_checkpoint
 from autopar.runtime.comm import count_bytes
-from autopar.runtime.constants import computed_once
+from autopar.runtime.constants import computed_once, folded
 from autopar.runtime.declare import (
     Block,
     Buffer,
@@ -65,6 +65,7 @@ __all__ = [
     "dropout",
     "embedding",
     "embedding_bag",
+    "folded",
     "group_norm",
     "grouped_mm",
     "heads_of",

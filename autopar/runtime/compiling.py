@@ -56,9 +56,9 @@ def _leave_compiled_code_for(program: nn.Module) -> None:
     for module in program.modules():
         if isinstance(module, Parameters):
             module.late_tensors.update({k: _eagerly(v) for k, v in module.late_tensors.items()})
-            constants = getattr(type(module), "constants", None)
-            if constants is not None:
-                module.__dict__["constants"] = _eagerly(types.MethodType(constants, module))
+            for name, method in list(vars(type(module)).items()):
+                if name.startswith("constants"):
+                    module.__dict__[name] = _eagerly(types.MethodType(method, module))
 
 
 def _eagerly(function: Callable[..., Any]) -> Callable[..., Any]:

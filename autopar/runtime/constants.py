@@ -1,47 +1,72 @@
-"""Values that are the same at every step: computed at the first one, kept until the program's buffers change."""
+"""Values that are the same at every step: computed at the first one, kept until what they are made of changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 
-_KEPT = "constants_of_program"
+from autopar.runtime.declare import Parameters
+
+_KEPT = "constants_of_module"
+
+Method = Callable[[Any], tuple[Tensor, ...]]
 
 
-def computed_once(method: Callable[[Any], tuple[torch.Tensor, ...]]) -> Callable[[Any], tuple[torch.Tensor, ...]]:
-    """A method of the program whose results do not depend on inputs or parameters; they need no gradient.
+def computed_once(method: Method) -> Method:
+    """A method of a module whose results do not depend on inputs or parameters; they need no gradient.
 
     They may depend on buffers. A checkpoint is read into these in place, past `load_full_state_dict`, so what is kept
     holds for the version of the buffers that it was made from.
     """
+    return _kept(method, _buffers)
+
+
+def folded(method: Method) -> Method:
+    """As `computed_once`, of parameters too, in a program that trains none of them."""
+    return _kept(method, _everything_stored)
+
+
+def _kept(method: Method, made_of: Callable[[Any], list[Tensor]]) -> Method:
+    name = method.__name__
 
     @wraps(method)
-    def once(program: Any) -> tuple[torch.Tensor, ...]:
-        kept = program.__dict__.get(_KEPT)
-        if kept is None or kept.versions != [buffer._version for buffer in kept.buffers]:
+    def once(module: Any) -> tuple[Tensor, ...]:
+        all_kept = module.__dict__.setdefault(_KEPT, {})
+        kept: _Kept | None = all_kept.get(name)
+        if kept is None or kept.versions != [tensor._version for tensor in kept.made_of]:
             with torch.no_grad():
-                kept = program.__dict__[_KEPT] = _Kept(method(program), _buffers(program))
-        values: tuple[torch.Tensor, ...] = kept.values
-        return values
+                kept = all_kept[name] = _Kept(method(module), made_of(module))
+        return kept.values
 
     return once
 
 
 class _Kept:
-    def __init__(self, values: tuple[torch.Tensor, ...], buffers: list[torch.Tensor]) -> None:
-        self.values, self.buffers = values, buffers
-        self.versions = [buffer._version for buffer in buffers]
+    def __init__(self, values: tuple[Tensor, ...], made_of: list[Tensor]) -> None:
+        self.values, self.made_of = values, made_of
+        self.versions = [tensor._version for tensor in made_of]
 
 
-def _buffers(program: Any) -> list[torch.Tensor]:
+def _holders(module: Any) -> Iterator[Parameters]:
+    return (holder for holder in module.modules() if isinstance(holder, Parameters))
+
+
+def _buffers(module: Any) -> list[Tensor]:
     """This rank's part of every buffer: tensors that stay the same objects as long as the program lives."""
-    holders = [module for module in program.modules() if hasattr(module, "declared_buffers")]
-    return [holder.__dict__[name] for holder in holders for name in holder.declared_buffers]
+    return [holder.__dict__[name] for holder in _holders(module) for name in holder.declared_buffers]
+
+
+def _everything_stored(module: Any) -> list[Tensor]:
+    """Of parameters what is loaded into, and what optimizers and people see: each may have versions of its own."""
+    parameters = (stored for holder in _holders(module) for stored in holder.stored_parameters.values())
+    return [*_buffers(module), *(tensor for stored in parameters for tensor in (stored.local, stored.tensor))]
 
 
 def forget_constants(program: Any) -> None:
     """Computes them again at their next use."""
-    program.__dict__.pop(_KEPT, None)
+    for module in program.modules():
+        module.__dict__.pop(_KEPT, None)

@@ -116,12 +116,15 @@ class Parameters(nn.Module):
 
     def __init__(self, **declared: Parameter | Buffer) -> None:
         super().__init__()
-        self.__dict__.update(declared_parameters={}, declared_buffers={}, pending_updates={}, late_tensors={})
+        self.__dict__.update(
+            declared_parameters={}, declared_buffers={}, stored_parameters={}, pending_updates={}, late_tensors={}
+        )
         for name, declaration in declared.items():
             setattr(self, name, declaration)
 
     declared_parameters: dict[str, Parameter]
     declared_buffers: dict[str, Buffer]
+    stored_parameters: dict[str, Any]  # once built: what this rank stores of each
     pending_updates: dict[str, Tensor]
     late_tensors: dict[str, Callable[[], Tensor]]
 

@@ -66,7 +66,7 @@ class Local:
             declared = holder.declared_parameters[attribute]
             made = _known(name, [other.parameters for other in others])
             parameter = made or StoredParameter(name, declared, self.mesh, is_tied=name in tied)
-            self.parameters[name] = parameter
+            self.parameters[name] = holder.stored_parameters[attribute] = parameter
             uses = zip(declared.uses, slot_names(attribute, len(declared.uses)), strict=True)
             slots += [Slot(parameter, use, holder, named) for use, named in uses]
         return slots

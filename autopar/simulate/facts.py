@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
-from autopar.ir.structure import block_paths, constant_tensors
+from autopar.ir.structure import block_paths, constant_tensors, folded_tensors
 
 
 class NodeFacts(NamedTuple):
@@ -20,13 +20,14 @@ class NodeFacts(NamedTuple):
 
 
 class GraphFacts:
-    """Facts of each node by name, the blocks that parameters and nodes belong to, and the tensors that never change."""
+    """Facts of each node by name, the blocks that parameters and nodes belong to, the tensors that never change, and of
+    these those that no step computes."""
 
     def __init__(self, graph: Graph, device_type: str) -> None:
         self.nodes = {node.name: _node_facts(node, graph, device_type) for node in graph.nodes}
         self.blocks = block_paths(graph)
         self._block_of: dict[tuple[str, frozenset[str]], str] = {}
-        self.constants = constant_tensors(graph)
+        self.constants, self.folded = constant_tensors(graph), folded_tensors(graph)
         self._graph = weakref.ref(graph)
         self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
 

@@ -56,6 +56,8 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
             _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
+        if trains and item.runs_backward and item.number_bytes:
+            _place_number(lifetimes, program, number, item.number_bytes)
     if trains and program.splits:
         _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT)
         _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT)
@@ -71,7 +73,7 @@ class Frames:
 
     def __init__(self, program: Program) -> None:
         self._unit_of = [item.unit for item in program.items]
-        self._enclosing = [_enclosing(path, program.units) for path in program.units]
+        self._enclosing = program.around()
         self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
         last = {unit: number for number, unit in enumerate(self._unit_of)}
         for unit, number in last.items():
@@ -92,13 +94,6 @@ class Frames:
             innermost = max(set.intersection(*shared), key=lambda unit: len(self._enclosing[unit]))
             self._ends[units] = self._returns[innermost]
         return self._ends[units]
-
-
-def _enclosing(path: str, units: list[str]) -> list[int]:
-    """The units around one, and itself."""
-    parts = path.split(".") if path else []
-    prefixes = {".".join(parts[:count]) for count in range(len(parts) + 1)}
-    return [number for number, unit in enumerate(units) if unit in prefixes]
 
 
 def _entries(program: Program) -> dict[int, int]:
@@ -164,6 +159,17 @@ def _place(
     else:
         held = [n for n in (*readers, returned) if items[n].region == region]
         lifetimes.recompute.given[max(held)] += size
+
+
+def _place_number(lifetimes: Lifetimes, program: Program, number: int, size: int) -> None:
+    """A saved number is kept from the forward pass, and in a region once more while that runs again."""
+    lifetimes.forward.taken[number] += size
+    _give_back(lifetimes, program, size, [number])
+    region = program.items[number].region
+    if region >= 0:
+        lifetimes.recompute.taken[number] += size
+        last = max(other for other, item in enumerate(program.items) if item.region == region)
+        lifetimes.recompute.given[last] += size
 
 
 def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[int]) -> None:

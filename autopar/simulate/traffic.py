@@ -2,7 +2,7 @@
 
 Activations: each redistribution once a microbatch, both directions where a gradient flows; forward once more in a call
 that runs again (`recomputation`). Parameters: once a step; regathered ones each microbatch, as often as `regathering`
-counts.
+counts. What inference keeps of parameters is sent when these are loaded, in none of the steps after that.
 Operators that communicate inside add what they declare. Byte conventions: `ir.redistribution.transfer_bytes`.
 """
 
@@ -16,7 +16,7 @@ from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
-from autopar.ir.structure import computed_once, is_cut
+from autopar.ir.structure import computed_once, folded_tensors, is_cut
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
@@ -61,14 +61,14 @@ def _moved(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
     left_out = {value for value, home in converted_inside(graph, plan).items() if is_idle(home, place)}
     counts: Counter[str] = Counter()
     placements = _placements(graph, plan)
-    once = computed_once(graph, plan)
+    once, folded = computed_once(graph, plan), folded_tensors(graph)
     reached = reached_tensors(graph) if plan.mode == "train" else set()
     recomputation = Recomputation(graph, plan, reached)
     regathering = Regathering(graph, plan, reached, recomputation)
     counted = _counting_path(graph, plan)
     for redistribute in plan.redistributes:
         name = redistribute.tensor
-        if (name, redistribute.target) in left_out:
+        if (name, redistribute.target) in left_out or name in folded:
             continue
         forward, backward = _step_counts(graph, plan, redistribute, regathering, recomputation, reached, once)
         if (name, redistribute.target) in counted:
@@ -80,11 +80,11 @@ def _moved(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
 def _inside(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
     """What operators send inside."""
     counts: Counter[str] = Counter()
-    known, place = homes(plan), coordinates_of(plan, rank)
+    known, place, folded = homes(plan), coordinates_of(plan, rank), folded_tensors(graph)
     reached = reached_tensors(graph) if plan.mode == "train" else set()
     recomputation = Recomputation(graph, plan, reached)
     for node in graph.nodes:
-        if is_idle(known.get(node.name), place):
+        if is_idle(known.get(node.name), place) or not folded.isdisjoint(node.results):
             continue
         forward, backward = inner_collectives(graph, node, plan)
         trains = not reached.isdisjoint(node.results)

@@ -2,7 +2,8 @@
 
     cost = Σ forward + backward of each node + Σ over tensors of (readers − 1) sums of gradients
 
-What only rearranges parameters costs nothing: they are stored as they are used (`substitute.packing`).
+What only rearranges parameters costs nothing: they are stored as they are used (`substitute.packing`). In inference,
+neither does what is made of parameters alone and kept (`ir.structure.made_once`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 from autopar.cost import Profile, node_time_ns
 from autopar.cost.compute import pointwise_time_ns
 from autopar.ir.graph import Node, Tensor
+from autopar.ir.structure import made_once
 from autopar.substitute.defined import Values
 from autopar.substitute.lowering import Lowering
 
@@ -36,13 +38,13 @@ class Pricer:
         nodes = list(Lowering(values, placed=False).nodes())
         reads = Counter(name for node in nodes for name in node.operands)
         reads.update(values.ends)
-        free = self._rearranged(values, nodes, reads)
+        free = self._rearranged(values, nodes, reads) if self.trains else self._made_once(values, nodes)
         total = sum(self._node_ns(node, values) for node in nodes if node.name not in free)
         return total + (self._sums_ns(values, reads) if self.trains else 0)
 
     def _rearranged(self, values: Values, nodes: list[Node], reads: Counter[str]) -> set[str]:
         """Nodes that move elements of parameters alone, which nothing else reads."""
-        stored = {s.tensor for s in values.graph.stored if s.kind == "parameter" or not self.trains}
+        stored = {s.tensor for s in values.graph.stored if s.kind == "parameter"}
         moving = [node for node in nodes if node.op in REARRANGING]
         free: set[str] = set()
         while True:
@@ -55,6 +57,14 @@ class Pricer:
                 return free
             free.update(node.name for node in found)
             stored.update(name for node in found for name in node.results)
+
+    def _made_once(self, values: Values, nodes: list[Node]) -> set[str]:
+        """In inference, nodes whose results are kept from one step to the next."""
+        graph = values.graph
+        parameters = {item.tensor for item in graph.stored if item.kind == "parameter"}
+        given = parameters | {item.tensor for item in graph.stored if item.name not in graph.mutations}
+        once = made_once(nodes, given, parameters, lambda name: values.tensor(name).num_bytes, values.ends)
+        return {node.name for node in nodes if once.issuperset(node.results)}
 
     def _sums_ns(self, values: Values, reads: Counter[str]) -> int:
         """Time to add up the gradients of what several nodes read."""

@@ -73,6 +73,7 @@ class _Converter:
             input_names=tuple(self.names),
             model_name=type(self.model).__name__,
             training=self.model.training,
+            inference=mode == "inference",
         )
 
     def _placeholders(self) -> list[str]:

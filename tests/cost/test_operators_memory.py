@@ -100,6 +100,26 @@ def _predicted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     return extras + sum(graph.tensors[name].num_bytes for name in roots)
 
 
+def _with_numbers(a: Tensor, b: Tensor) -> Tensor:
+    """Products and quotients, whose numbers are saved; and sums, powers and scalar overloads, whose are not."""
+    products = a * 0.5 + a * 3 + a * True + 0.25 * a + a / 3 + 2 / a
+    return products + (1 - (a + 1)) + a**3 + torch.ops.aten.mul.Scalar(a, 0.5) + b
+
+
+def test_plain_numbers_that_are_saved() -> None:
+    """Torch makes a tensor of a number and keeps it, even where hooks on saved tensors drop everything else: what
+    nothing but the autograd graph holds then."""
+    shapes, made = ((4, 16), (1,)), list[Tensor]()
+    graph = trace(Alone(_with_numbers, shapes), tuple(map(torch.ones, shapes)), loss_fn=torch.sum)
+    saved = [value for node in graph.nodes for value in saved_values(node, graph, "cpu")]
+    numbers = [value.itemsize for value in saved if isinstance(value, Extra) and value.is_number]
+    operands = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda tensor: tensor):
+        found = track(lambda: made.append(_with_numbers(*operands)))
+    assert sorted(numbers) == [1, 8, 8, 8, 8, 8]
+    assert found.unseen_bytes == sum(numbers)
+
+
 WORKSPACES: dict[str, tuple[str, Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "broadcast product": ("aten.mul.Tensor", lambda a, b: a * b, ((512, 256), (256,))),
     "rms_norm": ("aten.rms_norm.default", lambda a, b: F.rms_norm(a, (256,), b), ((512, 256), (256,))),

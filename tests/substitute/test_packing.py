@@ -233,7 +233,7 @@ PACKED, OWN = split_graph().packed, split_graph().unpacked
         ({"packed": packing("d_transposed.weight", transposed=False)}, r"make up d_transposed.weight \[6, 4\], found"),
         ({"packed": packing("c_0.weight", name="e.weight")}, "expected e.weight, of which c_0.weight is made"),
         ({"packed": {**PACKED, "e": Packing(0, (Piece("c.weight"),))}}, "expected the packed parameter e among"),
-        ({"unpacked": {n: replace(t, dtype="bfloat16") for n, t in OWN.items()}}, "c.weight to be bfloat16 and trained"),
+        ({"unpacked": {n: replace(t, dtype="bfloat16") for n, t in OWN.items()}}, "to be bfloat16 and trained"),
         ({"unpacked": {n: replace(t, differentiable=False) for n, t in OWN.items()}}, "to be float32 and frozen"),
     ],
 )  # fmt: skip

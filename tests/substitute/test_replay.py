@@ -1,0 +1,127 @@
+"""Substitutions in plans: found once a distinct block, listed, replayed exactly, refused when something changed."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import autopar
+from autopar import Constraint, Plan, SearchBudget
+from autopar.cost import load_profile
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.pipeline import template_of_graph
+from autopar.substitute import Candidate, load_rules, replayed, substituted
+from autopar.trace import find_blocks, trace
+from models import gpt, llama
+from tests.equivalence import planned, zoo
+
+MODEL = "gpt"
+
+
+def candidates(graph: Graph, **options: object) -> tuple[Candidate, ...]:
+    blocks, rules = find_blocks(graph), load_rules()
+    profile = load_profile("h100")
+    found = substituted(graph, blocks.paths, blocks.node_representative, rules, profile, seconds=20.0, **options)  # type: ignore[arg-type]
+    return found.candidates
+
+
+@cache
+def best(name: str) -> Candidate:
+    return candidates(planned.graph(name))[0]
+
+
+def again(graph: Graph, candidate: Candidate) -> Graph:
+    blocks = find_blocks(graph)
+    return replayed(graph, blocks.paths, blocks.node_representative, candidate.steps, load_rules())
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_replay_makes_the_same_graph(name: str) -> None:
+    graph, found = planned.graph(name), best(name)
+    assert found.steps
+    assert again(graph, found) == found.graph
+    assert found.graph.fingerprint != graph.fingerprint
+
+
+def test_equal_blocks_are_rewritten_alike_and_stay_equal() -> None:
+    found = best(MODEL)
+    assert {step.modules for step in found.steps if step.modules != ("",)} == {("layers.0", "layers.1")}
+    paths = find_blocks(found.graph).paths
+    assert ("layers.0", "layers.1") in paths
+
+
+def test_query_key_and_value_become_one_product() -> None:
+    products = Counter(node.op for node in best(MODEL).graph.nodes)["aten.linear.default"]
+    assert products < Counter(node.op for node in planned.graph(MODEL).nodes)["aten.linear.default"]
+    assert "layers.0.attention.query_key_value.weight" in best(MODEL).graph.packed
+
+
+def test_the_search_does_not_grow_with_depth() -> None:
+    seen = []
+    for num_layers in (2, 6):
+        with torch.device("meta"):
+            config = llama.Config(num_layers=num_layers)
+            graph = trace(llama.build(config), llama.example_inputs(config))
+        blocks = find_blocks(graph)
+        found = substituted(graph, blocks.paths, blocks.node_representative, load_rules(), load_profile("h100"))
+        seen.append((found.seen, [(step.rule, len(step.modules) // num_layers) for step in found.best.steps]))
+    assert seen[0] == seen[1]
+
+
+def test_a_rule_that_changed_is_refused() -> None:
+    graph, found = planned.graph(MODEL), best(MODEL)
+    steps = (replace(found.steps[0], statement="x => x"), *found.steps[1:])
+    with pytest.raises(PlanError, match=r"expected the rule .*plan again"):
+        again(graph, replace(found, steps=steps))
+    with pytest.raises(PlanError, match="no such rule"):
+        again(graph, replace(found, steps=(replace(found.steps[0], rule="unheard-of"),)))
+
+
+def test_a_place_where_the_rule_does_not_apply_is_refused() -> None:
+    graph, step = planned.graph(MODEL), best(MODEL).steps[0]
+    for wrong in (
+        replace(step, roots=step.roots[::-1]),
+        replace(step, roots=(step.roots[0], "nothing")),
+        replace(step, region="nothing"),
+        replace(step, binding={**step.binding, "x": step.roots[0]}),
+    ):
+        with pytest.raises(PlanError, match="expected"):
+            again(graph, Candidate(graph, (wrong,), 0))
+
+
+def test_a_plan_lists_its_substitutions_and_makes_the_same_program_again() -> None:
+    model, batch = zoo.build(MODEL)
+    budget = SearchBudget(seconds=4.0, stages=False, substitutions=True)
+    program = autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, search=budget)
+    plan = Plan.from_json(program.plan.to_json())
+    assert plan.substitutions == program.plan.substitutions != ()
+    assert autopar.parallelize(model, plan.mesh, batch, plan=plan).source == program.source
+    autopar.verify(plan, model, batch)
+    assert "rewritten" in str(plan)
+    assert f"substitution {plan.substitutions[0].rule}" in plan.explain("layers.0.attention")
+    lost = json.loads(plan.to_json()) | {"substitutions": []}
+    with pytest.raises(PlanError):
+        autopar.verify(Plan.from_json(json.dumps(lost)), model, batch)
+
+
+def test_what_constraints_speak_of_stays() -> None:
+    with torch.device("meta"):
+        model, batch = gpt.build(gpt.Config()), gpt.example_inputs(gpt.Config())
+    mesh, budget = autopar.Mesh("h100", devices_per_node=2), SearchBudget(4.0, stages=False, substitutions=True)
+    rules = [Constraint("layers.*.attention.key.weight", ("I",), "stored")]
+    plan = autopar.parallelize(model, mesh, batch, search=budget, constraints=rules).plan
+    assert "layers.0.attention.key.weight" in plan.parameters.values()
+    touched = {value for step in plan.substitutions for value in step.binding.values()}
+    assert "layers.0.attention.key.weight" not in touched
+
+
+def test_templates_take_rewritten_graphs() -> None:
+    plan = template_of_graph(best(MODEL).graph, autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
+    given = template_of_graph(planned.graph(MODEL), autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
+    assert plan.predicted.step_time_ns < given.predicted.step_time_ns
