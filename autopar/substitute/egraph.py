@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 from autopar.errors import PlanError
 from autopar.substitute.algebra import OPERATORS
+from autopar.substitute.drawing import Drawing
 from autopar.substitute.expressions import Expression, Guard, Symbol, Undefined, solve, value_of
 from autopar.substitute.formed import rule_guards
-from autopar.substitute.instances import Drawing
 from autopar.substitute.shapes import Conditions, Shape, variable_shape
 from autopar.substitute.terms import Apply, Rule, Size, Sort, Term, Unknown, Variable
 
@@ -315,7 +315,7 @@ def large_value(kind: str, choose: random.Random) -> Any:
             return f"{kind}{choose.randrange(10**6)}"
         case "height" | "width":  # of images or of kernels, which must be smaller
             return choose.choice([choose.randrange(2, 100), choose.randrange(10**5, 10**6)])
-        case "pair":
+        case "pair" | "padding":
             return (choose.randrange(2, 50), choose.randrange(2, 50))
         case _:
             return choose.randrange(10**3, 10**6)

@@ -212,10 +212,14 @@ PART-rows-of-BINARY-of-row: PART[row, ?n](BINARY(x, b)) <=> BINARY(PART[row, ?n]
 PART-cols-of-BINARY-of-row: PART[col, ?n](BINARY(x, b)) <=> BINARY(PART[col, ?n](x), PART[col, ?n](b))
 
 # Kernels and rows are added, scaled, concatenated and cut as other tensors are.
-add-commuted-ANY: add(x, y) => add(y, x)
-add-regrouped-ANY: add(add(x, y), z) <=> add(x, add(y, z))
-scale-of-add-ANY: scale[?c](add(x, y)) <=> add(scale[?c](x), scale[?c](y))
-scale-of-scale-ANY: scale[?a](scale[?b](x)) => scale[?c](x) where ?c == ?a * ?b
+add-commuted: add(x, y) => add(y, x)
+add-commuted-OTHER: add(x, y) => add(y, x)
+add-regrouped: add(add(x, y), z) <=> add(x, add(y, z))
+add-regrouped-OTHER: add(add(x, y), z) <=> add(x, add(y, z))
+scale-of-add: scale[?c](add(x, y)) <=> add(scale[?c](x), scale[?c](y))
+scale-of-add-OTHER: scale[?c](add(x, y)) <=> add(scale[?c](x), scale[?c](y))
+scale-of-scale: scale[?a](scale[?b](x)) => scale[?c](x) where ?c == ?a * ?b
+scale-of-scale-OTHER: scale[?a](scale[?b](x)) => scale[?c](x) where ?c == ?a * ?b
 scale-of-parameters-concat: scale[?c](concat[PARAMETER](x, y)) <=> concat[PARAMETER](scale[?c](x), scale[?c](y))
 scale-of-parameters-PART: scale[?c](PART[PARAMETER, ?n](x)) <=> PART[PARAMETER, ?n](scale[?c](x))
 add-of-parameters-PART: add(PART[PARAMETER, ?n](x), PART[PARAMETER, ?n](y)) <=> PART[PARAMETER, ?n](add(x, y))

@@ -35,7 +35,7 @@ PLACEHOLDERS: Mapping[str, Sequence[str]] = {
     "PART": ("first", "second"),
     "POOL": ("max_pool", "avg_pool"),
     "PARAMETER": ("out", "in", "bias"),
-    "ANY": ("matrix", "image", "kernel", "bias"),
+    "OTHER": ("image", "kernel", "bias"),
 }
 
 

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
+from autopar.substitute.drawing import Drawing
 from autopar.substitute.elimination import eliminated
 from autopar.substitute.expressions import parse_expression, parse_guard, solve, value_of
 from autopar.substitute.formed import rule_conditions
-from autopar.substitute.instances import Drawing, instances
+from autopar.substitute.instances import instances
 from autopar.substitute.polynomials import Polynomials
 from autopar.substitute.statement import parse_rules
 from autopar.substitute.terms import Rule, Size, Unknown
