@@ -48,7 +48,7 @@ _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01),
     "default": SearchBudget(20.0),
-    "thorough": SearchBudget(300.0, gap=0.0),
+    "thorough": SearchBudget(300.0, gap=0.0, substitutions=True),
 }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Mapping
 
 from autopar.cost.compute import argument
 from autopar.cost.work import base_name
@@ -40,11 +41,16 @@ def copied_rows(graph: Graph) -> frozenset[str]:
     return _copies(graph)[1]
 
 
-Copied = tuple[frozenset[str], frozenset[str]]
+def copied_factors(graph: Graph) -> Mapping[str, tuple[int, ...]]:
+    """Of each einsum that copies operands, as their dims do not lie in memory as those of its matrices: which."""
+    return _copies(graph)[2]
+
+
+Copied = tuple[frozenset[str], frozenset[str], Mapping[str, tuple[int, ...]]]
 
 
 def _copies(graph: Graph) -> Copied:
-    """Of reshapes and of products; remembered as long as the graph lives."""
+    """Of reshapes, of products and of einsums; remembered as long as the graph lives."""
     key = id(graph)
     known = _known.get(key)
     if known is None or known[0]() is not graph:
@@ -57,16 +63,20 @@ _known: dict[int, tuple[weakref.ref[Graph], Copied]] = {}
 
 def _find(graph: Graph) -> Copied:
     strides = {name: contiguous_strides(tensor.shape) for name, tensor in graph.tensors.items()}
-    copied, rows = set(), set()
+    copied, rows, factors = set(), set(), dict[str, tuple[int, ...]]()
     for node in graph.nodes:
         if base_name(node.op) in _PRODUCTS and not _has_rows(node, graph, strides):
             rows.add(node.name)
+        if base_name(node.op) == "einsum":
+            factors[node.name], made = _einsum(node, graph, strides)
+            strides[node.results[0]] = made
+            continue
         found = _view(node, graph, strides) if node.operands else None
         if found is not None:
             strides.update((name, found) for name in node.results)
         elif node.operands and base_name(node.op) in RESHAPES:
             copied.add(node.name)
-    return frozenset(copied), frozenset(rows)
+    return frozenset(copied), frozenset(rows), factors
 
 
 def _has_rows(node: Node, graph: Graph, strides: dict[str, Strides]) -> bool:
@@ -74,6 +84,40 @@ def _has_rows(node: Node, graph: Graph, strides: dict[str, Strides]) -> bool:
     if len(left) < 3 or len(right) != 2:
         return True
     return reshaped_strides(left, strides[node.operands[0]], (math.prod(left[:-1]), left[-1])) is not None
+
+
+def _einsum(node: Node, graph: Graph, strides: dict[str, Strides]) -> tuple[tuple[int, ...], Strides]:
+    """The operands that are copied, and the strides of the result.
+
+    Torch makes two matrices of the operands, dims in the order (those of both that stay, those of its own, those that
+    are summed), and permutes the product (aten/src/ATen/native/Linear.cpp, sumproduct_pair). Other equations than of
+    two operands with different letters each are taken to copy nothing.
+    """
+    terms, _, out = str(node.args[0]).replace(" ", "").partition("->")
+    letters, shapes = terms.split(","), [graph.tensors[name].shape for name in node.operands]
+    made = contiguous_strides(graph.tensors[node.results[0]].shape)
+    alone = set("".join(letters)) - set(out) if len(letters) != 2 else set(letters[0]) ^ set(letters[1])
+    if len(letters) != 2 or not alone <= set(out) or any(len(set(text)) < len(text) for text in (*letters, out)):
+        return (), made
+    sizes = {
+        letter: size
+        for text, shape in zip(letters, shapes, strict=True)
+        for letter, size in zip(text, shape, strict=True)
+    }
+    both = set(letters[0]) & set(letters[1])
+    stay, summed = [letter for letter in out if letter in both], sorted(both - set(out))
+    left, right = ([letter for letter in out if letter in text and letter not in both] for text in letters)
+    copied = []
+    for position, groups in enumerate(((stay, left, summed), (stay, summed, right))):
+        own = strides[node.operands[position]]
+        order = [letters[position].index(letter) for group in groups for letter in group]
+        lengths = tuple(math.prod(sizes[letter] for letter in group) for group in groups)
+        shape, steps = tuple(shapes[position][dim] for dim in order), tuple(own[dim] for dim in order)
+        if reshaped_strides(shape, steps, lengths) is None:
+            copied.append(position)
+    order_made = [*stay, *left, *right]
+    steps_made = dict(zip(order_made, contiguous_strides(tuple(sizes[letter] for letter in order_made)), strict=True))
+    return tuple(copied), tuple(steps_made[letter] for letter in out)
 
 
 def _view(node: Node, graph: Graph, strides: dict[str, Strides]) -> Strides | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, cast
 
 from autopar.cost.compute import argument
-from autopar.cost.layout import RESHAPES, copied_reshapes, copied_rows
+from autopar.cost.layout import RESHAPES, copied_factors, copied_reshapes, copied_rows
 from autopar.cost.work import base_name
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
@@ -130,11 +130,16 @@ def storage_root(tensor: str, graph: Graph) -> str:
 
 
 class Extra(NamedTuple):
-    """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`."""
+    """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`.
+
+    is_number: a plain number that torch has made a tensor of. Hooks on saved tensors are not called for it
+    (torch/csrc/autograd/saved_variable.cpp), so that it stays where everything else is computed again.
+    """
 
     like: str
     dims: tuple[int, ...]
     itemsize: int
+    is_number: bool = False
 
     def num_bytes(self, shape: Shape) -> int:
         """Its bytes when `like` has the given (local) shape."""
@@ -221,6 +226,17 @@ def _others(node: Node, graph: Graph) -> list[Saved]:
     return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
 
 
+def _factors(node: Node, graph: Graph) -> list[Saved]:
+    """Of einsum: the same, as its copy where it is copied."""
+    kept = _others(node, graph)
+    for position in copied_factors(graph).get(node.name, ()):
+        name = node.operands[position]
+        if name in kept:
+            tensor = graph.tensors[name]
+            kept[kept.index(name)] = Extra(name, tuple(range(len(tensor.shape))), tensor.itemsize)
+    return kept
+
+
 def _matrices(node: Node, graph: Graph) -> list[Saved]:
     """Of linear and convolution: input and weight, each for the gradient of the other; never the bias.
 
@@ -245,6 +261,19 @@ def _quotient(node: Node, graph: Graph) -> list[Saved]:
         return []
     left, right = node.operands
     return [left, right] if _differentiable(right, graph) else [right]
+
+
+def _with_number(rule: SaveRule) -> SaveRule:
+    """The rule, and a plain number as second factor: torch makes a tensor of it, on the CPU, in the number's own dtype
+    (float64, int64 or bool), which the gradient of the first factor keeps. Scalar overloads keep no tensor."""
+
+    def kept(node: Node, graph: Graph) -> list[Saved]:
+        number = node.args[1] if node.op.endswith(".Tensor") and len(node.args) > 1 else None
+        if not isinstance(number, (bool, int, float)):
+            return rule(node, graph)
+        return [*rule(node, graph), Extra(node.operands[0], (), 1 if isinstance(number, bool) else 8, is_number=True)]
+
+    return kept
 
 
 def _indices(node: Node, graph: Graph) -> list[Saved]:
@@ -307,11 +336,24 @@ def _attention(node: Node, graph: Graph) -> list[Saved]:
     return kept
 
 
+def _attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
+    """Where the mask gets a gradient, products and a softmax instead of one kernel: the weights stay, not the mask.
+
+    Scaled copies stay of query and key, and of the result the copy with heads joined: as many bytes as else.
+    """
+    kept = _attention(node, graph)
+    query, key = (graph.tensors[name] for name in node.operands[:2])
+    for name in (name for name in node.operands[3:] if _differentiable(name, graph) and name in kept):
+        weights = Extra(query.name, tuple(range(len(query.shape) - 1)), key.shape[-2] * query.itemsize)
+        kept[kept.index(name)] = weights
+    return kept
+
+
 def _cross_entropy(node: Node, graph: Graph) -> list[Saved]:
-    """Log-probabilities, as large as the logits, and the targets."""
+    """Log-probabilities, as large as the logits, the targets, and how many of them count."""
     logits = graph.tensors[node.operands[0]]
     dims = tuple(range(len(logits.shape)))
-    return [Extra(logits.name, dims, logits.itemsize), *_indices(node, graph)]
+    return [Extra(logits.name, dims, logits.itemsize), Extra(logits.name, (), logits.itemsize), *_indices(node, graph)]
 
 
 def _routed_experts(node: Node, graph: Graph) -> list[Saved]:
@@ -342,7 +384,8 @@ SAVED: dict[str, SaveRule] = {
     **_rows("linear matmul mm bmm mv dot conv1d conv2d conv3d convolution", _matrices),
     **_rows("conv_transpose1d conv_transpose2d conv_transpose3d", _matrices),
     **_rows("addmm baddbmm addmv", _added_matrices),
-    **_rows("mul einsum", _others),
+    **_rows("mul", _others),
+    **_rows("einsum", _factors),
     **_rows("routed_experts", _routed_experts),
     **_rows("grouped_mm_fallback", _matrices),
     **_rows("div", _quotient),
@@ -367,4 +410,9 @@ SAVED: dict[str, SaveRule] = {
     **_rows("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _pooled),
 }
 
-SAVED_ON_CPU: dict[str, SaveRule] = {"rms_norm": _composed_rms_norm}
+SAVED_ON_CPU: dict[str, SaveRule] = {
+    "scaled_dot_product_attention": _attention_on_cpu,
+    "rms_norm": _composed_rms_norm,
+    "mul": _with_number(_others),
+    "div": _with_number(_quotient),
+}

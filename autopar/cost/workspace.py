@@ -99,7 +99,7 @@ def _rows(names: str, rule: Callable[[Sizes], Workspace]) -> dict[str, Callable[
 
 
 WORKSPACE: dict[str, Callable[[Sizes], Workspace]] = {
-    **_rows("mul", _product),
+    **_rows("mul where", _product),
     **_rows("div", _quotient),
     **_rows("pow rsqrt cumsum", _backward(2)),
     **_rows("sqrt reciprocal sin cos abs log1p", _backward(1)),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+from autopar.ir.stages import num_rounds
+
 
 def in_flight(schedule: str, remaining: int, microbatches: int, chunks: int = 1, num_submeshes: int = 1) -> int:
     """Microbatches in flight, times the chunks of a submesh that hold them.
@@ -16,11 +18,6 @@ def in_flight(schedule: str, remaining: int, microbatches: int, chunks: int = 1,
     if schedule == "gpipe":
         return microbatches
     if schedule == "interleaved":
-        a_round = math.ceil(microbatches / max(1, microbatches // num_submeshes))
+        a_round = math.ceil(microbatches / num_rounds(microbatches, num_submeshes))
         return min(microbatches * chunks, (chunks - 1) * a_round + 2 * (remaining - 1) + 1)
     return min(num_submeshes if schedule == "zero_bubble" else remaining, microbatches)
-
-
-def makes_rounds(microbatches: int, num_submeshes: int) -> bool:
-    """Whether microbatches make equal rounds over the submeshes, which interleaved and zero_bubble go by."""
-    return microbatches % max(1, microbatches // num_submeshes) == 0

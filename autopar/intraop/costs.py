@@ -152,8 +152,9 @@ class ProfiledCosts:
         found = {}
         for node in self.graph.nodes:
             again, kept = self._share(node), dict[Saved, float]()
-            saved = saved_values(node, self.graph, self.profile.device_type) if again < 1 else ()
-            for value, share in (*((v, 1 - again) for v in saved), *((v, again) for v in self._entering(node))):
+            saved = saved_values(node, self.graph, self.profile.device_type)
+            shares = ((v, 1 if isinstance(v, Extra) and v.is_number else 1 - again) for v in saved)
+            for value, share in (*(pair for pair in shares if pair[1]), *((v, again) for v in self._entering(node))):
                 root = None if isinstance(value, Extra) else storage_root(value, self.graph)
                 if root not in known or value in kept:
                     kept[value] = kept.get(value, 0.0) + share

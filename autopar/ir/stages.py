@@ -139,12 +139,29 @@ def _check_rounds(plan: PlanData, num_submeshes: int) -> None:
             f"expected stages in turn on each of {num_submeshes} submeshes, as often on all, found them from ranks "
             f"{', '.join(map(str, firsts))} on"
         )
-    rounds = max(1, plan.microbatches // num_submeshes)
-    if plan.schedule in ("interleaved", "zero_bubble") and plan.microbatches % rounds:
+    if plan.schedule in ("interleaved", "zero_bubble"):
+        microbatches_a_round(plan.schedule, plan.microbatches, num_submeshes)
+
+
+def num_rounds(microbatches: int, num_submeshes: int) -> int:
+    """How often all submeshes are gone over; in a round, each takes as many microbatches as there are submeshes."""
+    return max(1, microbatches // num_submeshes)
+
+
+def makes_rounds(microbatches: int, num_submeshes: int) -> bool:
+    """Whether microbatches make equal rounds over the submeshes, which interleaved and zero_bubble go by."""
+    return microbatches % num_rounds(microbatches, num_submeshes) == 0
+
+
+def microbatches_a_round(schedule: str, microbatches: int, num_submeshes: int) -> int:
+    """Of equal rounds. Raises PlanError where microbatches do not make such."""
+    rounds = num_rounds(microbatches, num_submeshes)
+    if not makes_rounds(microbatches, num_submeshes):
         raise PlanError(
             f"expected a number of microbatches that makes {rounds} equal rounds over {num_submeshes} submeshes with "
-            f"schedule {plan.schedule!r}, found {plan.microbatches}; take a multiple of {num_submeshes}"
+            f"schedule {schedule!r}, found {microbatches}; take a multiple of {num_submeshes}"
         )
+    return microbatches // rounds
 
 
 def _check_together(graph: Graph, plan: PlanData) -> None:

@@ -146,6 +146,8 @@ class ScheduledStage:
             self._pass(partial(self.local.backward_of_inputs, index, split.first))
             self._second[index] = partial(self.local.backward_of_leaves, index, split.second)
         self._gradients[index] = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]
+        for tensor in received:
+            tensor.grad = None  # the second part keeps the tensor, and has no use for what is sent
 
     def backward_weight_one_chunk(self, index: int, last_backward: bool = False) -> None:
         """The second part of a backward pass: the gradients of parameters."""

@@ -35,11 +35,12 @@ class BackwardStep(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Direction:
-    """Steps in the order of the pass. first: of each unit that it enters, the item that it leaves it with; regions:
-    those that it recomputes; ends_microbatch: regathered parameters are of no more use after it."""
+    """Steps in the order of the pass. entered: units with regathered parameters that it enters, at each item the
+    innermost first: autograd asks for what they return in that order; regions: those that it recomputes;
+    ends_microbatch: regathered parameters are of no more use after it."""
 
     steps: tuple[BackwardStep, ...]
-    first: dict[int, int]
+    entered: dict[int, tuple[int, ...]]
     regions: frozenset[int]
     ends_microbatch: bool
 
@@ -60,13 +61,17 @@ def _direction(
     program: Program, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
 ) -> Direction:
     """Units and regions are for the first part to enter, if it has anything in them (`before`: its items)."""
-    items = program.items
-    units = {items[n].unit for n in before}
+    items, entered = program.items, dict[int, tuple[int, ...]]()
+    known = {unit for n in before for unit in orders.around[items[n].unit]}
+    for n in numbers:
+        units = (unit for unit in reversed(orders.around[items[n].unit]) if unit in orders.gathers)
+        entered[n] = tuple([unit for unit in units if unit not in known])
+        known.update(entered[n])
     regions = {items[n].region for n in before if items[n].needs_saved}
     reader = _Reader(program, orders, lifetimes, name)
     return Direction(
         steps=tuple([reader.step(number) for number in numbers]),
-        first={items[n].unit: n for n in numbers if items[n].unit not in units},
+        entered={number: units for number, units in entered.items() if units},
         regions=frozenset(items[n].region for n in numbers if items[n].region >= 0) - regions,
         ends_microbatch=bool(numbers) and not before,
     )

@@ -56,6 +56,8 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
     for number, item in enumerate(program.items):
         if trains and item.runs_backward and item.extra_bytes:
             _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
+        if trains and item.runs_backward and item.number_bytes:
+            _place_number(lifetimes, program, number, item.number_bytes)
     if trains and program.splits:
         _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT)
         _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT)
@@ -71,7 +73,7 @@ class Frames:
 
     def __init__(self, program: Program) -> None:
         self._unit_of = [item.unit for item in program.items]
-        self._enclosing = [_enclosing(path, program.units) for path in program.units]
+        self._enclosing = program.around()
         self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
         last = {unit: number for number, unit in enumerate(self._unit_of)}
         for unit, number in last.items():
@@ -92,13 +94,6 @@ class Frames:
             innermost = max(set.intersection(*shared), key=lambda unit: len(self._enclosing[unit]))
             self._ends[units] = self._returns[innermost]
         return self._ends[units]
-
-
-def _enclosing(path: str, units: list[str]) -> list[int]:
-    """The units around one, and itself."""
-    parts = path.split(".") if path else []
-    prefixes = {".".join(parts[:count]) for count in range(len(parts) + 1)}
-    return [number for number, unit in enumerate(units) if unit in prefixes]
 
 
 def _entries(program: Program) -> dict[int, int]:
@@ -166,6 +161,17 @@ def _place(
         lifetimes.recompute.given[max(held)] += size
 
 
+def _place_number(lifetimes: Lifetimes, program: Program, number: int, size: int) -> None:
+    """A saved number is kept from the forward pass, and in a region once more while that runs again."""
+    lifetimes.forward.taken[number] += size
+    _give_back(lifetimes, program, size, [number])
+    region = program.items[number].region
+    if region >= 0:
+        lifetimes.recompute.taken[number] += size
+        last = max(other for other, item in enumerate(program.items) if item.region == region)
+        lifetimes.recompute.given[last] += size
+
+
 def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[int]) -> None:
     """After the backward of all items that need it. Of a pass in two parts, autograd keeps for the second what it keeps
     at all: then with the next item from there on that runs in it."""
@@ -180,14 +186,15 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
     """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on.
 
     numbers: the items of this direction. Buffers that the second part reads, too, are given back there. Gradients that
-    come from other stages are in memory of their own, which is kept until the pass ends.
+    come from other stages are in memory of their own, which is kept until a whole pass ends.
     """
     changes, kept = lifetimes.gradients[direction], program.own if direction == BACKWARD_INPUT else ()
     buffer: dict[int, list[int]] = {}  # value -> [bytes, readers, the first item that reads it in the second part]
     for number in sorted(numbers, reverse=True):
         item = program.items[number]
         if item.is_send:
-            lifetimes.received[direction] += _receive(program, item, number, buffer, changes)
+            stays = direction == BACKWARD_INPUT
+            lifetimes.received[direction] += _receive(program, item, number, buffer, changes, stays)
             continue
         held = [buffer.pop(value) for value in item.outputs if value in buffer]
         for value in item.inputs:
@@ -203,16 +210,17 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
 
 
 def _receive(
-    program: Program, item: Item, number: int, buffer: dict[int, list[int]], changes: Changes
+    program: Program, item: Item, number: int, buffer: dict[int, list[int]], changes: Changes, stays: bool
 ) -> int:  # fmt: skip
-    """The gradient of what was sent, which takes nothing but what has come. Returns its bytes."""
+    """The gradient of what was sent, which takes nothing but what has come. Returns its bytes, if the pass's end gives
+    them back, and not, as those of what the second part may read (`stays`), its last reader."""
     (value,) = item.inputs
     made = program.values[value]
     if not made.wants_gradient or made.slot >= 0 or made.item < 0:
         return 0
     changes.taken[number] += made.num_bytes
-    buffer.setdefault(value, [0, 1, -1])
-    return made.num_bytes
+    buffer.setdefault(value, [made.num_bytes if stays else 0, 1, -1])
+    return 0 if stays else made.num_bytes
 
 
 def _contribute(

@@ -23,8 +23,9 @@ class Orders:
     stage; `kept_ns`: adding to a leaf's gradient of earlier microbatches.
     """
 
-    visits: list[int] = field(default_factory=list)  # units in forward order, without the program's own
-    last: dict[int, int] = field(default_factory=dict)  # unit -> its last item
+    around: list[tuple[int, ...]] = field(default_factory=list)  # of each unit: units that convert, outermost first
+    visits: list[int] = field(default_factory=list)  # those in the order in which they begin, without the program's own
+    last: dict[int, int] = field(default_factory=dict)  # unit -> the last item in it, and in those inside of it
     gathers: dict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))  # regathered, by unit
     regions: dict[int, list[int]] = field(default_factory=lambda: defaultdict(list))
     begun_at: dict[int, list[Slot]] = field(default_factory=lambda: defaultdict(list))
@@ -48,9 +49,11 @@ class Orders:
 
 def find_orders(program: Program, profile: Profile) -> Orders:
     """Reads the orders off a lowered program."""
-    orders = Orders(visits=[unit for unit in dict.fromkeys(item.unit for item in program.items) if unit])
+    around, converting = program.around(), {slot.unit for slot in program.slots if not slot.is_alias} - {0}
+    orders = Orders([tuple([unit for unit in units if unit in converting]) for units in around])
+    orders.visits = list(dict.fromkeys(unit for item in program.items for unit in orders.around[item.unit]))
     for number, item in enumerate(program.items):
-        orders.last[item.unit] = number
+        orders.last.update(dict.fromkeys(around[item.unit], number))
         if item.region >= 0:
             orders.regions[item.region].append(number)
     for bucket in program.gathers:

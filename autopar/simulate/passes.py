@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.errors import PlanError
+from autopar.ir.stages import microbatches_a_round
 from autopar.runtime.arrivals import BACKWARD as BACKWARD
 from autopar.runtime.arrivals import BACKWARD_WEIGHT as BACKWARD_WEIGHT
 from autopar.runtime.arrivals import FORWARD as FORWARD
@@ -49,7 +49,7 @@ def _1f1b(position: int, count: int, stages: Sequence[int], microbatches: int) -
 
 
 def _interleaved(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
-    a_round = _microbatches_a_round(count, microbatches)
+    a_round = microbatches_a_round("interleaved", microbatches, count)
     chunks = len(stages)
     visits = [
         (n // (a_round * chunks) * a_round + n % a_round, n // a_round % chunks) for n in range(microbatches * chunks)
@@ -60,19 +60,9 @@ def _interleaved(position: int, count: int, stages: Sequence[int], microbatches:
     return _alternating(forward, backward, min(len(forward), ahead + 1))
 
 
-def _microbatches_a_round(count: int, microbatches: int) -> int:
-    rounds = max(1, microbatches // count)
-    if microbatches % rounds:
-        raise PlanError(
-            f"expected a number of microbatches that makes {rounds} equal rounds over {count} submeshes, "
-            f"found {microbatches}; take a multiple of {count}"
-        )
-    return microbatches // rounds
-
-
 def _zero_bubble(position: int, count: int, stages: Sequence[int], microbatches: int) -> list[Turn]:
     """Forward passes as far ahead as in 1f1b; on submesh p, gradients of stored tensors p microbatches behind."""
-    _microbatches_a_round(count, microbatches)  # which torch asks for with a single stage a submesh, too
+    microbatches_a_round("zero_bubble", microbatches, count)  # which torch asks for with a single stage a submesh, too
     forward, inputs, weights = (
         [Turn(stages[0], direction, m) for m in range(microbatches)]
         for direction in (FORWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)

@@ -242,14 +242,15 @@ class Player:
         self._unpack(ROOT)
         if self.orders.visits:
             self._launch(self.orders.visits[0])
-        current = ROOT
+        visits, entered = self.orders.visits, set[int]()
         for number, item in enumerate(self.program.items):
-            if item.unit not in (current, ROOT):
-                current = item.unit
-                self._enter(current, +1)
+            units = self.orders.around[item.unit]
+            for unit in (unit for unit in units if unit not in entered):
+                entered.add(unit)
+                self._enter(unit, visits[visits.index(unit) + 1 :][:1])
             self._run(number, item, "forward", self.lifetimes.forward)
-            if number == self.orders.last[item.unit] and item.unit != ROOT:
-                self._release(item.unit)
+            for unit in (unit for unit in reversed(units) if number == self.orders.last[unit]):
+                self._release(unit)
         if not self.trains or self.program.is_stage:
             self._end_microbatch()
 
@@ -260,18 +261,18 @@ class Player:
         elif self.program.is_stage:
             self._launch(ROOT)
             self._unpack(ROOT)
-        current, left, first = ROOT, set(direction.regions), direction.first
+        left, visits = set(direction.regions), self.orders.visits
+        later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
-            unit, region = step.item.unit, step.item.region
-            if unit != current and unit != ROOT and unit in first:
-                current = unit
-                self._enter(current, -1)
+            region = step.item.region
+            for unit in direction.entered.get(step.number, ()):
+                later.discard(unit)
+                before = visits[max(0, visits.index(unit) - 1) : visits.index(unit)]
+                self._enter(unit, [unit for unit in before if unit in later])
             if region in left and step.item.needs_saved:
                 left.discard(region)
                 self._recompute(region)
             self._run_backward(step)
-            if unit != ROOT and step.number == first.get(unit):
-                self._release(unit)
         for bucket in self._late:
             self._send_home(bucket, [self.engine.last])
         if direction.ends_microbatch or self.program.is_stage:
@@ -381,12 +382,10 @@ class Player:
 
     # Parameters ----------------------------------------
 
-    def _enter(self, unit: int, direction: int) -> None:
+    def _enter(self, unit: int, ahead: Sequence[int]) -> None:
         """A unit begins: its parameters must be under way, its neighbour's start now, and its own are unpacked."""
-        self._launch(unit)
-        neighbour = self.orders.visits.index(unit) + direction
-        if 0 <= neighbour < len(self.orders.visits):
-            self._launch(self.orders.visits[neighbour])
+        for other in (unit, *ahead):
+            self._launch(other)
         self._unpack(unit)
 
     def _unpack(self, unit: int) -> None:

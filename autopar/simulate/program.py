@@ -9,7 +9,7 @@ free conversions share their base's.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -53,6 +53,7 @@ from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
 from autopar.simulate.recomputation import Call, call_of, number_calls
 from autopar.simulate.shapes import LocalShapes, Shape
 from autopar.simulate.traffic import inner_collectives
+from autopar.simulate.way import tensors_on_the_way
 
 OPTIMIZER_KERNELS = {
     "cpu": 8,
@@ -89,7 +90,7 @@ class Value:
     slot: int = -1
     differentiable: bool = False
     wants_gradient: bool = False
-    leads_back: bool = False  # depends on what an earlier stage made: its gradient goes on to that
+    leads_back: bool = False  # its gradient is made in the first part of a backward pass in two (`way`)
 
 
 @dataclass(slots=True)
@@ -126,6 +127,7 @@ class Item:
     workspace: tuple[int, int] = (0, 0)  # bytes taken for a while, forward and backward
     saved: tuple[int, ...] = ()  # storages
     extra_bytes: int = 0  # saved, but no tensor of the graph
+    number_bytes: int = 0  # of plain numbers that are saved, which stay even where all else is computed again
     unit: int = 0
     region: int = -1  # what the backward pass runs again together, −1 for nothing
     runs_backward: bool = False
@@ -200,6 +202,16 @@ class Program:
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
 
+    def around(self) -> list[tuple[int, ...]]:
+        """Of each unit, those whose modules are around its own, outermost first, and itself."""
+        number = {path: index for index, path in enumerate(self.units)}
+        found = []
+        for path in self.units:
+            parts = path.split(".") if path else []
+            prefixes = (".".join(parts[:count]) for count in range(len(parts) + 1))
+            found.append(tuple([number[prefix] for prefix in prefixes if prefix in number]))
+        return found
+
 
 def lower_stages(
     graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0, prices: Prices | None = None
@@ -213,7 +225,7 @@ def lower_stages(
     facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
     prices = {} if prices is None else prices
     is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
-    programs, batched = [], frozenset(batch_inputs(graph))
+    programs, batched = [], {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
         per_node = _devices_per_node(plan, index)
         own = prices.setdefault((part.axes, per_node, profile), _Prices())
@@ -319,7 +331,7 @@ Prices = dict[tuple[LogicalMesh, int, Profile], _Prices]
 class _Lowering:
     def __init__(
         self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
-        leaving: Mapping[str, tuple[Placement, ...]], batched: Collection[str], is_split: bool,
+        leaving: Mapping[str, tuple[Placement, ...]], batched: Mapping[str, int], is_split: bool,
         coordinates: Coordinates,
     ) -> None:  # fmt: skip
         self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates
@@ -338,13 +350,13 @@ class _Lowering:
         self.units: dict[str, int] = {}
         self.recomputed = frozenset(plan.recompute)
         self.places: dict[str, int] = {}
-        self.leading_back = _leading_back(graph) if is_split else frozenset()
+        self.leading_back = tensors_on_the_way(graph) if is_split else frozenset()
         self.trains = plan.mode == "train" and (
             graph.loss is not None or graph.ends is not None
         )  # a stage may lead to it
         self.program.splits = self.trains and is_split
         self.constants: dict[int, int] = {}  # storage -> bytes of what is computed once and kept
-        self.batch = next((graph.tensors[name].shape[0] for name in batched if name in graph.tensors), 0)
+        self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
     def run(self) -> Program:
@@ -577,7 +589,7 @@ class _Lowering:
             self._result(name, placement, maker, inputs[0] if facts.is_view else -1)
             for name, placement in zip(node.results, placements.results, strict=True)
         ]
-        saved, extra = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0)
+        saved, extra, numbers = self._saved(node, facts, inputs, outputs) if self.trains and facts.saved else ((), 0, 0)
         if is_constant and self.facts.folded.issuperset(node.results):
             program.items.append(Item(node.name, tuple(dict.fromkeys(inputs)), tuple(outputs), unit=unit))
             return
@@ -597,6 +609,7 @@ class _Lowering:
                 inner_backward=price.inner_backward,
                 saved=saved,
                 extra_bytes=extra,
+                number_bytes=numbers,
                 unit=unit,
             )
         )
@@ -609,7 +622,8 @@ class _Lowering:
         known, values = self.prices.operators.get(key), self.program.values
         back = tuple([values[value].leads_back for value in inputs]) if self.program.splits else ()
         if known is None or known.leads_back != back or known.placements != placements:
-            operands, results = (tuple([values[value].shape for value in own]) for own in (inputs, outputs))
+            operands = tuple([values[value].shape for value in inputs])
+            results = tuple([self._made_shape(values[value]) for value in outputs])
             times = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
             issue_ns = node_issue_ns(node, operands, results, self.graph.tensors, self.profile)
             split = (
@@ -628,10 +642,21 @@ class _Lowering:
         return known
 
     def _result(self, name: str, placement: Placement, item: int, base: int) -> int:
+        """A result. What every microbatch makes whole, and reads a slice of, has the slice's shape and all its bytes:
+        its gradient is padded to that size, too."""
         self.placements[name] = placement
-        local = self.shapes.local(name, placement)
-        storage = self.program.values[base].storage if base >= 0 else self._memory(local[1], item)
-        return self._value(name, placement, local, storage, item)
+        shape, num_bytes = self.shapes.local(name, placement)
+        num_bytes *= self._parts(name) if item >= 0 else 1
+        storage = self.program.values[base].storage if base >= 0 else self._memory(num_bytes, item)
+        return self._value(name, placement, (shape, num_bytes), storage, item)
+
+    def _parts(self, name: str) -> int:
+        """How many slices a tensor is made with, of which a microbatch reads one."""
+        return math.prod(self.graph.made_shape(name)) // max(1, math.prod(self.graph.tensors[name].shape))
+
+    def _made_shape(self, value: Value) -> Shape:
+        parts = self._parts(value.tensor) if value.item >= 0 else 1
+        return value.shape if parts == 1 else (parts * value.shape[0], *value.shape[1:])
 
     def _keep_constants(self, node: Node) -> None:
         """What an operator reads of what the runtime computes once: it is there for good, for all microbatches."""
@@ -662,7 +687,7 @@ class _Lowering:
             communicates = values[inputs[0]].shape[1:2] != self.graph.tensors[node.operands[0]].shape[1:2]
         sizes = Sizes(
             tuple([values[value].shape for value in inputs]),
-            tuple([values[value].shape for value in outputs]),
+            tuple([self._made_shape(values[value]) for value in outputs]),
             max((self.shapes.itemsize(name) for name in node.results), default=0),
             tuple([values[value].differentiable for value in inputs]),
             self.profile.device_type,
@@ -672,16 +697,18 @@ class _Lowering:
 
     def _saved(
         self, node: Node, facts: NodeFacts, inputs: list[int], outputs: list[int]
-    ) -> tuple[tuple[int, ...], int]:
-        """The storages that autograd keeps alive for this operator, and further bytes."""
+    ) -> tuple[tuple[int, ...], int, int]:
+        """The storages that autograd keeps alive for this operator, further bytes, and those of numbers."""
         values = dict(zip((*node.operands, *node.results), (*inputs, *outputs), strict=True))
-        storages, extra = [], 0
+        storages, extra, numbers = [], 0, 0
         for kept in facts.saved:
-            if isinstance(kept, Extra):
-                extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
-            else:
+            if not isinstance(kept, Extra):
                 storages.append(self.program.values[values[kept]].storage)
-        return tuple(dict.fromkeys(storages)), extra
+            elif kept.is_number:
+                numbers += kept.itemsize
+            else:
+                extra += kept.num_bytes(self.program.values[values[kept.like]].shape)
+        return tuple(dict.fromkeys(storages)), extra, numbers
 
     # Branches ----------------------------------------
 
@@ -919,15 +946,6 @@ def _mark_gradients(program: Program, ends: list[int]) -> None:
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True
-
-
-def _leading_back(graph: Graph) -> frozenset[str]:
-    """The tensors of a stage that depend on what it received."""
-    found = set(graph.received)
-    for node in graph.nodes:
-        if not found.isdisjoint(node.operands):
-            found.update(node.results)
-    return frozenset(found)
 
 
 def _mark_parts(program: Program) -> None:

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.errors import InfeasibleError
-from autopar.interop import ChosenStage, StageKind, best_stages, in_flight, makes_rounds
+from autopar.interop import ChosenStage, StageKind, best_stages, in_flight
+from autopar.ir.stages import makes_rounds
 from autopar.staged.layered import Layered
 from autopar.staged.ways import Candidate, Way, hidden_bubble, largest_peak
 

@@ -10,10 +10,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.errors import InfeasibleError, PlanError
-from autopar.interop import best_stages, makes_rounds
+from autopar.interop import best_stages
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
+from autopar.ir.stages import makes_rounds
 from autopar.planning import Place
 from autopar.progress import Report
 from autopar.staged.layered import Layered

@@ -115,6 +115,11 @@ RELATIONS: Mapping[str, Callable[[Any, Any], bool]] = {
 }
 
 
+def guard_holds(guard: Guard, binding: Binding) -> bool:
+    """Whether a guard holds where all that it reads is bound. Raises Undefined where something is not."""
+    return RELATIONS[guard.relation](value_of(guard.left, binding), value_of(guard.right, binding))
+
+
 def solve(guards: Sequence[Guard], binding: Binding) -> dict[Symbol, Any] | None:
     """The binding with every unknown that the guards define; None where a guard does not hold.
 
@@ -134,7 +139,7 @@ def _satisfied(guard: Guard, solved: dict[Symbol, Any]) -> bool:
         if guard.relation == "==" and isinstance(guard.left, Unknown) and guard.left not in solved:
             solved[guard.left] = right
             return True
-        return RELATIONS[guard.relation](value_of(guard.left, solved), right)
+        return guard_holds(guard, solved)
     except Undefined as reason:
         raise PlanError(f"the guard {guard} cannot be checked: {reason}; bind it first") from None
 

@@ -15,20 +15,20 @@ import numpy as np
 
 from autopar.substitute.algebra import operator_of
 from autopar.substitute.expressions import (
-    RELATIONS,
     Binding,
     Expression,
     Guard,
     Operation,
     Symbol,
     Undefined,
+    guard_holds,
     symbols,
     value_of,
 )
 from autopar.substitute.formed import rule_conditions, rule_guards
 from autopar.substitute.shapes import AXES, STACK
 from autopar.substitute.terms import Apply, Rule, Size, Sort, Term, Unknown, Variable, subterms
-from autopar.substitute.values import Doubles, Field, Integers, Values, pair
+from autopar.substitute.values import Field, Integers, Values, pair
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 _TRIES = 200
@@ -63,16 +63,16 @@ class Drawing:
         """A random binding of every symbol that meets all conditions and guards; None where a try failed."""
         binding: dict[Symbol, Any] = {}
         try:
-            self._propagate(binding)
+            self.propagate(binding)
             for symbol, kind in self.kinds.items():
                 if symbol not in binding:
                     binding[symbol] = _random_value(kind, random)
-                    self._propagate(binding)
-            return binding if self._holds(binding) else None
+                    self.propagate(binding)
+            return binding if self.holds(binding) else None
         except (Contradiction, Undefined):
             return None
 
-    def _propagate(self, binding: dict[Symbol, Any]) -> None:
+    def propagate(self, binding: dict[Symbol, Any]) -> None:
         """Binds what the equalities leave no choice of."""
         before = -1
         while before != len(binding):
@@ -80,10 +80,10 @@ class Drawing:
             for left, right in self.equalities:
                 _equate(left, right, binding)
 
-    def _holds(self, binding: Binding) -> bool:
-        for guard in self.guards:
-            if not RELATIONS[guard.relation](value_of(guard.left, binding), value_of(guard.right, binding)):
-                return False
+    def holds(self, binding: Binding) -> bool:
+        """Whether a binding of every symbol meets all conditions and guards."""
+        if not all(guard_holds(guard, binding) for guard in self.guards):
+            return False
         for expression in self.defined:
             value_of(expression, binding)
         return all(value_of(left, binding) == value_of(right, binding) for left, right in self.equalities)
@@ -201,7 +201,7 @@ def instances(rule: Rule, values: Values, seed: int = 0) -> Iterator[Instance]:
         binding = next((binding for binding in found if binding is not None), None)
         if binding is None:
             return
-        arrays = {name: values.array(_lengths(name, sort, binding), numbers) for name, sort in rule.sorts.items()}
+        arrays = {name: values.array(tensor_lengths(name, sort, binding), numbers) for name, sort in rule.sorts.items()}
         if casts and isinstance(values, Integers):
             arrays = {name: _rounded(name, array * 9973, binding, values) for name, array in arrays.items()}
         yield Instance(binding, arrays)
@@ -212,7 +212,8 @@ def _rounded(name: str, array: Any, binding: Binding, values: Values) -> Any:
     return array if dtype is None else values.cast(dtype, array)
 
 
-def _lengths(name: str, sort: Sort, binding: Binding) -> tuple[int, ...]:
+def tensor_lengths(name: str, sort: Sort, binding: Binding) -> tuple[int, ...]:
+    """The lengths of all dims of a variable."""
     stack = binding[Size(name, STACK)] if sort == "matrix" else ()
     return (*stack, *(binding[Size(name, axis)] for axis in AXES[sort]))
 
@@ -231,8 +232,12 @@ def evaluate(term: Term, instance: Instance, values: Values, known: dict[Term, A
 
 def exact_values(rule: Rule) -> Values:
     """Integers, or a finite field where a rule divides."""
-    divides = any(isinstance(term, Apply) and term.op in ("mean", "avg_pool") for term in _all_subterms(rule))
-    return Field() if divides else Integers()
+    return Field() if operators(rule) & {"mean", "avg_pool"} else Integers()
+
+
+def operators(rule: Rule) -> set[str]:
+    """Names of the operators on both sides."""
+    return {term.op for term in _all_subterms(rule) if isinstance(term, Apply)}
 
 
 def torch_can(instance: Instance, rule: Rule) -> bool:
@@ -253,19 +258,19 @@ def counterexample(rule: Rule, num_instances: int, seed: int = 0, values: Values
     values = exact_values(rule) if values is None else values
     drawn = 0
     for drawn, instance in zip(range(1, num_instances + 1), instances(rule, values, seed), strict=False):  # noqa: B007
-        difference = _difference(rule, instance, values)
-        if difference is not None:
-            return difference
+        found = difference(rule, instance, values)
+        if found is not None:
+            return found
     return None if drawn == num_instances else f"only {drawn} of {num_instances} instances were found"
 
 
-def _difference(rule: Rule, instance: Instance, values: Values) -> str | None:
+def difference(rule: Rule, instance: Instance, values: Values) -> str | None:
+    """Where the sides of a rule differ on an instance, in words; None where they agree."""
     known: dict[Term, Any] = {}
     for source, target in zip(rule.source, rule.target, strict=True):
         left, right = (evaluate(term, instance, values, known) for term in (source, target))
         if left.shape != right.shape:
             return f"{source} has shape {tuple(left.shape)}, {target} has {tuple(right.shape)}, where {instance}"
-        same = np.array_equal(left, right) if not isinstance(values, Doubles) else bool((left == right).all())
-        if not same:
+        if not (left == right).all():
             return f"{source} differs from {target} where {instance}"
     return None

@@ -26,7 +26,7 @@ from autopar.substitute.pricing import Pricer
 from autopar.substitute.regions import Twins, find_regions
 from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
-from autopar.substitute.terms import Apply, Rule
+from autopar.substitute.terms import Apply, Rule, Term, subterms, variables
 
 PATIENCE = 2000
 """How many substitutions are tried without a gain before the search of a region ends."""
@@ -71,6 +71,8 @@ def substituted(
     """
     begin = time.monotonic()
     rules = [rule for rule in rules if not (trains and rule.inference)]
+    if any(graph.tensors[item.tensor].dtype in ("bfloat16", "float16") for item in graph.parameters):
+        rules = [rule for rule in rules if not sums_weights(rule)]
     search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
     outcomes = search.outcomes(begin + SEARCHING * seconds)
     best = search.candidate([outcome.best.matches for outcome in outcomes])
@@ -157,3 +159,17 @@ def is_splitting(rule: Rule) -> bool:
     whole = {term.operands for term in parts}
     left = [term for term in rule.target if not (isinstance(term, Apply) and term.op in PARTS)]
     return len(parts) == len(rule.source) == len(left) > 1 and len(whole) == 1
+
+
+def sums_weights(rule: Rule) -> bool:
+    """Whether a rule adds up weights that were not added up before: in few bits, a small one is lost in a large one."""
+    return _sums(rule, rule.target) and not _sums(rule, rule.source)
+
+
+def _sums(rule: Rule, terms: Sequence[Term]) -> bool:
+    inner = (term for outer in terms for term in subterms(outer) if isinstance(term, Apply))
+    return any(
+        term.op in ("add", "sub")
+        and all(rule.sorts.get(name) in ("weight", "kernel", "vector") for name in variables(term))
+        for term in inner
+    )

@@ -1,14 +1,14 @@
 """Rules as statements: `name: source => target where guards`, or `<=>` for a rule and its reverse.
 
 A statement goes on where the next line is indented.
-The first letter of a variable gives its sort, unless sorts are given. A line that says AXIS is stated of each axis of
-matrices and of images, with x, y, z read as i, j, h for the latter.
+The first letter of a variable gives its sort. A statement with a placeholder stands for one of each of its words: AXIS
+for the axes of matrices and of images, with x, y, z read as i, j, h for the latter.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.errors import PlanError
 from autopar.substitute.terms import Rule, Sort, Term, Variable, parse_term, subterms
@@ -20,14 +20,21 @@ SORT_OF_LETTER: Mapping[str, Sort] = {
     **dict.fromkeys("ijh", "image"),
     **dict.fromkeys("k", "kernel"),
 }
-_INFERENCE = " [inference]"
+LETTERS = {"channel": "ijh", "batch": "ijh", "out": "k", "in": "k", "bias": "b", "image": "ijh", "kernel": "k"}
+"""What x, y and z become where a placeholder stands for an axis or a sort that is not a matrix's."""
+
+AXIS_NAMES = {"bias": "col"}
+"""The axis that a placeholder's word means where it is not its name."""
+
+PLACEHOLDERS: Mapping[str, Sequence[str]] = {"AXIS": ("row", "col", "channel", "batch")}
 
 
-def parse_rules(text: str, origin: str) -> tuple[Rule, ...]:
+def parse_rules(text: str, origin: str, placeholders: Mapping[str, Sequence[str]] = PLACEHOLDERS) -> tuple[Rule, ...]:
     """The rules of a text of statements; `origin` begins their evidence. Raises PlanError naming the statement."""
     lines = re.sub(r"\n +", " ", text).splitlines()
     stated = [line for line in lines if line and not line.startswith("#")]
-    return tuple(rule for line in stated for single in _single_axes(line) for rule in parse_statement(single, origin))
+    singles = (single for line in stated for single in _expanded(line, placeholders))
+    return tuple(rule for single in singles for rule in parse_statement(single, origin))
 
 
 def parse_statement(line: str, origin: str = "") -> Iterator[Rule]:
@@ -63,15 +70,27 @@ def sorts_of(*terms: Term) -> dict[str, Sort]:
     return {name: SORT_OF_LETTER[name[0]] for name in sorted(names)}
 
 
-def _single_axes(line: str) -> Iterator[str]:
-    """A statement of AXIS as one of each axis; any other as it is."""
-    if "AXIS" not in line:
+def _expanded(line: str, placeholders: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    """A statement once for each word that its placeholders stand for, each with the word at the end of its name."""
+    found = next((word for word in placeholders if word in line), None)
+    if found is None:
         yield line
         return
-    for axis in ("row", "col", "channel", "batch"):
+    for word in placeholders[found]:
         name, rest = line.split(":", 1)
-        if axis in ("channel", "batch"):
-            rest = re.sub(
-                r"\b[xyz](?=\d?\b)", lambda letter: dict(zip("xyz", "ijh", strict=True))[letter.group()], rest
-            )
-        yield f"{name}-{axis}:{rest.replace('AXIS', axis)}"
+        label = word.split("[")[0]
+        name = name.replace(found, label) if found in name else f"{name}-{label}"
+        yield from _expanded(
+            f"{name}:{_relettered(rest, word).replace(found, AXIS_NAMES.get(word, word))}", placeholders
+        )
+
+
+def _relettered(text: str, word: str) -> str:
+    """A statement with x, y and z as variables of the sort that an axis or sort has."""
+    names = _names(LETTERS.get(word, "xyz"))
+    return re.sub(r"\b[xyz](?=\d?\b)", lambda letter: dict(zip("xyz", names, strict=True))[letter[0]], text)
+
+
+def _names(letters: str) -> list[str]:
+    """Names of three variables: the letters, or one letter before x, y and z."""
+    return list(letters) if len(letters) == 3 else [f"{letters}{letter}" for letter in "xyz"]

@@ -92,8 +92,8 @@ def row(name: str, mode: str, options: argparse.Namespace) -> Row:
     """Traces, searches, compares and times one graph."""
     model, batch = build(name, mode)
     graph = trace(model, batch, mode=mode)
-    found = search(graph, load_profile(options.profile), options.seconds)
-    others = {other: search(graph, load_profile(other), options.seconds) for other in options.elsewhere}
+    found = search(graph, load_profile(options.profile), mode, options.seconds)
+    others = {other: search(graph, load_profile(other), mode, options.seconds) for other in options.elsewhere}
     before, after = (program_of(each, model, mode) for each in (graph, found.graph))
     ranks = [program.build() for program in (before, after, before)]
     compared = [compare_with_model(rank, model, batch, mode) for rank in ranks[:2]]

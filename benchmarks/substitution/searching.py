@@ -27,16 +27,14 @@ class Found(NamedTuple):
         return self.before_ns / self.after_ns
 
 
-def search(graph: Graph, profile: Profile, seconds: float) -> Found:
-    """The best graph that the search finds for a device within some seconds; the same as `graph` when none is better.
+def search(graph: Graph, profile: Profile, mode: str, seconds: float) -> Found:
+    """The graph that is fastest on one device of those the search finds; the same as `graph` when none is better.
 
-    Predicted is the forward pass, and, where something is differentiable, the backward pass.
+    Predicted is the forward pass, and the backward pass where mode is "train".
     """
     blocks = find_blocks(graph)
-    trains = graph.training and any(tensor.differentiable for tensor in graph.tensors.values())
     found = substituted(
-        graph, blocks.paths, blocks.node_representative, load_rules(), profile, trains=trains, seconds=seconds
+        graph, blocks.paths, blocks.node_representative, load_rules(), profile, trains=mode == "train", seconds=seconds
     )
-    best = found.best
-    applied = tuple(step.rule for step in best.steps)
-    return Found(best.graph, applied, found.before_ns, best.cost_ns, found.seconds, found.stop)
+    applied = tuple(step.rule for step in found.best.steps)
+    return Found(found.best.graph, applied, found.before_ns, found.best.cost_ns, found.seconds, found.stop)

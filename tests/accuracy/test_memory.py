@@ -70,7 +70,8 @@ def test_predicted_peak_and_bytes_on_two_ranks(plan: str) -> None:
 
 @pytest.mark.ranks
 def test_stages_under_the_smallest_limit_take_no_more() -> None:
-    """But for scalars, such as the losses of microbatches."""
-    row = measure(Case("gpt", "pp2"))
-    assert row.peak_bytes <= 1.0005 * row.limit_bytes, row.measured_at_peak
+    """Parameters are gathered block by block there, blocks stand inside of a block with its own, and numbers are
+    saved."""
+    row = measure(Case("hf_gpt2", "pp-zero3"))
+    assert row.peak_bytes <= row.limit_bytes, row.measured_at_peak
     assert row.error > -0.001

@@ -41,6 +41,12 @@ def _attention(mask: bool = False, contiguous: bool = False) -> Operator:
     return attend
 
 
+def _experts(left: Tensor, right: Tensor) -> Tensor:
+    """Its first result lies in memory by groups, not by experts, so that the second einsum copies it."""
+    rows = torch.einsum("gsec,gsm->egcm", left, right)
+    return torch.einsum("egcm,emh->egch", rows, rows[:, 0, :, :].transpose(1, 2))
+
+
 ROWS = ((8, 64, 128), (8, 64, 128))
 CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "matmul": (lambda a, b: a @ b.transpose(1, 2), ROWS),
@@ -55,6 +61,11 @@ CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "power": (lambda a, b: a.pow(2) + b, ROWS),
     "broadcast product": (lambda a, b: a * b, ((8, 64, 128), (128,))),
     "einsum": (lambda a, b: torch.einsum("bsh,bth->bst", a, b), ROWS),
+    "einsum that copies an operand": (
+        lambda a, b: torch.einsum("gsec,egcm->gsm", a, b),
+        ((4, 8, 2, 16), (2, 4, 16, 32)),
+    ),
+    "einsum of an einsum": (_experts, ((4, 8, 2, 16), (4, 8, 32))),
     "attention": (_attention(), ROWS),
     "attention with a mask": (_attention(mask=True), ROWS),
     "attention in another layout": (_attention(contiguous=True), ROWS),
@@ -100,8 +111,29 @@ def _predicted(model: nn.Module, inputs: tuple[Tensor, ...]) -> int:
     return extras + sum(graph.tensors[name].num_bytes for name in roots)
 
 
+def _with_numbers(a: Tensor, b: Tensor) -> Tensor:
+    """Products and quotients, whose numbers are saved; and sums, powers and scalar overloads, whose are not."""
+    products = a * 0.5 + a * 3 + a * True + 0.25 * a + a / 3 + 2 / a
+    return products + (1 - (a + 1)) + a**3 + torch.ops.aten.mul.Scalar(a, 0.5) + b
+
+
+def test_plain_numbers_that_are_saved() -> None:
+    """Torch makes a tensor of a number and keeps it, even where hooks on saved tensors drop everything else: what
+    nothing but the autograd graph holds then."""
+    shapes, made = ((4, 16), (1,)), list[Tensor]()
+    graph = trace(Alone(_with_numbers, shapes), tuple(map(torch.ones, shapes)), loss_fn=torch.sum)
+    saved = [value for node in graph.nodes for value in saved_values(node, graph, "cpu")]
+    numbers = [value.itemsize for value in saved if isinstance(value, Extra) and value.is_number]
+    operands = [torch.ones(shape, requires_grad=True) for shape in shapes]
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda tensor: tensor):
+        found = track(lambda: made.append(_with_numbers(*operands)))
+    assert sorted(numbers) == [1, 8, 8, 8, 8, 8]
+    assert found.unseen_bytes == sum(numbers)
+
+
 WORKSPACES: dict[str, tuple[str, Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "broadcast product": ("aten.mul.Tensor", lambda a, b: a * b, ((512, 256), (256,))),
+    "broadcast choice": ("aten.where.self", lambda a, b: torch.where(a > 0, b, 0.0), ((512, 256), (256,))),
     "rms_norm": ("aten.rms_norm.default", lambda a, b: F.rms_norm(a, (256,), b), ((512, 256), (256,))),
     "cross_entropy": (
         "aten.cross_entropy_loss.default", lambda a, b: F.cross_entropy(a, torch.arange(256)), ((256, 500), (1,)),

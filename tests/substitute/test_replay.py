@@ -17,8 +17,9 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
 from autopar.substitute import Candidate, load_rules, replayed, substituted
+from autopar.substitute.joint import sums_weights
 from autopar.trace import find_blocks, trace
-from models import gpt, llama
+from models import gpt, llama, llama_lora
 from tests.equivalence import planned, zoo
 
 MODEL = "gpt"
@@ -125,3 +126,19 @@ def test_templates_take_rewritten_graphs() -> None:
     plan = template_of_graph(best(MODEL).graph, autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
     given = template_of_graph(planned.graph(MODEL), autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
     assert plan.predicted.step_time_ns < given.predicted.step_time_ns
+
+
+def test_weights_of_few_bits_are_not_added_up() -> None:
+    rules = {rule.name: rule for rule in load_rules()}
+    assert sums_weights(rules["adapter-folded-scaled"])
+    assert sums_weights(rules["add-of-linears-of-one"])
+    assert not sums_weights(rules["merge-linears"])
+    assert not sums_weights(rules["linear-after-linear"])
+    with torch.device("meta"):
+        config = llama_lora.Config(num_layers=1)
+        model, batch = llama_lora.build(config), llama_lora.example_inputs(config)
+    for dtype in (None, torch.bfloat16):
+        graph = trace(model, batch, compute_dtype=dtype)
+        applied = {step.rule for candidate in candidates(graph) for step in candidate.steps}
+        assert applied
+        assert any(sums_weights(rules[name]) for name in applied) == (dtype is None)
