@@ -119,11 +119,15 @@ class Values:
 
     def same(self, name: str, other: str) -> Values:
         """With `other` wherever `name` was read."""
-        changed = {}
-        for reader in self.readers.get(name, ()):
-            was = self.definitions[reader]
-            operands = tuple(other if operand == name else operand for operand in was.operands)
-            changed[reader] = replace(was, operands=operands)
+
+        def now(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(other if one == name else one for one in names)
+
+        changed = {
+            key: replace(made, operands=now(made.operands), through=now(made.through))
+            for key, made in self.definitions.items()
+            if name in made.operands or name in made.through
+        }
         left = {key: made for key, made in self.definitions.items() if key != name}
         return replace(self, definitions={**left, **changed}, renamed={**self.renamed, name: other})
 
