@@ -19,7 +19,8 @@ Attributes: TypeAlias = tuple[Attribute, ...]
 
 @dataclass(frozen=True)
 class Operator:
-    """attributes: the kind of each: axis, size, count, number, function, dtype or pair (one number, or height, width).
+    """attributes: the kind of each: axis, size, count, number, function, dtype, pair (one number, or height,
+    width) or padding (such a pair, of at least 0).
     shape(conditions, attributes, *shapes): of the result. compute(values, attributes, *arrays): the result, with
     attributes as plain values. pointwise: each element is a function of the elements at its place alone.
     """
@@ -112,12 +113,7 @@ def _split_heads(conditions: Conditions, attributes: Attributes, x: Shape) -> Sh
 
 
 def _merge_heads(conditions: Conditions, attributes: Attributes, x: Shape) -> Shape:
-    stack = x[STACK]
-    if isinstance(stack, Operation):
-        rest, heads = stack.operands
-    else:
-        rest, heads = conditions.fresh(STACK), conditions.fresh()
-        conditions.equal(stack, Operation("push", (rest, heads)))
+    rest, heads = conditions.popped(x[STACK])
     return matrix({"row": x["row"], "col": Operation("*", (heads, x["col"])), STACK: rest})
 
 
@@ -185,7 +181,8 @@ def _axis(axis: Attribute) -> str:
     return axis
 
 
-_WINDOW = ("pair", "pair", "pair", "count")
+_WINDOW = ("pair", "padding", "pair", "count")
+_POOL = ("pair", "pair", "padding")
 
 OPERATORS: Mapping[str, Operator] = {
     "linear": Operator((), 2, _linear, lambda v, a, x, w: v.matmul(x, v.transpose(w))),
@@ -213,8 +210,8 @@ OPERATORS: Mapping[str, Operator] = {
     "conv_affine": Operator(
         _WINDOW, 3, _conv_affine, lambda v, a, x, k, b: v.add(v.conv(x, k, *a), v.along("channel", x, b))
     ),
-    "max_pool": Operator(("pair", "pair", "pair"), 1, _pool, lambda v, a, x: v.max_pool(x, *a)),
-    "avg_pool": Operator(("pair", "pair", "pair"), 1, _pool, lambda v, a, x: v.avg_pool(x, *a)),
+    "max_pool": Operator(_POOL, 1, _pool, lambda v, a, x: v.max_pool(x, *a)),
+    "avg_pool": Operator(_POOL, 1, _pool, lambda v, a, x: v.avg_pool(x, *a)),
     "scale_along": Operator(("axis",), 2, _along, lambda v, a, x, b: v.mul(x, v.along(a[0], x, b))),
     "shift_along": Operator(("axis",), 2, _along, lambda v, a, x, b: v.add(x, v.along(a[0], x, b))),
     "batch_norm": Operator(("number",), 5, _batch_norm, lambda v, a, x, *vectors: v.batch_norm(a[0], x, *vectors)),

@@ -1,7 +1,7 @@
 """What proofs start from: equations of the operators, each checked completely at small sizes (see polynomials.py).
 
-Placeholders: ANY for tensors of each sort, AXIS for each axis of each sort, UNARY and BINARY for pointwise operators.
-Sizes are those of well-formed terms; equations between terms of which one is not well formed are not claimed.
+Placeholders: ANY for tensors of each sort, AXIS for each axis of each sort, THAT for one of each sort, UNARY and BINARY
+for pointwise operators. Sizes are those of well-formed terms; of terms that are not well formed nothing is claimed.
 """
 
 from __future__ import annotations
@@ -71,6 +71,17 @@ linear-of-scaled-row: linear(mul(x, b), w) => linear(x, mul(w, b))
 linear-to-scaled-row: mul(linear(x, w), b) => linear(x, scale_along[row](w, b))
 row-linear-associates: linear(linear(b, w1), w2) => linear(b, matmul(w2, w1))
 mean-of-matmul: mean[row](matmul(x, y)) => matmul(mean[row](x), y)
+mean-of-matmul-columns: mean[col](matmul(x, y)) => matmul(x, mean[col](y))
+mul-row-inside: mul(mul(x, y), b) => mul(x, mul(y, b))
+mul-added-rows: mul(x, add(b, v)) => add(mul(x, b), mul(x, v))
+matmul-scaled-row: mul(matmul(x, y), b) => matmul(x, mul(y, b))
+scale-along-add: scale_along[THAT](add(x, y), b)
+  => add(scale_along[THAT](x, b), scale_along[THAT](y, b))
+scale-along-scale: scale_along[THAT](scale[?c](x), b) => scale[?c](scale_along[THAT](x, b))
+scale-along-of-scale: scale_along[THAT](x, scale[?c](b)) => scale[?c](scale_along[THAT](x, b))
+scale-along-of-add: scale_along[THAT](x, add(b, v))
+  => add(scale_along[THAT](x, b), scale_along[THAT](x, v))
+shift-along-add: shift_along[THAT](add(x, y), b) => add(x, shift_along[THAT](y, b))
 mean-of-added-row: mean[row](add(x, b)) => add(mean[row](x), b)
 
 # Transposes.
@@ -93,6 +104,12 @@ concat-parts: concat[AXIS](first[AXIS, ?n](x), second[AXIS, ?n](x)) => x
 concat-associates: concat[AXIS](concat[AXIS](x, y), z) => concat[AXIS](x, concat[AXIS](y, z))
 concat-exchanges: concat[row](concat[col](x1, x2), concat[col](y1, y2))
   => concat[col](concat[row](x1, y1), concat[row](x2, y2)) where x1.col == y1.col
+concat-exchanges-images: concat[batch](concat[channel](i1, i2), concat[channel](j1, j2))
+  => concat[channel](concat[batch](i1, j1), concat[batch](i2, j2)) where i1.channel == j1.channel
+concat-exchanges-kernels: concat[in](concat[out](k1, k2), concat[out](k3, k4))
+  => concat[out](concat[in](k1, k3), concat[in](k2, k4)) where k1.out == k3.out
+first-of-PART: first[col, ?n](PART[row, ?m](x)) => PART[row, ?m](first[col, ?n](x))
+second-of-PART: second[col, ?n](PART[row, ?m](x)) => PART[row, ?m](second[col, ?n](x))
 first-first: first[AXIS, ?m](first[AXIS, ?n](x)) => first[AXIS, ?m](x)
 second-second: second[AXIS, ?m](second[AXIS, ?n](x)) => second[AXIS, ?l](x) where ?l == ?n + ?m
 first-second: first[AXIS, ?n](second[AXIS, ?m](x)) => second[AXIS, ?m](first[AXIS, ?l](x)) where ?l == ?m + ?n
@@ -168,6 +185,8 @@ cast-back-ANY: cast[?d](cast[?e](cast[?d](x))) => cast[?d](x) where ?e holds ?d
 
 _PLACEHOLDERS = {
     "ANY": ("matrix", "image", "kernel", "bias"),
+    "PART": ("first", "second"),
+    "THAT": ("row", "channel", "out"),
     "AXIS": ("row", "col", "channel", "batch", "out", "in", "bias"),
     "UNARY": ("scale[?c]", "neg", "relu", "map[?f]", "cast[?d]"),
     "BINARY": ("add", "sub", "mul"),

@@ -15,16 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from autopar.substitute.drawing import DTYPES, Contradiction, Drawing
 from autopar.substitute.expressions import Symbol, Undefined, guard_holds
-from autopar.substitute.instances import (
-    DTYPES,
-    Contradiction,
-    Drawing,
-    Instance,
-    difference,
-    operators,
-    tensor_lengths,
-)
+from autopar.substitute.instances import Instance, difference, operators, tensor_lengths
 from autopar.substitute.polynomials import Polynomial, Polynomials, unknown
 from autopar.substitute.terms import Rule, Size
 from autopar.substitute.values import Integers, Values, torch_dtype
@@ -72,7 +65,7 @@ def _choices(drawing: Drawing, symbol: Symbol, kind: str, bound: int) -> list[An
             return ["f"]
         case "dtype":
             return list(DTYPES)
-        case "pair" if str(symbol) == "?p":
+        case "padding":
             return [0, 1]
         case "size" if str(symbol).startswith("?_"):
             return list(range(bound + 1))

@@ -102,6 +102,16 @@ def _conv(attributes: Sequence[Attribute], x: Shape, k: Shape, *bias: Shape) -> 
     return (x[0], k[0], *sides)
 
 
+def _along(attributes: Sequence[Attribute], x: Shape, v: Shape) -> Shape:
+    _expect(v == (x[dim_of(attributes[0], x)],))
+    return x
+
+
+def _batch_norm(_: Sequence[Attribute], x: Shape, *vectors: Shape) -> Shape:
+    _expect(len(x) == 4 and all(vector == (x[1],) for vector in vectors))
+    return x
+
+
 def _side(length: int, size: int, stride: int, padding: int, dilation: int) -> int:
     made = (length + 2 * padding - dilation * (size - 1) - 1) // stride + 1
     _expect(made > 0)
@@ -129,4 +139,7 @@ _RULES: dict[str, Callable[..., Shape]] = {
     "second": _second,
     **dict.fromkeys(("sum", "mean", "max"), _reduced),
     **dict.fromkeys(("conv", "conv_affine"), _conv),
+    **dict.fromkeys(("scale_along", "shift_along"), _along),
+    "batch_norm": _batch_norm,
+    "rsqrt": _unchanged,
 }

@@ -235,6 +235,14 @@ def _conv(lifter: _Lifter, node: Node) -> bool:
     return lifter.define(node, Reading("conv_affine", attributes, (x.tensor, k.tensor, b.tensor)))
 
 
+def _batch_norm(lifter: _Lifter, node: Node) -> bool:
+    """With the statistics that it keeps, where nothing reads those of the batch."""
+    operands = _tensors(Node("", "", node.args[:5], (), ()), 5)
+    if operands is None or node.kwargs or len(node.results) != 1:
+        return False
+    return lifter.define(node, Reading("batch_norm", (node.args[6],), operands))
+
+
 def text_of_pair(value: Any) -> Attribute:
     """(2, 2) → 2; (2, 1) → "2x1"."""
     first, second = [*value, *value][:2] if isinstance(value, (list, tuple)) else [value, value]
@@ -258,4 +266,5 @@ READERS: dict[str, Callable[[_Lifter, Node], bool]] = {
     "aten.split_with_sizes.default": _split,
     "aten.conv2d.default": _conv,
     "aten.reshape.default": _rows,
+    "aten._native_batch_norm_legit_no_training.default": _batch_norm,
 }

@@ -13,11 +13,19 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from autopar.ir.graph import Graph, Node, Ref, Scope, common_scope, map_references
+from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor, common_scope, map_references
 from autopar.substitute.defined import Definition, Values
 from autopar.substitute.fitting import dim_of, pair
 
 PARTS = ("first", "second")
+
+
+class Written(NamedTuple):
+    """An ATen call, among whose arguments may be others, with the shapes that these make."""
+
+    op: str
+    args: tuple[Any, ...]
+    shape: tuple[int, ...] = ()
 
 
 class Part(NamedTuple):
@@ -37,6 +45,7 @@ class Lowering:
 
     def __init__(self, values: Values, placed: bool = True) -> None:
         self.values, self.placed = values, placed
+        self.inner: dict[str, tuple[str, Tensor]] = {}  # tensors on the way to a value: that value's name, and what
         self.needed = self._needed()
 
     def _needed(self) -> list[str]:
@@ -96,7 +105,8 @@ class Lowering:
 
     def ordered(self) -> list[Node]:
         """The nodes in an order of computation."""
-        return _ordered(list(self.nodes()), self._places())
+        nodes = list(self.nodes())
+        return _ordered(nodes, self._places())
 
     def nodes(self) -> Iterable[Node]:
         """The nodes, in any order."""
@@ -113,7 +123,7 @@ class Lowering:
                 part = self.part(name)
                 cuts.setdefault((part.base, part.dim), []).append((part, name))
             else:
-                yield self._node(name, made)
+                yield from self._new(name, made)
         yield from (self._given(node, results) for node, results in given.values())
         for found in cuts.values():
             yield from self._cut(sorted(found))
@@ -131,12 +141,33 @@ class Lowering:
     def _ref(self, name: str) -> Ref:
         return Ref(self.values.now(name))
 
-    def _node(self, name: str, made: Definition) -> Node:
-        """A new node that makes one value."""
-        operands = tuple(map(Ref, self._reads(name)))
-        op, args = WRITERS[made.op](made, operands, self.values)
+    def _new(self, name: str, made: Definition) -> Iterable[Node]:
+        """The new nodes that make one value."""
+        written = WRITERS[made.op](made, tuple(map(Ref, self._reads(name))), self.values)
+        nodes: list[Node] = []
+        op, args = self._written(name, made, written, nodes)
         scope, source = self._origin((name,))
-        return Node(plain_name(name), op, args, (), (name,), scope, source)
+        nodes.append(Node(plain_name(name), op, args, (), (name,), scope, source))
+        return nodes
+
+    def _written(self, name: str, made: Definition, written: Written, nodes: list[Node]) -> tuple[str, tuple[Any, ...]]:
+        """A call whose inner calls are nodes of their own."""
+        args = []
+        for item in written.args:
+            if isinstance(item, Written):
+                op, inner = self._written(name, made, item, nodes)
+                new = f"{name}~i{len(nodes) + 1}"
+                tensor = Tensor(new, item.shape, made.tensor.dtype, made.tensor.differentiable)
+                self.inner[new] = name, tensor
+                scope, source = self._origin((name,))
+                nodes.append(Node(plain_name(new), op, inner, (), (new,), scope, source))
+                item = Ref(new)
+            args.append(item)
+        return written.op, tuple(args)
+
+    def tensor(self, name: str) -> Tensor:
+        """What a node makes."""
+        return self.inner[name][1] if name in self.inner else self.values.tensor(name)
 
     def _cut(self, found: list[tuple[Part, str]]) -> Iterable[Node]:
         """Parts of one tensor along one dim: one split where they do not overlap."""
@@ -196,19 +227,21 @@ class Lowering:
 
     def _places(self) -> dict[str, int]:
         """The place in the given graph of what each value serves."""
-        return {name: served[0] for name, served in self._serves.items()}
+        found = {name: served[0] for name, served in self._serves.items()}
+        return found | {name: found[value] for name, (value, _) in self.inner.items()}
 
 
 def lowered(values: Values) -> Graph:
     """The graph of the values, without identity nodes. Tensors that rules made are named after those they serve."""
-    nodes = Lowering(values).ordered()
+    lowering = Lowering(values)
+    nodes = lowering.ordered()
     graph = values.graph
     names = _names(values, nodes)
     made = {name for node in nodes for name in node.results}
     kept = {*graph.inputs, *(stored.tensor for stored in graph.stored)}
     tensors = {name: tensor for name, tensor in graph.tensors.items() if name in made or name in kept}
     for name, new in names.items():
-        tensors[new] = replace(values.tensor(name), name=new)
+        tensors[new] = replace(lowering.tensor(name), name=new)
     nodes = [_renamed(node, names) for node in nodes]
 
     def now(name: str) -> str:
@@ -274,39 +307,36 @@ def _ordered(nodes: list[Node], place: Mapping[str, int]) -> list[Node]:
     return order
 
 
-Written = tuple[str, tuple[Any, ...]]
-
-
 def _same(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], Written]:
-    return lambda made, operands, values: (op, operands)
+    return lambda made, operands, values: Written(op, operands)
 
 
 def _matmul(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
     first, second = (len(values.tensor(operand.tensor).shape) for operand in operands)
     known = {2: "aten.mm.default", 3: "aten.bmm.default"} if first == second else {}
-    return known.get(first, "aten.matmul.default"), operands
+    return Written(known.get(first, "aten.matmul.default"), operands)
 
 
 def _concat(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
     dim = dim_of(made.attributes[0], made.tensor.shape)
-    return "aten.cat.default", (operands, dim)
+    return Written("aten.cat.default", (operands, dim))
 
 
 def _transpose(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
     rank = len(made.tensor.shape)
-    return "aten.transpose.int", (*operands, rank - 2, rank - 1)
+    return Written("aten.transpose.int", (*operands, rank - 2, rank - 1))
 
 
 def _map(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
     """The attribute holds the operator, and further arguments as Python writes them."""
     op, _, rest = str(made.attributes[0]).partition(" ")
     more = ast.literal_eval(rest)[0] if rest else ()
-    return op, (*operands, *more)
+    return Written(op, (*operands, *more))
 
 
 def _reduce(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], Written]:
     def write(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
-        return op, (*operands, (dim_of(made.attributes[0], made.tensor.shape),), True)
+        return Written(op, (*operands, (dim_of(made.attributes[0], made.tensor.shape),), True))
 
     return write
 
@@ -314,7 +344,26 @@ def _reduce(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], Written]
 def _conv(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
     stride, padding, dilation, groups = made.attributes
     biased = operands if len(operands) == 3 else (*operands, None)
-    return "aten.conv2d.default", (*biased, *map(pair, (stride, padding, dilation)), groups)
+    return Written("aten.conv2d.default", (*biased, *map(pair, (stride, padding, dilation)), groups))
+
+
+def _along(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], Written]:
+    """A vector on one dim of a tensor: it gets dims of one element behind its own."""
+
+    def write(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+        shape = made.tensor.shape
+        dim = dim_of(made.attributes[0], shape)
+        upright = (shape[dim], *(1 for _ in shape[dim + 1 :]))
+        if len(upright) == 1:
+            return Written(op, operands)
+        return Written(op, (operands[0], Written("aten.reshape.default", (operands[1], upright), upright)))
+
+    return write
+
+
+def _rsqrt(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+    summed = Written("aten.add.Tensor", (*operands, made.attributes[0]), made.tensor.shape)
+    return Written("aten.rsqrt.default", (summed,))
 
 
 WRITERS: dict[str, Callable[[Definition, tuple[Ref, ...], Values], Written]] = {
@@ -324,7 +373,7 @@ WRITERS: dict[str, Callable[[Definition, tuple[Ref, ...], Values], Written]] = {
     "add": _same("aten.add.Tensor"),
     "sub": _same("aten.sub.Tensor"),
     "mul": _same("aten.mul.Tensor"),
-    "scale": lambda made, operands, values: ("aten.mul.Tensor", (*operands, made.attributes[0])),
+    "scale": lambda made, operands, values: Written("aten.mul.Tensor", (*operands, made.attributes[0])),
     "neg": _same("aten.neg.default"),
     "relu": _same("aten.relu.default"),
     "map": _map,
@@ -335,4 +384,7 @@ WRITERS: dict[str, Callable[[Definition, tuple[Ref, ...], Values], Written]] = {
     "max": _reduce("aten.amax.default"),
     "conv": _conv,
     "conv_affine": _conv,
+    "scale_along": _along("aten.mul.Tensor"),
+    "shift_along": _along("aten.add.Tensor"),
+    "rsqrt": _rsqrt,
 }

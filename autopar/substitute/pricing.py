@@ -35,12 +35,13 @@ class Pricer:
 
     def __call__(self, values: Values) -> int:
         """Nanoseconds of a step of what the values are computed with."""
-        nodes = list(Lowering(values, placed=False).nodes())
+        lowering = Lowering(values, placed=False)
+        nodes = list(lowering.nodes()) if self.trains else lowering.ordered()
         reads = Counter(name for node in nodes for name in node.operands)
         reads.update(values.ends)
-        free = self._rearranged(values, nodes, reads) if self.trains else self._made_once(values, nodes)
-        total = sum(self._node_ns(node, values) for node in nodes if node.name not in free)
-        return total + (self._sums_ns(values, reads) if self.trains else 0)
+        free = self._rearranged(values, nodes, reads) if self.trains else self._made_once(lowering, nodes)
+        total = sum(self._node_ns(node, lowering) for node in nodes if node.name not in free)
+        return total + (self._sums_ns(lowering, reads) if self.trains else 0)
 
     def _rearranged(self, values: Values, nodes: list[Node], reads: Counter[str]) -> set[str]:
         """Nodes that move elements of parameters alone, which nothing else reads."""
@@ -58,33 +59,33 @@ class Pricer:
             free.update(node.name for node in found)
             stored.update(name for node in found for name in node.results)
 
-    def _made_once(self, values: Values, nodes: list[Node]) -> set[str]:
+    def _made_once(self, lowering: Lowering, nodes: list[Node]) -> set[str]:
         """In inference, nodes whose results are kept from one step to the next."""
-        graph = values.graph
+        values, graph = lowering.values, lowering.values.graph
         parameters = {item.tensor for item in graph.stored if item.kind == "parameter"}
         given = parameters | {item.tensor for item in graph.stored if item.name not in graph.mutations}
-        once = made_once(nodes, given, parameters, lambda name: values.tensor(name).num_bytes, values.ends)
+        once = made_once(nodes, given, parameters, lambda name: lowering.tensor(name).num_bytes, values.ends)
         return {node.name for node in nodes if once.issuperset(node.results)}
 
-    def _sums_ns(self, values: Values, reads: Counter[str]) -> int:
+    def _sums_ns(self, lowering: Lowering, reads: Counter[str]) -> int:
         """Time to add up the gradients of what several nodes read."""
         total = 0
         for name, count in reads.items():
-            tensor = values.tensor(name)
+            tensor = lowering.tensor(name)
             if count > 1 and tensor.differentiable:
                 total += (count - 1) * pointwise_time_ns(3 * tensor.num_bytes, self.profile)
         return total
 
-    def _node_ns(self, node: Node, values: Values) -> int:
+    def _node_ns(self, node: Node, lowering: Lowering) -> int:
         known = self._given.get(id(node))
         if known is not None:
             return known[1]
-        operands = [values.tensor(name) for name in node.operands]
-        results = [values.tensor(name) for name in node.results]
+        operands = [lowering.tensor(name) for name in node.operands]
+        results = [lowering.tensor(name) for name in node.results]
         plain = (node.op, _plain(node), tuple(map(_form, operands)), tuple(map(_form, results)))
         if plain not in self._known:
             self._known[plain] = self._time_ns(node, operands, results)
-        if values.graph.node_by_name.get(node.name) is node:
+        if lowering.values.graph.node_by_name.get(node.name) is node:
             self._given[id(node)] = node, self._known[plain]
         return self._known[plain]
 

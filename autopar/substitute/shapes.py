@@ -102,6 +102,14 @@ class Conditions:
         self.equal(length, Operation("*", (count, quotient)))
         return quotient
 
+    def popped(self, stack: Expression) -> tuple[Expression, Expression]:
+        """A stack without its last dim, and that dim, which it must have."""
+        if isinstance(stack, Operation):
+            return stack.operands[0], stack.operands[1]
+        rest, heads = self.fresh(STACK), self.fresh()
+        self.equal(stack, Operation("push", (rest, heads)))
+        return rest, heads
+
     def same(self, left: Shape, right: Shape, *but: str) -> None:
         """Two shapes must be of one sort, and equal along all axes but some."""
         if left.sort != right.sort:

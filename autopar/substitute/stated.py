@@ -119,7 +119,6 @@ cast-there-and-back: cast[?d](cast[?e](cast[?d](x))) => cast[?d](x) where ?e hol
 cast-of-image-there-and-back: cast[?d](cast[?e](cast[?d](i))) => cast[?d](i) where ?e holds ?d
 
 # Scales.
-scale-of-scale: scale[?a](scale[?b](x)) => scale[?c](x) where ?c == ?a * ?b
 scale-by-1: scale[1](x) => x
 scale-by-minus-1: scale[-1](x) <=> neg(x)
 neg-twice: neg(neg(x)) => x
@@ -133,7 +132,6 @@ matmul-of-scale: matmul(scale[?c](x), y) <=> scale[?c](matmul(x, y))
 matmul-of-scale-on-the-right: matmul(x, scale[?c](y)) <=> scale[?c](matmul(x, y))
 matmul-scale-moved: matmul(scale[?c](x), y) <=> matmul(x, scale[?c](y))
 linear-of-neg: linear(neg(x), w) <=> neg(linear(x, w))
-scale-of-add: scale[?c](add(x, y)) <=> add(scale[?c](x), scale[?c](y))
 scale-of-sub: scale[?c](sub(x, y)) <=> sub(scale[?c](x), scale[?c](y))
 scale-of-mul: scale[?c](mul(x, y)) <=> mul(scale[?c](x), y)
 scale-of-relu: relu(scale[?c](x)) <=> scale[?c](relu(x)) where ?c >= 0
@@ -142,11 +140,7 @@ linear-scaled-by-row: mul(linear(x, w), b) <=> linear(x, scale_along[row](w, b))
 linear-of-scaled-by-row: linear(mul(x, b), w) <=> linear(x, mul(w, b))
 
 # Sums and products of elements.
-add-commuted: add(x, y) => add(y, x)
 mul-commuted: mul(x, y) => mul(y, x)
-add-of-images-commuted: add(i, j) => add(j, i)
-add-regrouped: add(add(x, y), z) <=> add(x, add(y, z))
-add-of-images-regrouped: add(add(i, j), h) <=> add(i, add(j, h))
 add-of-row-regrouped: add(add(x, y), b) <=> add(add(x, b), y)
 mul-regrouped: mul(mul(x, y), z) <=> mul(x, mul(y, z))
 mul-of-add: mul(x, add(y, z)) <=> add(mul(x, y), mul(x, z))
@@ -155,12 +149,12 @@ mul-of-add-by-row: mul(add(x, y), b) <=> add(mul(x, b), mul(y, b))
 mul-of-add-of-row: mul(add(x, b), v) <=> add(mul(x, v), mul(b, v))
 
 # Concatenations and parts: cancelled, regrouped, and pointwise operators moved through them.
-first-of-concat: first[AXIS, x.AXIS](concat[AXIS](x, y)) => x
-second-of-concat: second[AXIS, x.AXIS](concat[AXIS](x, y)) => y
-concat-of-parts: concat[AXIS](first[AXIS, ?n](x), second[AXIS, ?n](x)) => x
-first-of-first: first[AXIS, ?m](first[AXIS, ?n](x)) => first[AXIS, ?m](x)
-second-of-second: second[AXIS, ?m](second[AXIS, ?n](x)) => second[AXIS, ?l](x) where ?l == ?n + ?m
-concat-regrouped: concat[AXIS](concat[AXIS](x, y), z) <=> concat[AXIS](x, concat[AXIS](y, z))
+first-of-concat: first[EVERY_AXIS, x.EVERY_AXIS](concat[EVERY_AXIS](x, y)) => x
+second-of-concat: second[EVERY_AXIS, x.EVERY_AXIS](concat[EVERY_AXIS](x, y)) => y
+concat-of-parts: concat[EVERY_AXIS](first[EVERY_AXIS, ?n](x), second[EVERY_AXIS, ?n](x)) => x
+first-of-first: first[EVERY_AXIS, ?m](first[EVERY_AXIS, ?n](x)) => first[EVERY_AXIS, ?m](x)
+second-of-second: second[EVERY_AXIS, ?m](second[EVERY_AXIS, ?n](x)) => second[EVERY_AXIS, ?l](x) where ?l == ?n + ?m
+concat-regrouped: concat[EVERY_AXIS](concat[EVERY_AXIS](x, y), z) <=> concat[EVERY_AXIS](x, concat[EVERY_AXIS](y, z))
 concat-exchanged: concat[row](concat[col](x1, x2), concat[col](y1, y2))
   <=> concat[col](concat[row](x1, y1), concat[row](x2, y2))
 relu-of-concat: relu(concat[AXIS](x, y)) <=> concat[AXIS](relu(x), relu(y))
@@ -186,6 +180,52 @@ add-of-seconds: add(second[AXIS, ?n](x), second[AXIS, ?n](y)) <=> second[AXIS, ?
 mul-of-firsts: mul(first[AXIS, ?n](x), first[AXIS, ?n](y)) <=> first[AXIS, ?n](mul(x, y))
 mul-of-seconds: mul(second[AXIS, ?n](x), second[AXIS, ?n](y)) <=> second[AXIS, ?n](mul(x, y))
 
+# Parts along one axis of what is concatenated or cut along another.
+concat-of-images-exchanged: concat[batch](concat[channel](i1, i2), concat[channel](j1, j2))
+  <=> concat[channel](concat[batch](i1, j1), concat[batch](i2, j2))
+concat-of-kernels-exchanged: concat[in](concat[out](k1, k2), concat[out](k3, k4))
+  <=> concat[out](concat[in](k1, k3), concat[in](k2, k4))
+PART-cols-of-concat-rows: PART[col, ?n](concat[row](x, y)) <=> concat[row](PART[col, ?n](x), PART[col, ?n](y))
+PART-rows-of-concat-cols: PART[row, ?n](concat[col](x, y)) <=> concat[col](PART[row, ?n](x), PART[row, ?n](y))
+PART-channels-of-concat-batch: PART[channel, ?n](concat[batch](i, j))
+  <=> concat[batch](PART[channel, ?n](i), PART[channel, ?n](j))
+PART-out-of-concat-in: PART[out, ?n](concat[in](k1, k2)) <=> concat[in](PART[out, ?n](k1), PART[out, ?n](k2))
+first-cols-of-PART-rows: first[col, ?n](PART[row, ?m](x)) <=> PART[row, ?m](first[col, ?n](x))
+second-cols-of-PART-rows: second[col, ?n](PART[row, ?m](x)) <=> PART[row, ?m](second[col, ?n](x))
+first-of-second-CUT_AXIS: first[CUT_AXIS, ?n](second[CUT_AXIS, ?m](x)) => second[CUT_AXIS, ?m](first[CUT_AXIS, ?l](x))
+  where ?l == ?m + ?n
+
+# Rows added to, or multiplied with, all rows.
+add-of-rows: add(add(x, b), v) <=> add(x, add(b, v))
+mul-of-rows: mul(mul(x, b), v) <=> mul(x, mul(b, v))
+mul-of-row-regrouped: mul(mul(x, y), b) <=> mul(x, mul(y, b))
+mul-of-sum-of-rows: mul(x, add(b, v)) <=> add(mul(x, b), mul(x, v))
+scale-of-add-of-row: scale[?c](add(x, b)) <=> add(scale[?c](x), scale[?c](b))
+scale-of-mul-by-row: scale[?c](mul(x, b)) <=> mul(scale[?c](x), b)
+scale-moved-to-row: mul(scale[?c](x), b) <=> mul(x, scale[?c](b))
+matmul-scaled-by-row: mul(matmul(x, y), b) <=> matmul(x, mul(y, b))
+BINARY-of-row-of-concat-rows: BINARY(concat[row](x, y), b) <=> concat[row](BINARY(x, b), BINARY(y, b))
+BINARY-of-row-of-concat-cols: BINARY(concat[col](x, y), concat[col](b, v)) => concat[col](BINARY(x, b), BINARY(y, v))
+  where x.col == b.col
+concat-cols-of-BINARY-of-row: concat[col](BINARY(x, b), BINARY(y, v)) => BINARY(concat[col](x, y), concat[col](b, v))
+PART-rows-of-BINARY-of-row: PART[row, ?n](BINARY(x, b)) <=> BINARY(PART[row, ?n](x), b)
+PART-cols-of-BINARY-of-row: PART[col, ?n](BINARY(x, b)) <=> BINARY(PART[col, ?n](x), PART[col, ?n](b))
+
+# Kernels and rows are added, scaled, concatenated and cut as other tensors are.
+add-commuted: add(x, y) => add(y, x)
+add-commuted-OTHER: add(x, y) => add(y, x)
+add-regrouped: add(add(x, y), z) <=> add(x, add(y, z))
+add-regrouped-OTHER: add(add(x, y), z) <=> add(x, add(y, z))
+scale-of-add: scale[?c](add(x, y)) <=> add(scale[?c](x), scale[?c](y))
+scale-of-add-OTHER: scale[?c](add(x, y)) <=> add(scale[?c](x), scale[?c](y))
+scale-of-scale: scale[?a](scale[?b](x)) => scale[?c](x) where ?c == ?a * ?b
+scale-of-scale-OTHER: scale[?a](scale[?b](x)) => scale[?c](x) where ?c == ?a * ?b
+scale-of-parameters-concat: scale[?c](concat[PARAMETER](x, y)) <=> concat[PARAMETER](scale[?c](x), scale[?c](y))
+scale-of-parameters-PART: scale[?c](PART[PARAMETER, ?n](x)) <=> PART[PARAMETER, ?n](scale[?c](x))
+add-of-parameters-PART: add(PART[PARAMETER, ?n](x), PART[PARAMETER, ?n](y)) <=> PART[PARAMETER, ?n](add(x, y))
+concat-of-parameters-add: concat[PARAMETER](add(x1, y1), add(x2, y2))
+  <=> add(concat[PARAMETER](x1, x2), concat[PARAMETER](y1, y2)) where x1.PARAMETER == y1.PARAMETER
+
 # Heads.
 merge-of-split-heads: merge_heads(split_heads[?h](x)) => x
 split-of-merged-heads: split_heads[?h](merge_heads(x)) => x
@@ -204,6 +244,14 @@ merge-heads-of-add: merge_heads(add(x, y)) <=> add(merge_heads(x), merge_heads(y
 sum-of-linear: sum[row](linear(x, w)) <=> linear(sum[row](x), w)
 mean-of-linear: mean[row](linear(x, w)) <=> linear(mean[row](x), w)
 mean-of-affine: mean[row](affine(x, w, b)) <=> affine(mean[row](x), w, b)
+sum-of-matmul: sum[row](matmul(x, y)) <=> matmul(sum[row](x), y)
+sum-of-matmul-cols: sum[col](matmul(x, y)) <=> matmul(x, sum[col](y))
+mean-of-matmul: mean[row](matmul(x, y)) <=> matmul(mean[row](x), y)
+mean-of-matmul-cols: mean[col](matmul(x, y)) <=> matmul(x, mean[col](y))
+sum-of-linear-cols: sum[col](linear(x, w)) <=> linear(x, sum[row](w))
+mean-of-linear-cols: mean[col](linear(x, w)) <=> linear(x, mean[row](w))
+sum-of-transpose: sum[col](transpose(x)) <=> transpose(sum[row](x))
+mean-of-transpose: mean[col](transpose(x)) <=> transpose(mean[row](x))
 sum-of-add: sum[AXIS](add(x, y)) <=> add(sum[AXIS](x), sum[AXIS](y))
 mean-of-add: mean[AXIS](add(x, y)) <=> add(mean[AXIS](x), mean[AXIS](y))
 sum-of-scale: sum[AXIS](scale[?c](x)) <=> scale[?c](sum[AXIS](x))
@@ -269,10 +317,9 @@ batch-norm-after-conv-affine-inference: batch_norm[?e](conv_affine[?s, ?p, ?d, ?
   => conv_affine[?s, ?p, ?d, ?g](i, scale_along[out](k, mul(g, rsqrt[?e](v))), add(mul(sub(b1, m), mul(g,
       rsqrt[?e](v))), b2))
 max-pool-of-relu: max_pool[?s, ?t, ?p](relu(i)) <=> relu(max_pool[?s, ?t, ?p](i)) where ?p == 0
-max-pool-of-concat: max_pool[?s, ?t, ?p](concat[channel](i, j))
-  <=> concat[channel](max_pool[?s, ?t, ?p](i), max_pool[?s, ?t, ?p](j))
-avg-pool-of-concat: avg_pool[?s, ?t, ?p](concat[channel](i, j))
-  <=> concat[channel](avg_pool[?s, ?t, ?p](i), avg_pool[?s, ?t, ?p](j))
+POOL-of-concat: POOL[?s, ?t, ?p](concat[IMAGE_AXIS](x, y))
+  <=> concat[IMAGE_AXIS](POOL[?s, ?t, ?p](x), POOL[?s, ?t, ?p](y))
+POOL-of-PART: POOL[?s, ?t, ?p](PART[IMAGE_AXIS, ?n](x)) <=> PART[IMAGE_AXIS, ?n](POOL[?s, ?t, ?p](x))
 avg-pool-of-add: avg_pool[?s, ?t, ?p](add(i, j)) <=> add(avg_pool[?s, ?t, ?p](i), avg_pool[?s, ?t, ?p](j))
 avg-pool-of-scale: avg_pool[?s, ?t, ?p](scale[?c](i)) <=> scale[?c](avg_pool[?s, ?t, ?p](i))
 relu-of-relu-image: relu(relu(i)) => relu(i)

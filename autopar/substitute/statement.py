@@ -26,7 +26,17 @@ LETTERS = {"channel": "ijh", "batch": "ijh", "out": "k", "in": "k", "bias": "b",
 AXIS_NAMES = {"bias": "col"}
 """The axis that a placeholder's word means where it is not its name."""
 
-PLACEHOLDERS: Mapping[str, Sequence[str]] = {"AXIS": ("row", "col", "channel", "batch")}
+PLACEHOLDERS: Mapping[str, Sequence[str]] = {
+    "EVERY_AXIS": ("row", "col", "channel", "batch", "out", "in", "bias"),
+    "CUT_AXIS": ("row", "col", "channel", "out", "bias"),
+    "IMAGE_AXIS": ("channel", "batch"),
+    "AXIS": ("row", "col", "channel"),
+    "BINARY": ("add", "mul"),
+    "PART": ("first", "second"),
+    "POOL": ("max_pool", "avg_pool"),
+    "PARAMETER": ("out", "in", "bias"),
+    "OTHER": ("image", "kernel", "bias"),
+}
 
 
 def parse_rules(text: str, origin: str, placeholders: Mapping[str, Sequence[str]] = PLACEHOLDERS) -> tuple[Rule, ...]:

@@ -82,40 +82,37 @@ class Values:
         return x.swapaxes(-2, -3).reshape((*stack, rows, heads * columns))
 
     def conv(self, x: Any, k: Any, stride: Any, padding: Any, dilation: Any, groups: int) -> Any:
-        """Grouped convolution, summed over the places of the kernel."""
-        batch, channels = x.shape[:2]
+        """Grouped convolution: a product with all windows of the padded images."""
         outputs, inputs, height, width = k.shape
-        total: Any = 0
-        for place in np.ndindex(height, width):
-            window = self.window(x, place, (height, width), stride, padding, dilation, 0)
-            cells = window.reshape((batch, groups, channels // groups, math.prod(window.shape[2:])))
-            weights = k[:, :, place[0], place[1]].reshape((groups, outputs // groups, inputs))
-            total = self.add(total, self.matmul(weights, cells).reshape((batch, outputs, *window.shape[2:])))
-        return total
-
-    def window(
-        self, x: Any, place: Sequence[int], size: Any, stride: Any, padding: Any, dilation: Any, outside: int
-    ) -> Any:
-        """The elements of padded images that one place of a sliding window reads, for every position of the window."""
-        padded = self.padded(x, pair(padding), outside)
-        cuts = []
-        for dim in (0, 1):
-            step, spread = pair(stride)[dim], pair(dilation)[dim]
-            last = padded.shape[2 + dim] - spread * (pair(size)[dim] - 1) + spread * place[dim]
-            cuts.append(slice(spread * place[dim], last, step))
-        return padded[(slice(None), slice(None), *cuts)]
+        windows = self.windows(x, (height, width), stride, padding, dilation, 0)
+        batch, _, *lengths = windows.shape[:4]
+        read = inputs * height * width
+        cells = self.moved(windows).reshape((batch, groups, read, math.prod(lengths)))
+        weights = k.reshape((groups, outputs // groups, read))
+        return self.matmul(weights, cells).reshape((batch, outputs, *lengths))
 
     def max_pool(self, x: Any, size: Any, stride: Any, padding: Any) -> Any:
         """Maximum of each window; what lies outside the image does not count."""
-        places = np.ndindex(pair(size))
-        windows = [self.window(x, place, size, stride, padding, 1, _LOWEST) for place in places]
-        return self.largest(self.stack(windows), 0)
+        windows = self.windows(x, pair(size), stride, padding, 1, _LOWEST)
+        return self.largest(windows.reshape((*windows.shape[:4], math.prod(pair(size)))), -1)
 
     def avg_pool(self, x: Any, size: Any, stride: Any, padding: Any) -> Any:
         """Mean of each window; what lies outside the image counts as zeros."""
-        places = np.ndindex(pair(size))
-        windows = [self.window(x, place, size, stride, padding, 1, 0) for place in places]
-        return self.mul(self.reduced(self.stack(windows).sum(0)), self.inverse(math.prod(pair(size))))
+        windows = self.windows(x, pair(size), stride, padding, 1, 0)
+        total = windows.reshape((*windows.shape[:4], math.prod(pair(size)))).sum(-1)
+        return self.mul(self.reduced(total), self.inverse(math.prod(pair(size))))
+
+    def windows(self, x: Any, size: tuple[int, int], stride: Any, padding: Any, dilation: Any, outside: int) -> Any:
+        """Every window of padded images: (batch, channel, rows, columns of windows, height, width of a window)."""
+        padded = self.padded(x, pair(padding), outside)
+        steps, spread = pair(stride), pair(dilation)
+        reach = tuple(gap * (length - 1) + 1 for length, gap in zip(size, spread, strict=True))
+        every = np.lib.stride_tricks.sliding_window_view(padded, reach, (2, 3))
+        return every[:, :, :: steps[0], :: steps[1], :: spread[0], :: spread[1]]
+
+    def moved(self, windows: Any) -> Any:
+        """Windows with the places inside a window before the windows' own places."""
+        return windows.transpose(0, 1, 4, 5, 2, 3)
 
     def batch_norm(self, epsilon: Any, x: Any, weight: Any, bias: Any, mean: Any, variance: Any) -> Any:
         """(x - mean) · weight / sqrt(variance + epsilon) + bias, channel by channel."""
@@ -135,10 +132,6 @@ class Values:
     def concat(self, axis: Attribute, x: Any, y: Any) -> Any:
         """x followed by y along an axis."""
         return np.concatenate([x, y], axis_index(axis))
-
-    def stack(self, arrays: Sequence[Any]) -> Any:
-        """Arrays along a new first dim."""
-        return np.stack(arrays)
 
     def padded(self, x: Any, padding: tuple[int, int], outside: int) -> Any:
         """Images with rows and columns of `outside` around them."""
@@ -207,8 +200,14 @@ class Doubles(Values):
     def concat(self, axis: Attribute, x: Any, y: Any) -> Any:
         return torch.cat([x, y], axis_index(axis))
 
-    def stack(self, arrays: Sequence[Any]) -> Any:
-        return torch.stack(list(arrays))
+    def windows(self, x: Any, size: tuple[int, int], stride: Any, padding: Any, dilation: Any, outside: int) -> Any:
+        found = self.padded(x, pair(padding), outside)
+        for dim, (length, step, gap) in enumerate(zip(size, pair(stride), pair(dilation), strict=True)):
+            found = found.unfold(2 + dim, gap * (length - 1) + 1, step)
+        return found[..., :: pair(dilation)[0], :: pair(dilation)[1]]
+
+    def moved(self, windows: Any) -> Any:
+        return windows.permute(0, 1, 4, 5, 2, 3)
 
     def sum(self, axis: Attribute, x: Any) -> Any:
         return x.sum(axis_index(axis), keepdim=True)

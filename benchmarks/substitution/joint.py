@@ -78,7 +78,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """Simulated milliseconds of a step: of the graph as it is, of the best one of one device, and of the joint choice."""
+    """Simulated milliseconds of a step: of the graph as it is, of the best of one device, and of the joint choice."""
 
     case: str
     alone_ms: tuple[float, ...]  # of each graph on one device, the given one first

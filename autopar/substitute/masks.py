@@ -1,0 +1,150 @@
+"""Attention under a mask that is the causal one: kernels know it, so nobody has to make it and read it.
+
+    attention(q, k, v, mask) → causal attention(q, k, v)      where mask = lower triangle, and as many keys as queries
+
+No algebra says so: the mask depends on no input and no parameter, and is computed here, whole. Masks of numbers that
+are added to the scores count as causal where they are 0 for what may be seen and at most half of the dtype's least
+number elsewhere: after the softmax that is exactly nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.errors import PlanError
+from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
+from autopar.ir.structure import constant_tensors
+from autopar.ops import overload
+
+RULE = "causal-mask"
+STATEMENT = "attention(q, k, v, mask) => causal attention(q, k, v) where mask is the lower triangle"
+ATTENTION = "aten.scaled_dot_product_attention.default"
+MOST_ELEMENTS = 1 << 27
+"""Larger masks are left alone."""
+
+
+def under_causal_masks(graph: Graph) -> tuple[str, ...]:
+    """The names of the attention operators whose mask is the causal one."""
+    masked = [node for node in graph.nodes if node.op == ATTENTION and _mask(node) is not None]
+    if not masked:
+        return ()
+    constants = constant_tensors(graph)
+    known: dict[str, bool] = {}
+    for node in masked:
+        mask = _mask(node)
+        assert mask is not None
+        if mask not in known:
+            known[mask] = mask in constants and _is_causal(graph, mask)
+    return tuple(node.name for node in masked if known[_mask(node) or ""] and _is_square(graph, node))
+
+
+def without_masks(graph: Graph, names: Sequence[str]) -> Graph:
+    """The graph in which these operators are told that they are causal, without what only made masks.
+
+    Raises PlanError where one of them is not.
+    """
+    found = set(under_causal_masks(graph))
+    if not found.issuperset(names):
+        wrong = sorted(set(names) - found)
+        raise PlanError(f"expected attention under a causal mask at {wrong[0]!r}, found none; plan again")
+    return _live(replace(graph, nodes=tuple(_causal(node) if node.name in names else node for node in graph.nodes)))
+
+
+def _mask(node: Node) -> str | None:
+    """The mask of an attention operator that is not told to be causal as well."""
+    given = dict(node.kwargs)
+    mask = node.args[3] if len(node.args) > 3 else given.get("attn_mask")
+    causal = node.args[5] if len(node.args) > 5 else given.get("is_causal", False)
+    return mask.tensor if isinstance(mask, Ref) and not causal else None
+
+
+def _is_square(graph: Graph, node: Node) -> bool:
+    query, key = (graph.tensors[name].shape[-2] for name in node.operands[:2])
+    return query == key
+
+
+def _causal(node: Node) -> Node:
+    kwargs = tuple(item for item in node.kwargs if item[0] not in ("attn_mask", "is_causal", "dropout_p"))
+    dropout = node.args[4] if len(node.args) > 4 else dict(node.kwargs).get("dropout_p", 0.0)
+    return replace(node, args=(*node.args[:3], None, dropout, True), kwargs=kwargs)
+
+
+def _is_causal(graph: Graph, name: str) -> bool:
+    """Whether a constant is the lower triangle, the same for every sample and head."""
+    shape = graph.tensors[name].shape
+    if len(shape) < 2 or shape[-1] != shape[-2] or shape[-1] ** 2 > MOST_ELEMENTS:
+        return False
+    value = _computed(graph, name)
+    return value is not None and all(_is_triangle(part) for part in _distinct(value))
+
+
+def _distinct(mask: torch.Tensor) -> Iterable[torch.Tensor]:
+    """The matrices of a stack, without those that are others' by expansion."""
+    for dim in range(mask.dim() - 2):
+        if mask.stride(dim) == 0:
+            mask = mask.narrow(dim, 0, 1)
+    return mask.reshape(-1, *mask.shape[-2:])
+
+
+def _is_triangle(mask: torch.Tensor) -> bool:
+    seen = torch.ones(mask.shape, dtype=torch.bool).tril()
+    if mask.dtype == torch.bool:
+        return bool(torch.equal(mask, seen))
+    if not mask.dtype.is_floating_point:
+        return False
+    hidden = mask[~seen]
+    return bool((mask[seen] == 0).all() and (hidden <= torch.finfo(mask.dtype).min / 2).all())
+
+
+def _computed(graph: Graph, name: str) -> torch.Tensor | None:
+    """The value of a constant; None where it cannot be computed here, or is too large on the way."""
+    values: dict[str, Any] = dict(graph.values)
+    for node in _needed(graph, name):
+        if any(
+            graph.tensors[result].num_elements > MOST_ELEMENTS for result in node.results if "expand" not in node.op
+        ):
+            return None
+        if any(operand not in values for operand in node.operands):
+            return None
+        args, kwargs = _real(map_references((node.args, dict(node.kwargs)), values.__getitem__))
+        made = overload(node.op)(*args, **kwargs)
+        results = made if isinstance(made, (tuple, list)) else [made]
+        values.update((one, value) for one, value in zip(node.outputs, results, strict=True) if one is not None)
+    found: torch.Tensor | None = values.get(name)
+    return found
+
+
+def _needed(graph: Graph, name: str) -> list[Node]:
+    """The nodes that a tensor is computed by, in order."""
+    wanted, found = {name}, []
+    for node in reversed(graph.nodes):
+        if not wanted.isdisjoint(node.results):
+            wanted.update(node.operands)
+            found.append(node)
+    return found[::-1]
+
+
+def _real(value: Any) -> Any:
+    """Arguments with torch's own objects, on the CPU."""
+    if isinstance(value, Atom):
+        return torch.device("cpu") if value.kind == "device" else getattr(torch, value.name)
+    if isinstance(value, dict):
+        return {key: _real(item) for key, item in value.items()}
+    return [_real(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _live(graph: Graph) -> Graph:
+    """The graph without nodes that nothing reads."""
+    wanted = {*graph.outputs, *graph.mutations.values()}
+    nodes = []
+    for node in reversed(graph.nodes):
+        if not wanted.isdisjoint(node.results):
+            wanted.update(node.operands)
+            nodes.append(node)
+    kept = {name for node in nodes for name in node.results} | set(graph.inputs) | {s.tensor for s in graph.stored}
+    tensors = {name: tensor for name, tensor in graph.tensors.items() if name in kept}
+    return replace(graph, nodes=tuple(nodes[::-1]), tensors=tensors)
