@@ -81,6 +81,17 @@ def test_merged_adapters_are_computed_once() -> None:
     assert "*(Layer_1(mesh) for _ in range(2))" in planned.source, "equal blocks are one class, and compute their own"
 
 
+def test_compiled_blocks_find_what_they_keep() -> None:
+    model, batch, graph = adapted()
+    rank, expected = program(graph, model).build(), model(**batch).detach()
+    rank.compile(backend="eager")
+    for factor in (1, 1, 2):
+        rank.load_full_state_dict({name: t * factor for name, t in model.state_dict().items()})
+        changed = {name: t * factor for name, t in model.state_dict().items()}
+        torch.testing.assert_close(rank(**batch), with_state(model, changed, batch))
+    assert not torch.equal(rank(**batch), expected)
+
+
 class Merges(TorchDispatchMode):
     """Counts products of adapters with each other."""
 

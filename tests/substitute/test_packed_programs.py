@@ -174,6 +174,32 @@ class OneForAll(nn.Module):
         return (x * self.halves[8:]).square().mean()
 
 
+class JoinedForAll(nn.Module):
+    """Every block reads the same two matrices, joined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.above, self.below = nn.Parameter(torch.randn(3, 8) / 3), nn.Parameter(torch.randn(5, 8) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = torch.cat([self.above, self.below])
+        for block in self.blocks:
+            x = x + block(x, weight)
+        return x.square().mean()
+
+
+@pytest.mark.ranks
+def test_a_packed_parameter_that_two_stages_read() -> None:
+    """Each stores it, and gradients are summed."""
+    torch.manual_seed(0)
+    model, batch = JoinedForAll(), {"x": torch.randn(4, 8)}
+    stages = program_of(packed(trace(model, batch)), model, {"pp": 2, "microbatches": 2})
+    assert all("above_below" in stage.storage for stage in stages.plan.stages)
+    results = pool(2).run(run_rank, stages.source, model.state_dict(), batch, ("adamw",))
+    assert not differences(run_single(model, batch, ("adamw",)), results[0])
+
+
 def train(rank: Any, optimizer: torch.optim.Optimizer, batch: Tensors) -> list[float]:
     losses = []
     for _ in range(2):
