@@ -65,13 +65,17 @@ class Contradiction(Exception):
 
 @dataclass
 class Drawing:
-    """What it takes to draw instances of one rule: its conditions, and the kind of each symbol to be bound."""
+    """What it takes to draw instances of one rule: its conditions, and the kind of each symbol to be bound.
+
+    entangled: symbols that others are solved for once they are drawn; of sums, the last one drawn says all.
+    """
 
     rule: Rule
     equalities: list[tuple[Expression, Expression]]
     guards: list[Guard]
     kinds: dict[Symbol, str]
     defined: list[Expression]
+    entangled: set[Symbol]
 
     @classmethod
     def of(cls, rule: Rule) -> Drawing:
@@ -82,8 +86,10 @@ class Drawing:
         equalities += [(guard.left, guard.right) for guard in guards if guard.relation == "=="]
         solved, last = eliminated(equalities)
         kinds = _kinds(rule, solved, guards)
-        ordered = dict(sorted(kinds.items(), key=lambda kind: kind[0] in last))
-        return cls(rule, solved, guards, ordered, conditions.defined)
+        free = [symbol for symbol in kinds if symbol not in last]
+        ordered = {symbol: kinds[symbol] for symbol in (*free, *(symbol for symbol in kinds if symbol in last))}
+        entangled = set(free[-1:]) if len(solved) == len(last) else set(kinds)
+        return cls(rule, solved, guards, ordered, conditions.defined, entangled)
 
     def binding(
         self, random: random.Random, draw: Callable[[str, random.Random], Any] = random_value
@@ -95,7 +101,8 @@ class Drawing:
             for symbol, kind in self.kinds.items():
                 if symbol not in binding:
                     binding[symbol] = draw(kind, random)
-                    self.propagate(binding)
+                    if symbol in self.entangled:
+                        self.propagate(binding)
             return binding if self.holds(binding) else None
         except (Contradiction, Undefined):
             return None

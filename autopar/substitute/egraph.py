@@ -143,6 +143,9 @@ class EGraph:
         return found
 
 
+_LATER = "sizes of variables that are bound later"
+
+
 @dataclass
 class Matcher:
     """Finds where patterns occur in an e-graph as it is now."""
@@ -166,7 +169,8 @@ class Matcher:
         self, patterns: Sequence[Term], sorts: Mapping[str, Sort], roots: list[int], bound: Substitution
     ) -> Iterator[tuple[list[int], Substitution]]:
         if len(roots) == len(patterns):
-            yield roots, bound
+            if all(self.graph.attribute(size, bound) == value for size, value in bound.get(_LATER, ())):
+                yield roots, bound
             return
         pattern = patterns[len(roots)]
         assert isinstance(pattern, Apply), "the source of a rule applies an operator"
@@ -208,8 +212,11 @@ class Matcher:
             if isinstance(attribute, Unknown):
                 if extended.setdefault(attribute, value) != value:
                     return None
-            elif isinstance(attribute, Size) and self.graph.attribute(attribute, extended) != value:
-                return None
+            elif isinstance(attribute, Size):
+                if attribute.variable not in extended:
+                    extended[_LATER] = (*extended.get(_LATER, ()), (attribute, value))
+                elif self.graph.attribute(attribute, extended) != value:
+                    return None
         return extended
 
 

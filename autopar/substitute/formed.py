@@ -14,6 +14,13 @@ from autopar.substitute.terms import Rule, Sort, Term, Variable
 
 def shape_of(term: Term, sorts: Mapping[str, Sort], conditions: Conditions) -> Shape:
     """The shape of a term; adds to `conditions` what its operators need. Raises PlanError where it is ill sorted."""
+    if term in conditions.known:
+        return conditions.known[term]
+    conditions.known[term] = shape = _shape_of(term, sorts, conditions)
+    return shape
+
+
+def _shape_of(term: Term, sorts: Mapping[str, Sort], conditions: Conditions) -> Shape:
     if isinstance(term, Variable):
         if term.name not in sorts:
             raise PlanError(f"the variable {term.name} has no sort; give one of {', '.join(AXES)}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
 from autopar.substitute.expressions import Expression, Operation
-from autopar.substitute.terms import Attribute, Size, Sort, Unknown
+from autopar.substitute.terms import Attribute, Size, Sort, Term, Unknown
 
 AXES: Mapping[Sort, tuple[str, ...]] = {
     "matrix": ("row", "col"),
@@ -68,12 +68,14 @@ def variable_shape(name: str, sort: Sort) -> Shape:
 class Conditions:
     """What must hold for the terms shaped so far to be well formed.
 
-    equalities: pairs of sizes. defined: sizes that must have a value, as windows must fit their image.
+    equalities: pairs of sizes. defined: sizes that must have a value, as windows must fit their image. known: shapes of
+    those terms, so that a term that occurs again has the same fresh unknowns.
     """
 
     equalities: list[tuple[Expression, Expression]] = field(default_factory=list)
     defined: list[Expression] = field(default_factory=list)
     num_fresh: int = 0
+    known: dict[Term, Shape] = field(default_factory=dict)
 
     def equal(self, left: Expression, right: Expression) -> None:
         """Two sizes must be equal."""

@@ -92,3 +92,16 @@ def test_terms_of_different_shapes_are_not_joined() -> None:
         graph.union(x, y)
     with pytest.raises(PlanError, match="4 is not 3"):
         graph.add(Node("matmul", (), (y, y)))
+
+
+def test_sizes_of_variables_that_are_bound_later_are_compared() -> None:
+    """A constant's size may stand before the variable that has it."""
+    text = """
+zero: matmul(zeros[w.row, w.col](), w) => zeros[w.row, w.col]()
+turn: transpose(zeros[?m, ?n]()) => zeros[?n, ?m]()
+"""
+    rules = [Compiled.of(rule) for rule in parse_rules(text, "")]
+    (rule,) = parse_rules("r: transpose(matmul(zeros[w.row, w.col](), w)) => zeros[w.col, w.row]()", "")
+    assert derivable(rule, rules, LIMITS)
+    (other,) = parse_rules("r: matmul(zeros[?n, w.row](), w) => zeros[?n, w.col]()", "")
+    assert not derivable(other, rules, LIMITS)
