@@ -21,7 +21,7 @@ class Folding:
         self._order = {id(statement): number for number, statement in enumerate(flat.constants)}
         for region in root.regions():
             self._hand_out(region)
-        read = [value for value in (*_read(root), *flat.outputs) if value in self._made_by]
+        read = [value for value in (*_read(root), *flat.outputs, *flat.leaving) if value in self._made_by]
         self.wanted = list(dict.fromkeys(read))
         self.statements = self._making(self.wanted)
 

@@ -10,8 +10,13 @@ import torch
 from torch import Tensor
 
 import autopar
+from autopar.cost import profiles_of
+from autopar.emit import emit
 from autopar.errors import PlanError
+from autopar.pipeline import template_of_graph
 from autopar.program import load_source
+from autopar.staging import cut
+from autopar.trace import trace
 from models import gpt
 from tests.rank_pool import pool
 
@@ -87,3 +92,38 @@ def test_zero_bubble_with_recomputation_is_refused() -> None:
     model, batch = build()
     with pytest.raises(PlanError, match=r'expected no recomputation with schedule "zero_bubble"'):
         autopar.template_plan(model, MESH, batch, pp=2, microbatches=2, schedule="zero_bubble", recompute="full")
+
+
+class Factored(torch.nn.Module):
+    """A block whose factor, made of its parameter alone, only what comes behind it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor([0.5, 2.0]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x.sin(), self.factor.exp()
+
+
+class Behind(torch.nn.Module):
+    """Factor and product are made on two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Factored()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, factor = self.block(x)
+        return x * factor
+
+
+@pytest.mark.ranks
+def test_what_is_computed_once_in_inference_is_sent_to_later_stages() -> None:
+    model, batch = Behind().eval(), {"x": torch.rand(4, 2)}
+    graph = trace(model, batch, mode="inference")
+    alone = template_of_graph(graph, autopar.Mesh("cpu", devices_per_node=1), mode="inference")
+    members = {node.name: (int("mul" in node.op),) for node in graph.nodes}
+    plan = cut(graph, alone, members, [0, 1], "gpipe", MESH, profiles_of(MESH))
+    source = emit(graph, plan)
+    for found in pool(2).run(inference_job, source, dict(model.state_dict()), batch):
+        torch.testing.assert_close(found, model(**batch))
