@@ -48,9 +48,14 @@ def read_rules(text: str) -> tuple[Rule, ...]:
     twice = [name for name, count in Counter(rule.name for rule in rules).items() if count > 1]
     if twice:
         raise PlanError(f"the rule file names {twice[0]} twice; {_REMEDY}")
-    for rule in rules:
+    for rule in {_claim(rule): rule for rule in rules}.values():
         check_rule(rule, INSTANCES_ON_LOAD)
     return rules
+
+
+def _claim(rule: Rule) -> object:
+    """What a rule says is equal: the same as its reverse says."""
+    return frozenset((rule.source, rule.target)), tuple(rule.sorts.items()), rule.guards
 
 
 def write_rules(rules: Iterable[Rule], axioms: str) -> str:

@@ -30,7 +30,7 @@ Two terms whose values agree on fixed inputs are a candidate. A candidate that a
 coincide, weights for matrices, a part that may be any tensor) is a special case and not looked at. The others are
 tested at uneven sizes, with groups, zero sizes and negative values; convolutions are tried without a guard and with
 `groups == 1`. A sound rule is pruned where its two sides meet in an e-graph under the rules stated by hand and those
-kept before it. What is kept is attacked, differentiated and proved as the stated rules are, and shipped if proved.
+kept before it. What is kept is attacked, differentiated and proved as the stated rules are, and shipped if it holds.
 
 Coverage is the share of the sound generated rules whose two sides meet in an e-graph under the shipped rules (at most
 4 rounds, 800 nodes, half a second each; sizes and attributes are large random numbers that meet the rule's conditions).
