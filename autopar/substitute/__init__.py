@@ -7,6 +7,6 @@ distinct block once) → lower (ATen operators again) → packed (what only move
 from autopar.substitute.joint import Candidate, Substituted, substituted
 from autopar.substitute.packing import packed
 from autopar.substitute.replay import replayed
-from autopar.substitute.rulefile import load_rules
+from autopar.substitute.rules.rulefile import load_rules
 
 __all__ = ["Candidate", "Substituted", "load_rules", "packed", "replayed", "substituted"]

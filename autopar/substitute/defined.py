@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.substitute.terms import Attribute
+from autopar.substitute.rules.terms import Attribute
 
 OPAQUE = "part"
 """What a result of an operator outside of the algebra is: part number `attributes[0]` of node `attributes[1]`."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from autopar.substitute.terms import Attribute
+from autopar.substitute.rules.terms import Attribute
 
 Shape = tuple[int, ...]
 DIMS = {"row": -2, "col": -1, "batch": 0, "channel": 1, "out": 0, "in": 1}

@@ -26,7 +26,7 @@ from autopar.substitute.pricing import Pricer
 from autopar.substitute.regions import Twins, find_regions
 from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
-from autopar.substitute.terms import Apply, Rule, Term, subterms, variables
+from autopar.substitute.rules.terms import Apply, Rule, Term, subterms, variables
 
 PATIENCE = 2000
 """How many substitutions are tried without a gain before the search of a region ends."""

@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph, Node, Ref, Tensor
 from autopar.ir.sharing import unshared
 from autopar.substitute.defined import OPAQUE, Definition, Values
 from autopar.substitute.fitting import Misfit, made_shape
-from autopar.substitute.terms import Attribute
+from autopar.substitute.rules.terms import Attribute
 
 POINTWISE = (
     "abs", "cos", "elu", "erf", "exp", "gelu", "hardswish", "hardtanh", "leaky_relu", "log", "mish", "reciprocal",

@@ -11,9 +11,9 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.substitute.defined import Values
-from autopar.substitute.expressions import Guard, Symbol, parse_guard, solve, symbols
 from autopar.substitute.fitting import Misfit, Shape, dim_of
-from autopar.substitute.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable
+from autopar.substitute.rules.expressions import Guard, Symbol, parse_guard, solve, symbols
+from autopar.substitute.rules.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable
 
 COMMUTATIVE = frozenset({"add", "mul"})
 Binding = Mapping[str, Any]

@@ -16,7 +16,7 @@ from autopar.substitute.matching import Match, Matcher
 from autopar.substitute.packing import packed
 from autopar.substitute.regions import Region, Twins, find_regions, in_twin, names_in
 from autopar.substitute.rewriting import rewritten
-from autopar.substitute.terms import Rule
+from autopar.substitute.rules.terms import Rule
 
 Paths = Sequence[Sequence[str]]
 

@@ -6,7 +6,7 @@ from autopar.ir.graph import Tensor
 from autopar.substitute.defined import Definition, Values
 from autopar.substitute.fitting import Misfit, made_shape
 from autopar.substitute.matching import Binding, Match, attribute
-from autopar.substitute.terms import Apply, Attribute, Term, Variable
+from autopar.substitute.rules.terms import Apply, Attribute, Term, Variable
 
 
 def rewritten(values: Values, match: Match) -> Values | None:

@@ -1,6 +1,6 @@
 """Generates the rules at three operators, and at four over a few operators, and writes generation.json and .md.
 
-`python -m benchmarks.substitution.generation` writes no rule file: `python -m autopar.substitute.generate` does.
+`python -m benchmarks.substitution.generation` writes no rule file: `python -m autopar.substitute.rules.generate` does.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.host import cpu_model
-from autopar.substitute.generate import regenerated
-from autopar.substitute.verify import INSTANCES
+from autopar.substitute.rules.generate import regenerated
+from autopar.substitute.rules.verify import INSTANCES
 
 FOLDER = Path(__file__).parent
 FOUR = ("linear", "concat", "first", "second", "add")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from autopar.substitute.candidates import anonymous, candidates, sound
-from autopar.substitute.enumeration import Enumeration
-from autopar.substitute.generation import Generation, follows, generated
-from autopar.substitute.statement import parse_rules
-from autopar.substitute.worlds import WORLDS
+from autopar.substitute.rules.candidates import anonymous, candidates, sound
+from autopar.substitute.rules.enumeration import Enumeration
+from autopar.substitute.rules.generation import Generation, follows, generated
+from autopar.substitute.rules.statement import parse_rules
+from autopar.substitute.rules.worlds import WORLDS
 
 ONLY = ("linear", "concat", "first", "second", "transpose", "scale", "conv")
 

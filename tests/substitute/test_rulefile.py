@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from autopar.errors import PlanError
-from autopar.substitute.axioms import axioms_digest
-from autopar.substitute.rulefile import load_rules, read_rules, rule_digest, write_rules
-from autopar.substitute.statement import parse_rules
+from autopar.substitute.rules.axioms import axioms_digest
+from autopar.substitute.rules.rulefile import load_rules, read_rules, rule_digest, write_rules
+from autopar.substitute.rules.statement import parse_rules
 
 MERGE = """
 merge: linear(x, w1), linear(x, w2)
@@ -28,14 +28,14 @@ def changed(edit: Any) -> str:
 
 
 def test_shipped_rules_load_and_are_written_as_they_are() -> None:
-    text = files("autopar.substitute").joinpath("rules.json").read_text(encoding="utf-8")
+    text = files("autopar.substitute.rules").joinpath("rules.json").read_text(encoding="utf-8")
     rules = load_rules()
     assert write_rules(rules, json.loads(text)["axioms"]) == text
     assert len({rule.name for rule in rules}) == len(rules) > 50
 
 
 def test_shipped_rules_are_proved_from_the_axioms_as_they_are() -> None:
-    text = files("autopar.substitute").joinpath("rules.json").read_text(encoding="utf-8")
+    text = files("autopar.substitute.rules").joinpath("rules.json").read_text(encoding="utf-8")
     assert json.loads(text)["axioms"] == axioms_digest()
     rules = load_rules()
     assert sum(rule.status == "proved" for rule in rules) >= 0.9 * len(rules)

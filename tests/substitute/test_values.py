@@ -14,7 +14,7 @@ from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import lowered
 from autopar.substitute.matching import Match, Matcher
 from autopar.substitute.rewriting import rewritten
-from autopar.substitute.terms import Rule, Sort, parse_term
+from autopar.substitute.rules.terms import Rule, Sort, parse_term
 from autopar.trace import trace
 from tests.equivalence import planned
 

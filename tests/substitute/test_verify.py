@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.substitute.axioms import axioms
-from autopar.substitute.exhaustive import disagreement, sizes_of
-from autopar.substitute.gradients import gradient_difference
-from autopar.substitute.instances import counterexample
-from autopar.substitute.statement import parse_rules
-from autopar.substitute.terms import Rule
-from autopar.substitute.verify import Prover, main, verified
+from autopar.substitute.rules.axioms import axioms
+from autopar.substitute.rules.exhaustive import disagreement, sizes_of
+from autopar.substitute.rules.gradients import gradient_difference
+from autopar.substitute.rules.instances import counterexample
+from autopar.substitute.rules.statement import parse_rules
+from autopar.substitute.rules.terms import Rule
+from autopar.substitute.rules.verify import Prover, main, verified
 
 FALSE = """
 grouped-merge: conv[?s, ?p, ?d, ?g](i, k1), conv[?s, ?p, ?d, ?g](i, k2)
@@ -61,7 +61,7 @@ SOME_AXIOMS = [axiom for axiom in axioms()[::6] if "conv" not in axiom.name]
 
 @pytest.mark.parametrize("axiom", SOME_AXIOMS, ids=lambda axiom: axiom.name)
 def test_axioms_hold_at_small_sizes_for_all_values(axiom: Rule) -> None:
-    """Every sixth axiom at a few sizes; `python -m autopar.substitute.verify --axioms` checks all at all of them."""
+    """Every sixth axiom at a few sizes; `verify --axioms` checks all at all of them."""
     assert len(sizes_of(axiom, 8)) > 0
     assert disagreement(axiom, 8) is None
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import z3
 
-from autopar.substitute.axioms import axioms
-from autopar.substitute.encoding import Encoder
-from autopar.substitute.instances import operators
-from autopar.substitute.terms import Apply, Rule, Variable
+from autopar.substitute.rules.axioms import axioms
+from autopar.substitute.rules.encoding import Encoder
+from autopar.substitute.rules.instances import operators
+from autopar.substitute.rules.terms import Apply, Rule, Variable
 
 SECONDS = 5.0
 

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autopar.errors import PlanError
-from autopar.substitute.expressions import Expression, Operation
-from autopar.substitute.shapes import AXES, STACK, Conditions, Shape, matrix
-from autopar.substitute.terms import Apply, Attribute
+from autopar.substitute.rules.expressions import Expression, Operation
+from autopar.substitute.rules.shapes import AXES, STACK, Conditions, Shape, matrix
+from autopar.substitute.rules.terms import Apply, Attribute
 
 Attributes: TypeAlias = tuple[Attribute, ...]
 

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.errors import PlanError
-from autopar.substitute.terms import Rule, Sort, Term, Variable, parse_term, subterms
+from autopar.substitute.rules.terms import Rule, Sort, Term, Variable, parse_term, subterms
 
 SORT_OF_LETTER: Mapping[str, Sort] = {
     **dict.fromkeys("xyz", "matrix"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from autopar.errors import PlanError
-from autopar.substitute.terms import Attribute, Size, Unknown
+from autopar.substitute.rules.terms import Attribute, Size, Unknown
 
 Symbol: TypeAlias = Size | Unknown
 Binding: TypeAlias = Mapping[Symbol, Any]

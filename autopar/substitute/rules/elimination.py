@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import TypeAlias
 
-from autopar.substitute.expressions import Expression, Operation, Symbol
-from autopar.substitute.terms import Size, Unknown
+from autopar.substitute.rules.expressions import Expression, Operation, Symbol
+from autopar.substitute.rules.terms import Size, Unknown
 
 Equality: TypeAlias = tuple[Expression, Expression]
 Sum: TypeAlias = "Counter[Symbol | None]"

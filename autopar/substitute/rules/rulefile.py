@@ -17,24 +17,24 @@ from typing import Any
 import jsonschema
 
 from autopar.errors import PlanError
-from autopar.substitute.instances import counterexample
-from autopar.substitute.terms import Rule, parse_term
+from autopar.substitute.rules.instances import counterexample
+from autopar.substitute.rules.terms import Rule, parse_term
 
 VERSION = 1
 INSTANCES_ON_LOAD = 1
-_REMEDY = "restore the file, or write it anew with python -m autopar.substitute.generate"
+_REMEDY = "restore the file, or write it anew with python -m autopar.substitute.rules.generate"
 
 
 @lru_cache(maxsize=1)
 def schema() -> Any:
-    """The JSON Schema of rule files (`autopar/substitute/rules.schema.json`)."""
-    return json.loads(files("autopar.substitute").joinpath("rules.schema.json").read_text(encoding="utf-8"))
+    """The JSON Schema of rule files (`autopar/substitute/rules/rules.schema.json`)."""
+    return json.loads(files("autopar.substitute.rules").joinpath("rules.schema.json").read_text(encoding="utf-8"))
 
 
 @lru_cache(maxsize=1)
 def load_rules() -> tuple[Rule, ...]:
     """The rules that autopar ships. Raises PlanError where the file was changed."""
-    return read_rules(files("autopar.substitute").joinpath("rules.json").read_text(encoding="utf-8"))
+    return read_rules(files("autopar.substitute.rules").joinpath("rules.json").read_text(encoding="utf-8"))
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:

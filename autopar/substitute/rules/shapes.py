@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import PlanError
-from autopar.substitute.expressions import Expression, Operation
-from autopar.substitute.terms import Attribute, Size, Sort, Term, Unknown
+from autopar.substitute.rules.expressions import Expression, Operation
+from autopar.substitute.rules.terms import Attribute, Size, Sort, Term, Unknown
 
 AXES: Mapping[Sort, tuple[str, ...]] = {
     "matrix": ("row", "col"),

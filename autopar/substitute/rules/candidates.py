@@ -8,11 +8,22 @@ from dataclasses import replace
 from itertools import product
 
 from autopar.errors import PlanError
-from autopar.substitute.enumeration import Enumeration, unknowns_of
-from autopar.substitute.formed import shape_of
-from autopar.substitute.instances import counterexample, is_vacuous
-from autopar.substitute.shapes import Conditions
-from autopar.substitute.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable, subterms, variables
+from autopar.substitute.rules.enumeration import Enumeration, unknowns_of
+from autopar.substitute.rules.formed import shape_of
+from autopar.substitute.rules.instances import counterexample, is_vacuous
+from autopar.substitute.rules.shapes import Conditions
+from autopar.substitute.rules.terms import (
+    Apply,
+    Attribute,
+    Rule,
+    Size,
+    Sort,
+    Term,
+    Unknown,
+    Variable,
+    subterms,
+    variables,
+)
 
 INSTANCES = 6
 GROUPED_INSTANCES = 60

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.substitute.algebra import operator_of
-from autopar.substitute.elimination import eliminated
-from autopar.substitute.expressions import (
+from autopar.substitute.rules.algebra import operator_of
+from autopar.substitute.rules.elimination import eliminated
+from autopar.substitute.rules.expressions import (
     Binding,
     Expression,
     Guard,
@@ -24,9 +24,9 @@ from autopar.substitute.expressions import (
     symbols,
     value_of,
 )
-from autopar.substitute.formed import rule_conditions, rule_guards
-from autopar.substitute.shapes import AXES, STACK
-from autopar.substitute.terms import Apply, Rule, Size, Term, Unknown, subterms
+from autopar.substitute.rules.formed import rule_conditions, rule_guards
+from autopar.substitute.rules.shapes import AXES, STACK
+from autopar.substitute.rules.terms import Apply, Rule, Size, Term, Unknown, subterms
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TRIES = 200

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.substitute.drawing import DTYPES, Contradiction, Drawing
-from autopar.substitute.expressions import Symbol, Undefined, guard_holds
-from autopar.substitute.instances import Instance, difference, operators, tensor_lengths
-from autopar.substitute.polynomials import Polynomial, Polynomials, unknown
-from autopar.substitute.terms import Rule, Size
-from autopar.substitute.values import Integers, Values, torch_dtype
+from autopar.substitute.rules.drawing import DTYPES, Contradiction, Drawing
+from autopar.substitute.rules.expressions import Symbol, Undefined, guard_holds
+from autopar.substitute.rules.instances import Instance, difference, operators, tensor_lengths
+from autopar.substitute.rules.polynomials import Polynomial, Polynomials, unknown
+from autopar.substitute.rules.terms import Rule, Size
+from autopar.substitute.rules.values import Integers, Values, torch_dtype
 
 LIMIT = 5000
 """Most sizes that one equation is computed at: the largest bound that keeps to it is taken."""
