@@ -119,6 +119,8 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(rank),
     )
+    from autopar import runtime
+
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     while True:
@@ -126,6 +128,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
             fn, args = pipe.recv()
         except EOFError:
             return
+        runtime.set_exact_dropout(False)  # whatever the last job left
         try:
             pipe.send((True, fn(rank, world, *args)))
         except BaseException:

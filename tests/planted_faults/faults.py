@@ -265,7 +265,7 @@ RUNTIME = [
           "randomness.restore_stream(seed, dropout_step)", "randomness.restore_stream(seed, dropout_step + 1)",
           ("tests:tests/runtime/test_checkpoint.py -k stream",)),
     Fault("constants outlive the buffers that they are made of", "autopar/runtime/constants.py",
-          "or kept.versions != [buffer._version for buffer in kept.buffers]", "",
+          "or kept.versions != [tensor._version for tensor in kept.made_of]", "",
           ("tests:tests/runtime/test_checkpoint.py -k in_place",)),
 ]  # fmt: skip
 
