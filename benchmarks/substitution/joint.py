@@ -105,13 +105,13 @@ def row(case: str, seconds: float) -> Row:
     mesh = autopar.Mesh(profile, devices_per_node=int(devices))
     request = Request(mesh, "train", "adamw", None, (), autopar.SearchBudget(seconds, substitutions=True))
     price = Pricer(load_profile(profile), trains=True)
-    graphs = [Candidate(graph, (), 0), *rewrites(graph, request)]
+    one = replace(request, mesh=autopar.Mesh(profile, devices_per_node=1))
+    given = Candidate(graph, (), price(lifted(graph)))
+    chosen = min([given, *rewrites(graph, one)], key=lambda candidate: candidate.cost_ns)
+    graphs = list({each.graph.fingerprint: each for each in (given, chosen, *rewrites(graph, request))}.values())
     alone = [price(lifted(candidate.graph)) for candidate in graphs]
     sharded = [planned(candidate.graph, request).predicted.step_time_ns for candidate in graphs]
-    one = replace(request, mesh=autopar.Mesh(profile, devices_per_node=1))
-    chosen = min([Candidate(graph, (), alone[0]), *rewrites(graph, one)], key=lambda candidate: candidate.cost_ns)
-    known = [candidate.graph.fingerprint for candidate in graphs]
-    best = known.index(chosen.graph.fingerprint)
+    best = [candidate.graph.fingerprint for candidate in graphs].index(chosen.graph.fingerprint)
     return Row(
         case,
         tuple(round(ns / 1e6, 3) for ns in alone),
