@@ -68,9 +68,10 @@ def substituted(
 
     paths, representatives: of equal blocks (`trace.find_blocks`). seconds: for all regions together.
     pinned: tensors that stay as they are, computed in the same way and stored by themselves.
+    Of the rules, those that are proved are used: tests have passed rules that more tests have refuted.
     """
     begin = time.monotonic()
-    rules = [rule for rule in rules if not (trains and rule.inference)]
+    rules = [rule for rule in rules if rule.status == "proved" and not (trains and rule.inference)]
     if any(graph.tensors[item.tensor].dtype in ("bfloat16", "float16") for item in graph.parameters):
         rules = [rule for rule in rules if not sums_weights(rule)]
     search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
