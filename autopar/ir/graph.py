@@ -264,3 +264,15 @@ def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     if isinstance(value, dict):
         return {key: map_references(item, function) for key, item in value.items()}
     return value
+
+
+def reading(node: Node, names: Mapping[str, str]) -> Node:
+    """The node with other tensors in the place of those that it reads, by name; itself where none is named."""
+    if not any(name in names for name in node.operands):
+        return node
+
+    def new(name: str) -> Ref:
+        return Ref(names.get(name, name))
+
+    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
+    return replace(node, args=map_references(node.args, new), kwargs=kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.ir.graph import IDENTITY, Graph, Node, Ref, common_scope, map_references
+from autopar.ir.graph import IDENTITY, Graph, Node, Ref, common_scope, reading
 
 
 def share(graph: Graph) -> Graph:
@@ -22,7 +22,7 @@ def share(graph: Graph) -> Graph:
                 renamed[name] = f"{name}_shared"
                 tensors[renamed[name]] = replace(tensors[name], name=renamed[name])
                 nodes.append(_identity(graph, name, renamed[name]))
-        nodes.append(_with_shared(node, renamed))
+        nodes.append(reading(node, renamed))
     return replace(graph, nodes=tuple(nodes), tensors=tensors)
 
 
@@ -36,20 +36,9 @@ def _identity(graph: Graph, name: str, new: str) -> Node:
     return Node(new, IDENTITY, (Ref(name),), (), (new,), common_scope([node.scope for node in users]), users[0].source)
 
 
-def _with_shared(node: Node, renamed: dict[str, str]) -> Node:
-    if not any(name in renamed for name in node.operands):
-        return node
-
-    def new(name: str) -> Ref:
-        return Ref(renamed.get(name, name))
-
-    kwargs = tuple((key, map_references(value, new)) for key, value in node.kwargs)
-    return replace(node, args=map_references(node.args, new), kwargs=kwargs)
-
-
 def unshared(graph: Graph) -> Graph:
     """The graph without identity nodes: what `share` was given."""
     source = {node.results[0]: node.operands[0] for node in graph.nodes if node.op == IDENTITY}
-    nodes = [_with_shared(node, source) for node in graph.nodes if node.op != IDENTITY]
+    nodes = [reading(node, source) for node in graph.nodes if node.op != IDENTITY]
     tensors = {name: tensor for name, tensor in graph.tensors.items() if name not in source}
     return replace(graph, nodes=tuple(nodes), tensors=tensors)

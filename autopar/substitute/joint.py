@@ -10,13 +10,12 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
-from autopar.substitute.backtracking import ALPHA, Backtracking, Outcome
+from autopar.substitute.backtracking import ALPHA, Backtracking, Found, Outcome
 from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import PARTS
@@ -76,7 +75,7 @@ def substituted(
         rules = [rule for rule in rules if not sums_weights(rule)]
     search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
     outcomes = search.outcomes(begin + SEARCHING * seconds)
-    best = search.candidate([outcome.best.matches for outcome in outcomes])
+    best = search.candidate([outcome.best for outcome in outcomes])
     apart = search.candidate([search.apart(twins) for twins in search.regions])
     given = Candidate(graph, (), search.cost(search.plain))
     found = {candidate.graph.fingerprint: candidate for candidate in (apart, best, given)}
@@ -114,15 +113,15 @@ class _Search:
     def _values(self, twins: Twins) -> Values:
         return lifted(twins.first.graph(self.plain))
 
-    def apart(self, twins: Twins) -> tuple[Match, ...]:
+    def apart(self, twins: Twins) -> Found:
         """Every splitting of fused weights that is possible, one after the other."""
-        values, matches = self._values(twins), list[Match]()
-        while True:
-            step = next(self._splittings(values), None)
-            if step is None:
-                return tuple(matches)
-            matches.append(step[0])
-            values = step[1]
+        values = self._values(twins)
+        now = Found(values, (), (), self.pricer(values))
+        while (step := next(self._splittings(now.values), None)) is not None:
+            match, after = step
+            cost_ns = self.pricer(after)
+            now = Found(after, (*now.matches, match), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns)
+        return now
 
     def _splittings(self, values: Values) -> Iterator[tuple[Match, Values]]:
         for matcher in self.splitting:
@@ -131,27 +130,16 @@ class _Search:
                 if after is not None:
                     yield match, after
 
-    def candidate(self, matches: Sequence[tuple[Match, ...]]) -> Candidate:
+    def candidate(self, found: Sequence[Found]) -> Candidate:
         """The whole graph after what was found for each region."""
         changes, steps = [], list[Substitution]()
-        for twins, own in zip(self.regions, matches, strict=True):
-            if own:
-                gains = self._gains(twins, own)
-                steps += [as_step(self.plain, twins, match, gain) for match, gain in zip(own, gains, strict=True)]
-                changes.append(redone_as(self.plain, twins, own, self.rules))
+        for twins, own in zip(self.regions, found, strict=True):
+            if own.matches:
+                pairs = zip(own.matches, own.gains_ns, strict=True)
+                steps += [as_step(self.plain, twins, match, gain_ns) for match, gain_ns in pairs]
+                changes.append(redone_as(self.plain, twins, own.matches, self.rules))
         plain = spliced(self.plain, changes)
         return Candidate(share(packed(plain)), tuple(steps), self.cost(plain))
-
-    def _gains(self, twins: Twins, matches: tuple[Match, ...]) -> list[int]:
-        """What each substitution saved when it was made, in one region."""
-        values = self._values(twins)
-        costs = [self.pricer(values)]
-        for match in matches:
-            after = rewritten(values, match)
-            assert after is not None  # it was applied before
-            values = after
-            costs.append(self.pricer(values))
-        return [before - after for before, after in pairwise(costs)]
 
 
 def is_splitting(rule: Rule) -> bool:

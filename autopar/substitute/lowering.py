@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor, common_scope, map_references
+from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor, common_scope, reading
 from autopar.substitute.defined import Definition, Values
 from autopar.substitute.fitting import dim_of, pair
 
@@ -131,15 +131,10 @@ class Lowering:
     def _given(self, node: Node, results: set[str]) -> Node:
         """A node of the given graph, with what it reads now, without results that nobody needs."""
         renamed = self.values.renamed
-        if any(name in renamed for name in node.operands):
-            kwargs = tuple((key, map_references(value, self._ref)) for key, value in node.kwargs)
-            node = replace(node, args=map_references(node.args, self._ref), kwargs=kwargs)
+        node = reading(node, {name: self.values.now(name) for name in node.operands if name in renamed})
         if len(node.outputs) > 1 and any(name is not None and name not in results for name in node.outputs):
             node = replace(node, outputs=tuple(name if name in results else None for name in node.outputs))
         return node
-
-    def _ref(self, name: str) -> Ref:
-        return Ref(self.values.now(name))
 
     def _new(self, name: str, made: Definition) -> Iterable[Node]:
         """The new nodes that make one value."""
@@ -272,10 +267,9 @@ def _names(values: Values, nodes: list[Node]) -> dict[str, str]:
 
 
 def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    if not any(name in names for name in (*node.operands, *node.results)):
-        return node
+    """The node with these names for what it reads and makes."""
     outputs = tuple(None if name is None else names.get(name, name) for name in node.outputs)
-    return replace(node, args=map_references(node.args, lambda n: Ref(names.get(n, n))), outputs=outputs)
+    return reading(node if outputs == node.outputs else replace(node, outputs=outputs), names)
 
 
 def plain_name(name: str) -> str:

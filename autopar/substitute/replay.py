@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node, Ref, Tensor, map_references
+from autopar.ir.graph import Graph, Node, Tensor, reading
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
 from autopar.substitute.defined import Values
@@ -129,15 +129,7 @@ def _with_names(graph: Graph, nodes: list[Node], tensors: dict[str, Tensor], ren
             name = renamed[name]
         return name
 
-    if renamed:
-        nodes = [
-            replace(
-                node,
-                args=map_references(node.args, lambda name: Ref(now(name))),
-                kwargs=tuple((key, map_references(value, lambda name: Ref(now(name)))) for key, value in node.kwargs),
-            )
-            for node in nodes
-        ]
+    nodes = [reading(node, {name: now(name) for name in node.operands if name in renamed}) for node in nodes]
     kept = {name for node in nodes for name in node.results} | set(graph.inputs) | {s.tensor for s in graph.stored}
     return replace(
         graph,
