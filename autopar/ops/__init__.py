@@ -1,6 +1,6 @@
 """What every operator is: which types it may run with locally, and how it runs on local tensors."""
 
-from autopar.ops.call import overload
+from autopar.ops.call import overload, real
 from autopar.ops.definitions import defining_module
 from autopar.ops.lookup import admits, axis_rules, coverage, has_rules, register_rule, shape_error
 
@@ -11,6 +11,7 @@ __all__ = [
     "defining_module",
     "has_rules",
     "overload",
+    "real",
     "register_rule",
     "shape_error",
 ]

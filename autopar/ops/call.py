@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autopar.errors import RuleError
-from autopar.ir.graph import Graph, Node, Ref, Tensor, references
+from autopar.ir.graph import Atom, Graph, Node, Ref, Tensor, references
 
 
 @cache
@@ -85,3 +85,12 @@ class Call:
 
 def _frozen(value: Any) -> Any:
     return tuple(map(_frozen, value)) if isinstance(value, list) else value
+
+
+def real(value: Any, device: str) -> Any:
+    """An argument structure with torch's own objects in the place of `Atom`s, lists for tuples, on a device."""
+    if isinstance(value, Atom):
+        return torch.device(device) if value.kind == "device" else getattr(torch, value.name)
+    if isinstance(value, dict):
+        return {key: real(item, device) for key, item in value.items()}
+    return [real(item, device) for item in value] if isinstance(value, (list, tuple)) else value

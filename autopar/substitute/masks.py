@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from autopar.errors import PlanError
-from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
+from autopar.ir.graph import Graph, Node, Ref, map_references
 from autopar.ir.structure import constant_tensors
-from autopar.ops import overload
+from autopar.ops import overload, real
 
 RULE = "causal-mask"
 STATEMENT = "attention(q, k, v, mask) => causal attention(q, k, v) where mask is the lower triangle"
@@ -110,7 +110,7 @@ def _computed(graph: Graph, name: str) -> torch.Tensor | None:
             return None
         if any(operand not in values for operand in node.operands):
             return None
-        args, kwargs = _real(map_references((node.args, dict(node.kwargs)), values.__getitem__))
+        args, kwargs = real(map_references((node.args, dict(node.kwargs)), values.__getitem__), "cpu")
         made = overload(node.op)(*args, **kwargs)
         results = made if isinstance(made, (tuple, list)) else [made]
         values.update((one, value) for one, value in zip(node.outputs, results, strict=True) if one is not None)
@@ -126,15 +126,6 @@ def _needed(graph: Graph, name: str) -> list[Node]:
             wanted.update(node.operands)
             found.append(node)
     return found[::-1]
-
-
-def _real(value: Any) -> Any:
-    """Arguments with torch's own objects, on the CPU."""
-    if isinstance(value, Atom):
-        return torch.device("cpu") if value.kind == "device" else getattr(torch, value.name)
-    if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
-    return [_real(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _live(graph: Graph) -> Graph:

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Atom, Node, Tensor, map_references
-from autopar.ops import overload
+from autopar.ir.graph import Node, Tensor, map_references
+from autopar.ops import overload, real
 
 _CACHE: dict[Any, tuple[bool, ...]] = {}
 
@@ -30,7 +30,7 @@ def _text(node: Node) -> str:
 
 def _ask(node: Node, operands: list[Tensor]) -> tuple[bool, ...]:
     metas = iter([_meta(tensor) for tensor in operands])
-    args, kwargs = _real(map_references((node.args, dict(node.kwargs)), lambda _: next(metas)))
+    args, kwargs = real(map_references((node.args, dict(node.kwargs)), lambda _: next(metas)), "meta")
     try:
         with torch.enable_grad():
             made: Any = overload(node.op)(*args, **kwargs)
@@ -43,11 +43,3 @@ def _ask(node: Node, operands: list[Tensor]) -> tuple[bool, ...]:
 def _meta(tensor: Tensor) -> torch.Tensor:
     dtype = getattr(torch, tensor.dtype)
     return torch.empty(tensor.shape, dtype=dtype, device="meta", requires_grad=tensor.differentiable)
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, Atom):
-        return torch.device("meta") if value.kind == "device" else getattr(torch, value.name)
-    if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
-    return [_real(item) for item in value] if isinstance(value, (list, tuple)) else value
