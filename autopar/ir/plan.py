@@ -78,8 +78,50 @@ class Prediction:
 
 
 @dataclass(frozen=True)
+class Move:
+    """A difference between a refined plan and the one that refinement began with, for people.
+
+    name: a node, stored tensor or input, of the first of `count` alike; kind: of proposal. gain_ns: what the step would
+    take longer if this one were taken back and all others kept.
+    """
+
+    name: str
+    kind: str
+    count: int
+    before: str
+    after: str
+    gain_ns: int
+
+
+@dataclass(frozen=True)
+class Refinement:
+    """How the SOAP search by MCMC went (`autopar.soap`): one chain from each start, the best plan of all is kept.
+
+    start: where the best plan's chain began; starts: step times in ns that the chains began and ended with. rates: by
+    kind of proposal, how many were made and accepted. simulated: proposals that no lower bound had refused before.
+    trace: (proposal, current step ns, best step ns), thinned.
+    """
+
+    start: str
+    before_ns: int
+    after_ns: int
+    proposals: int
+    simulated: int
+    seconds: float
+    seed: int
+    stop_reason: str
+    rates: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    starts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    trace: tuple[tuple[int, int, int], ...] = ()
+    moves: tuple[Move, ...] = ()
+
+
+@dataclass(frozen=True)
 class SearchReport:
-    """How the plan was found: the objective, its bound, why the search stopped, and what else was looked at."""
+    """How the plan was found: the objective, its bound, why the search stopped, and what else was looked at.
+
+    refinement: what came after it, if anything did; cost and bound are those of before.
+    """
 
     method: str = "given"
     cost_ns: int = 0
@@ -88,6 +130,7 @@ class SearchReport:
     seconds: float = 0.0
     seed: int = 0
     tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
+    refinement: Refinement | None = None
 
 
 @dataclass(frozen=True)

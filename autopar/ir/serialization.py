@@ -22,10 +22,12 @@ from autopar.ir.plan import (
     Breakdown,
     Choice,
     Fork,
+    Move,
     NodePlan,
     Plan,
     Prediction,
     Redistribute,
+    Refinement,
     SearchReport,
     Stage,
     Storage,
@@ -53,7 +55,7 @@ def to_json(plan: Plan) -> str:
     data.update(_placed_to_json(plan))
     data["stages"] = [{"first_rank": stage.first_rank, **_placed_to_json(stage)} for stage in plan.stages]
     data["predicted"] = asdict(plan.predicted)
-    data["search"] = asdict(plan.search)
+    data["search"] = _search_to_json(plan.search)
     data["coverage"] = dict(plan.coverage)
     data["sources"] = dict(plan.sources)
     data["parameters"] = dict(plan.parameters)
@@ -66,6 +68,13 @@ def to_json(plan: Plan) -> str:
     data["blocks"] = [list(paths) for paths in plan.blocks]
     data["substitutions"] = [_substitution_to_json(step) for step in plan.substitutions]
     return json.dumps(data, indent=1) + "\n"
+
+
+def _search_to_json(search: SearchReport) -> dict[str, Any]:
+    data = asdict(search)
+    if search.refinement is None:
+        del data["refinement"]
+    return data
 
 
 def _substitution_to_json(step: Substitution) -> dict[str, Any]:
@@ -129,7 +138,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         microbatch_inputs=tuple(data["microbatch_inputs"]),
         recompute=tuple(data["recompute"]),
         predicted=_prediction(data["predicted"]),
-        search=SearchReport(**{**data["search"], "tried": tuple(data["search"]["tried"])}),
+        search=_search(data["search"]),
         coverage=data["coverage"],
         sources=data["sources"],
         parameters=data["parameters"],
@@ -173,6 +182,19 @@ def _choice(row: list[Any]) -> Choice:
 
 def _substitution(row: dict[str, Any]) -> Substitution:
     return Substitution(**{**row, "modules": tuple(row["modules"]), "roots": tuple(row["roots"])})
+
+
+def _search(data: dict[str, Any]) -> SearchReport:
+    refined = data.get("refinement")
+    return SearchReport(
+        **{**data, "tried": tuple(data["tried"]), "refinement": None if refined is None else _refinement(refined)}
+    )
+
+
+def _refinement(data: dict[str, Any]) -> Refinement:
+    rates, starts = ({name: (a, b) for name, (a, b) in data[key].items()} for key in ("rates", "starts"))
+    trace, moves = tuple((a, b, c) for a, b, c in data["trace"]), tuple(Move(**move) for move in data["moves"])
+    return Refinement(**{**data, "rates": rates, "starts": starts, "trace": trace, "moves": moves})
 
 
 def _prediction(data: dict[str, Any]) -> Prediction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 
 import autopar
 from autopar.errors import MeshError, PlanError
+from autopar.ir.plan import Move, Refinement
 from models import gpt, mlp
 
 
@@ -33,6 +35,18 @@ def test_round_trip_keeps_every_byte(name: str) -> None:
     plan = autopar.Plan.from_json(text)
     assert plan.to_json() == text
     assert autopar.Plan.from_json(plan.to_json()) == plan
+
+
+def test_a_refinement_is_kept() -> None:
+    plan = autopar.Plan.from_json(text_of("mlp"))
+    move = Move("layers.0", "operator", 2, "S(0) R → S(0)", "R R → R", 1_000)
+    refinement = Refinement(
+        "the plan", 5_000, 4_000, 100, 20, 0.5, 7, "half of the budget passed without gain", {"operator": (100, 3)},
+        {"the plan": (5_000, 4_000)}, ((0, 5_000, 5_000), (50, 4_000, 4_000)), (move,),
+    )  # fmt: skip
+    refined = replace(plan, search=replace(plan.search, refinement=refinement))
+    assert autopar.Plan.from_json(refined.to_json()) == refined
+    assert "refinement" not in json.loads(plan.to_json())["search"]
 
 
 def changed(change: Callable[[Any], Any]) -> str:
