@@ -55,6 +55,8 @@ class SearchBudget:
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
     stages: plans of several pipeline stages are looked for, too; if not, only where constraints pin their number.
     substitutions: equal graphs are looked for and planned as well, and the fastest plan of all wins.
+    proposals: what the SOAP search by MCMC may try around the plan that was found, 0 for none; refine_seconds: its time
+    at most, where the machine is so slow that this is less.
     """
 
     seconds: float = 20.0
@@ -62,6 +64,8 @@ class SearchBudget:
     gap: float = 0.002
     stages: bool = True
     substitutions: bool = False
+    proposals: int = 1_000
+    refine_seconds: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -393,7 +397,7 @@ class Place:
 
     def simulated(self, plan: Plan) -> Plan:
         """A plan of one stage with the simulator's prediction."""
-        return replace(plan, predicted=predict(simulate(self.part.graph, plan, self._shared)))
+        return replace(plan, predicted=predict(simulate(self.part.graph, plan, self.shared_profile)))
 
     def recomputing(self, modules: Modules) -> Place:
         """The place with these modules computed again."""
@@ -402,7 +406,7 @@ class Place:
     def _staged(self, plan: Plan) -> Plan:
         """A plan of several stages, with the simulator's prediction and the bytes of the submesh that sends most."""
         part = one_microbatch_plan(plan)
-        timeline = simulate(self.part.graph, part, self._shared)
+        timeline = simulate(self.part.graph, part, self.shared_profile)
         sent = traffic_by_submesh(self.part.whole, plan, self.part.graph, part, timeline)
         most = max(sent, key=lambda counts: sum(counts.values()))
         return replace(plan, predicted=replace(predict(timeline), comm_bytes=most))
@@ -421,12 +425,12 @@ class Place:
     def placements_with(self, keep: Mapping[str, Kept]) -> Placements:
         """The intra-op problem, in which these options of stored tensors stay though others are better in every way."""
         return prepare_placements(
-            self.part.graph, self.part.blocks, self.draft(), self._shared, self._storages,
+            self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
             (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
         )  # fmt: skip
 
     @property
-    def _shared(self) -> Profile:
+    def shared_profile(self) -> Profile:
         return self.profile.shared_by(self.request.mesh.devices_per_node)
 
     @property
@@ -458,7 +462,7 @@ class Place:
             mode=request.mode,
             optimizer=request.optimizer or "none",
             precision=request.precision,
-            memory_limit=request.memory_limit or self._shared.usable_bytes,
+            memory_limit=request.memory_limit or self.shared_profile.usable_bytes,
             coverage=coverage(graph),
             sources=self._sources(graph),
             parameters={s.tensor: s.name for s in graph.stored},
