@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from autopar import interrupt
 from autopar.branches import with_branches
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
@@ -176,6 +177,8 @@ class _Search:
             self.places += here
             plans, is_second = self._candidates(here, Place.fit), bool(found)
             fits_at_once = bool(plans)
+            if interrupt.ends(bool(found or plans)):
+                return found + plans
             asked = _to_recompute(here, plans) if self.again.full else []
             plans += self._candidates(asked, partial(_fit_recomputed, self.again)) if asked else []
             found += plans
@@ -193,12 +196,15 @@ class _Search:
 
     def _candidates(self, places: Sequence[Place], fit: Fit) -> list[tuple[Place, Plan]]:
         """The plans of all places that have one."""
+        found: list[tuple[Place, Plan]] = []
         with reporting(self.progress, len(places)) as report:
-            found = [
-                (place, _candidate(place, fit, _share(self.deadline, len(places) - number), self.tried, report))
-                for number, place in enumerate(places)
-            ]
-        return [(place, plan) for place, plan in found if plan is not None]
+            for number, place in enumerate(places):
+                if interrupt.is_asked() and found:
+                    break
+                seconds = _share(self.deadline, len(places) - number)
+                plan = _candidate(place, fit, seconds, self.tried, report)
+                found += [(place, plan)] if plan is not None else []
+        return found
 
     def smallest(self) -> list[Place]:
         """All places, with all blocks computed again where the search may do so."""
@@ -215,7 +221,7 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
 
     Where branches are worth while, the other logical meshes are looked at once more: theirs may be worth more.
     """
-    if plan.stages or request.mesh.num_devices == 1:
+    if plan.stages or request.mesh.num_devices == 1 or interrupt.is_asked():
         return plan
     deadline = time.monotonic() + request.budget.seconds / 2
     part, inner = divided(graph, blocks, plan.microbatches), one_microbatch_plan(plan)
@@ -224,7 +230,7 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
     if best is inner:
         return plan
     for axes in logical_meshes(request.mesh):
-        if axes != inner.axes and time.monotonic() < deadline:
+        if axes != inner.axes and time.monotonic() < deadline and not interrupt.is_asked():
             place = Place(part, axes, request, profile)
             with contextlib.suppress(InfeasibleError):
                 other = _in_branches(place, place.fit(_share(deadline, 2)), deadline)
@@ -236,8 +242,12 @@ def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
     own, left = place.profile.shared_by(place.request.mesh.devices_per_node), deadline - time.monotonic()
     representative = place.part.blocks.representative_node
     graph, rules = place.part.graph, place.request.constraints
-    pinned = {node.name for node in graph.nodes if _is_pinned(graph, node, rules)}
-    return with_branches(graph, plan, own, place.scored, representative, left, pinned)
+    return with_branches(graph, plan, own, place.scored, representative, left, pinned_nodes(graph, rules))
+
+
+def pinned_nodes(graph: Graph, rules: Sequence[Constraint]) -> set[str]:
+    """Nodes of which a constraint says how they, or what they read, are placed."""
+    return {node.name for node in graph.nodes if _is_pinned(graph, node, rules)}
 
 
 def _is_pinned(graph: Graph, node: Node, rules: Sequence[Constraint]) -> bool:
@@ -387,7 +397,7 @@ class Place:
         budget = self.request.budget
         plan = self.placements.plan(usage_limit * self.part.num_submeshes, seconds, budget.seed, budget.gap)
         if self.part.cut is not None:
-            return self._staged(self.part.in_stages(plan))
+            return self.staged(self.part.in_stages(plan))
         return self.scored(plan)
 
     def scored(self, plan: Plan) -> Plan:
@@ -403,7 +413,7 @@ class Place:
         """The place with these modules computed again."""
         return replace(self, request=replace(self.request, recompute=modules))
 
-    def _staged(self, plan: Plan) -> Plan:
+    def staged(self, plan: Plan) -> Plan:
         """A plan of several stages, with the simulator's prediction and the bytes of the submesh that sends most."""
         part = one_microbatch_plan(plan)
         timeline = simulate(self.part.graph, part, self.shared_profile)

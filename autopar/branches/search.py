@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import NamedTuple
 
+from autopar import interrupt
 from autopar.branches.finding import Region, find_regions
 from autopar.branches.placing import Joins, put_in_branches
 from autopar.branches.times import Times
@@ -80,7 +81,7 @@ def with_branches(
     taken: list[Taken] = []
     best, form = plan, None
     for candidate in candidates(graph, plan, times, representative, pinned):
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or interrupt.is_asked():
             break
         if _overlaps(best, candidate):
             continue

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol
 
+from autopar import interrupt
 from autopar.ir.plan import Plan
 from autopar.soap.proposals import Proposals
 from autopar.soap.space import Draft, Space
@@ -114,17 +115,16 @@ class _Annealing:
     def run(self) -> Chain:
         empty = self._proposals(self.first.world.space).is_empty() and not self.jumps
         reason = "nothing to change" if empty else ""
-        try:
-            while not reason:
-                self._propose()
-                reason = self._reason_to_stop()
-        except KeyboardInterrupt:
-            reason = "interrupted"
+        while not reason:
+            self._propose()
+            reason = self._reason_to_stop()
         self._note(always=True)
         return Chain(self.first, self.best, self.tally, reason)
 
     def _reason_to_stop(self) -> str:
         count = self.tally.proposals
+        if interrupt.is_asked():
+            return "interrupted"
         if count >= self.limit:
             return f"all {count:,} proposals made"
         if count - self.improved_at >= max(1, self.limit // 2):

@@ -1,6 +1,6 @@
 """soap: a plan, the simulator → a plan that is no slower, and how it was found (FlexFlow's MCMC over SOAP dims).
 
-    from each start a chain (`annealing`)  →  the best plan of all  →  taken back, what gains nothing  →  report
+    from each start a chain (`annealing`)  →  the best plan of all  →  taken back, what hardly gains  →  report
 
 A start that does not fit is let find its way to memory that does. Nothing slower than the first start that fits is ever
 returned.
@@ -12,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from random import Random
+from typing import NamedTuple
 
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Move, NodePlan, Plan, Refinement, Storage
@@ -20,6 +22,9 @@ from autopar.ir.text import storage_text
 from autopar.soap.annealing import Chain, Jump, Scored, Watch, World, anneal, joined_trace
 from autopar.soap.proposals import INPUT, RECOMPUTE, STORAGE, Option
 from autopar.soap.space import Change, Space
+
+RESOLUTION = 0.001
+"""Of a step: what no profile tells apart is not worth a decision that differs."""
 
 
 @dataclass(frozen=True)
@@ -41,10 +46,17 @@ class Start:
     share: float
 
 
+class Found(NamedTuple):
+    """The best plan, and the world that it is of."""
+
+    world: World
+    plan: Plan
+
+
 def refine(
     world: World, starts: Sequence[Start], budget: Budget, jumps: Mapping[str, Jump] | None = None,
     watch: Watch | None = None,
-) -> tuple[Plan, Refinement]:  # fmt: skip
+) -> tuple[Found, Refinement]:  # fmt: skip
     """The best plan that chains from the starts find, and how; the first start's plan, where none is faster.
 
     The plans are of the world's graph; the first is what others are told from in the report. jumps: further proposals,
@@ -64,7 +76,8 @@ def refine(
     simplest = _Differences(ends[0], ends[number])
     plan, moves = simplest.taken_back()
     seconds = time.monotonic() - began
-    return plan, _report(starts, chains, max(0, number - 1), simplest.best, moves, budget, seconds)
+    report = _report(starts, chains, max(0, number - 1), simplest.best, moves, budget, seconds)
+    return Found(simplest.best.world, plan), report
 
 
 def _report(
@@ -93,7 +106,7 @@ def _report(
 
 @dataclass
 class _Differences:
-    """Decisions in which the best plan differs from the first: each is taken back where that makes it no slower."""
+    """Decisions in which the best plan differs from the first: each is taken back where that loses next to nothing."""
 
     first: Scored
     best: Scored
@@ -102,6 +115,12 @@ class _Differences:
     def space(self) -> Space:
         """Of the best."""
         return self.best.world.space
+
+    @cached_property
+    def _good_enough_ns(self) -> int:
+        """What a plan may cost that differs from the first in less."""
+        gained = self.first.cost_ns - self.best.cost_ns
+        return self.best.cost_ns + min(round(RESOLUTION * self.best.cost_ns), gained // 2)
 
     def taken_back(self) -> tuple[Plan, list[Move]]:
         """The best plan without decisions that gain nothing, and what each of the others gains."""
@@ -113,7 +132,7 @@ class _Differences:
         kept: list[tuple[Change, int]] = []
         for change in self._changes():
             without = self._without(change)
-            if without is not None and without.fits >= self.best.fits and without.cost_ns <= self.best.cost_ns:
+            if without is not None and without.fits >= self.best.fits and without.cost_ns <= self._good_enough_ns:
                 self.best = without
             else:
                 kept.append((change, without.cost_ns - self.best.cost_ns if without is not None else 0))

@@ -203,6 +203,27 @@ class Space:
         plan = replace(plan, nodes=nodes, storage=storage, inputs=inputs, redistributes=every)
         return Draft(plan, conversions)
 
+    def admits(self, plan: Plan) -> bool:
+        """Whether every decision of a plan is one of the options here; of what is in a branch, or has no other option,
+        any."""
+        held, inputs = self.held(plan), self.inputs
+        return (
+            all(placed in self.strategies[self.representative(n)] for n, placed in plan.nodes.items() if n not in held)
+            and all(kept in self.storages[self.representative(n)] for n, kept in plan.storage.items() if n not in held)
+            and all(placed in inputs[name] for name, placed in plan.inputs.items())
+        )
+
+    def redistributed(self, plan: Plan) -> Plan | None:
+        """The plan with the redistributions that its decisions need; None where something cannot be brought to where it
+        is read."""
+        found: list[Redistribute] = []
+        for tensor in self.graph.tensors:
+            ways = self._conversions(plan, tensor, plan.nodes, plan.storage, plan.inputs)
+            if ways is None:
+                return None
+            found += ways
+        return replace(plan, redistributes=tuple(found))
+
     def _touched(self, change: Change) -> Iterable[str]:
         found = dict.fromkeys((*change.storage, *change.inputs))
         for name in change.nodes:
