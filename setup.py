@@ -5,5 +5,5 @@ from setuptools import find_packages, setup
 setup(
     packages=[*find_packages(include=["autopar", "autopar.*"]), "autopar.cost_profiles"],
     package_dir={"autopar.cost_profiles": "cost_profiles"},
-    package_data={"autopar": ["py.typed", "**/*.json"], "autopar.cost_profiles": ["*.json"]},
+    package_data={"autopar": ["py.typed", "**/*.json", "show/page/*"], "autopar.cost_profiles": ["*.json"]},
 )

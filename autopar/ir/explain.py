@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -28,7 +28,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     pattern: a module path, a parameter's or node's name, or an fnmatch pattern of these. As many alternatives are
     shown as fit on a screen, the cheapest first. "×4": the figures are of four equal blocks together.
     """
-    parts = [_with_own_choices(part, plan.parts[0]) for part in plan.parts]
+    parts = [with_own_choices(part, plan.parts[0]) for part in plan.parts]
     found = [item for part in parts for item in (*_inputs(part, pattern), *_parameters(part, pattern))]
     found += [item for part in parts for item in _operators(part, pattern)]
     conversions = [line for part in parts for line in _redistributions(part, pattern)]
@@ -52,7 +52,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     return "\n".join([*lines, *conversions])
 
 
-def _with_own_choices(part: Plan, first: Plan) -> Plan:
+def with_own_choices(part: Plan, first: Plan) -> Plan:
     """The part without alternatives where it is on other axes than the first, whose alternatives are kept."""
     return part if part.axes == first.axes else replace(part, choices=())
 
@@ -95,14 +95,15 @@ def _inputs(plan: Plan, pattern: str) -> Iterator[Decision]:
 
 def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
     uses, choices = used_placements(plan), _choices(plan, "stored")
+    tensors = {name: tensor for tensor, name in plan.parameters.items()}
     for tensor, name in plan.parameters.items():
         if tensor in plan.storage and _matches(name, pattern):
             stored, used = storage_text(plan.storage[tensor]), " | ".join(sorted(uses[tensor]))
-            yield f"parameter {name}: stored {stored}, used {used}", choices.get(_first_twin(plan, tensor))
+            yield f"parameter {name}: stored {stored}, used {used}", choices.get(first_twin(plan, tensor, tensors))
 
 
 def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
-    choices, twins, branched = _choices(plan, "node"), _node_twins(plan), homes(plan)
+    choices, twins, branched = _choices(plan, "node"), node_twins(plan), homes(plan)
     for name, node in plan.nodes.items():
         module, op, source = plan.scopes.get(name, "||").split("|")
         if _matches(module, pattern) or _matches(name, pattern):
@@ -157,7 +158,7 @@ def _choices(plan: Plan, kind: str) -> dict[str, Choice]:
     return {choice.name: choice for choice in plan.choices if choice.kind == kind}
 
 
-def _node_twins(plan: Plan) -> dict[str, str]:
+def node_twins(plan: Plan) -> dict[str, str]:
     """Node of an equal block -> the node in its place in the first one, where the choice is kept."""
     twins: dict[str, str] = {}
     modules = [(name, scope.split("|")[0]) for name, scope in plan.scopes.items()]
@@ -168,14 +169,13 @@ def _node_twins(plan: Plan) -> dict[str, str]:
     return twins
 
 
-def _first_twin(plan: Plan, tensor: str) -> str:
-    """The tensor in its place in the first of the equal blocks."""
+def first_twin(plan: Plan, tensor: str, tensors: Mapping[str, str]) -> str:
+    """The tensor in its place in the first of the equal blocks. tensors: by their names in the model."""
     name = plan.parameters[tensor]
     for paths in plan.blocks:
         for path in paths:
             if name.startswith(f"{path}."):
-                wanted = paths[0] + name.removeprefix(path)
-                return next((own for own, other in plan.parameters.items() if other == wanted), tensor)
+                return tensors.get(paths[0] + name.removeprefix(path), tensor)
     return tensor
 
 
@@ -186,3 +186,6 @@ def _example(plan: Plan) -> str:
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
+
+
+__all__ = ["explain_text", "first_twin", "node_twins", "with_own_choices"]

@@ -197,6 +197,9 @@ class Timeline(Protocol):
     def save(self, path: str | Path) -> None:
         """Writes the timeline as a trace that Perfetto and chrome://tracing open."""
 
+    def picture(self) -> Mapping[str, Any]:
+        """The timeline as plain data that a page draws (`autopar.simulate.picture`)."""
+
 
 @dataclass(frozen=True)
 class Substitution:
@@ -352,6 +355,15 @@ class Plan:
         from autopar.ir.text import diff_text
 
         return diff_text(self, other)
+
+    def report(self, path: str | Path, compare: Plan | None = None) -> None:
+        """Writes one self-contained HTML page that shows the plan, or two side by side, whole or not at all.
+
+        The timeline, memory over time and traffic by axis are in it where the plan has its model's graph (`timeline`).
+        """
+        from autopar.show.report import write_report
+
+        write_report(self, path, compare)
 
 
 PlanData = Plan

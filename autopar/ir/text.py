@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import format_placement
-from autopar.ir.plan import Breakdown, Fork, Plan, Prediction, Storage
+from autopar.ir.plan import Breakdown, Fork, Plan, Prediction, Stage, Storage
 from autopar.ir.shares import axis_text, share_lines
 
 
@@ -126,16 +126,18 @@ def _kinds(kinds: Mapping[str, list[str]]) -> str:
 def _stage(plan: Plan, number: int) -> str:
     """ "stage 1     ranks 4 to 7: 6 blocks, layers.6 to layers.11", with its axes where stages differ in them."""
     stage = plan.stages[number]
-    inside = dict.fromkeys(
-        path for name in stage.nodes for path in _block_paths(plan) if f"{_module(plan, name)}.".startswith(f"{path}.")
-    )
     first, last = stage.ranks.start, stage.ranks.stop - 1
     ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    blocks = [*inside]
-    span = blocks[0] if len(blocks) == 1 else f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if blocks else "none"
-    alike = len({_axes_text(other.axes) for other in plan.stages}) == 1
-    placed = ranks if alike else f"{ranks} as ({_axes_text(stage.axes)})"
-    return f"  {f'stage {number}'.ljust(11)} {placed}: {span}"
+    alike = len({axes_text(other.axes) for other in plan.stages}) == 1
+    placed = ranks if alike else f"{ranks} as ({axes_text(stage.axes)})"
+    return f"  {f'stage {number}'.ljust(11)} {placed}: {stage_blocks(plan, stage)}"
+
+
+def stage_blocks(plan: Plan, stage: Stage) -> str:
+    """ "6 blocks, layers.6 to layers.11": the repeated blocks that a stage runs, or "none"."""
+    modules = {f"{_module(plan, name)}." for name in stage.nodes}
+    blocks = [path for path in _block_paths(plan) if any(module.startswith(f"{path}.") for module in modules)]
+    return blocks[0] if len(blocks) == 1 else f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if blocks else "none"
 
 
 def _block_paths(plan: Plan) -> list[str]:
@@ -256,12 +258,13 @@ def _folded(name: str) -> str:
 
 def _axes(plan: Plan) -> str:
     if not plan.stages:
-        return _axes_text(plan.axes)
-    texts = {_axes_text(stage.axes) for stage in plan.stages}
+        return axes_text(plan.axes)
+    texts = {axes_text(stage.axes) for stage in plan.stages}
     return f"{len(plan.stages)} stages, {plan.schedule}" + (f", each {texts.pop()}" if len(texts) == 1 else "")
 
 
-def _axes_text(axes: LogicalMesh) -> str:
+def axes_text(axes: LogicalMesh) -> str:
+    """ "d0=16 × d1=8", or "one device"."""
     return " × ".join(map(axis_text, axes)) or "one device"
 
 
@@ -291,4 +294,14 @@ def bytes_text(count: int) -> str:
     return f"{count} B"
 
 
-__all__ = ["bytes_text", "diff_text", "plan_text", "prediction_text", "storage_text", "time_text", "used_placements"]
+__all__ = [
+    "axes_text",
+    "bytes_text",
+    "diff_text",
+    "plan_text",
+    "prediction_text",
+    "stage_blocks",
+    "storage_text",
+    "time_text",
+    "used_placements",
+]

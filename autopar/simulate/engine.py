@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from operator import add
 from typing import NamedTuple
 
 COMPUTE = "compute"
@@ -22,6 +23,21 @@ Task = tuple[str, str, int, int, str]
 
 Change = tuple[int, int, str, int]
 """Of memory: time in ns, bytes taken or (negative) given back, kind, and moment of that time."""
+
+
+class Sent(NamedTuple):
+    """Collectives of one kind along one axis: how many, the bytes that a rank hands to them, and their time."""
+
+    count: int
+    num_bytes: int
+    duration_ns: int
+
+    def plus(self, other: Sent) -> Sent:
+        """Both together."""
+        return Sent(*map(add, self, other))
+
+
+NOTHING_SENT = Sent(0, 0, 0)
 
 LAST = 0  # the number of the compute stream's latest task before the pass
 

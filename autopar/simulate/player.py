@@ -23,7 +23,7 @@ from typing import NamedTuple
 from autopar.cost import Profile
 from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.directions import BackwardStep, Direction, find_directions
-from autopar.simulate.engine import LAST, Carried, Change, Engine, Moment, Task
+from autopar.simulate.engine import LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
 from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
@@ -86,8 +86,8 @@ class Standing(NamedTuple):
 class Pass:
     """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
 
-    links, in_flight, last_ns: as in `Carried`, at its end. ready_ns: by tensor that it sends, when that is there. met:
-    when its collectives with ranks that differ start.
+    along: what was sent, by axis (its position) and kind. links, in_flight, last_ns: as in `Carried`, at its end.
+    ready_ns: by tensor that it sends, when that is there. met: when its collectives with ranks that differ start.
     """
 
     kind: PassKind
@@ -96,6 +96,7 @@ class Pass:
     waited: dict[str, int]
     spent: dict[str, int]  # compute's time by kind
     sent: dict[str, int]  # bytes by collective
+    along: dict[tuple[int, str], Sent]
     length_ns: int
     links: dict[str, int]
     in_flight: list[tuple[int, int]]
@@ -151,6 +152,7 @@ class Player:
         self.engine = engine = Engine(self._slowdown, carried, busy_ns, waiting)
         self._late: list[Bucket] = []  # buckets that go home after the pass
         self.comm_bytes: dict[str, int] = defaultdict(int)
+        self.along: dict[tuple[int, str], Sent] = {}
         self._ready = {value: engine.carry(end, cause) for value, end, cause in standing.ready}
         self._live, self._pinned = set(standing.live), set(standing.pinned)
         self._arriving: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> (task, bytes)
@@ -192,6 +194,7 @@ class Player:
             waited=dict(engine.waited),
             spent=dict(spent),
             sent=dict(self.comm_bytes),
+            along=self.along,
             length_ns=length,
             links=engine.links,
             in_flight=engine.in_flight,
@@ -378,6 +381,8 @@ class Player:
             task = self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, others)
             tasks.append(task)
             self.comm_bytes[sent.collective] += sent.num_bytes
+            before = self.along.get((sent.axis, kind), NOTHING_SENT)
+            self.along[sent.axis, kind] = before.plus(Sent(1, sent.num_bytes, sent.duration_ns))
         return tasks[0], tasks[-1]
 
     # Parameters ----------------------------------------

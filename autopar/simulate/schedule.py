@@ -22,11 +22,11 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
 from autopar.runtime.arrivals import may_come_early
-from autopar.simulate.engine import Carried, Change, Moment
+from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
 from autopar.simulate.passes import BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
 from autopar.simulate.program import lower_stages
-from autopar.simulate.timeline import Lane, Piece, Timeline
+from autopar.simulate.timeline import BETWEEN, Lane, Piece, Timeline
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers
 
 WORK = DIRECTIONS
@@ -123,6 +123,7 @@ class Submesh:
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     between: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    along: dict[tuple[int, str], Sent] = field(default_factory=dict)  # by axis, or BETWEEN, and kind
     departed: Counter[tuple[int, ...]] = field(default_factory=Counter)  # transfers, by what each rank sends
     bubble_ns: int = 0
     posted_ns: int = 0  # from when on what the next turn reads is received
@@ -143,6 +144,12 @@ class Submesh:
         for total, part in ((self.spent, done.spent), (self.waited, done.waited), (self.sent, done.sent)):
             for kind, amount in part.items():
                 total[kind] += amount
+        for (axis, kind), sent in done.along.items():
+            self.note(axis, kind, sent)
+
+    def note(self, axis: int, kind: str, sent: Sent) -> None:
+        """Counts what is sent along an axis, or `BETWEEN` submeshes."""
+        self.along[axis, kind] = self.along.get((axis, kind), NOTHING_SENT).plus(sent)
 
     def keep(self, now: int, num_bytes: int) -> None:
         """Takes memory for what is to come, or gives it back."""
@@ -295,6 +302,7 @@ class _Step:
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
             submesh.pieces.append(Piece(start, label, [task], []))
             submesh.departed[transfer.sent_bytes] += 1
+            submesh.note(BETWEEN, "send", Sent(1, 0, transfer.duration_ns))  # bytes: `departed`
         self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(transfer, submesh, ready, end))
 
     # The end of a step ----------------------------------------
@@ -312,6 +320,7 @@ class _Step:
         for stage, sent in tie.inside.items():
             for collective, size in sent.items():
                 self.home_of[stage].hand(collective, size)
+                self.home_of[stage].note(BETWEEN, f"gradient {collective}", Sent(1, size, 0))  # in the tie's duration
         for submesh in members:
             self._wait_for_home(submesh)
         start = max(submesh.free_ns for submesh in members)
@@ -322,6 +331,7 @@ class _Step:
             task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
             submesh.pieces.append(Piece(start, "", [task], []))
             submesh.hand("all_reduce", tie.num_bytes)
+            submesh.note(BETWEEN, TIED, Sent(1, tie.num_bytes, tie.duration_ns))
 
     def _wait_for_home(self, submesh: Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
@@ -375,7 +385,13 @@ def lane_of(submesh: Submesh, makespan: int) -> Lane:
         exposed,
         dict(sorted((submesh.sent | sends).items())),
         submesh.between | sends,
+        _with_sends(submesh.along, submesh.sends_bytes),
     )
+
+
+def _with_sends(along: Mapping[tuple[int, str], Sent], num_bytes: int) -> dict[tuple[int, str], Sent]:
+    sends = BETWEEN, "send"
+    return {way: sent._replace(num_bytes=num_bytes) if way == sends else sent for way, sent in along.items()}
 
 
 def _last_kind(pieces: Sequence[Piece]) -> str:

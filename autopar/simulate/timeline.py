@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.plan import Breakdown, Prediction
-from autopar.simulate.engine import COMPUTE, Change, Moment, Task
+from autopar.simulate.engine import COMPUTE, Change, Moment, Sent, Task
+from autopar.simulate.picture import picture
 
 Stream = tuple[int, str]  # rank, name
 Changes = list[Change]
+
+BETWEEN = -1  # in the place of a mesh axis: from one submesh to another
 
 
 class Event(NamedTuple):
@@ -38,18 +41,39 @@ class Piece(NamedTuple):
     changes: Changes
 
 
-class _Memory(NamedTuple):
-    """Memory after each change, the peak, and what that consists of, by kind."""
+Numbers = np.ndarray[Any, np.dtype[np.int64]]
 
-    times_ns: np.ndarray[Any, np.dtype[np.int64]]
-    totals: np.ndarray[Any, np.dtype[np.int64]]
-    peak_bytes: int
-    at_peak: dict[str, int]
+
+class _Memory(NamedTuple):
+    """Changes in order: when, which kind (by number) by how much, and the memory after each; kinds by number."""
+
+    times_ns: Numbers
+    totals: Numbers
+    sizes: Numbers
+    numbers: Numbers
+    kinds: tuple[str, ...]
+
+    def after(self, changes: Numbers) -> dict[str, Numbers]:
+        """By kind: the bytes after each of some changes, which ascend."""
+        until = np.searchsorted(changes, np.arange(len(self.sizes))) * len(self.kinds)
+        added = np.bincount(until + self.numbers, self.sizes, (len(changes) + 1) * len(self.kinds))  # exact below 9 PB
+        held = np.cumsum(added.reshape(-1, len(self.kinds))[: len(changes)], axis=0).astype(np.int64)
+        return {kind: held[:, number] for number, kind in sorted(enumerate(self.kinds), key=lambda item: item[1])}
+
+
+class MemorySamples(NamedTuple):
+    """Memory at some moments of a step, exact: bytes by kind at each, kinds that are never there left out."""
+
+    times_ns: list[int]
+    by_kind: dict[str, list[int]]
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """What one rank did; the other ranks of its submesh do the same."""
+    """What one rank did; the other ranks of its submesh do the same.
+
+    along: by mesh axis (its position in the logical mesh, or `BETWEEN`) and kind, as of tasks: what it sent.
+    """
 
     ranks: range
     pieces: tuple[Piece, ...]
@@ -57,6 +81,7 @@ class Lane:
     exposed: Mapping[str, int]
     comm_bytes: Mapping[str, int]
     bytes_between: Mapping[str, int]  # the part of them that is for other submeshes
+    along: Mapping[tuple[int, str], Sent]
 
     @cached_property
     def _memory(self) -> _Memory:
@@ -67,14 +92,24 @@ class Lane:
         """(ns, bytes) after each change."""
         return tuple(zip(self._memory.times_ns.tolist(), self._memory.totals.tolist(), strict=True))
 
-    @property
+    @cached_property
     def peak_bytes(self) -> int:
-        return self._memory.peak_bytes
+        return int(self._memory.totals.max())
 
-    @property
+    @cached_property
     def memory_at_peak(self) -> dict[str, int]:
-        """Bytes by kind."""
-        return self._memory.at_peak
+        """Bytes by kind, the first time that the peak is reached."""
+        found = self._memory.after(np.argmax(self._memory.totals, keepdims=True))
+        return {kind: int(sizes[0]) for kind, sizes in found.items() if sizes[0]}
+
+    def memory_samples(self, step_time_ns: int, most: int) -> MemorySamples:
+        """What memory holds, at its fullest moment in each of at most `most` equal intervals of the step."""
+        memory = self._memory
+        interval = memory.times_ns * most // max(1, step_time_ns + 1)
+        order = np.lexsort((memory.totals, interval))  # the last of each interval is its fullest
+        fullest = np.sort(order[np.diff(interval[order], append=most) > 0])
+        by_kind = {kind: sizes.tolist() for kind, sizes in memory.after(fullest).items() if sizes.any()}
+        return MemorySamples(memory.times_ns[fullest].tolist(), by_kind)
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +167,10 @@ class Timeline:
                     busy[lane.ranks.start, stream] += spent
         return dict(busy)
 
+    def picture(self) -> dict[str, Any]:
+        """The timeline as plain data that a page draws, equal passes written once."""
+        return picture(self)
+
     def to_chrome(self) -> dict[str, Any]:
         """The timeline in the Trace Event Format (microseconds), which Perfetto and chrome://tracing open.
 
@@ -177,16 +216,13 @@ def _played_memory(pieces: tuple[Piece, ...]) -> _Memory:
             known[id(piece.changes)] = _columns(piece.changes, kinds)
     found = [(piece.begin_ns, known[id(piece.changes)]) for piece in pieces if piece.changes]
     if not found:
-        return _Memory(np.zeros(1, np.int64), np.zeros(1, np.int64), 0, {})
+        nothing = np.zeros(1, np.int64)
+        return _Memory(nothing, nothing, nothing, nothing, ("nothing",))
     times = np.concatenate([begin + columns[0] for begin, columns in found])
     sizes, numbers, moments = (np.concatenate([columns[which] for _, columns in found]) for which in (1, 2, 3))
     order = np.lexsort((sizes, times * Moment.COUNT + moments))
     totals = np.cumsum(sizes[order])
-    highest = int(np.argmax(totals))
-    at_peak = np.zeros(len(kinds), np.int64)
-    np.add.at(at_peak, numbers[order[: highest + 1]], sizes[order[: highest + 1]])
-    by_kind = {kind: int(at_peak[number]) for kind, number in sorted(kinds.items()) if at_peak[number]}
-    return _Memory(times[order], totals, int(totals[highest]), by_kind)
+    return _Memory(times[order], totals, sizes[order], numbers[order], tuple(kinds))
 
 
 def _columns(changes: Changes, kinds: dict[str, int]) -> tuple[Any, ...]:

@@ -1,0 +1,1 @@
+"""Views of plans: the page of `plan.report`."""

@@ -1,0 +1,98 @@
+"""A plan as the plain data that the report page is made from. Times in ns, sizes in bytes; nothing is formatted."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, ranks_within_node
+from autopar.ir.plan import Plan, Refinement
+from autopar.ir.shares import share_lines
+from autopar.ir.text import fork_text, recompute_text, stage_blocks
+from autopar.show.tree import Data, model_tree
+
+
+def plan_data(plan: Plan, name: str, timeline: Mapping[str, Any] | None) -> Data:
+    """Everything that the page shows of a plan. timeline: `Timeline.picture`, of a plan that has its model's graph."""
+    layouts: list[LogicalMesh] = list(dict.fromkeys(part.axes for part in plan.parts))
+    return {
+        "name": name,
+        "model": plan.model,
+        "fingerprint": plan.fingerprint,
+        "mesh": str(plan.mesh),
+        "num_devices": plan.mesh.num_devices,
+        "mode": plan.mode,
+        "optimizer": plan.optimizer,
+        "precision": plan.precision or "",
+        "microbatches": plan.microbatches,
+        "schedule": plan.schedule if plan.stages else "",
+        "memory_limit": plan.memory_limit,
+        "predicted": asdict(plan.predicted),
+        "layouts": [_layout(plan, axes) for axes in layouts],
+        "stages": _stages(plan, layouts),
+        "tree": model_tree(plan, layouts),
+        "recompute": recompute_text(plan) if plan.recompute else "",
+        "forks": [[text, n] for text, n in Counter(fork_text(plan, f) for p in plan.parts for f in p.forks).items()],
+        "shares": [line.strip() for line in share_lines(plan)],
+        "substitutions": [_substitution(step) for step in plan.substitutions],
+        "search": _search(plan),
+        "coverage": dict(plan.coverage),
+        "sources": dict(plan.sources),
+        "timeline": timeline,
+    }
+
+
+def _layout(plan: Plan, axes: LogicalMesh) -> list[Data]:
+    """Axes with how many of an axis's ranks share a node."""
+    return [
+        {
+            "name": axis.name,
+            "size": axis.size,
+            "stride": axis.stride,
+            "shares": list(axis.shares),
+            "near": 0 if axis.name == MICROBATCH else ranks_within_node(axis, plan.mesh.devices_per_node),
+        }
+        for axis in axes
+    ]
+
+
+def _stages(plan: Plan, layouts: list[LogicalMesh]) -> list[Data]:
+    if not plan.stages:
+        return [{"ranks": [0, plan.mesh.num_devices - 1], "layout": 0, "blocks": "", "operators": len(plan.nodes)}]
+    return [
+        {
+            "ranks": [stage.ranks.start, stage.ranks.stop - 1],
+            "layout": layouts.index(stage.axes),
+            "blocks": stage_blocks(plan, stage),
+            "operators": len(stage.nodes),
+        }
+        for stage in plan.stages
+    ]
+
+
+def _substitution(step: Any) -> Data:
+    return {**asdict(step), "binding": {key: str(value) for key, value in step.binding.items()}}
+
+
+def _search(plan: Plan) -> Data:
+    """The report without what is empty."""
+    search = plan.search
+    return {
+        "method": search.method,
+        "cost_ns": search.cost_ns,
+        "lower_bound_ns": search.lower_bound_ns,
+        "stop_reason": search.stop_reason,
+        "seconds": search.seconds,
+        "seed": search.seed,
+        "tried": [dict(row) for row in search.tried],
+        "refinement": _refinement(search.refinement),
+    }
+
+
+def _refinement(found: Refinement | None) -> Data | None:
+    return None if found is None else asdict(found)
+
+
+__all__ = ["plan_data"]

@@ -1,0 +1,364 @@
+// The simulated step: a lane for each group of devices with equal work, a row for each of its streams.
+//
+// A step repeats its passes, so the data says each distinct pass once. What is drawn depends on the zoom: tasks of at
+// least a pixel as boxes; where a pixel holds several, colours share its height by their time. Figures under the
+// pointer are always those of the task itself.
+
+const GUTTER = 132;
+const RULER = 22;
+const ROW = { compute: 20, other: 10 };
+const GAP = 10;
+const MIN_WINDOW_NS = 200;
+
+function kindColour(kind) {
+  if (kind.startsWith('forward')) return 'forward';
+  if (kind.startsWith('backward weight') || kind === 'backward_weight') return 'weight';
+  if (kind.startsWith('backward')) return 'backward';
+  const known = ['recompute', 'optimizer', 'activation', 'parameter', 'gradient', 'operator', 'send'];
+  return known.find((name) => kind.startsWith(name)) || 'quiet';
+}
+
+// The lists as they are drawn from: absolute starts, tasks by stream, lanes with their rows.
+function decoded(picture) {
+  const passes = picture.passes.map(([streams, names, added, lengths, kinds]) => {
+    let start = 0;
+    const rows = new Map();
+    streams.forEach((stream, number) => {
+      start += added[number];
+      if (!rows.has(stream)) rows.set(stream, { starts: [], ends: [], names: [], kinds: [], latest: 0, bins: new Map() });
+      const row = rows.get(stream);
+      row.starts.push(start);
+      row.ends.push(start + lengths[number]);
+      row.names.push(names[number]);
+      row.kinds.push(kinds[number]);
+      row.latest = Math.max(row.latest, start + lengths[number]);
+    });
+    return rows;
+  });
+  const lanes = picture.lanes.map((lane) => {
+    const [added, numbers, labels] = lane.passes;
+    let begin = 0;
+    const placed = added.map((more, at) => ({ begin: (begin += more), rows: passes[numbers[at]], label: labels[at] }));
+    const streams = [...new Set(placed.flatMap((one) => [...one.rows.keys()]))];
+    streams.sort((a, b) => (picture.streams[a] === 'compute' ? -1 : picture.streams[b] === 'compute' ? 1 : a - b));
+    return streams.map((stream) => {
+      const own = placed.filter((one) => one.rows.has(stream)).map((one) => ({ begin: one.begin, label: one.label, tasks: one.rows.get(stream) }));
+      return { name: picture.streams[stream], placed: own, longest: Math.max(...own.map((one) => one.tasks.latest)) };
+    });
+  });
+  return lanes;
+}
+
+// The position of the first item of which the key is above the value.
+function above(items, value, key = (item) => item) {
+  let [low, high] = [0, items.length];
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (key(items[middle]) > value) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+// Of a pass's stream: nanoseconds of each kind in bins of a power of two, made when they are first asked for.
+function binned(tasks, nsPerPixel, numKinds) {
+  const level = Math.max(0, Math.floor(Math.log2(nsPerPixel)));
+  if (!tasks.bins.has(level)) {
+    const width = 2 ** level;
+    const first = Math.floor(tasks.starts[0] / width);
+    const bins = new Float64Array((Math.floor(tasks.latest / width) - first + 1) * numKinds);
+    tasks.starts.forEach((start, number) => spread(start, tasks.ends[number], width, (bin, ns) => { bins[(bin - first) * numKinds + tasks.kinds[number]] += ns; }));
+    tasks.bins.set(level, { width, first, bins });
+  }
+  return tasks.bins.get(level);
+}
+
+// Shares an interval out over bins.
+function spread(start, end, width, take) {
+  for (let bin = Math.floor(start / width), at = start; at < end; bin += 1) {
+    const stop = Math.min(end, (bin + 1) * width);
+    take(bin, stop - at);
+    at = stop;
+  }
+}
+
+class Timeline {
+  constructor(plan, state, actions) {
+    Object.assign(this, { plan, state, actions, picture: plan.timeline });
+    this.lanes = plan.decoded || (plan.decoded = decoded(plan.timeline));
+    this.rows = [];
+    this.height = RULER;
+    this.lanes.forEach((streams, lane) => {
+      const top = this.height;
+      streams.forEach((stream) => {
+        const height = stream.name === 'compute' ? ROW.compute : ROW.other;
+        this.rows.push({ lane, stream, y: this.height, height, top, first: this.height === top });
+        this.height += height + 1;
+      });
+      this.height += GAP;
+    });
+    this.tip = el('div', { class: 'tip', role: 'status', hidden: true });
+    this.canvas = el('canvas', {
+      class: 'timeline', tabindex: 0, role: 'application',
+      'aria-label': `timeline of ${plan.model}: plus and minus zoom, arrows move, 0 shows the whole step`,
+      onwheel: (event) => this.wheel(event), onpointerdown: (event) => this.grab(event), onpointermove: (event) => this.point(event),
+      onpointerup: () => { this.grabbed = null; }, onpointerleave: () => { this.tip.hidden = true; },
+      ondblclick: (event) => this.zoomToPass(event), onkeydown: (event) => this.key(event),
+    });
+    this.canvas.style.height = `${this.height}px`;
+    this.element = el('div', { class: 'canvas' }, this.canvas, this.tip);
+    new ResizeObserver(() => this.draw()).observe(this.canvas);
+  }
+
+  get range() { return this.state.range; }
+
+  x(ns) { return GUTTER + ((ns - this.range[0]) * (this.width - GUTTER)) / (this.range[1] - this.range[0]); }
+
+  ns(x) { return this.range[0] + ((x - GUTTER) * (this.range[1] - this.range[0])) / (this.width - GUTTER); }
+
+  draw() {
+    const ratio = window.devicePixelRatio || 1;
+    this.width = this.canvas.clientWidth;
+    if (!this.width) return;
+    this.canvas.width = this.width * ratio;
+    this.canvas.height = this.height * ratio;
+    const context = this.canvas.getContext('2d');
+    context.scale(ratio, ratio);
+    context.font = '11px system-ui, sans-serif';
+    context.textBaseline = 'middle';
+    ruler(context, this, this.height);
+    this.nsPerPixel = (this.range[1] - this.range[0]) / (this.width - GUTTER);
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER, RULER, this.width - GUTTER, this.height);
+    context.clip();
+    this.rows.forEach((row) => this.drawRow(context, row));
+    context.restore();
+    this.rows.forEach((row) => this.drawLabel(context, row));
+  }
+
+  drawLabel(context, row) {
+    context.fillStyle = colour(row.first ? 'ink' : 'faint');
+    context.textAlign = 'left';
+    const text = row.first ? laneName(this.plan, this.picture.lanes[row.lane]) : row.stream.name.replaceAll('_', ' ');
+    context.fillText(text, row.first ? 4 : 14, row.y + row.height / 2, GUTTER - 18);
+  }
+
+  drawRow(context, row) {
+    context.fillStyle = colour('ground');
+    context.fillRect(GUTTER, row.y, this.width - GUTTER, row.height);
+    const numKinds = this.picture.kinds.length;
+    const columns = new Float64Array((this.width - GUTTER + 2) * numKinds);
+    let isShared = false;
+    const boxes = [];
+    for (const { begin, label, tasks } of this.visible(row.stream)) {
+      const pixels = (tasks.latest - tasks.starts[0]) / this.nsPerPixel;
+      if (tasks.starts.length > 2 * pixels) {
+        const { width, first, bins } = binned(tasks, this.nsPerPixel, numKinds);
+        for (let bin = 0; bin < bins.length / numKinds; bin += 1) {
+          const column = Math.floor((begin + (first + bin) * width - this.range[0]) / this.nsPerPixel);
+          if (column < 0 || column > this.width - GUTTER) continue;
+          for (let kind = 0; kind < numKinds; kind += 1) columns[column * numKinds + kind] += bins[bin * numKinds + kind];
+        }
+        isShared = true;
+      } else {
+        for (let number = Math.max(0, above(tasks.ends, this.range[0] - begin)); number < tasks.starts.length; number += 1) {
+          const [start, end] = [begin + tasks.starts[number], begin + tasks.ends[number]];
+          if (start > this.range[1]) break;
+          const wide = (end - start) / this.nsPerPixel;
+          if (wide >= 1) boxes.push([start, end, tasks.kinds[number], tasks.names[number], label]);
+          else {
+            spread(Math.max(0, start - this.range[0]), end - this.range[0], this.nsPerPixel, (column, ns) => { columns[column * numKinds + tasks.kinds[number]] += ns; });
+            isShared = true;
+          }
+        }
+      }
+    }
+    if (isShared) this.drawColumns(context, row, columns, numKinds);
+    boxes.forEach((box) => this.drawBox(context, row, ...box));
+  }
+
+  // Passes on a stream that may reach into the window.
+  * visible(stream) {
+    const { placed } = stream;
+    for (let at = above(placed, this.range[0] - stream.longest, (one) => one.begin); at < placed.length && placed[at].begin <= this.range[1]; at += 1) {
+      const one = placed[at];
+      if (one.begin + one.tasks.latest > this.range[0] && one.begin + one.tasks.starts[0] < this.range[1]) yield one;
+    }
+  }
+
+  drawColumns(context, row, columns, numKinds) {
+    for (let column = 0; column * numKinds < columns.length - numKinds; column += 1) {
+      let bottom = row.y + row.height;
+      for (let kind = 0; kind < numKinds; kind += 1) {
+        const share = Math.min(1, columns[column * numKinds + kind] / this.nsPerPixel);
+        if (share < 0.01) continue;
+        context.fillStyle = colour(kindColour(this.picture.kinds[kind]));
+        context.fillRect(GUTTER + column, bottom - share * row.height, 1, share * row.height);
+        bottom -= share * row.height;
+      }
+    }
+  }
+
+  drawBox(context, row, start, end, kind, name, label) {
+    const left = Math.max(GUTTER - 2, this.x(start));
+    const wide = Math.min(this.width + 2, this.x(end)) - left;
+    const shade = kindColour(this.picture.kinds[kind]);
+    context.fillStyle = colour(shade);
+    context.fillRect(left, row.y, wide > 3 ? wide - 1 : wide, row.height);
+    if (wide > 48 && row.height >= ROW.compute) {
+      context.fillStyle = colour(`on-${shade}`);
+      context.save();
+      context.beginPath();
+      context.rect(left, row.y, wide - 3, row.height);
+      context.clip();
+      context.textAlign = 'left';
+      context.fillText(`${this.picture.names[name]} ${this.picture.labels[label]}`, left + 4, row.y + row.height / 2 + 0.5);
+      context.restore();
+    }
+  }
+
+  // What is under a point: the row, the task if there is one within a few pixels, and the pass that it is of.
+  found(x, y) {
+    const row = this.rows.find((one) => y >= one.y && y < one.y + one.height + 1);
+    if (!row || x < GUTTER) return null;
+    const at = this.ns(x);
+    let best = null;
+    for (const { begin, label, tasks } of this.visible(row.stream)) {
+      if (begin + tasks.starts[0] > at + 3 * this.nsPerPixel || begin + tasks.latest < at - 3 * this.nsPerPixel) continue;
+      const next = above(tasks.starts, at - begin);
+      for (const number of [next - 1, next]) {
+        if (number < 0 || number >= tasks.starts.length) continue;
+        const away = Math.max(begin + tasks.starts[number] - at, at - begin - tasks.ends[number], 0);
+        if (away <= 3 * this.nsPerPixel && (!best || away < best.away)) best = { away, begin, label, tasks, number };
+      }
+    }
+    return { row, at, ...best };
+  }
+
+  point(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    if (this.grabbed) {
+      const moved = ((this.grabbed.x - x) * (this.grabbed.range[1] - this.grabbed.range[0])) / (this.width - GUTTER);
+      this.actions.range([this.grabbed.range[0] + moved, this.grabbed.range[1] + moved]);
+      return;
+    }
+    const found = this.found(x, y);
+    this.tip.hidden = !found;
+    if (!found) return;
+    this.tip.replaceChildren(...this.tipText(found));
+    const left = x + 16 + 300 > this.width ? Math.max(0, x - 316) : x + 16;
+    this.tip.style.left = `${left}px`;
+    this.tip.style.top = `${Math.min(y + 16, this.height)}px`;
+  }
+
+  tipText({ row, at, tasks, number, begin, label }) {
+    const where = `${laneName(this.plan, this.picture.lanes[row.lane])}, ${ranksText(this.picture.lanes[row.lane].ranks)}, ${row.stream.name.replaceAll('_', ' ')}`;
+    if (!tasks) return [el('b', {}, 'idle'), el('div', {}, `at ${time(at)}`), el('div', { class: 'note' }, where)];
+    const [start, end] = [tasks.starts[number], tasks.ends[number]];
+    const micro = this.picture.labels[label];
+    return [
+      el('b', {}, this.picture.names[tasks.names[number]] || 'launch'),
+      el('div', {}, swatch(kindColour(this.picture.kinds[tasks.kinds[number]])), ` ${this.picture.kinds[tasks.kinds[number]].replaceAll('_', '-')}${micro ? `, microbatch ${micro}` : ''}`),
+      el('div', {}, `${grouped(end - start)} ns (${time(end - start)})`),
+      el('div', { class: 'note' }, `from ${grouped(begin + start)} to ${grouped(begin + end)} ns`),
+      el('div', { class: 'note' }, where)];
+  }
+
+  wheel(event) {
+    if (!event.ctrlKey && !event.metaKey && document.activeElement !== this.canvas) return;
+    event.preventDefault();
+    const x = event.clientX - this.canvas.getBoundingClientRect().left;
+    if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(event.deltaX / (this.width - GUTTER));
+    else this.zoom(1.0025 ** event.deltaY, this.ns(Math.max(GUTTER, x)));
+  }
+
+  // Makes the window `factor` times as long around a moment, the middle if none is given.
+  zoom(factor, around = (this.range[0] + this.range[1]) / 2) {
+    const length = Math.max(MIN_WINDOW_NS, (this.range[1] - this.range[0]) * factor);
+    const share = (around - this.range[0]) / (this.range[1] - this.range[0]);
+    this.actions.range([around - share * length, around + (1 - share) * length]);
+  }
+
+  pan(share) {
+    const moved = share * (this.range[1] - this.range[0]);
+    this.actions.range([this.range[0] + moved, this.range[1] + moved]);
+  }
+
+  zoomToPass(event) {
+    const box = this.canvas.getBoundingClientRect();
+    const found = this.found(event.clientX - box.left, event.clientY - box.top);
+    if (found && found.tasks) this.actions.range([found.begin + found.tasks.starts[0], found.begin + found.tasks.latest]);
+  }
+
+  grab(event) {
+    this.canvas.setPointerCapture(event.pointerId);
+    this.grabbed = { x: event.clientX - this.canvas.getBoundingClientRect().left, range: [...this.range] };
+    this.tip.hidden = true;
+  }
+
+  key(event) {
+    const act = {
+      '+': () => this.zoom(0.5), '=': () => this.zoom(0.5), '-': () => this.zoom(2), 0: () => this.actions.range(null), Home: () => this.actions.range(null),
+      ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), Escape: () => this.canvas.blur(),
+    }[event.key];
+    if (!act) return;
+    act();
+    event.preventDefault();
+  }
+}
+
+// The scale at the top, with lines through all rows at round times.
+function ruler(context, view, height) {
+  const length = view.range[1] - view.range[0];
+  const rough = length / Math.max(2, (view.width - GUTTER) / 110);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
+  context.fillStyle = colour('faint');
+  context.textAlign = 'left';
+  for (let ns = Math.ceil(Math.max(0, view.range[0]) / step) * step; ns <= view.range[1]; ns += step) {
+    const x = view.x(ns);
+    context.fillRect(x, 0, 1, height);
+    if (x + 50 < view.width) context.fillText(scaleText(ns, step), x + 4, RULER / 2 - 2);
+  }
+}
+
+// A time in the unit of the steps between lines, with the digits that tell neighbours apart.
+function scaleText(ns, step) {
+  const [unit, factor] = [['s', 1e9], ['ms', 1e6], ['µs', 1e3], ['ns', 1]].find(([, size]) => step >= size / 10 || size === 1);
+  const digits = Math.max(0, -Math.floor(Math.log10(step / factor) + 1e-9));
+  return `${(ns / factor).toLocaleString('en-US', { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+}
+
+function timelineLegend(plan) {
+  const shades = new Map();
+  plan.timeline.kinds.forEach((kind) => {
+    const shade = kindColour(kind);
+    const name = ['activation', 'parameter', 'gradient', 'operator'].includes(shade) ? `${shade}s on the wire`.replace('operators on', 'inside operators, on') : words(kind);
+    if (!shades.has(shade)) shades.set(shade, name);
+  });
+  return el('ul', { class: 'legend inline' }, [...shades].map(([shade, name]) => el('li', {}, swatch(shade), el('span', {}, name))),
+    el('li', {}, swatch('ground'), el('span', {}, 'idle')));
+}
+
+function timeline(plan, state, actions) {
+  if (!plan.timeline) return howToGetATimeline(plan, 'the timeline of a step');
+  const view = new Timeline(plan, state, actions);
+  actions.views.push(view);
+  const button = (text, label, act) => el('button', { type: 'button', 'aria-label': label, onclick: act }, text);
+  return el('div', {},
+    el('div', { class: 'tools', role: 'group', 'aria-label': 'timeline' },
+      button('+', 'zoom in', () => view.zoom(0.5)), button('−', 'zoom out', () => view.zoom(2)), button('◂', 'earlier', () => view.pan(-0.3)), button('▸', 'later', () => view.pan(0.3)),
+      button('whole step', 'show the whole step', () => actions.range(null)),
+      el('span', { class: 'window note' }),
+      el('span', { class: 'note' }, 'Drag to move; ctrl and wheel, or the wheel after a click, to zoom; double-click fills the window with a pass.')),
+    view.element, timelineLegend(plan), laneTable(plan));
+}
+
+// The timeline in numbers, for those who cannot see it and those who want to add up.
+function laneTable(plan) {
+  const rows = plan.timeline.lanes.map((lane) => [laneName(plan, lane), ranksText(lane.ranks),
+    ...SPENT.map(([key]) => time(lane.breakdown[key])), bytes(lane.peak_bytes)]);
+  return el('details', {}, el('summary', {}, 'The lanes in numbers'), table(['lane', 'devices', ...SPENT.map(([, label]) => `${label}#`), 'peak memory#'], rows));
+}

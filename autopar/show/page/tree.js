@@ -1,0 +1,201 @@
+// The model's modules with the placements of everything in them; equal numbered blocks are one row.
+
+const MANY_ROWS = 24;
+
+// Every module and row below, with its depth and a key that is the same in another plan of the model.
+function* walk(module, depth = 0) {
+  yield { module, depth, key: module.path || '(model)' };
+  for (const row of module.rows) yield { row, module, depth: depth + 1, key: `${module.path}/${row.kind}/${row.name}` };
+  for (const child of module.modules) yield* walk(child, depth + 1);
+}
+
+// Opens modules level by level until a screen is full.
+function openAtFirst(root) {
+  const open = new Set(['(model)']);
+  let level = [root];
+  for (let shown = 0; level.length; level = level.flatMap((module) => module.modules)) {
+    shown += level.reduce((sum, module) => sum + module.modules.length + notable(module).length, 0);
+    if (shown > MANY_ROWS) break;
+    level.forEach((module) => open.add(module.path || '(model)'));
+  }
+  return open;
+}
+
+// Rows worth a look at first: what is stored or enters, and operators at which tensors are moved or cut over axes.
+function notable(module) {
+  return module.rows.filter((row) => row.kind !== 'operator' || row.moves || row.at || row.choice);
+}
+
+function rowText(row, module) {
+  return `${module.path} ${row.name} ${row.label} ${row.source || ''} ${row.type || ''}`.toLowerCase();
+}
+
+function tree(plan, state, actions) {
+  const query = state.query.trim().toLowerCase();
+  const list = el('div', { class: 'tree', role: 'tree', 'aria-label': `modules of ${plan.model}`, onkeydown: (event) => treeKey(event, actions) });
+  const matches = query ? matching(plan.tree, query) : null;
+  draw(plan.tree, 0);
+  const first = list.querySelector('.row.selected') || list.querySelector('.row');
+  if (first) first.tabIndex = 0;
+  const found = matches ? el('p', { class: 'note', role: 'status' }, `${plural(matches.hits, 'row')} found for “${state.query}”`) : null;
+  return el('div', { class: 'modules' }, found, list);
+
+  function draw(module, depth) {
+    const key = module.path || '(model)';
+    if (matches && !matches.modules.has(module)) return;
+    const open = matches ? true : state.open.has(key);
+    list.append(moduleRow(plan, module, depth, open, state, actions));
+    if (!open) return;
+    const rows = matches ? module.rows.filter((row) => matches.rows.has(row)) : state.every.has(key) ? module.rows : notable(module);
+    rows.forEach((row) => list.append(tensorRow(plan, row, module, depth + 1, state, actions)));
+    const hidden = module.rows.length - rows.length;
+    if (hidden && !matches) list.append(moreRow(key, hidden, depth + 1, actions));
+    module.modules.forEach((child) => draw(child, depth + 1));
+  }
+}
+
+function matching(root, query) {
+  const found = { modules: new Set(), rows: new Set(), hits: 0 };
+  const visit = (module) => {
+    const own = module.path.toLowerCase().includes(query) || module.name.toLowerCase().includes(query);
+    const rows = module.rows.filter((row) => rowText(row, module).includes(query));
+    rows.forEach((row) => found.rows.add(row));
+    found.hits += rows.length + (own && !rows.length ? 1 : 0);
+    const below = module.modules.map(visit).some(Boolean);
+    if (own || rows.length || below) found.modules.add(module);
+    return own || rows.length > 0 || below;
+  };
+  visit(root);
+  return found;
+}
+
+function treeRow(attributes, depth, ...content) {
+  return el('div', { role: 'treeitem', 'aria-level': depth + 1, tabindex: -1, ...attributes, style: { '--depth': depth } }, ...content);
+}
+
+function moduleRow(plan, module, depth, open, state, actions) {
+  const key = module.path || '(model)';
+  const operators = module.rows.filter((row) => row.kind === 'operator').length;
+  const leaf = !module.rows.length && !module.modules.length;
+  return treeRow({
+    class: `row module${state.selected === key ? ' selected' : ''}`, 'data-key': key, 'aria-expanded': leaf ? null : String(open),
+    onclick: () => actions.toggle(key),
+  }, depth,
+    el('span', { class: 'name' }, el('span', { class: 'twisty', 'aria-hidden': 'true' }, leaf ? '' : open ? '▾' : '▸'),
+      el('b', {}, module.name), module.count > 1 && el('span', { class: 'count' }, `×${grouped(module.count)}`),
+      module.recomputed && el('span', { class: 'badge' }, 'recomputed')),
+    el('span', { class: 'extra' }, operators ? plural(operators, 'operator') : '', stageText(plan, module.stages), differs(key, plan, actions)));
+}
+
+function stageText(plan, stages) {
+  if (plan.stages.length < 2 || stages.length === plan.stages.length) return '';
+  const last = stages[stages.length - 1];
+  return el('span', { class: 'stage' }, stages.length === 1 ? `stage ${stages[0]}` : last - stages[0] === stages.length - 1
+    ? `stages ${stages[0]}–${last}` : `stages ${stages.join(', ')}`);
+}
+
+function tensorRow(plan, row, module, depth, state, actions) {
+  const key = `${module.path}/${row.kind}/${row.name}`;
+  return treeRow({
+    class: `row ${row.kind}${state.selected === key ? ' selected' : ''}`, 'data-key': key, 'aria-selected': String(state.selected === key),
+    onclick: () => actions.select(key),
+  }, depth,
+    el('span', { class: 'name' }, el('span', { class: 'label' }, row.label), row.type ? el('span', { class: 'type' }, row.type) : null,
+      row.kind === 'received' ? el('span', { class: 'badge' }, 'from another stage') : null,
+      row.kind === 'input' ? el('span', { class: 'badge' }, 'input') : null,
+      row.at ? el('span', { class: 'badge' }, `at ${row.at} alone`) : null),
+    el('span', { class: 'placed' }, rowTiles(plan, row)),
+    el('span', { class: 'extra' }, (row.moves || []).map((move) => moveChip(move, plan.layouts[row.layout])),
+      stageText(plan, row.stages), differs(key, plan, actions)));
+}
+
+function rowTiles(plan, row) {
+  const layout = plan.layouts[row.layout];
+  if (row.kind === 'operator') {
+    return [joined(row.in || [], layout), el('span', { class: 'arrow' }, '→'), joined(row.out || [], layout)];
+  }
+  if (!row.used) return tiles(row.stored || '', layout);
+  const used = row.used.filter((text) => text !== row.stored);
+  return [tiles(row.stored || '', layout), used.length ? [el('span', { class: 'arrow', title: 'used as' }, '→'), joined(used, layout)] : null];
+}
+
+// Equal operands are drawn once.
+function joined(placements, layout) {
+  const counts = new Map();
+  placements.forEach((text) => counts.set(text, (counts.get(text) || 0) + 1));
+  return [...counts].map(([text, count]) => [tiles(text, layout), count > 1 ? el('span', { class: 'count' }, `×${count}`) : null]);
+}
+
+function moveChip(move, layout) {
+  const sent = [...new Set(move.steps.map((step) => step[3]).filter(Boolean))];
+  const back = [...new Set(move.steps.map((step) => step[4]).filter(Boolean))];
+  const text = sent.length ? sent.join(' + ') : back.length ? `backward ${back.join(' + ')}` : 'no communication';
+  return el('span', { class: `chip${sent.length || back.length ? '' : ' free'}`, title: `then brought to [${move.to}]` }, text.replaceAll('_', '-'));
+}
+
+function moreRow(key, hidden, depth, actions) {
+  return treeRow({ class: 'row more', 'data-key': `${key}/more`, onclick: () => actions.showEvery(key) }, depth,
+    el('span', { class: 'name' }, `… and ${plural(hidden, 'operator')} whose result stays as it is`));
+}
+
+// A sign on what another plan places in another way.
+function differs(key, plan, actions) {
+  return actions.differs(key, plan) ? el('span', { class: 'differs', title: 'the other plan has this in another way' }, '≠') : null;
+}
+
+function treeKey(event, actions) {
+  const row = event.target.closest('.row');
+  if (!row) return;
+  const rows = [...event.currentTarget.querySelectorAll('.row')];
+  const step = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+  const open = row.getAttribute('aria-expanded');
+  if (step) rows[rows.indexOf(row) + step]?.focus();
+  else if (event.key === 'Enter' || event.key === ' ') row.click();
+  else if ((event.key === 'ArrowRight' && open === 'false') || (event.key === 'ArrowLeft' && open === 'true')) row.click();
+  else if (event.key === 'ArrowLeft') rows.slice(0, rows.indexOf(row)).reverse().find((other) => Number(other.getAttribute('aria-level')) < Number(row.getAttribute('aria-level')))?.focus();
+  else return;
+  event.preventDefault();
+}
+
+// What a row of the tree says in full.
+function details(plan, key) {
+  const found = [...walk(plan.tree)].find((item) => item.key === key);
+  if (!found || !found.row) return el('p', { class: 'note' }, 'Choose a tensor or an operator: how it lies on the devices, what moves it, and what else it could have been.');
+  const { row, module } = found;
+  const layout = plan.layouts[row.layout];
+  return el('div', {},
+    el('h3', {}, row.kind === 'parameter' ? row.name : `${module.path ? `${module.path}: ` : ''}${row.label}`),
+    el('p', { class: 'note' }, [row.kind === 'operator' ? `operator ${row.name}` : row.kind === 'received' ? 'made by another stage' : row.kind,
+      row.type, row.source, row.at && `runs at ${row.at} alone`, row.note].filter(Boolean).join(' · ')),
+    el('dl', {}, facts(row, layout)),
+    meshPicture(plan, row, layout),
+    row.moves ? [el('h4', {}, 'Then moved'), row.moves.map((move) => moveText(move, layout))] : null,
+    decision(row.choice));
+}
+
+function facts(row, layout) {
+  const pairs = row.kind === 'operator'
+    ? [['operands', (row.in || []).map((text) => tiles(text, layout))], ['results', (row.out || []).map((text) => tiles(text, layout))]]
+    : [[row.used ? 'stored' : 'placed', tiles(row.stored || '', layout)], ['used', row.used && row.used.map((text) => tiles(text, layout))]];
+  return pairs.filter(([, content]) => content && (!Array.isArray(content) || content.length)).map(([name, content]) => [el('dt', {}, name), el('dd', {}, content)]);
+}
+
+function moveText(move, layout) {
+  const steps = move.steps.map(([axis, before, after, sent, back]) => el('li', {}, el('b', {}, axis), ` ${before} → ${after}: `,
+    sent ? sent.replaceAll('_', '-') : 'nothing sent', back ? `, backward ${back.replaceAll('_', '-')}` : ''));
+  return el('div', { class: 'move' }, el('span', {}, 'to ', tiles(move.to, layout)), el('ul', {}, steps));
+}
+
+const PENALTY_NS = 1e11;
+
+function decision(choice) {
+  if (!choice) return null;
+  const rows = choice.alternatives.map(([option, ns, size]) => [option,
+    ns > PENALTY_NS * choice.count ? 'against a constraint' : signed(ns, time), size ? signed(size, bytes) : '–']);
+  const hidden = choice.num_options - 1 - rows.length;
+  return el('div', {}, el('h4', {}, 'Why so'),
+    el('p', {}, `Chosen of ${plural(choice.num_options, 'option')}: ${choice.chosen}${choice.cost_ns ? `, which costs ${time(choice.cost_ns)} a step` : ''}`
+      + `${choice.count > 1 ? `, in ${choice.count} equal blocks together` : ''}.`),
+    rows.length ? table(['instead', 'time#', 'memory#'], rows) : el('p', { class: 'note' }, 'Nothing else is possible.'),
+    hidden > 0 ? el('p', { class: 'note' }, `and ${hidden} more, which cost no less. Every other decision stays as it is.`) : null);
+}
