@@ -42,10 +42,11 @@ class Score(Protocol):
 
 
 class World(NamedTuple):
-    """Plans of one graph on one logical mesh, and what they cost."""
+    """Plans of one graph on one logical mesh, and what they cost; in words, what they have in common."""
 
     space: Space
     score: Score
+    outline: str = ""
 
 
 Jump = Callable[[World, Plan, Random], "tuple[World, Plan] | None"]
@@ -154,11 +155,14 @@ class _Annealing:
     def _drawn(self) -> tuple[str, tuple[World, Draft] | None]:
         """The kind of a proposal, and the draft after it, if there is one."""
         world, draft, random = self.current.world, self.current.draft, self.random
-        if self.jumps and random.random() < JUMPS:
+        proposals = self._proposals(world.space)
+        if self.jumps and (proposals.is_empty() or random.random() < JUMPS):
             kind = random.choice([*self.jumps])
             found = self.jumps[kind](world, draft.plan, random)
             return kind, None if found is None else (found[0], found[0].space.draft(found[1]))
-        change = self._proposals(world.space).draw(draft, random)
+        if proposals.is_empty():
+            return "nothing", None
+        change = proposals.draw(draft, random)
         after = world.space.changed(draft, change)
         return change.kind, None if after is None or after is draft else (world, after)
 

@@ -39,11 +39,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a chain begins, and what part of the budget it has."""
+    """Where a chain begins."""
 
     name: str
+    world: World
     plan: Plan
-    share: float
 
 
 class Found(NamedTuple):
@@ -54,21 +54,21 @@ class Found(NamedTuple):
 
 
 def refine(
-    world: World, starts: Sequence[Start], budget: Budget, jumps: Mapping[str, Jump] | None = None,
+    starts: Sequence[Start], budget: Budget, jumps: Mapping[str, Jump] | None = None,
     watch: Watch | None = None,
 ) -> tuple[Found, Refinement]:  # fmt: skip
     """The best plan that chains from the starts find, and how; the first start's plan, where none is faster.
 
-    The plans are of the world's graph; the first is what others are told from in the report. jumps: further proposals,
-    by kind; they may lead to other worlds.
+    The budget is shared equally. What the best differs in from the first start is in the report. jumps: further
+    proposals, by kind; they may lead to other worlds.
     """
     began = time.monotonic()
     random = Random(budget.seed)
     chains: list[Chain] = []
     for start in starts:
-        deadline = began + budget.seconds * min(1.0, sum(s.share for s in starts[: len(chains) + 1]))
-        count = max(1, round(budget.proposals * start.share))
-        chains.append(anneal(world, start.plan, count, deadline, Random(random.random()), jumps, watch))
+        deadline = began + budget.seconds * (len(chains) + 1) / len(starts)
+        count = max(1, budget.proposals // len(starts))
+        chains.append(anneal(start.world, start.plan, count, deadline, Random(random.random()), jumps, watch))
         if chains[-1].stop_reason == "interrupted":
             break
     ends = [chains[0].first, *(chain.best for chain in chains)]
@@ -153,8 +153,7 @@ class _Differences:
         return same and self.first.draft.plan.forks == self.best.draft.plan.forks
 
     def _outlines(self) -> tuple[str, str]:
-        before, after = (scored.draft.plan for scored in (self.first, self.best))
-        return _outline(before), _outline(after)
+        return _outline(self.first), _outline(self.best)
 
     def _changes(self) -> list[Change]:
         """Back to the first plan, decision by decision: what stands in the same place of equal blocks is one."""
@@ -182,9 +181,9 @@ class _Differences:
         return Move(names[0], change.kind, len(names), old, new, gain_ns)
 
 
-def _outline(plan: Plan) -> str:
-    stages = f"{len(plan.stages)} stages, " if plan.stages else ""
-    return f"{stages}{plan.microbatches} microbatches, {len(plan.forks)} forks"
+def _outline(scored: Scored) -> str:
+    forks = len(scored.draft.plan.forks)
+    return scored.world.outline + (f", {forks} forks" if forks else "")
 
 
 def _back(names: Sequence[str], option: object) -> Change:
