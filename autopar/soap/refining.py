@@ -116,6 +116,11 @@ class _Differences:
         """Of the best."""
         return self.best.world.space
 
+    def _is_as_good(self) -> bool:
+        """Whether the first plan fits as well, and no profile tells the two apart."""
+        gained = self.first.cost_ns - self.best.cost_ns
+        return self.first.fits >= self.best.fits and gained <= RESOLUTION * self.first.cost_ns
+
     @cached_property
     def _good_enough_ns(self) -> int:
         """What a plan may cost that differs from the first in less."""
@@ -124,7 +129,8 @@ class _Differences:
 
     def taken_back(self) -> tuple[Plan, list[Move]]:
         """The best plan without decisions that gain nothing, and what each of the others gains."""
-        if self.best.draft.plan is self.first.draft.plan:
+        if self._is_as_good() or self.best.draft.plan is self.first.draft.plan:
+            self.best = self.first
             return self.first.draft.plan, []
         if not self._is_comparable():
             gain = self.first.cost_ns - self.best.cost_ns
