@@ -194,7 +194,8 @@ class _Part:
     @cached_property
     def _first_twin(self) -> dict[str, str]:
         named = {name: tensor for tensor, name in self.part.parameters.items()}
-        return {tensor: first_twin(self.part, tensor, named) for tensor in named} if self.choices else {}
+        tensors = self.part.parameters if self.choices else ()
+        return {tensor: first_twin(self.part, tensor, named) for tensor in tensors}
 
 
 def _move(part: Plan, redistribute: Redistribute) -> Data:
