@@ -21,7 +21,16 @@ from autopar.ir.text import storage_text, used_placements
 
 Data = dict[str, Any]
 
-PLACEMENT_FIELDS = ("stored", "used", "in", "out", "moves", "at", "layout")  # by which rows and folds are compared
+PLACEMENT_FIELDS = (
+    "stored",
+    "note",
+    "used",
+    "in",
+    "out",
+    "moves",
+    "at",
+    "layout",
+)  # by which rows and folds are compared
 
 
 @dataclass(eq=False)

@@ -83,7 +83,7 @@ def test_the_tree_unfolds_and_equal_blocks_are_one_row(page: Page) -> None:
     assert [tile.text for tile in tiles][: len(storage)] == [
         str(kind).replace("(", "").replace(")", "") for kind in storage
     ]
-    assert tiles[0].get_attribute("title") == "dp=2: S0, slices along dim 0"
+    assert tiles[0].get_attribute("title") == f"dp=2: S{storage[0].dim}, slices along dim {storage[0].dim}"
 
 
 @shows(sharded)
