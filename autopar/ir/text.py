@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import format_placement
@@ -185,20 +185,37 @@ def _inputs(plan: Plan) -> list[str]:
     return ["  input " + ", ".join(texts)]
 
 
-def _parameters(plan: Plan) -> list[str]:
-    """One line for each distinct parameter: numbered blocks with equal storage are folded."""
-    rows: dict[tuple[str, str], dict[str, None]] = {}
+class ParameterRow(NamedTuple):
+    """Parameters of numbered blocks that are stored and used alike: "layers.*.weight", how many, how."""
+
+    name: str
+    times: int
+    storage: Storage
+    used: tuple[str, ...]
+
+
+def parameter_rows(plan: Plan) -> list[ParameterRow]:
+    """Each distinct parameter, in the order of the stages that keep it."""
+    rows: dict[tuple[str, Storage, tuple[str, ...]], dict[str, None]] = {}
     for part in plan.parts:
         uses = used_placements(part)
         for tensor, name in plan.parameters.items():
             if tensor in part.storage:
-                text = f"{storage_text(part.storage[tensor])} → {' | '.join(sorted(uses.get(tensor, {'unused'})))}"
-                rows.setdefault((_folded(name), text), {})[name] = None
-    width = max([len(name) for name, _ in rows] or [0]) + 1
+                used = tuple(sorted(uses.get(tensor, {"unused"})))
+                rows.setdefault((_folded(name), part.storage[tensor], used), {})[name] = None
+    return [ParameterRow(name, len(names), storage, used) for (name, storage, used), names in rows.items()]
+
+
+def _parameters(plan: Plan) -> list[str]:
+    """One line for each distinct parameter: numbered blocks with equal storage are folded."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in parameter_rows(plan):
+        text = f"{storage_text(row.storage)} → {' | '.join(row.used)}"
+        counts[row.name, text] = counts.get((row.name, text), 0) + row.times
+    width = max([len(name) for name, _ in counts] or [0]) + 1
     header = f"  {'parameter'.ljust(width)} stored → used"
     body = [
-        f"  {name.ljust(width)} {text}" + (f"  ×{len(names)}" if len(names) > 1 else "")
-        for (name, text), names in rows.items()
+        f"  {name.ljust(width)} {text}" + (f"  ×{count}" if count > 1 else "") for (name, text), count in counts.items()
     ]
     return [header, *body]
 
@@ -309,9 +326,11 @@ def bytes_text(count: int) -> str:
 
 
 __all__ = [
+    "ParameterRow",
     "axes_text",
     "bytes_text",
     "diff_text",
+    "parameter_rows",
     "plan_text",
     "prediction_text",
     "stage_blocks",
