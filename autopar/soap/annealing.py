@@ -100,6 +100,11 @@ def anneal(
     return _Annealing(world, plan, proposals, deadline, random, jumps or {}, watch).run()
 
 
+def threshold_ns(current_ns: int, temperature_ns: float, uniform: float) -> float:
+    """What a proposal may cost at most to be accepted. uniform: of [0, 1)."""
+    return current_ns - temperature_ns * math.log(1.0 - uniform)
+
+
 class _Annealing:
     def __init__(
         self, world: World, plan: Plan, proposals: int, deadline: float, random: Random, jumps: Mapping[str, Jump],
@@ -141,7 +146,7 @@ class _Annealing:
         if number % length == 0:
             self.current = self.best
         temperature = self.best.cost_ns * HOT * (COLD / HOT) ** (number % length / length)
-        threshold = self.current.cost_ns - temperature * math.log(1.0 - self.random.random())
+        threshold = threshold_ns(self.current.cost_ns, temperature, self.random.random())
         kind, found = self._drawn()
         self.tally.made[kind] += 1
         after = None if found is None else self._within(*found, threshold)
