@@ -158,5 +158,8 @@ function render() {
 
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { forgetColours(); actions.views.forEach((view) => view.draw()); });
 render();
-performance.mark('ready');
-document.documentElement.dataset.ready = 'true';
+// Two frames later, everything that was put into the page has been laid out and drawn.
+requestAnimationFrame(() => requestAnimationFrame(() => {
+  performance.mark('ready');
+  document.documentElement.dataset.ready = 'true';
+}));

@@ -85,7 +85,7 @@ function stages(plan) {
   const rows = plan.stages.map((stage, number) => {
     const lane = lanes.find((other) => other.ranks[0] === stage.ranks[0]);
     const busy = lane ? lane.breakdown.compute_ns + lane.breakdown.recompute_ns + lane.breakdown.optimizer_ns : 0;
-    return [String(number), ranksText(stage.ranks), meshText(plan.layouts[stage.layout].filter((axis) => !isMicrobatch(axis))),
+    return [String(number), el('span', { class: 'nowrap' }, ranksText(stage.ranks)), meshText(plan.layouts[stage.layout].filter((axis) => !isMicrobatch(axis))),
       stage.blocks || 'the whole model', grouped(stage.operators),
       lane ? meter(busy, plan.timeline.step_time_ns, 'compute', percent(busy, plan.timeline.step_time_ns)) : '–',
       lane ? meter(lane.peak_bytes, plan.memory_limit || lane.peak_bytes, 'm3', bytes(lane.peak_bytes)) : '–'];
