@@ -1,4 +1,4 @@
-"""The ordered pass list: trace → substitute → intra-op ILP with ZeRO storage, stages → simulate → emit, verified.
+"""The ordered pass list: trace → substitute → intra-op ILP with ZeRO storage, stages → SOAP → emit, verified.
 
 Each candidate (a graph, a logical mesh, stages) is scored by the one simulator; the fastest that fits wins.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import interrupt
 from autopar.cost import load_profile, profiles_of
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, PlanError
@@ -34,7 +35,8 @@ from autopar.planning import (
     fit_or_refuse_over,
 )
 from autopar.program import PlannedProgram, model_state
-from autopar.progress import Report
+from autopar.progress import Passes, Report
+from autopar.refinement import refined
 from autopar.rewrites import graph_of, rewrites
 from autopar.shares import SharedBatch, best_mixed_plan
 from autopar.simulate import Timeline, simulate
@@ -46,9 +48,9 @@ from autopar.unequal import UnequalStages
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
-    "fast": SearchBudget(10.0, gap=0.01),
+    "fast": SearchBudget(10.0, gap=0.01, proposals=0),
     "default": SearchBudget(20.0),
-    "thorough": SearchBudget(300.0, gap=0.0, substitutions=True),
+    "thorough": SearchBudget(300.0, gap=0.0, substitutions=True, proposals=50_000, refine_seconds=120.0),
 }
 
 
@@ -70,36 +72,71 @@ def parallelize(
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
     example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. plan: a saved plan, used
-    after validation instead of a search; its mode is taken too. Raises AutoparError subclasses; InfeasibleError when
-    nothing fits.
+    after validation instead of a search; its mode is taken too. Ctrl-C ends a search with the best plan so far. Raises
+    AutoparError subclasses; InfeasibleError when nothing fits.
     """
+    passes = Passes(progress)
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
+    passes.ended("trace", f"{len(graph.nodes):,} operators")
     if plan is None:
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
-        graph, plan = planned_jointly(graph, request, progress)
+        with interrupt.caught():
+            graph, plan = planned_jointly(graph, request, progress, passes)
+            plan = _said_if_interrupted(plan)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
         graph = graph_of(plan, graph)
     verifier.verify(graph, plan, admits)
-    return PlannedProgram(graph, _with_simulator(plan, graph), emit(graph, plan), model_state(model))
+    source = emit(graph, plan)
+    passes.ended("emit", f"{source.count(chr(10)):,} lines")
+    return PlannedProgram(graph, _with_simulator(plan, graph), source, model_state(model))
 
 
-def planned_jointly(graph: Graph, request: Request, progress: Report | None = None) -> tuple[Graph, Plan]:
+def planned_jointly(
+    graph: Graph, request: Request, progress: Report | None = None, passes: Passes | None = None
+) -> tuple[Graph, Plan]:
     """The fastest plan that fits over the graphs that substitutions make of a traced model, with the graph it is for.
 
-    The graph as it is is planned first. Raises like `parallelize`.
+    The graph as it is is planned first; the best of all is refined. Raises like `parallelize`.
     """
-    best = graph, planned(graph, request, progress)
-    for candidate in rewrites(graph, request):
+    passes = passes or Passes(progress)
+    best = graph, placed(graph, request, progress)
+    passes.ended("place", _step_text(best[1]))
+    for candidate in rewrites(graph, request) if not interrupt.is_asked() else ():
         with contextlib.suppress(InfeasibleError):
-            plan = replace(planned(candidate.graph, request, progress), substitutions=candidate.steps)
+            plan = replace(placed(candidate.graph, request, progress), substitutions=candidate.steps)
             best = min(best, (candidate.graph, plan), key=lambda found: found[1].predicted.step_time_ns)
+        passes.ended("substitute", _step_text(best[1]))
+    if request.budget.proposals:
+        best = best[0], _refined(*best, request, progress)
+        passes.ended("refine", _step_text(best[1]))
     return best
 
 
+def _said_if_interrupted(plan: Plan) -> Plan:
+    if not interrupt.is_asked():
+        return plan
+    return replace(plan, search=replace(plan.search, stop_reason=f"interrupted, {plan.search.stop_reason}"))
+
+
+def _step_text(plan: Plan) -> str:
+    return f"{plan.predicted.step_time_ns / 1e6:.3f} ms a step"
+
+
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
-    """The fastest plan that fits of a traced model. Raises like `parallelize`."""
+    """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
+    return _refined(graph, placed(graph, request, progress), request, progress)
+
+
+def _refined(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> Plan:
+    if not request.mesh.is_homogeneous:
+        return plan
+    return refined(graph, find_blocks(graph), request, load_profile(request.mesh.profile), plan, progress)
+
+
+def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
+    """The fastest plan that fits of a traced model by placements and stages alone. Raises like `parallelize`."""
     blocks = find_blocks(graph)
     if not request.mesh.is_homogeneous:
         return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)

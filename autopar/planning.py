@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
 
+from autopar import interrupt
 from autopar.branches import with_branches
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
@@ -55,6 +56,8 @@ class SearchBudget:
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
     stages: plans of several pipeline stages are looked for, too; if not, only where constraints pin their number.
     substitutions: equal graphs are looked for and planned as well, and the fastest plan of all wins.
+    proposals: what the SOAP search by MCMC may try around the plan that was found, 0 for none; refine_seconds: its time
+    at most, where the machine is so slow that this is less.
     """
 
     seconds: float = 20.0
@@ -62,6 +65,8 @@ class SearchBudget:
     gap: float = 0.002
     stages: bool = True
     substitutions: bool = False
+    proposals: int = 1_000
+    refine_seconds: float = 5.0
 
 
 @dataclass(frozen=True)
@@ -172,6 +177,8 @@ class _Search:
             self.places += here
             plans, is_second = self._candidates(here, Place.fit), bool(found)
             fits_at_once = bool(plans)
+            if interrupt.ends(bool(found or plans)):
+                return found + plans
             asked = _to_recompute(here, plans) if self.again.full else []
             plans += self._candidates(asked, partial(_fit_recomputed, self.again)) if asked else []
             found += plans
@@ -189,12 +196,15 @@ class _Search:
 
     def _candidates(self, places: Sequence[Place], fit: Fit) -> list[tuple[Place, Plan]]:
         """The plans of all places that have one."""
+        found: list[tuple[Place, Plan]] = []
         with reporting(self.progress, len(places)) as report:
-            found = [
-                (place, _candidate(place, fit, _share(self.deadline, len(places) - number), self.tried, report))
-                for number, place in enumerate(places)
-            ]
-        return [(place, plan) for place, plan in found if plan is not None]
+            for number, place in enumerate(places):
+                if interrupt.is_asked() and found:
+                    break
+                seconds = _share(self.deadline, len(places) - number)
+                plan = _candidate(place, fit, seconds, self.tried, report)
+                found += [(place, plan)] if plan is not None else []
+        return found
 
     def smallest(self) -> list[Place]:
         """All places, with all blocks computed again where the search may do so."""
@@ -211,7 +221,7 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
 
     Where branches are worth while, the other logical meshes are looked at once more: theirs may be worth more.
     """
-    if plan.stages or request.mesh.num_devices == 1:
+    if plan.stages or request.mesh.num_devices == 1 or interrupt.is_asked():
         return plan
     deadline = time.monotonic() + request.budget.seconds / 2
     part, inner = divided(graph, blocks, plan.microbatches), one_microbatch_plan(plan)
@@ -220,7 +230,7 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
     if best is inner:
         return plan
     for axes in logical_meshes(request.mesh):
-        if axes != inner.axes and time.monotonic() < deadline:
+        if axes != inner.axes and time.monotonic() < deadline and not interrupt.is_asked():
             place = Place(part, axes, request, profile)
             with contextlib.suppress(InfeasibleError):
                 other = _in_branches(place, place.fit(_share(deadline, 2)), deadline)
@@ -232,8 +242,12 @@ def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
     own, left = place.profile.shared_by(place.request.mesh.devices_per_node), deadline - time.monotonic()
     representative = place.part.blocks.representative_node
     graph, rules = place.part.graph, place.request.constraints
-    pinned = {node.name for node in graph.nodes if _is_pinned(graph, node, rules)}
-    return with_branches(graph, plan, own, place.scored, representative, left, pinned)
+    return with_branches(graph, plan, own, place.scored, representative, left, pinned_nodes(graph, rules))
+
+
+def pinned_nodes(graph: Graph, rules: Sequence[Constraint]) -> set[str]:
+    """Nodes of which a constraint says how they, or what they read, are placed."""
+    return {node.name for node in graph.nodes if _is_pinned(graph, node, rules)}
 
 
 def _is_pinned(graph: Graph, node: Node, rules: Sequence[Constraint]) -> bool:
@@ -383,7 +397,7 @@ class Place:
         budget = self.request.budget
         plan = self.placements.plan(usage_limit * self.part.num_submeshes, seconds, budget.seed, budget.gap)
         if self.part.cut is not None:
-            return self._staged(self.part.in_stages(plan))
+            return self.staged(self.part.in_stages(plan))
         return self.scored(plan)
 
     def scored(self, plan: Plan) -> Plan:
@@ -393,16 +407,16 @@ class Place:
 
     def simulated(self, plan: Plan) -> Plan:
         """A plan of one stage with the simulator's prediction."""
-        return replace(plan, predicted=predict(simulate(self.part.graph, plan, self._shared)))
+        return replace(plan, predicted=predict(simulate(self.part.graph, plan, self.shared_profile)))
 
     def recomputing(self, modules: Modules) -> Place:
         """The place with these modules computed again."""
         return replace(self, request=replace(self.request, recompute=modules))
 
-    def _staged(self, plan: Plan) -> Plan:
+    def staged(self, plan: Plan) -> Plan:
         """A plan of several stages, with the simulator's prediction and the bytes of the submesh that sends most."""
         part = one_microbatch_plan(plan)
-        timeline = simulate(self.part.graph, part, self._shared)
+        timeline = simulate(self.part.graph, part, self.shared_profile)
         sent = traffic_by_submesh(self.part.whole, plan, self.part.graph, part, timeline)
         most = max(sent, key=lambda counts: sum(counts.values()))
         return replace(plan, predicted=replace(predict(timeline), comm_bytes=most))
@@ -421,12 +435,12 @@ class Place:
     def placements_with(self, keep: Mapping[str, Kept]) -> Placements:
         """The intra-op problem, in which these options of stored tensors stay though others are better in every way."""
         return prepare_placements(
-            self.part.graph, self.part.blocks, self.draft(), self._shared, self._storages,
+            self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
             (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
         )  # fmt: skip
 
     @property
-    def _shared(self) -> Profile:
+    def shared_profile(self) -> Profile:
         return self.profile.shared_by(self.request.mesh.devices_per_node)
 
     @property
@@ -458,7 +472,7 @@ class Place:
             mode=request.mode,
             optimizer=request.optimizer or "none",
             precision=request.precision,
-            memory_limit=request.memory_limit or self._shared.usable_bytes,
+            memory_limit=request.memory_limit or self.shared_profile.usable_bytes,
             coverage=coverage(graph),
             sources=self._sources(graph),
             parameters={s.tensor: s.name for s in graph.stored},

@@ -1,8 +1,9 @@
-"""Where the search says how far it is: the caller's function, a bar on a terminal, or nowhere."""
+"""Where the search says how far it is: the caller's function, a line a pass and a bar on a terminal, or nowhere."""
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -23,6 +24,25 @@ def reporting(report: Report | None, total: int) -> Iterator[Report]:
         with _bar() as bar:
             task = bar.add_task("searching", total=total)
             yield lambda line: bar.update(task, advance=1, description=line)
+
+
+class Passes:
+    """A line for each pass that has ended: what it made, and how long it took."""
+
+    def __init__(self, report: Report | None) -> None:
+        self._report = report or (_printed if sys.stderr.isatty() else None)
+        self._began = time.monotonic()
+
+    def ended(self, name: str, made: str) -> None:
+        """A pass has ended; the next begins."""
+        now = time.monotonic()
+        if self._report is not None:
+            self._report(f"{name}: {made} ({now - self._began:.1f} s)")
+        self._began = now
+
+
+def _printed(line: str) -> None:
+    Console(stderr=True).print(line, highlight=False, markup=False)
 
 
 def _bar() -> Progress:

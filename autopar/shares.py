@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import Any
 
+from autopar import interrupt
 from autopar.cost import Profile
 from autopar.errors import AutoparError, InfeasibleError, MeshError, PlacementError, PlanError
 from autopar.ir.constraint import Constraint
@@ -365,7 +366,7 @@ class _Search:
     @property
     def is_over(self) -> bool:
         """Whether the time is."""
-        return time.monotonic() > self.began + self.request.budget.seconds
+        return interrupt.is_asked() or time.monotonic() > self.began + self.request.budget.seconds
 
     def best_in(self, microbatches: int, recompute: str, progress: Report | None) -> Plan | None:
         """The fastest plan in so many microbatches, over all axes."""

@@ -17,6 +17,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 
+from autopar import interrupt
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
@@ -282,7 +283,7 @@ class _Search:
 
     def _better(self, best: _Best | None, setting: _Setting, report: Report) -> _Best | None:
         """The better of the best so far and a setting, unless it was tried, or time is over."""
-        if setting in self.tried or (best is not None and time.monotonic() > self.deadline):
+        if setting in self.tried or (best is not None and (time.monotonic() > self.deadline or interrupt.is_asked())):
             return best
         plan = self.tried[setting] = self._planned(setting)
         found = "does not fit" if plan is None else f"{plan.predicted.step_time_ns / 1e6:.3f} ms"
@@ -305,7 +306,7 @@ class _Search:
             return None
 
     def _report(self, plan: Plan) -> SearchReport:
-        over = time.monotonic() > self.deadline
+        over = time.monotonic() > self.deadline or interrupt.is_asked()
         rows = [
             {"setting": _shown(setting), "step_time_ns": None if tried is None else tried.predicted.step_time_ns}
             for setting, tried in self.tried.items()

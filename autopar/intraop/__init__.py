@@ -2,7 +2,7 @@
 
 from autopar.intraop.builder import Kept
 from autopar.intraop.costs import Sends
-from autopar.intraop.search import LeastMemory, Placements, prepare_placements
+from autopar.intraop.search import LeastMemory, Placements, kept_in, prepare_placements
 from autopar.intraop.tradeoffs import TradeOff, TradeOffs
 
-__all__ = ["Kept", "LeastMemory", "Placements", "Sends", "TradeOff", "TradeOffs", "prepare_placements"]
+__all__ = ["Kept", "LeastMemory", "Placements", "Sends", "TradeOff", "TradeOffs", "kept_in", "prepare_placements"]

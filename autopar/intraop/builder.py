@@ -79,6 +79,7 @@ class Built:
     problem: Problem
     variables: tuple[Variable, ...]
     index: dict[tuple[str, str], int]  # (kind, representative name) -> variable
+    storages: Mapping[str, tuple[Storage, ...]]  # of each stored tensor, those that are dearer and larger, too
 
 
 def build(
@@ -115,6 +116,7 @@ class _Builder:
         self.variables: list[Variable] = []
         self.strategies: dict[str, tuple[list[Strategy], list[int]]] = {}
         self.index: dict[tuple[str, str], int] = {}
+        self.storages: dict[str, tuple[Storage, ...]] = {}
         self.unary: list[Matrix] = []
         self.usage: list[Matrix] = []
         self.edges: Counter[tuple[int, int, int, int, str]] = Counter()
@@ -138,7 +140,7 @@ class _Builder:
             edge_costs=[np.minimum(matrix, INFINITE) for matrix in matrices.values()],
             usage_limit=memory_limit,
         )
-        return Built(problem, tuple(self.variables), self.index)
+        return Built(problem, tuple(self.variables), self.index, self.storages)
 
     # variables
 
@@ -156,7 +158,9 @@ class _Builder:
             if self.blocks.representative_tensor(stored.tensor) != stored.tensor:
                 continue
             tensor, count = self.graph.tensors[stored.tensor], counts[stored.tensor]
-            options, costs, usages = self._kept(tensor, *self._storages(stored, tensor))
+            storages, penalties = self._storages(stored, tensor)
+            self.storages[stored.tensor] = _least_broken(storages, penalties)
+            options, costs, usages = self._kept(tensor, storages, penalties)
             self._add("stored", stored.tensor, options, count, [c * count for c in costs], [u * count for u in usages])
 
     def _kept(
@@ -392,6 +396,12 @@ def _of_zero_stage(options: list[Storage], penalties: list[int], stage: int) -> 
         if any(type_.kind == "S" for option, _ in pairs for type_ in option.placement):
             return [o for o, _ in pairs], [p for _, p in pairs]
     return options, penalties
+
+
+def _least_broken(options: Sequence[Storage], penalties: Sequence[int]) -> tuple[Storage, ...]:
+    """Those that break the fewest soft constraints."""
+    least = min(penalties)
+    return tuple(option for option, penalty in zip(options, penalties, strict=True) if penalty == least)
 
 
 def _zero_agrees(option: Storage, stage: int) -> bool:

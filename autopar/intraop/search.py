@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from autopar.cost import Profile
 from autopar.intraop.alternatives import explain_choices
-from autopar.intraop.builder import Built, Kept, Representatives, StorageOptions, build
+from autopar.intraop.builder import SOFT_PENALTY_NS, Built, Kept, Representatives, StorageOptions, Variable, build
 from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.solver import solve
+from autopar.intraop.strategies import Strategy
 from autopar.intraop.tradeoffs import TradeOffs
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Choice, Plan, SearchReport
+from autopar.ir.placement import Placement
+from autopar.ir.plan import Choice, NodePlan, Plan, SearchReport, Storage
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,18 @@ def prepare_placements(
     )  # fmt: skip
     built = build(graph, blocks, draft.axes, costs, storage_options, constraints, None, whole, copies, keep)
     return Placements(graph, blocks, draft, costs, built)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What each decision may be, as far as constraints go: operators and stored tensors by representative; inputs.
+
+    Of soft constraints the fewest are broken that can be, decision by decision.
+    """
+
+    strategies: Mapping[str, tuple[NodePlan, ...]]
+    storages: Mapping[str, tuple[Storage, ...]]
+    inputs: Mapping[str, tuple[Placement, ...]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -83,6 +98,20 @@ class Placements:
         """Each decision against its alternatives."""
         return explain_choices(self.built, choice)
 
+    @cached_property
+    def options(self) -> Options:
+        """All options of each decision, those that the solver leaves out as dominated, too."""
+        strategies: dict[str, tuple[NodePlan, ...]] = {}
+        inputs: dict[str, tuple[Placement, ...]] = {}
+        for variable, costs in zip(self.built.variables, self.built.problem.costs, strict=True):
+            broken = [int(cost) // SOFT_PENALTY_NS for cost in costs]
+            kept = [option for option, count in zip(variable.options, broken, strict=True) if count == min(broken)]
+            if variable.kind == "node":
+                strategies[variable.name] = tuple(NodePlan(option.operands, option.results) for option in kept)
+            elif variable.kind == "input":
+                inputs[variable.name] = tuple(kept)
+        return Options(strategies, self.built.storages, inputs)
+
     def chosen(self, choice: Sequence[int]) -> dict[tuple[str, str], Any]:
         """The option of each variable, by kind and name."""
         pairs = zip(self.built.variables, choice, strict=True)
@@ -91,6 +120,14 @@ class Placements:
     def choosing(self, chosen: Mapping[tuple[str, str], Any]) -> tuple[int, ...]:
         """The choice of these options."""
         return tuple(v.options.index(chosen[v.kind, v.name]) for v in self.built.variables)
+
+    def choice_of(self, plan: Plan) -> tuple[int, ...] | None:
+        """The choice that makes a plan, as far as the first of equal blocks goes; None where an option is none of the
+        problem's."""
+        found = [_option_of(self.graph, plan, variable) for variable in self.built.variables]
+        if any(option not in v.options for option, v in zip(found, self.built.variables, strict=True)):
+            return None
+        return tuple(v.options.index(option) for option, v in zip(found, self.built.variables, strict=True))
 
     def placed(self, draft: Plan, graph: Graph, choice: Sequence[int]) -> Plan:
         """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""
@@ -115,6 +152,25 @@ class Placements:
         return LeastMemory(sum(used), tuple((v.name, v.kind, size) for size, v in largest if size))
 
 
+def _option_of(graph: Graph, plan: Plan, variable: Variable) -> Any:
+    """What a plan says of a decision."""
+    name = variable.name
+    if variable.kind == "node":
+        return Strategy(plan.nodes[name].operands, plan.nodes[name].results)
+    if variable.kind == "stored":
+        return kept_in(graph, plan, name)
+    return plan.inputs[name] if variable.kind == "input" else variable.options[0]
+
+
+def kept_in(graph: Graph, plan: Plan, tensor: str) -> Kept:
+    """How a plan keeps a stored tensor, and what its first reader uses it as."""
+    storage, readers = plan.storage[tensor], graph.consumers[tensor]
+    if not readers:
+        return Kept(storage, storage.placement)
+    node, position = readers[0]
+    return Kept(storage, plan.nodes[node.name].operands[position])
+
+
 def _usage_alone(problem: Problem) -> Problem:
     """The problem with usage as its cost and no limit; what has no redistribution stays forbidden."""
     pairs = zip(problem.costs, problem.usages, strict=True)
@@ -126,4 +182,4 @@ def _usage_alone(problem: Problem) -> Problem:
     )
 
 
-__all__ = ["LeastMemory", "Placements", "prepare_placements"]
+__all__ = ["LeastMemory", "Options", "Placements", "kept_in", "prepare_placements"]

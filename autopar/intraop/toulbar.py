@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from autopar import interrupt
 from autopar.intraop import toulbar_worker
 from autopar.intraop.elimination import Core
 from autopar.intraop.network import Network
@@ -24,6 +25,8 @@ from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Request, Result
 
 _GRACE_S = 0.5
 """What a search may take after its deadline to hand over what it has, before it is killed."""
+_LOOK_S = 0.1
+"""How often a wait looks for interrupts."""
 _LIBRARY_LOCK = threading.Lock()
 """toulbar2 keeps its state in globals."""
 
@@ -117,11 +120,17 @@ class SearchApart:
         self._output.close()
 
     def _ended_within(self, seconds: float) -> bool:
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
+        """Whether it ends in time, or before an interrupt."""
+        deadline = time.monotonic() + seconds
+        while not interrupt.is_asked() or seconds <= _GRACE_S:
+            try:
+                self._process.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() < deadline:
+                    continue
+                return False
+            return True
+        return self._process.poll() is not None
 
 
 def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int) -> tuple[Request, Core | None]:

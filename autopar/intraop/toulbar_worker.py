@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import signal
 import sys
 from typing import Any, TypedDict
 
@@ -118,6 +119,7 @@ def _knapsack(slack: int, usages: dict[int, Int64Array]) -> str:
 
 def main() -> None:
     """Serves one request; the library's own prints go to stderr."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the searching process decides when this one ends
     output = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     result = run(pickle.load(sys.stdin.buffer))

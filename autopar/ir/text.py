@@ -22,6 +22,7 @@ def plan_text(plan: Plan) -> str:
         f"  search      {search.method}, {search.stop_reason}: cost {time_text(search.cost_ns)}, "
         f"lower bound {time_text(search.lower_bound_ns)}, {search.seconds:.1f} s",
     ]
+    lines += [f"  refined     {refined}"] if (refined := refinement_text(plan)) else []
     lines += [f"  instead     {'; '.join(others)}"] if (others := runners_up(plan)) else []
     replicated = [op for op, source in plan.coverage.items() if source.startswith("replicated")]
     lines.append(
@@ -39,6 +40,19 @@ def plan_text(plan: Plan) -> str:
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def refinement_text(plan: Plan) -> str:
+    """ "17.6 ms → 17.2 ms by 4 changes that MCMC kept of 1,000 proposals": what came of the refinement, if anything."""
+    refined = plan.search.refinement
+    if refined is None or not refined.moves:
+        return ""
+    count = len(refined.moves)
+    changes = f"{count} changes" if count > 1 else "a change"
+    return (
+        f"{time_text(refined.before_ns)} → {time_text(refined.after_ns)} by {changes} that MCMC kept of "
+        f"{refined.proposals:,} proposals"
+    )
 
 
 def substitutions_text(plan: Plan) -> str:

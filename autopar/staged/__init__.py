@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
+from autopar import interrupt
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
@@ -54,7 +55,7 @@ def _of_one_stage(
 ) -> tuple[Plan | None, InfeasibleError | None]:  # fmt: skip
     """On few devices, what the search of one stage finds on all logical meshes, also of three axes; or why not."""
     stages = {c.stages for c in request.constraints if c.stages is not None}
-    if request.mesh.num_devices > _FEW_DEVICES or stages - {1}:
+    if request.mesh.num_devices > _FEW_DEVICES or stages - {1} or interrupt.ends(than.best_ns is not None):
         return None, None
     best_ns, budget = than.best_ns, request.budget
     left = budget.seconds - (time.monotonic() - than.search.started)

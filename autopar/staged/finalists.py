@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
+from autopar import interrupt
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Choice, Plan, SearchReport
@@ -82,7 +83,7 @@ class Finalists:
                 plans.append((candidate, played))
             now = time.monotonic()
             is_enough = len(plans) >= FINALISTS and now > begun + _QUICK_S
-            if is_enough or len(plans) == most or (plans and now > deadline):
+            if is_enough or len(plans) == most or (plans and (now > deadline or interrupt.is_asked())):
                 break
         return plans
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from autopar import interrupt
 from autopar.errors import InfeasibleError
 from autopar.interop import ChosenStage, StageKind, best_stages, in_flight
 from autopar.ir.stages import makes_rounds
@@ -41,7 +42,7 @@ def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[
     best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:_BEST]
     more = [fewer for candidate in best if (fewer := keeping_more(layered, candidate, layered.admitted))]
     for count in _best_counts(layered, found):
-        if time.monotonic() < deadline:
+        if time.monotonic() < deadline and not interrupt.is_asked():
             more += _of_count(layered, [c for c in found if c.microbatches == count])
     return more
 

@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
+from autopar import interrupt
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop import best_stages
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
@@ -87,8 +88,8 @@ class Search:
         found: list[Candidate] = []
         deadline = self.started + _SHARE * self.request.budget.seconds
         for size, axes in self.shapes:
-            if found and time.monotonic() > deadline:
-                self.stop_reason = "time limit"
+            if found and (time.monotonic() > deadline or interrupt.is_asked()):
+                self.stop_reason = "interrupted" if interrupt.is_asked() else "time limit"
                 break
             here = self._climb(size, axes)
             found += here
@@ -114,7 +115,7 @@ class Search:
             for setting in settings:
                 count = int(setting.microbatches * factor)
                 for named in _as_templates(replace(setting, microbatches=count)):
-                    if count in self.layered.counts and time.monotonic() < deadline:
+                    if count in self.layered.counts and time.monotonic() < deadline and not interrupt.is_asked():
                         more += self._look(named).found
         return more
 

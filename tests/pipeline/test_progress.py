@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import signal
 import sys
 
 import pytest
 
 import autopar
-from autopar.progress import reporting
+from autopar import interrupt
+from autopar.progress import Passes, reporting
 from models import mlp
 
 
@@ -22,7 +26,8 @@ def test_each_logical_mesh_is_reported_to_the_function() -> None:
     model, batch = mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
     mesh, alone = autopar.Mesh("h100", devices_per_node=4), [autopar.Constraint(stages=1)]
     autopar.parallelize(model, mesh, batch, search="fast", constraints=alone, progress=lines.append)
-    assert [line.partition(":")[0] for line in lines] == ["mesh 4", "mesh 2x2"]
+    assert [line.partition(":")[0] for line in lines] == ["trace", "mesh 4", "mesh 2x2", "place", "emit"]
+    assert re.fullmatch(r"place: \d+\.\d{3} ms a step \(\d+\.\d s\)", lines[3])
     with pytest.raises(autopar.AutoparError):
         mesh = autopar.Mesh("h100", devices_per_node=2)
         autopar.parallelize(
@@ -35,7 +40,8 @@ def test_stages_are_reported_too() -> None:
     lines: list[str] = []
     model, batch = mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
     autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, progress=lines.append)
-    assert [line.partition(":")[0] for line in lines] == ["2 stages of []", "1 stages of [2]", "mesh 2"]
+    found = [line.partition(":")[0] for line in lines if not line.startswith("soap: ")]
+    assert found == ["trace", "2 stages of []", "1 stages of [2]", "mesh 2", "place", "refine", "emit"]
 
 
 def test_a_terminal_gets_a_bar_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -47,6 +53,45 @@ def test_a_terminal_gets_a_bar_that_counts(monkeypatch: pytest.MonkeyPatch) -> N
         report("mesh 2x2: 2.000 ms")
     assert "mesh 2x2: 2.000 ms" in terminal.getvalue()
     assert "2/2" in terminal.getvalue()
+
+
+def test_a_terminal_gets_a_line_for_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    passes = Passes(None)
+    passes.ended("trace", "7 operators")
+    assert re.fullmatch(r"trace: 7 operators \(0\.0 s\)\n", terminal.getvalue())
+
+
+def test_an_interrupt_ends_the_search_with_the_best_plan_so_far(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C after the first of two logical meshes: no other is looked at, and the plan is whole."""
+    model, batch = mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
+    mesh, lines = autopar.Mesh("h100", devices_per_node=4), list[str]()
+
+    def report(line: str) -> None:
+        lines.append(line)
+        if line.startswith("mesh 4"):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.getsignal(signal.SIGINT)
+    alone = [autopar.Constraint(stages=1)]
+    plan = autopar.parallelize(model, mesh, batch, constraints=alone, progress=report).plan
+    assert [line.partition(":")[0] for line in lines] == ["trace", "mesh 4", "place", "refine", "emit"]
+    assert "interrupted" in plan.search.stop_reason
+    autopar.verify(plan, model, batch)
+    assert "stopping with the best plan so far" in capsys.readouterr().err
+    assert signal.getsignal(signal.SIGINT) is before
+    assert not interrupt.is_asked()
+
+
+def test_an_interrupt_before_there_is_a_plan_gives_up() -> None:
+    def report(line: str) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    model, batch = mlp.build(mlp.Config()), mlp.example_inputs(mlp.Config())
+    mesh, alone = autopar.Mesh("h100", devices_per_node=4), [autopar.Constraint(stages=1)]
+    with pytest.raises(KeyboardInterrupt):
+        autopar.parallelize(model, mesh, batch, memory_limit=1000, constraints=alone, progress=report)
 
 
 def test_anything_else_gets_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,211 @@
+"""One Markov chain over plans: Metropolis acceptance against the current plan, at a temperature that falls.
+
+    accept with probability min(1, exp(−(new − current) / T))      ⇔   new ≤ current − T·ln u,  u uniform in (0, 1]
+
+The uniform number is drawn first. So what a proposal may cost at most is known before it is simulated, and one whose
+lower bound is above that is refused without: the chain is the same, only faster. Costs are simulated step times in ns.
+Where a plan does not fit its memory, its cost grows by as large a part as it is over, ten times; a plan that fits is
+never left for one that does not. Metropolis et al. (1953); FlexFlow (MLSys'19), section 6.2.
+
+T is a part of the best cost and falls from `HOT` to `COLD` over a round; each round begins again at the best plan.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import NamedTuple, Protocol
+
+from autopar import interrupt
+from autopar.ir.plan import Plan
+from autopar.soap.proposals import Proposals
+from autopar.soap.space import Draft, Space
+
+HOT, COLD = 0.03, 0.0003  # temperature, as parts of the best cost
+ROUNDS = 4
+JUMPS = 0.03  # of proposals, where there are any
+_TRACED = 200  # points of a trace at most
+_OVER = 10  # how much dearer a plan is by each part of its limit that it is over
+
+
+class Score(Protocol):
+    """The simulator, as far as the search asks it. Plans are of one stage and one microbatch's graph."""
+
+    def step_time_ns(self, plan: Plan) -> int: ...
+    def peak_bytes(self, plan: Plan) -> int: ...
+    def least_time_ns(self, plan: Plan) -> int:
+        """A lower bound of `step_time_ns` that is much faster to have."""
+
+
+class World(NamedTuple):
+    """Plans of one graph on one logical mesh, and what they cost; in words, what they have in common."""
+
+    space: Space
+    score: Score
+    outline: str = ""
+
+
+Jump = Callable[[World, Plan, Random], "tuple[World, Plan] | None"]
+"""A proposal that is more than another option of a decision: the plan after it, where there is one."""
+
+
+class Scored(NamedTuple):
+    """A draft, where it is from, what it costs (ns, and more where it does not fit), and whether it fits."""
+
+    world: World
+    draft: Draft
+    cost_ns: int
+    fits: bool
+
+
+@dataclass
+class Tally:
+    """What a chain did: proposals made and accepted by kind, how many were simulated, (number, current, best) in ns."""
+
+    made: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    simulated: int = 0
+    trace: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def proposals(self) -> int:
+        """All that were made."""
+        return self.made.total()
+
+
+@dataclass(frozen=True)
+class Chain:
+    """A chain that has ended: where it began, its best, and why it stopped."""
+
+    first: Scored
+    best: Scored
+    tally: Tally
+    stop_reason: str
+
+
+Watch = Callable[[int, int], None]
+"""Told the number of proposals and the best cost in ns, once in a while."""
+
+
+def anneal(
+    world: World, plan: Plan, proposals: int, deadline: float, random: Random, jumps: Mapping[str, Jump] | None = None,
+    watch: Watch | None = None,
+) -> Chain:  # fmt: skip
+    """Runs a chain from a plan. proposals: how many at most; it stops when half of them brought no gain, or at the
+    deadline (of `time.monotonic`). jumps: by kind of proposal. An interrupt ends it with what it has."""
+    return _Annealing(world, plan, proposals, deadline, random, jumps or {}, watch).run()
+
+
+def threshold_ns(current_ns: int, temperature_ns: float, uniform: float) -> float:
+    """What a proposal may cost at most to be accepted. uniform: of [0, 1)."""
+    return current_ns - temperature_ns * math.log(1.0 - uniform)
+
+
+class _Annealing:
+    def __init__(
+        self, world: World, plan: Plan, proposals: int, deadline: float, random: Random, jumps: Mapping[str, Jump],
+        watch: Watch | None,
+    ) -> None:  # fmt: skip
+        self.random, self.jumps, self.watch = random, jumps, watch
+        self.limit, self.deadline, self.memory_limit = proposals, deadline, plan.memory_limit
+        self.proposals: dict[Space, Proposals] = {}
+        self.tally = Tally()
+        step_ns = world.score.step_time_ns(plan)
+        self.first = self.best = self.current = self._scored(world, world.space.draft(plan), step_ns)
+        self.improved_at = 0
+
+    def run(self) -> Chain:
+        empty = self._proposals(self.first.world.space).is_empty() and not self.jumps
+        reason = "nothing to change" if empty else ""
+        while not reason:
+            self._propose()
+            reason = self._reason_to_stop()
+        self._note(always=True)
+        return Chain(self.first, self.best, self.tally, reason)
+
+    def _reason_to_stop(self) -> str:
+        count = self.tally.proposals
+        if interrupt.is_asked():
+            return "interrupted"
+        if count >= self.limit:
+            return f"all {count:,} proposals made"
+        if count - self.improved_at >= max(1, self.limit // 2):
+            return f"half of {self.limit:,} proposals without gain"
+        if count % 16 == 0 and time.monotonic() > self.deadline:
+            return f"time limit after {count:,} proposals"
+        return ""
+
+    # A step of the chain ----------------------------------------
+
+    def _propose(self) -> None:
+        number, length = self.tally.proposals, max(1, self.limit // ROUNDS)
+        if number % length == 0:
+            self.current = self.best
+        temperature = self.best.cost_ns * HOT * (COLD / HOT) ** (number % length / length)
+        threshold = threshold_ns(self.current.cost_ns, temperature, self.random.random())
+        kind, found = self._drawn()
+        self.tally.made[kind] += 1
+        after = None if found is None else self._within(*found, threshold)
+        if after is not None:
+            self.tally.accepted[kind] += 1
+            self.current = after
+            if (after.fits, -after.cost_ns) > (self.best.fits, -self.best.cost_ns):
+                self.best, self.improved_at = after, self.tally.proposals
+        self._note()
+
+    def _drawn(self) -> tuple[str, tuple[World, Draft] | None]:
+        """The kind of a proposal, and the draft after it, if there is one."""
+        world, draft, random = self.current.world, self.current.draft, self.random
+        proposals = self._proposals(world.space)
+        if self.jumps and (proposals.is_empty() or random.random() < JUMPS):
+            kind = random.choice([*self.jumps])
+            found = self.jumps[kind](world, draft.plan, random)
+            return kind, None if found is None else (found[0], found[0].space.draft(found[1]))
+        if proposals.is_empty():
+            return "nothing", None
+        change = proposals.draw(draft, random)
+        after = world.space.changed(draft, change)
+        return change.kind, None if after is None or after is draft else (world, after)
+
+    def _proposals(self, space: Space) -> Proposals:
+        if space not in self.proposals:
+            self.proposals[space] = Proposals(space)
+        return self.proposals[space]
+
+    def _within(self, world: World, draft: Draft, threshold: float) -> Scored | None:
+        """A draft, where it costs no more than so much."""
+        if world.score.least_time_ns(draft.plan) > threshold:
+            return None
+        self.tally.simulated += 1
+        step_ns = world.score.step_time_ns(draft.plan)
+        if step_ns > threshold:
+            return None
+        found = self._scored(world, draft, step_ns)
+        return found if found.cost_ns <= threshold and found.fits >= self.current.fits else None
+
+    def _scored(self, world: World, draft: Draft, step_ns: int) -> Scored:
+        over = max(0.0, world.score.peak_bytes(draft.plan) / self.memory_limit - 1.0) if self.memory_limit else 0.0
+        return Scored(world, draft, round(step_ns * (1.0 + _OVER * over)), over == 0.0)
+
+    def _note(self, always: bool = False) -> None:
+        count = self.tally.proposals
+        if always or count % max(1, self.limit // _TRACED) == 0:
+            self.tally.trace.append((count, self.current.cost_ns, self.best.cost_ns))
+            if self.watch is not None:
+                self.watch(count, self.best.cost_ns)
+
+
+def joined_trace(chains: Sequence[Chain]) -> tuple[tuple[int, int, int], ...]:
+    """The traces one after another, with the best of all so far, thinned alike."""
+    found, before, best = list[tuple[int, int, int]](), 0, 0
+    for chain in chains:
+        for number, current, own in chain.tally.trace:
+            best = min(best, own) if best else own
+            found.append((before + number, current, best))
+        before += chain.tally.proposals
+    thin = max(1, len(found) // _TRACED)
+    return tuple(found[::thin])

@@ -1,0 +1,238 @@
+"""Proposals of the SOAP search: a decision is drawn, another option for it, and what goes along.
+
+    Sample       another cut of a batch (dim 0)         ┐
+    Attribute    another cut of another dim             ├ of one operator, or of all that stand in its place in
+    Parameter    another cut of what the operator reads ┘ equal blocks
+    storage      another ZeRO stage or dim of a stored tensor, or of all in its place
+    input        another slice of the batch for each rank
+    recompute    modules of one block, or of all, are computed again in the backward pass, or no more
+    jumps        what the caller knows how to do: operators placed on a part of the devices, microbatches, stages
+
+The change goes on to a neighbour with a probability that is drawn for each proposal: the neighbour takes an option that
+agrees with what it meets, so that no redistribution is needed there. FlexFlow (MLSys'19), section 6.2; the propagation
+is that of its later releases.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from random import Random
+from typing import NamedTuple
+
+from autopar.ir.placement import Placement, Type
+from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.soap.space import Change, Draft, End, Link, Modules, Space
+
+Option = NodePlan | Storage | Placement
+
+SAMPLE, ATTRIBUTE, PARAMETER = "sample", "attribute", "parameter"
+STORAGE, INPUT, RECOMPUTE = "storage", "input", "recompute"
+
+_WEIGHTS = {"operator": 16, STORAGE: 4, INPUT: 1, RECOMPUTE: 1}
+_ALONE = 0.2  # of proposals to operators and storage that change one block's alone
+_REACHES = (0.0, 0.5, 0.8, 0.95)  # probabilities with which a change goes on to a neighbour
+_LOOKED_AT = 12  # agreeing options of a neighbour that are compared
+
+
+class Decision(NamedTuple):
+    """What an option is for: a node's strategy, a stored tensor's storage, an input's placement."""
+
+    kind: str  # "node", "stored" or "input"
+    name: str
+
+
+class Proposals:
+    """Draws changes of a draft."""
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+        self._matching: dict[tuple[str, End, Placement], tuple[Option, ...]] = {}
+
+    @cached_property
+    def _kinds(self) -> tuple[list[str], list[int]]:
+        """What there is to change, with its weight."""
+        space = self.space
+        there = {"operator": space.operators, STORAGE: space.stored, INPUT: space.fed, RECOMPUTE: space.recomputable}
+        kinds = [kind for kind, decisions in there.items() if decisions]
+        return kinds, [_WEIGHTS[kind] for kind in kinds]
+
+    def is_empty(self) -> bool:
+        """Whether there is nothing to change."""
+        return not self._kinds[0]
+
+    def draw(self, draft: Draft, random: Random) -> Change:
+        """A change of the draft; it may be one that no typed plan has, or none."""
+        kinds, weights = self._kinds
+        kind = random.choices(kinds, weights)[0]
+        if kind == RECOMPUTE:
+            return self._recomputing(draft.plan, random)
+        space, held = self.space, self.space.held(draft.plan)
+        names = {"operator": space.operators, STORAGE: space.stored, INPUT: space.fed}[kind]
+        name = random.choice(names)
+        equals = space.equals.get(name, (name,))
+        together = len(equals) == 1 or random.random() >= _ALONE
+        first = name if together else random.choice(equals)
+        if not held.isdisjoint(equals):
+            return Change(kind, first)
+        now = self._now(draft.plan, first)
+        option = random.choice([option for option in self._options(first) if option != now])
+        found = self._spread({first: option}, draft.plan, together, random)
+        return self._change(draft.plan, first, found, together)
+
+    # Options ----------------------------------------
+
+    def _options(self, name: str) -> Sequence[Option]:
+        space = self.space
+        if name in space.inputs:
+            return space.inputs[name]
+        key = space.representative(name)
+        return space.strategies[key] if key in space.strategies else space.storages.get(key, ())
+
+    def _now(self, plan: Plan, name: str) -> Option:
+        if name in plan.nodes:
+            return plan.nodes[name]
+        return plan.inputs[name] if name in plan.inputs else plan.storage[name]
+
+    def _agreeing(self, name: str, end: End, placement: Placement) -> tuple[Option, ...]:
+        """The options of a neighbour that meet a placement without a redistribution."""
+        key = (name if end.kind == "input" else self.space.representative(name)), end, placement
+        if key not in self._matching:
+            options = self._options(name)
+            self._matching[key] = tuple(option for option in options if _fits(option, end, placement))
+        return self._matching[key]
+
+    # Propagation ----------------------------------------
+
+    def _spread(
+        self, changed: dict[str, Option], plan: Plan, together: bool, random: Random
+    ) -> dict[str, Option]:  # fmt: skip
+        """What else is changed. together: names are representatives, and what is decided is for all that they stand
+        for."""
+        reach, held = random.choice(_REACHES), self.space.held(plan)
+        waiting = [*changed]
+        while waiting and reach:
+            name = waiting.pop(random.randrange(len(waiting)))
+            for link in self._links(name, together):
+                if link.other in changed or not self._may_follow(link, held) or random.random() > reach:
+                    continue
+                meets = placement_at(changed[name], link.own)
+                if placement_at(self._now(plan, link.other), link.end) == meets:
+                    continue
+                options = self._agreeing(link.other, link.end, meets)
+                if options:
+                    changed[link.other] = self._most_agreeing(link.other, options, changed, plan, together, random)
+                    waiting.append(link.other)
+        return changed
+
+    def _may_follow(self, link: Link, held: frozenset[str]) -> bool:
+        key = link.other if link.end.kind == "input" else self.space.representative(link.other)
+        return key in self._open and (not held or held.isdisjoint(self.space.equals.get(key, (key,))))
+
+    @cached_property
+    def _open(self) -> frozenset[str]:
+        return frozenset((*self.space.operators, *self.space.stored, *self.space.fed))
+
+    def _most_agreeing(
+        self, name: str, options: Sequence[Option], changed: Mapping[str, Option], plan: Plan, together: bool,
+        random: Random,
+    ) -> Option:  # fmt: skip
+        """Of some of these options, one with the fewest redistributions around it."""
+        if len(options) == 1:
+            return options[0]
+        looked_at = options if len(options) <= _LOOKED_AT else random.sample(options, _LOOKED_AT)
+        links = self._links(name, together)
+        around = [
+            (link.own, placement_at(changed.get(link.other) or self._now(plan, link.other), link.end)) for link in links
+        ]
+        agreeing = [sum(placement_at(option, own) == met for own, met in around) for option in looked_at]
+        most = max(agreeing)
+        return random.choice([option for option, count in zip(looked_at, agreeing, strict=True) if count == most])
+
+    def _links(self, name: str, together: bool) -> Sequence[Link]:
+        return self._shared_links(name) if together else self.space.links(name)
+
+    def _shared_links(self, name: str) -> Sequence[Link]:
+        """What all that a representative stands for meet, by representatives."""
+        if name not in self._shared:
+            found: dict[Link, None] = {}
+            for equal in self.space.equals.get(name, (name,)):
+                for link in self.space.links(equal):
+                    other = link.other if link.end.kind == "input" else self.space.representative(link.other)
+                    if other != name:
+                        found[link._replace(other=other)] = None
+            self._shared[name] = tuple(found)
+        return self._shared[name]
+
+    @cached_property
+    def _shared(self) -> dict[str, Sequence[Link]]:
+        return {}
+
+    # Changes ----------------------------------------
+
+    def _change(self, plan: Plan, first: str, found: Mapping[str, Option], together: bool) -> Change:
+        nodes: dict[str, NodePlan] = {}
+        storage: dict[str, Storage] = {}
+        inputs: dict[str, Placement] = {}
+        for name, option in found.items():
+            for equal in self.space.equals.get(name, (name,)) if together else (name,):
+                if isinstance(option, NodePlan):
+                    nodes[equal] = option
+                elif isinstance(option, Storage):
+                    storage[equal] = option
+                else:
+                    inputs[equal] = option
+        return Change(self._kind_of(plan, first, found[first]), first, nodes, storage, inputs)
+
+    def _kind_of(self, plan: Plan, name: str, option: Option) -> str:
+        if isinstance(option, Storage):
+            return STORAGE
+        if not isinstance(option, NodePlan):
+            return INPUT
+        before, operands = plan.nodes[name], self.space.graph.node_by_name[name].operands
+        read = zip(operands, before.operands, option.operands, strict=True)
+        if any(old != new and tensor in plan.storage for tensor, old, new in read):
+            return PARAMETER
+        pairs = zip((*before.operands, *before.results), (*option.operands, *option.results), strict=True)
+        return SAMPLE if any(_cuts_samples(old) != _cuts_samples(new) for old, new in pairs) else ATTRIBUTE
+
+    def _recomputing(self, plan: Plan, random: Random) -> Change:
+        """Blocks' modules of one kind, all of them or one's, are added or taken away."""
+        blocks = random.choice(self.space.recomputable)
+        chosen = blocks if random.random() >= _ALONE else (random.choice(blocks),)
+        modules = [module for group in chosen for module in group]
+        again = set(plan.recompute)
+        if again.issuperset(modules):
+            kept = tuple(module for module in plan.recompute if module not in modules)
+        else:
+            kept = (*(m for m in plan.recompute if not _is_inside(m, modules)), *(m for m in modules if m not in again))
+            kept = tuple(m for m in kept if not _is_inside(m, [other for other in kept if other != m]))
+        return Change(RECOMPUTE, modules[0], recompute=kept)
+
+
+def placement_at(option: Option, end: End) -> Placement:
+    """What an option leaves, reads, stores or feeds there."""
+    if isinstance(option, NodePlan):
+        return (option.results if end.kind == "result" else option.operands)[end.position]
+    return option.placement if isinstance(option, Storage) else option
+
+
+def _fits(option: Option, end: End, placement: Placement) -> bool:
+    """Whether it meets a placement: what is stored whole is read as I or R alike."""
+    own = placement_at(option, end)
+    return own == placement or (end.kind == "stored" and all(map(_is_whole_alike, own, placement)))
+
+
+def _is_whole_alike(stored: Type, used: Type) -> bool:
+    return stored == used or (stored.kind in "IR" and used.kind in "IR")
+
+
+def _cuts_samples(placement: Placement) -> tuple[bool, ...]:
+    return tuple(type_.kind == "S" and type_.dim == 0 for type_ in placement)
+
+
+def _is_inside(module: str, others: Sequence[str]) -> bool:
+    return any(module == other or module.startswith(f"{other}.") for other in others)
+
+
+__all__ = ["Modules", "Proposals"]

@@ -1,0 +1,221 @@
+"""soap: a plan, the simulator → a plan that is no slower, and how it was found (FlexFlow's MCMC over SOAP dims).
+
+    from each start a chain (`annealing`)  →  the best plan of all  →  taken back, what hardly gains  →  report
+
+A start that does not fit is let find its way to memory that does. Nothing slower than the first start that fits is ever
+returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from random import Random
+from typing import NamedTuple
+
+from autopar.ir.placement import format_placement
+from autopar.ir.plan import Move, NodePlan, Plan, Refinement, Storage
+from autopar.ir.text import storage_text
+from autopar.soap.annealing import Chain, Jump, Scored, Watch, World, anneal, joined_trace
+from autopar.soap.proposals import INPUT, RECOMPUTE, STORAGE, Option
+from autopar.soap.space import Change, Space
+
+RESOLUTION = 0.001
+"""Of a step: what no profile tells apart is not worth a decision that differs."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Proposals over all chains, seconds as a safeguard (results depend on the machine where these end a chain), and
+    the seed of all chance."""
+
+    proposals: int
+    seconds: float
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a chain begins."""
+
+    name: str
+    world: World
+    plan: Plan
+
+
+class Found(NamedTuple):
+    """The best plan, and the world that it is of."""
+
+    world: World
+    plan: Plan
+
+
+def refine(
+    starts: Sequence[Start], budget: Budget, jumps: Mapping[str, Jump] | None = None,
+    watch: Watch | None = None,
+) -> tuple[Found, Refinement]:  # fmt: skip
+    """The best plan that chains from the starts find, and how; the first start's plan, where none is faster.
+
+    The budget is shared equally. What the best differs in from the first start is in the report. jumps: further
+    proposals, by kind; they may lead to other worlds.
+    """
+    began = time.monotonic()
+    random = Random(budget.seed)
+    chains: list[Chain] = []
+    for start in starts:
+        deadline = began + budget.seconds * (len(chains) + 1) / len(starts)
+        count = max(1, budget.proposals // len(starts))
+        chains.append(anneal(start.world, start.plan, count, deadline, Random(random.random()), jumps, watch))
+        if chains[-1].stop_reason == "interrupted":
+            break
+    ends = [chains[0].first, *(chain.best for chain in chains)]
+    number = min(range(len(ends)), key=lambda n: (not ends[n].fits, ends[n].cost_ns, n))
+    simplest = _Differences(ends[0], ends[number])
+    plan, moves = simplest.taken_back()
+    seconds = time.monotonic() - began
+    report = _report(starts, chains, max(0, number - 1), simplest.best, moves, budget, seconds)
+    return Found(simplest.best.world, plan), report
+
+
+def _report(
+    starts: Sequence[Start], chains: Sequence[Chain], number: int, best: Scored, moves: Sequence[Move], budget: Budget,
+    seconds: float,
+) -> Refinement:  # fmt: skip
+    made, accepted = Counter[str](), Counter[str]()
+    for chain in chains:
+        made.update(chain.tally.made)
+        accepted.update(chain.tally.accepted)
+    return Refinement(
+        start=starts[number].name,
+        before_ns=chains[0].first.cost_ns,
+        after_ns=best.cost_ns,
+        proposals=made.total(),
+        simulated=sum(chain.tally.simulated for chain in chains),
+        seconds=round(seconds, 3),
+        seed=budget.seed,
+        stop_reason="; ".join(dict.fromkeys(chain.stop_reason for chain in chains)),
+        rates={kind: (count, accepted[kind]) for kind, count in sorted(made.items())},
+        starts={s.name: (c.first.cost_ns, c.best.cost_ns) for s, c in zip(starts, chains, strict=False)},
+        trace=joined_trace(chains),
+        moves=tuple(moves),
+    )
+
+
+@dataclass
+class _Differences:
+    """Decisions in which the best plan differs from the first: each is taken back where that loses next to nothing."""
+
+    first: Scored
+    best: Scored
+
+    @property
+    def space(self) -> Space:
+        """Of the best."""
+        return self.best.world.space
+
+    def _is_as_good(self) -> bool:
+        """Whether the first plan fits as well, and no profile tells the two apart."""
+        gained = self.first.cost_ns - self.best.cost_ns
+        return self.first.fits >= self.best.fits and gained <= RESOLUTION * self.first.cost_ns
+
+    @cached_property
+    def _good_enough_ns(self) -> int:
+        """What a plan may cost that differs from the first in less."""
+        gained = self.first.cost_ns - self.best.cost_ns
+        return self.best.cost_ns + min(round(RESOLUTION * self.best.cost_ns), gained // 2)
+
+    def taken_back(self) -> tuple[Plan, list[Move]]:
+        """The best plan without decisions that gain nothing, and what each of the others gains."""
+        if self._is_as_good() or self.best.draft.plan is self.first.draft.plan:
+            self.best = self.first
+            return self.first.draft.plan, []
+        if not self._is_comparable():
+            gain = self.first.cost_ns - self.best.cost_ns
+            return self.space.in_order(self.best.draft), [Move("plan", "jump", 1, *self._outlines(), gain)]
+        kept: list[tuple[Change, int]] = []
+        for change in self._changes():
+            without = self._without(change)
+            if without is not None and without.fits >= self.best.fits and without.cost_ns <= self._good_enough_ns:
+                self.best = without
+            else:
+                kept.append((change, without.cost_ns - self.best.cost_ns if without is not None else 0))
+        moves = [self._move(change, gain) for change, gain in kept]
+        return self.space.in_order(self.best.draft), sorted(moves, key=lambda move: -move.gain_ns)
+
+    def _without(self, change: Change) -> Scored | None:
+        draft = self.space.changed(self.best.draft, change)
+        if draft is None:
+            return None
+        world, limit = self.best.world, draft.plan.memory_limit
+        step_ns = world.score.step_time_ns(draft.plan)
+        return Scored(world, draft, step_ns, not limit or world.score.peak_bytes(draft.plan) <= limit)
+
+    def _is_comparable(self) -> bool:
+        """Whether both are plans of one world with the same branches: decisions can be taken back one by one."""
+        same = self.first.world is self.best.world
+        return same and self.first.draft.plan.forks == self.best.draft.plan.forks
+
+    def _outlines(self) -> tuple[str, str]:
+        return _outline(self.first), _outline(self.best)
+
+    def _changes(self) -> list[Change]:
+        """Back to the first plan, decision by decision: what stands in the same place of equal blocks is one."""
+        before, after = self.first.draft.plan, self.best.draft.plan
+        groups: dict[tuple[str, object, object], list[str]] = {}
+        pairs: list[tuple[Mapping[str, Option], Mapping[str, Option]]]
+        pairs = [(before.nodes, after.nodes), (before.storage, after.storage), (before.inputs, after.inputs)]
+        for old, new in pairs:
+            for name, option in new.items():
+                if old[name] != option:
+                    key = name if name in after.inputs else self.space.representative(name)
+                    groups.setdefault((key, old[name], option), []).append(name)
+        found = [_back(names, option) for (_, option, _), names in groups.items()]
+        if before.recompute != after.recompute:
+            found.append(Change(RECOMPUTE, "recompute", recompute=before.recompute))
+        return found
+
+    def _move(self, change: Change, gain_ns: int) -> Move:
+        before, after = self.first.draft.plan, self.best.draft.plan
+        if change.recompute is not None:
+            old, new = (", ".join(plan.recompute) or "none" for plan in (before, after))
+            return Move(change.name, change.kind, 1, old, new, gain_ns)
+        names = [*change.nodes, *change.storage, *change.inputs]
+        old, new = (option_text(_option(plan, names[0])) for plan in (before, after))
+        return Move(names[0], change.kind, len(names), old, new, gain_ns)
+
+
+def _outline(scored: Scored) -> str:
+    forks = len(scored.draft.plan.forks)
+    return scored.world.outline + (f", {forks} forks" if forks else "")
+
+
+def _back(names: Sequence[str], option: object) -> Change:
+    if isinstance(option, NodePlan):
+        return Change("operator", names[0], nodes=dict.fromkeys(names, option))
+    if isinstance(option, Storage):
+        return Change(STORAGE, names[0], storage=dict.fromkeys(names, option))
+    assert isinstance(option, tuple)
+    return Change(INPUT, names[0], inputs=dict.fromkeys(names, option))
+
+
+def _option(plan: Plan, name: str) -> Option:
+    if name in plan.nodes:
+        return plan.nodes[name]
+    return plan.inputs[name] if name in plan.inputs else plan.storage[name]
+
+
+def option_text(option: Option) -> str:
+    """ "[S(0) R], [R R] -> [S(0) R]": an option as `plan.explain` writes it."""
+    if isinstance(option, NodePlan):
+        return f"{_bracketed(option.operands)} -> {_bracketed(option.results)}"
+    return f"stored {storage_text(option)}" if isinstance(option, Storage) else _bracketed((option,))
+
+
+def _bracketed(placements: Sequence[tuple[object, ...]]) -> str:
+    return ", ".join(f"[{format_placement(placement)}]" for placement in placements)  # type: ignore[arg-type]
+
+
+__all__ = ["Budget", "Start", "refine"]

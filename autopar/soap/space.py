@@ -1,0 +1,297 @@
+"""What a plan may be changed to: the options of every decision, and the plan that follows from a change.
+
+    operator     the strategies that its rules and shapes allow on the mesh: sample, attribute and parameter dims
+    parameter    how it is stored (ZeRO 0 to 3 along each of its dims)
+    input        which slice of it each rank is given
+    modules      whose activations are computed again
+
+Redistributions are no decision: they follow from what producers leave and consumers read, and a change makes anew those
+of the tensors that it touches alone. A change is typed because strategies are, and because a tensor that cannot be
+brought from one placement to another has no plan.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from typing import NamedTuple, Protocol
+
+from autopar.errors import AutoparError
+from autopar.ir.branches import check_forks, homes, in_order
+from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.placement import Placement
+from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
+from autopar.ir.redistribution import Step
+from autopar.ir.verifier import output_placement
+
+Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
+"""The cheapest steps from one placement of a tensor to another; None where there are none."""
+
+Modules = tuple[str, ...]
+
+
+class Twins(Protocol):
+    """Which nodes and tensors stand in the same place of equal blocks: they have one representative."""
+
+    def representative_node(self, name: str) -> str: ...
+    def representative_tensor(self, name: str) -> str: ...
+
+
+class End(NamedTuple):
+    """A place at which a decision touches a tensor: which result or operand of a node; or what is stored, or fed."""
+
+    kind: str  # "result", "operand", "stored" or "input"
+    position: int
+
+
+class Link(NamedTuple):
+    """Two decisions that meet at a tensor: own end, the other's name (a node or tensor) and its end."""
+
+    own: End
+    other: str
+    end: End
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a proposal sets, by name; `recompute` where it sets that. kind: of proposal; name: what it began with."""
+
+    kind: str
+    name: str
+    nodes: Mapping[str, NodePlan] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)
+    inputs: Mapping[str, Placement] = field(default_factory=dict)
+    recompute: Modules | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Draft:
+    """A plan of one stage, with its redistributions by tensor, which is how changes find them."""
+
+    plan: Plan
+    conversions: Mapping[str, tuple[Redistribute, ...]]
+
+
+@dataclass(frozen=True, eq=False)
+class Space:
+    """All plans of a graph on one logical mesh.
+
+    strategies, storages: by representative; what is missing there cannot be chosen. recomputable: groups of modules
+    that are computed again together, of equal blocks one after another.
+    """
+
+    graph: Graph
+    twins: Twins
+    strategies: Mapping[str, tuple[NodePlan, ...]]
+    storages: Mapping[str, tuple[Storage, ...]]
+    inputs: Mapping[str, tuple[Placement, ...]]
+    path: Path
+    recomputable: tuple[tuple[Modules, ...], ...] = ()
+    _ways: dict[tuple[str, Placement, Placement], Redistribute | None] = field(default_factory=dict, repr=False)
+
+    # Decisions ----------------------------------------
+
+    @cached_property
+    def equals(self) -> Mapping[str, tuple[str, ...]]:
+        """By representative: the nodes, or stored tensors, that it stands for, itself first."""
+        found: dict[str, list[str]] = defaultdict(list)
+        for node in self.graph.nodes:
+            found[self.twins.representative_node(node.name)].append(node.name)
+        for stored in self.graph.stored:
+            found[self.twins.representative_tensor(stored.tensor)].append(stored.tensor)
+        return {name: tuple(names) for name, names in found.items()}
+
+    def representative(self, name: str) -> str:
+        """Of a node, or of a stored tensor."""
+        if name in self.graph.node_by_name:
+            return self.twins.representative_node(name)
+        return self.twins.representative_tensor(name)
+
+    @cached_property
+    def operators(self) -> tuple[str, ...]:
+        """The representatives with a choice of strategy."""
+        return _open(self.strategies)
+
+    @cached_property
+    def stored(self) -> tuple[str, ...]:
+        """The representatives with a choice of storage."""
+        return _open(self.storages)
+
+    @cached_property
+    def fed(self) -> tuple[str, ...]:
+        """The inputs with a choice of placement."""
+        return _open(self.inputs)
+
+    def held(self, plan: Plan) -> frozenset[str]:
+        """Nodes and tensors that stay as they are since a branch runs, reads or makes them."""
+        if plan.forks not in self._held:
+            self._held[plan.forks] = frozenset(self._held_by(homes(plan)))
+        return self._held[plan.forks]
+
+    @cached_property
+    def _held(self) -> dict[tuple[Fork, ...], frozenset[str]]:
+        return {(): frozenset()}
+
+    def _held_by(self, names: Iterable[str]) -> Iterable[str]:
+        for name in names:
+            node = self.graph.node_by_name[name]
+            yield name
+            for tensor in node.operands:
+                yield self.graph.producers[tensor].name if tensor in self.graph.producers else tensor
+            for tensor in node.results:
+                yield from (reader.name for reader, _ in self.graph.consumers[tensor])
+
+    def links(self, name: str) -> tuple[Link, ...]:
+        """What a node, stored tensor or input meets at the tensors that it makes or reads."""
+        if name not in self._links:
+            self._links[name] = tuple(self._find_links(name))
+        return self._links[name]
+
+    @cached_property
+    def _links(self) -> dict[str, tuple[Link, ...]]:
+        return {}
+
+    def _find_links(self, name: str) -> Iterable[Link]:
+        node = self.graph.node_by_name.get(name)
+        if node is None:
+            own = End("input" if name in self.graph.inputs else "stored", 0)
+            yield from self._read_by(name, own, name)
+            return
+        for position, tensor in enumerate(node.results):
+            yield from self._read_by(tensor, End("result", position), name)
+        for position, tensor in enumerate(node.operands):
+            own = End("operand", position)
+            producer = self.graph.producers.get(tensor)
+            if producer is not None:
+                yield Link(own, producer.name, End("result", producer.results.index(tensor)))
+            else:
+                yield Link(own, tensor, End("input" if tensor in self.graph.inputs else "stored", 0))
+
+    def _read_by(self, tensor: str, own: End, name: str) -> Iterable[Link]:
+        for reader, position in self.graph.consumers[tensor]:
+            if reader.name != name:
+                yield Link(own, reader.name, End("operand", position))
+
+    # Plans ----------------------------------------
+
+    def draft(self, plan: Plan) -> Draft:
+        """A plan, ready to be changed. Its redistributions stay as they are."""
+        found: dict[str, list[Redistribute]] = defaultdict(list)
+        for item in plan.redistributes:
+            found[item.tensor].append(item)
+        return Draft(plan, {name: tuple(items) for name, items in found.items()})
+
+    def changed(self, draft: Draft, change: Change) -> Draft | None:
+        """The draft with a change, itself where that sets nothing; None where a tensor cannot be brought to where it is
+        read."""
+        plan = draft.plan
+        if change.recompute is not None:
+            plan = replace(plan, recompute=change.recompute)
+        if not (change.nodes or change.storage or change.inputs):
+            if plan is draft.plan:
+                return draft
+            return Draft(plan, draft.conversions) if self._may_branch(plan) else None
+        nodes, storage = {**plan.nodes, **change.nodes}, {**plan.storage, **change.storage}
+        inputs = {**plan.inputs, **change.inputs}
+        conversions = dict(draft.conversions)
+        for tensor in self._touched(change):
+            found = self._conversions(plan, tensor, nodes, storage, inputs)
+            if found is None:
+                return None
+            conversions[tensor] = found
+        every = tuple(chain.from_iterable(conversions.values()))
+        plan = replace(plan, nodes=nodes, storage=storage, inputs=inputs, redistributes=every)
+        return Draft(plan, conversions) if self._may_branch(plan) else None
+
+    def admits(self, plan: Plan) -> bool:
+        """Whether every decision of a plan is one of the options here; of what is in a branch, or has no other option,
+        any."""
+        held, inputs = self.held(plan), self.inputs
+        return (
+            all(placed in self.strategies[self.representative(n)] for n, placed in plan.nodes.items() if n not in held)
+            and all(kept in self.storages[self.representative(n)] for n, kept in plan.storage.items() if n not in held)
+            and all(placed in inputs[name] for name, placed in plan.inputs.items())
+        )
+
+    def redistributed(self, plan: Plan) -> Plan | None:
+        """The plan with the redistributions that its decisions need; None where something cannot be brought to where it
+        is read."""
+        found: list[Redistribute] = []
+        for tensor in self.graph.tensors:
+            ways = self._conversions(plan, tensor, plan.nodes, plan.storage, plan.inputs)
+            if ways is None:
+                return None
+            found += ways
+        return replace(plan, redistributes=tuple(found))
+
+    def _may_branch(self, plan: Plan) -> bool:
+        """Whether its branches may be beside what else the plan does."""
+        if not plan.forks:
+            return True
+        try:
+            check_forks(self.graph, plan)
+        except AutoparError:
+            return False
+        return True
+
+    def _touched(self, change: Change) -> Iterable[str]:
+        found = dict.fromkeys((*change.storage, *change.inputs))
+        for name in change.nodes:
+            node = self.graph.node_by_name[name]
+            found.update(dict.fromkeys((*node.operands, *node.results)))
+        return found
+
+    def _conversions(
+        self, plan: Plan, tensor: str, nodes: Mapping[str, NodePlan], storage: Mapping[str, Storage],
+        inputs: Mapping[str, Placement],
+    ) -> tuple[Redistribute, ...] | None:  # fmt: skip
+        """From what a tensor is made, stored or fed as to each placement that it is read in."""
+        producer = self.graph.producers.get(tensor)
+        if producer is not None:
+            source = nodes[producer.name].results[producer.results.index(tensor)]
+        else:
+            source = inputs[tensor] if tensor in inputs else storage[tensor].placement
+        wanted = {nodes[reader.name].operands[position]: None for reader, position in self.graph.consumers[tensor]}
+        if tensor in self._leaving:
+            wanted[output_placement(self.graph, plan, tensor)] = None
+        found = []
+        for target in wanted:
+            if target != source:
+                way = self._way(tensor, source, target)
+                if way is None:
+                    return None
+                found.append(way)
+        return tuple(found)
+
+    @cached_property
+    def _leaving(self) -> frozenset[str]:
+        return frozenset((*self.graph.returned, *self.graph.mutations.values()))
+
+    def _way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
+        """One object for equal redistributions, so that what is the same in two plans is seen at once."""
+        key = tensor, source, target
+        if key not in self._ways:
+            steps = self.path(self.graph.tensors[tensor], source, target)
+            self._ways[key] = None if steps is None else Redistribute(tensor, target, steps)
+        return self._ways[key]
+
+    def in_order(self, draft: Draft) -> Plan:
+        """The draft's plan, with its redistributions in the order in which they are read."""
+        rank: dict[tuple[str, Placement], int] = {}
+
+        def read(node: Node) -> None:
+            for pair in zip(node.operands, draft.plan.nodes[node.name].operands, strict=True):
+                rank.setdefault(pair, len(rank))
+
+        for node in in_order(self.graph, draft.plan):
+            read(node)
+        last = len(rank)
+        items = sorted(draft.plan.redistributes, key=lambda item: rank.get((item.tensor, item.target), last))
+        return replace(draft.plan, redistributes=tuple(items))
+
+
+def _open(options: Mapping[str, Sequence[object]]) -> tuple[str, ...]:
+    return tuple(name for name, found in options.items() if len(found) > 1)

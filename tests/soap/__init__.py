@@ -1,0 +1,1 @@
+"""The SOAP search: its space, its chain, its report."""
