@@ -365,7 +365,7 @@ function timeline(plan, state, actions) {
       button('+', 'zoom in', () => view.zoom(0.5)), button('−', 'zoom out', () => view.zoom(2)), button('◂', 'earlier', () => view.pan(-0.3)), button('▸', 'later', () => view.pan(0.3)),
       button('whole step', 'show the whole step', () => actions.range(null)), button('a few passes', 'show a few passes in the middle', () => view.zoomToPasses()),
       el('span', { class: 'window note' }),
-      el('span', { class: 'note' }, 'Drag to move; ctrl and wheel, or the wheel after a click, to zoom; double-click fills the window with a pass.')),
+      el('span', { class: 'note' }, 'Drag to move; ctrl and wheel, or the wheel after a click, to zoom; double-click fills the window with a pass. plan.timeline().save("trace.json") writes it for Perfetto.')),
     view.element, timelineLegend(plan), laneTable(plan));
 }
 
