@@ -84,7 +84,7 @@ def photograph(page: Path, picture: Path) -> None:
             driver.quit()
     picture.parent.mkdir(parents=True, exist_ok=True)
     with Image.open(io.BytesIO(base64.b64decode(shot["data"]))) as image:
-        image.convert("RGB").quantize(96).save(picture, optimize=True)
+        image.convert("RGB").quantize(256, Image.Quantize.MAXCOVERAGE).save(picture, optimize=True)
 
 
 def main() -> None:

@@ -145,7 +145,8 @@ function redraw(id, key, typed) {
 
 function tellWindow() {
   const [begin, end] = state.range;
-  document.querySelectorAll('.window').forEach((node) => { node.textContent = `${time(begin)} to ${time(end)}`; });
+  const text = (ns) => scaleText(ns, (end - begin) / 100);
+  document.querySelectorAll('.window').forEach((node) => { node.textContent = `${text(begin)} to ${text(end)}, ${time(end - begin)} long`; });
 }
 
 function render() {

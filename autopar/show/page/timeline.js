@@ -259,7 +259,7 @@ class Timeline {
 
   tipText({ row, at, tasks, number, begin, label }) {
     const where = `${laneName(this.plan, this.picture.lanes[row.lane])}, ${ranksText(this.picture.lanes[row.lane].ranks)}, ${row.stream.name.replaceAll('_', ' ')}`;
-    if (!tasks) return [el('b', {}, 'idle'), el('div', {}, `at ${time(at)}`), el('div', { class: 'note' }, where)];
+    if (!tasks) return [el('b', {}, 'idle'), el('div', {}, `at ${grouped(at)} ns`), el('div', { class: 'note' }, where)];
     const [start, end] = [tasks.starts[number], tasks.ends[number]];
     const micro = this.picture.labels[label];
     return [

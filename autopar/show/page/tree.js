@@ -207,6 +207,11 @@ function treeKey(event, actions) {
   event.preventDefault();
 }
 
+// A dotted name that may go on in the next line after a dot.
+function breakable(name) {
+  return name.split(/(?<=\.)/).map((text) => [text, el('wbr')]);
+}
+
 // What a row of the tree says in full.
 function details(plan, key) {
   const found = [...walk(plan.tree)].find((item) => item.key === key);
@@ -214,7 +219,7 @@ function details(plan, key) {
   const { row, module } = found;
   const layout = plan.layouts[row.layout];
   return el('div', {},
-    el('h3', {}, row.kind === 'parameter' ? row.name : `${module.path ? `${module.path}: ` : ''}${row.label}`),
+    el('h3', {}, breakable(row.kind === 'parameter' ? row.name : `${module.path ? `${module.path}: ` : ''}${row.label}`)),
     el('p', { class: 'note' }, [row.kind === 'operator' ? `operator ${row.name}` : row.kind === 'received' ? 'made by another stage' : row.kind,
       row.type, row.source, row.at && `runs at ${row.at} alone`, row.note].filter(Boolean).join(' · ')),
     el('dl', {}, facts(row, layout)),
