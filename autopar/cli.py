@@ -1,4 +1,4 @@
-"""The `autopar` command: plan, show, explain, diff, simulate, emit, run, verify and profile."""
+"""The `autopar` command: plan, show, explain, diff, report, simulate, emit, run, verify and profile."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import rich
 import torch
 
 from autopar.cost import load_profile, measure_profile
@@ -27,7 +28,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.text import prediction_text, time_text
-from autopar.pipeline import parallelize, template_plan, timeline_of, verify
+from autopar.pipeline import parallelize, template_plan, timeline_of, verify, with_timeline
 from autopar.simulate import predict
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
@@ -103,6 +104,11 @@ def _reading(commands: Any) -> None:
             command.add_argument("pattern", help="module path or parameter name; * matches anything")
         if name == "diff":
             command.add_argument("other", type=Path)
+    report = _command(commands, "report", _report, "write a page that shows a plan, or two side by side")
+    report.add_argument("plan", type=Path)
+    _model(report, optional="; with it the page has the timeline, memory over time and traffic by axis")
+    report.add_argument("-o", "--output", type=Path, default=Path("plan.html"))
+    report.add_argument("--compare", type=Path, metavar="OTHER", help="another plan of the model, beside the first")
 
 
 def _with_model(commands: Any) -> None:
@@ -127,8 +133,9 @@ def _command(commands: Any, name: str, function: Any, text: str) -> argparse.Arg
     return parser
 
 
-def _model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", help="module:config, where module has build(config) and example_inputs(config)")
+def _model(parser: argparse.ArgumentParser, optional: str = "") -> None:
+    text = "module:config, where module has build(config) and example_inputs(config)"
+    parser.add_argument("model", nargs="?" if optional else None, help=text + optional)
     parser.add_argument("--meta", action="store_true", help="build without weights (for models that do not fit here)")
 
 
@@ -240,7 +247,22 @@ def _template(text: str | None) -> dict[str, Any] | None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    print(Plan.load(options.plan))
+    """Tables on a terminal; elsewhere the plain text, which other programs may read."""
+    plan = Plan.load(options.plan)
+    if sys.stdout.isatty():
+        rich.print(plan)
+    else:
+        print(plan)
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    plans = [Plan.load(path) for path in (options.plan, options.compare) if path is not None]
+    if options.model:
+        model, inputs = load_model(options.model, options.meta)
+        plans = [with_timeline(plan, model, inputs) for plan in plans]
+    plans[0].report(options.output, *plans[1:])
+    print(f"written to {options.output}; open it in a browser")
     return 0
 
 

@@ -231,17 +231,28 @@ def _fitted(place: Place) -> Plan:
 
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
-    graph = _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision))
-    verifier.verify(graph_of(plan, graph), plan, admits)
+    _verified_graph(plan, model, example_inputs, loss_fn)
 
 
 def timeline_of(
     plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
 ) -> Timeline:
     """The simulated step of a plan that was read from a file. Raises like `verify`."""
+    return simulated_step(_verified_graph(plan, model, example_inputs, loss_fn), plan)
+
+
+def with_timeline(
+    plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
+) -> Plan:
+    """A plan that was read from a file, with what `plan.timeline()` needs of the model. Raises like `verify`."""
+    return _with_simulator(plan, _verified_graph(plan, model, example_inputs, loss_fn))
+
+
+def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Graph:
+    """The graph that a plan is for, which it fits."""
     graph = graph_of(plan, _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)))
     verifier.verify(graph, plan, admits)
-    return simulated_step(graph, plan)
+    return graph
 
 
 def _with_simulator(plan: Plan, graph: Graph) -> Plan:

@@ -54,8 +54,8 @@ program = autopar.parallelize(model, mesh, batch, constraints=[autopar.Constrain
 print(program.plan)
 
 # %% [markdown]
-# Every line of this is explained in the notebook *reading a plan*. In short: what one step is predicted to take, what a
-# device has to hold, what it sends, and for each parameter how the two ranks keep it and use it.
+# Every line of this is explained in the notebook *reading a plan*. In short: what one step is predicted to take, what
+# a device has to hold, what it sends, and for each parameter how the two ranks keep it and use it.
 #
 # ## Against plans that people write by hand
 #

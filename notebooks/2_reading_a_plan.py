@@ -61,7 +61,8 @@ print(plan)
 # | `I` | everything | everything |
 # | `P` | a summand | everything |
 #
-# Stored `I`, used `R` is data parallelism; stored `S`, used `R` is ZeRO; used `S(0)` and then `S(1)` is Megatron's pair.
+# Stored `I`, used `R` is data parallelism; stored `S`, used `R` is ZeRO; used `S(0)` and then `S(1)` is Megatron's
+# pair.
 #
 # ## Memory over the step
 #
@@ -90,8 +91,8 @@ plt.show()
 #
 # ## Who waits for whom
 #
-# The simulator plays computation and communication on streams of their own. Where a collective runs beside
-# computation it costs nothing; where computation stands still for it, the plan calls it *exposed*.
+# The simulator plays computation and communication on streams of their own. Where a collective runs beside computation
+# it costs nothing; where computation stands still for it, the plan calls it *exposed*.
 
 # %%
 COLOURS = {
@@ -155,23 +156,23 @@ print({path.name: f"{path.stat().st_size / 1e3:.0f} kB" for path in folder.iterd
 print(plan.explain("layers.0.mlp.up"))
 
 # %% [markdown]
-# The same as a picture: the cheapest other way for some parameters, with everything else as it is. Bars are what a step
-# would take longer; the labels say what it would be.
+# The same as a picture: the cheapest other way for some parameters, with everything else as it is. Bars are what a
+# step would take longer; the labels say what it would be.
 
 # %%
 names = [f"layers.0.{name}.weight" for name in ("attention.query", "attention.output", "mlp.up", "mlp.down")]
 graph_name = {name: tensor for tensor, name in plan.parameters.items()}
 choices = {choice.name: choice for choice in plan.choices if choice.kind == "stored"}
 rows = [
-    (name.removeprefix("layers.0."), other)
-    for name in names
-    for other in choices[graph_name[name]].alternatives[:3]
+    (name.removeprefix("layers.0."), other) for name in names for other in choices[graph_name[name]].alternatives[:3]
 ]
 figure, axes = plt.subplots(figsize=(9, 4), layout="constrained")
 positions = range(len(rows))
 bars = axes.barh(positions, [other.extra_ns / 1e6 for _, other in rows])
 axes.bar_label(bars, [f" {other.option}, {other.extra_bytes / 1e9:+.2f} GB" for _, other in rows], fontsize=8)
-axes.set(yticks=positions, yticklabels=[name for name, _ in rows], xlabel="longer step, ms, in all equal layers together")
+axes.set(
+    yticks=positions, yticklabels=[name for name, _ in rows], xlabel="longer step, ms, in all equal layers together"
+)
 axes.margins(x=0.5)
 axes.invert_yaxis()
 axes.set_title("What the next best choices would cost")
@@ -189,8 +190,8 @@ print(plan.diff(by_hand))
 # %% [markdown]
 # ## A plan of several stages
 #
-# Pipeline stages show as lanes of their own. In these, a microbatch goes down the stages and its gradient comes back up;
-# white is time in which a stage waits, the *bubble*.
+# Pipeline stages show as lanes of their own. In these, a microbatch goes down the stages and its gradient comes back
+# up; white is time in which a stage waits, the *bubble*.
 
 # %%
 stages = autopar.template_plan(

@@ -8,6 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,15 +21,26 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds --refresh-golden."""
+    """Adds --refresh-golden and --substitutions."""
     parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/ with what tests print")
+    parser.addoption("--substitutions", action="store_true", help="search plans over substituted graphs, too")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses --refresh-golden where nobody would read the difference."""
     _take_the_shipped_profile_of_cpus()
+    if config.getoption("--substitutions"):
+        _search_over_substitutions()
     if config.getoption("--refresh-golden") and os.environ.get("CI"):
         raise pytest.UsageError("--refresh-golden is for people, who read what changed; CI only compares")
+
+
+def _search_over_substitutions() -> None:
+    """Whatever searches by default also looks for equal graphs, plans them, and takes the fastest."""
+    from autopar import pipeline
+
+    budgets = pipeline._BUDGETS
+    budgets["default"] = replace(budgets["default"], substitutions=True)
 
 
 def _take_the_shipped_profile_of_cpus() -> None:

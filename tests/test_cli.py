@@ -118,8 +118,8 @@ def test_simulate_takes_plans_of_several_stages(tmp_path: Path, capsys: pytest.C
     printed = capsys.readouterr().out
     assert "bubble" in printed and "exposed     send" in printed
     events = json.loads(trace.read_text())["traceEvents"]
-    lanes = {(e["pid"], e["args"]["name"]) for e in events if e["ph"] == "M"}
-    assert {(0, "rank 0"), (1, "rank 1"), (0, "compute"), (1, "compute"), (0, "send intra_node")} <= lanes
+    lanes = {(e["pid"], e["args"]["name"]) for e in events if e["name"] in ("process_name", "thread_name")}
+    assert {(1, "rank 0"), (1, "compute"), (1, "send intra_node"), (3, "rank 1"), (3, "compute")} <= lanes
     assert cli.main(["emit", "models.gpt", str(file), "-o", str(tmp_path / "out")]) == 0
     assert "class Program(rt.Pipeline)" in (tmp_path / "out" / "program.py").read_text()
 

@@ -16,7 +16,7 @@ SCREEN_LINES = 48
 MAX_SHOWN = 4
 _HEADER = """Each decision with the cheapest others, and what these add to a step. An operator and the parameters that
 it is the first to read go together; every other decision stays as it is."""
-PENALTY_NS = 10**11  # more than any step: the price of a constraint's preference
+PENALTY_NS = 10**11  # more than all but the longest steps: below the price of a constraint's preference
 
 
 Decision = tuple[str, Choice | None]
@@ -48,7 +48,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
         lines.append(f"Computed again in the backward pass, but for what enters it: {_some(again)}")
     lines += rewritten
     for line, choice in found:
-        lines += _with_alternatives(line, choice, min(shown, MAX_SHOWN))
+        lines += _with_alternatives(plan, line, choice, min(shown, MAX_SHOWN))
     return "\n".join([*lines, *conversions])
 
 
@@ -61,13 +61,13 @@ def _some(paths: list[str]) -> str:
     return ", ".join(paths) if len(paths) < 4 else f"{paths[0]} … {paths[-1]} ({len(paths)} modules)"
 
 
-def _with_alternatives(line: str, choice: Choice | None, shown: int) -> Iterator[str]:
+def _with_alternatives(plan: Plan, line: str, choice: Choice | None, shown: int) -> Iterator[str]:
     """The decision and lines for its alternatives, or, where a screen has no room for them, the best one beside it."""
     if choice is None or not choice.alternatives:
         yield line
         return
     together = f"  ×{choice.count}" if choice.count > 1 else ""
-    prices = [_price(item) for item in choice.alternatives]
+    prices = [_price(plan, item) for item in choice.alternatives]
     if shown < 1:
         yield f"{line}{together} | {prices[0]}"
         return
@@ -78,10 +78,15 @@ def _with_alternatives(line: str, choice: Choice | None, shown: int) -> Iterator
         yield f"    and {hidden} more"
 
 
-def _price(item: Alternative) -> str:
+def is_against_constraint(plan: Plan, item: Alternative) -> bool:
+    """Whether what it costs more is a constraint's preference; never said where a step may cost as much."""
+    return item.extra_ns > PENALTY_NS > 10 * plan.predicted.step_time_ns
+
+
+def _price(plan: Plan, item: Alternative) -> str:
     """ "+18.3 µs, −360 kB: [S(0)]": time a step and memory a device, of all the equal blocks together."""
     time = _signed(item.extra_ns, time_text(abs(item.extra_ns)))
-    price = "against a constraint" if item.extra_ns > PENALTY_NS else time
+    price = "against a constraint" if is_against_constraint(plan, item) else time
     memory = f", {_signed(item.extra_bytes, bytes_text(abs(item.extra_bytes)))}" if item.extra_bytes else ""
     return f"{price}{memory}: {item.option}"
 
@@ -188,4 +193,4 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
 
 
-__all__ = ["explain_text", "first_twin", "node_twins", "with_own_choices"]
+__all__ = ["explain_text", "first_twin", "is_against_constraint", "node_twins", "with_own_choices"]

@@ -11,12 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
 
 
 @dataclass(frozen=True)
@@ -301,6 +304,18 @@ class Plan:
         from autopar.ir.text import plan_text
 
         return plan_text(self)
+
+    def __rich__(self) -> RenderableType:
+        """Tables, for `rich.print(plan)` and consoles that show objects with rich."""
+        from autopar.show.tables import plan_tables
+
+        return plan_tables(self)
+
+    def _repr_html_(self) -> str:
+        """The card that notebooks show."""
+        from autopar.show.card import card
+
+        return card(self)
 
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` of it is equal, and writes the same bytes again."""

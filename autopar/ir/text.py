@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import format_placement
@@ -22,6 +22,7 @@ def plan_text(plan: Plan) -> str:
         f"  search      {search.method}, {search.stop_reason}: cost {time_text(search.cost_ns)}, "
         f"lower bound {time_text(search.lower_bound_ns)}, {search.seconds:.1f} s",
     ]
+    lines += [f"  refined     {refined}"] if (refined := refinement_text(plan)) else []
     lines += [f"  instead     {'; '.join(others)}"] if (others := runners_up(plan)) else []
     replicated = [op for op, source in plan.coverage.items() if source.startswith("replicated")]
     lines.append(
@@ -39,6 +40,19 @@ def plan_text(plan: Plan) -> str:
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return "\n".join([*lines, *placements])
+
+
+def refinement_text(plan: Plan) -> str:
+    """ "17.6 ms → 17.2 ms by 4 changes that MCMC kept of 1,000 proposals": what came of the refinement, if anything."""
+    refined = plan.search.refinement
+    if refined is None or not refined.moves:
+        return ""
+    count = len(refined.moves)
+    changes = f"{count} changes" if count > 1 else "a change"
+    return (
+        f"{time_text(refined.before_ns)} → {time_text(refined.after_ns)} by {changes} that MCMC kept of "
+        f"{refined.proposals:,} proposals"
+    )
 
 
 def substitutions_text(plan: Plan) -> str:
@@ -176,19 +190,39 @@ def _inputs(plan: Plan) -> list[str]:
     return ["  input " + ", ".join(texts)]
 
 
-def _parameters(plan: Plan) -> list[str]:
-    """One line for each distinct parameter: numbered blocks with equal storage are folded."""
-    rows: dict[tuple[str, str], dict[str, None]] = {}
+class ParameterRow(NamedTuple):
+    """Parameters of numbered blocks that are stored and used alike: "layers.*.weight", how many, how."""
+
+    name: str
+    times: int
+    storage: Storage
+    used: tuple[str, ...]
+
+
+def parameter_rows(plan: Plan) -> list[ParameterRow]:
+    """Each distinct parameter, in the order of the stages that keep it."""
+    rows: dict[tuple[str, Storage, tuple[str, ...]], dict[str, None]] = {}
     for part in plan.parts:
         uses = used_placements(part)
         for tensor, name in plan.parameters.items():
             if tensor in part.storage:
-                text = f"{storage_text(part.storage[tensor])} → {' | '.join(sorted(uses.get(tensor, {'unused'})))}"
-                rows.setdefault((_folded(name), text), {})[name] = None
-    shown = [(name if len(names) > 1 else min(names), text, len(names)) for (name, text), names in rows.items()]
-    width = max([len(name) for name, _, _ in shown] or [0]) + 1
+                used = tuple(sorted(uses.get(tensor, {"unused"})))
+                rows.setdefault((_folded(name), part.storage[tensor], used), {})[name] = None
+    return [
+        ParameterRow(name if len(names) > 1 else min(names), len(names), storage, used)
+        for (name, storage, used), names in rows.items()
+    ]
+
+
+def _parameters(plan: Plan) -> list[str]:
+    """One line for each distinct parameter: numbered blocks with equal storage are folded."""
+    counts: dict[tuple[str, str], int] = {}
+    for row in parameter_rows(plan):
+        text = f"{storage_text(row.storage)} → {' | '.join(row.used)}"
+        counts[row.name, text] = counts.get((row.name, text), 0) + row.times
+    width = max([len(name) for name, _ in counts] or [0]) + 1
     header = f"  {'parameter'.ljust(width)} stored → used"
-    return [header, *(f"  {name.ljust(width)} {text}{_times(count)}" for name, text, count in shown)]
+    return [header, *(f"  {name.ljust(width)} {text}{_times(count)}" for (name, text), count in counts.items())]
 
 
 def _times(count: int) -> str:
@@ -316,9 +350,11 @@ def bytes_text(count: int) -> str:
 
 
 __all__ = [
+    "ParameterRow",
     "axes_text",
     "bytes_text",
     "diff_text",
+    "parameter_rows",
     "plan_text",
     "prediction_text",
     "stage_blocks",

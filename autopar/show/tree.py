@@ -12,14 +12,25 @@ from functools import cached_property
 from typing import Any
 
 from autopar.ir.branches import homes
-from autopar.ir.explain import first_twin, node_twins, with_own_choices
+from autopar.ir.explain import first_twin, is_against_constraint, node_twins, with_own_choices
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Choice, Plan, Redistribute
+from autopar.ir.redistribution import NOTHING
 from autopar.ir.text import storage_text, used_placements
 
 Data = dict[str, Any]
 
-PLACEMENT_FIELDS = ("stored", "used", "in", "out", "moves", "at", "layout")  # by which rows and folds are compared
+PLACEMENT_FIELDS = (
+    "stored",
+    "note",
+    "used",
+    "in",
+    "out",
+    "moves",
+    "at",
+    "layout",
+)  # by which rows and folds are compared
 
 
 @dataclass(eq=False)
@@ -91,6 +102,8 @@ def _folded(module: _Module, name: str, count: int, stages: frozenset[int], reco
         members = [module.children[member] for member in names]
         together = frozenset[int]().union(*(member.stages for member in members))
         modules.append(_folded(members[0], spans(names), len(members), together, recomputed))
+    if module.path and not module.rows and len(modules) == 1 and count == 1:  # only a name around one other module
+        return modules[0] | {"name": f"{name}.{modules[0]['name']}"}
     return {
         "name": name,
         "path": module.path,
@@ -139,7 +152,7 @@ class _Part:
             yield self.part.parameters.get(tensor, tensor).rpartition(".")[0], self._stored(tensor)
 
     def _row(self, kind: str, tensor: str, name: str, label: str, choice: Choice | None) -> Data:
-        moves, decided = self.moves.get(tensor, []), None if choice is None else _choice(choice)
+        moves, decided = self.moves.get(tensor, []), None if choice is None else _choice(self.part, choice)
         type_ = self.part.types.get(tensor, "")
         return {
             "kind": kind, "name": name, "label": label, "type": type_, "layout": self.layout, "moves": moves,
@@ -190,25 +203,28 @@ class _Part:
     @cached_property
     def _first_twin(self) -> dict[str, str]:
         named = {name: tensor for tensor, name in self.part.parameters.items()}
-        return {tensor: first_twin(self.part, tensor, named) for tensor in named} if self.choices else {}
+        tensors = self.part.parameters if self.choices else ()
+        return {tensor: first_twin(self.part, tensor, named) for tensor in tensors}
 
 
 def _move(part: Plan, redistribute: Redistribute) -> Data:
     """Steps: the axis, before, after, and the collectives of the forward and the backward pass."""
     steps = []
     for step in redistribute.steps:
-        forward, backward = (transfer.collective or "" for transfer in step.transfers)
-        steps.append([part.axes[step.axis].name, str(step.before), str(step.after), forward, backward])
+        axis = part.axes[step.axis].name
+        forward, backward = (NOTHING, NOTHING) if axis == MICROBATCH else step.transfers
+        steps.append([axis, str(step.before), str(step.after), forward.collective or "", backward.collective or ""])
     return {"to": format_placement(redistribute.target), "steps": steps}
 
 
-def _choice(choice: Choice) -> Data:
+def _choice(part: Plan, choice: Choice) -> Data:
+    """Alternatives: the option, what it costs more in ns and bytes, and whether a constraint is against it."""
     return {
         "count": choice.count,
         "chosen": choice.chosen,
         "cost_ns": choice.cost_ns,
         "num_options": choice.num_options,
-        "alternatives": [list(item) for item in choice.alternatives],
+        "alternatives": [[*item, is_against_constraint(part, item)] for item in choice.alternatives],
     }
 
 

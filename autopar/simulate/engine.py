@@ -26,9 +26,9 @@ Change = tuple[int, int, str, int]
 
 
 class Sent(NamedTuple):
-    """Collectives of one kind along one axis: how many, the bytes that a rank hands to them, and their time."""
+    """Collectives of one kind along one axis: how many times, the bytes that a rank hands to them, and their time."""
 
-    count: int
+    times: int
     num_bytes: int
     duration_ns: int
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from autopar.ir.plan import Breakdown, Prediction
-from autopar.simulate.engine import COMPUTE, Change, Moment, Sent, Task
+from autopar.ir.serialization import write_whole
+from autopar.simulate.engine import Change, Moment, Sent, Task
+from autopar.simulate.perfetto import trace
 from autopar.simulate.picture import picture
 
 Stream = tuple[int, str]  # rank, name
@@ -91,6 +93,16 @@ class Lane:
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(ns, bytes) after each change."""
         return tuple(zip(self._memory.times_ns.tolist(), self._memory.totals.tolist(), strict=True))
+
+    @property
+    def memory_changes(self) -> Iterator[tuple[int, int, str, int]]:
+        """After each change: ns, bytes in all, the kind that changed, and its bytes."""
+        memory, held = self._memory, np.zeros(len(self._memory.times_ns), np.int64)
+        for number in range(len(memory.kinds)):
+            own = memory.numbers == number
+            held[own] = np.cumsum(memory.sizes[own])
+        names = [memory.kinds[number] for number in memory.numbers]
+        yield from zip(memory.times_ns.tolist(), memory.totals.tolist(), names, held.tolist(), strict=True)
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -172,20 +184,12 @@ class Timeline:
         return picture(self)
 
     def to_chrome(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format (microseconds), which Perfetto and chrome://tracing open.
-
-        A process for each lane, with a thread for each of its streams and its memory as a counter.
-        """
-        streams = sorted({event.stream for event in self.events}, key=lambda s: (s[0], s[1] != COMPUTE, s[1]))
-        threads = {stream: number for number, stream in enumerate(streams)}
-        names = [name for lane in self.lanes for name in _lane_names(lane, threads)]
-        spans = [_span(event, threads[event.stream]) for event in self.events if event.end_ns > event.start_ns]
-        samples = [_memory_sample(lane, *sample) for lane in self.lanes for sample in lane.memory]
-        return {"traceEvents": [*names, *spans, *samples], "displayTimeUnit": "ms"}
+        """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open (`simulate.perfetto`)."""
+        return trace(self)
 
     def save(self, path: str | Path) -> None:
-        """Writes the timeline for Perfetto."""
-        Path(path).write_text(json.dumps(self.to_chrome()))
+        """Writes the timeline for Perfetto, whole or not at all."""
+        write_whole(Path(path), json.dumps(self.to_chrome()))
 
 
 def predict(timeline: Timeline) -> Prediction:
@@ -232,33 +236,3 @@ def _columns(changes: Changes, kinds: dict[str, int]) -> tuple[Any, ...]:
         kinds.setdefault(name, len(kinds))
     numbers = [kinds[name] for name in names]
     return tuple(np.array(column, np.int64) for column in (times, sizes, numbers, moments))
-
-
-def _lane_names(lane: Lane, threads: Mapping[Stream, int]) -> list[dict[str, Any]]:
-    first, last = lane.ranks.start, lane.ranks.stop - 1
-    text = f"rank {first}" if first == last else f"ranks {first} to {last}"
-    process = {"ph": "M", "name": "process_name", "pid": first, "tid": 0, "args": {"name": text}}
-    own = [(name, number) for (rank, name), number in threads.items() if rank == first]
-    return [
-        process,
-        *(
-            {"ph": "M", "name": "thread_name", "pid": first, "tid": number, "args": {"name": name}}
-            for name, number in own
-        ),
-    ]
-
-
-def _span(event: Event, thread: int) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "name": event.name,
-        "cat": event.kind,
-        "pid": event.stream[0],
-        "tid": thread,
-        "ts": event.start_ns / 1000,
-        "dur": (event.end_ns - event.start_ns) / 1000,
-    }
-
-
-def _memory_sample(lane: Lane, time_ns: int, size: int) -> dict[str, Any]:
-    return {"ph": "C", "name": "memory", "pid": lane.ranks.start, "ts": time_ns / 1000, "args": {"bytes": size}}

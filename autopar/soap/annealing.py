@@ -42,10 +42,11 @@ class Score(Protocol):
 
 
 class World(NamedTuple):
-    """Plans of one graph on one logical mesh, and what they cost."""
+    """Plans of one graph on one logical mesh, and what they cost; in words, what they have in common."""
 
     space: Space
     score: Score
+    outline: str = ""
 
 
 Jump = Callable[[World, Plan, Random], "tuple[World, Plan] | None"]
@@ -99,6 +100,11 @@ def anneal(
     return _Annealing(world, plan, proposals, deadline, random, jumps or {}, watch).run()
 
 
+def threshold_ns(current_ns: int, temperature_ns: float, uniform: float) -> float:
+    """What a proposal may cost at most to be accepted. uniform: of [0, 1)."""
+    return current_ns - temperature_ns * math.log(1.0 - uniform)
+
+
 class _Annealing:
     def __init__(
         self, world: World, plan: Plan, proposals: int, deadline: float, random: Random, jumps: Mapping[str, Jump],
@@ -140,7 +146,7 @@ class _Annealing:
         if number % length == 0:
             self.current = self.best
         temperature = self.best.cost_ns * HOT * (COLD / HOT) ** (number % length / length)
-        threshold = self.current.cost_ns - temperature * math.log(1.0 - self.random.random())
+        threshold = threshold_ns(self.current.cost_ns, temperature, self.random.random())
         kind, found = self._drawn()
         self.tally.made[kind] += 1
         after = None if found is None else self._within(*found, threshold)
@@ -154,11 +160,14 @@ class _Annealing:
     def _drawn(self) -> tuple[str, tuple[World, Draft] | None]:
         """The kind of a proposal, and the draft after it, if there is one."""
         world, draft, random = self.current.world, self.current.draft, self.random
-        if self.jumps and random.random() < JUMPS:
+        proposals = self._proposals(world.space)
+        if self.jumps and (proposals.is_empty() or random.random() < JUMPS):
             kind = random.choice([*self.jumps])
             found = self.jumps[kind](world, draft.plan, random)
             return kind, None if found is None else (found[0], found[0].space.draft(found[1]))
-        change = self._proposals(world.space).draw(draft, random)
+        if proposals.is_empty():
+            return "nothing", None
+        change = proposals.draw(draft, random)
         after = world.space.changed(draft, change)
         return change.kind, None if after is None or after is draft else (world, after)
 

@@ -39,11 +39,11 @@ class Budget:
 
 @dataclass(frozen=True)
 class Start:
-    """Where a chain begins, and what part of the budget it has."""
+    """Where a chain begins."""
 
     name: str
+    world: World
     plan: Plan
-    share: float
 
 
 class Found(NamedTuple):
@@ -54,21 +54,21 @@ class Found(NamedTuple):
 
 
 def refine(
-    world: World, starts: Sequence[Start], budget: Budget, jumps: Mapping[str, Jump] | None = None,
+    starts: Sequence[Start], budget: Budget, jumps: Mapping[str, Jump] | None = None,
     watch: Watch | None = None,
 ) -> tuple[Found, Refinement]:  # fmt: skip
     """The best plan that chains from the starts find, and how; the first start's plan, where none is faster.
 
-    The plans are of the world's graph; the first is what others are told from in the report. jumps: further proposals,
-    by kind; they may lead to other worlds.
+    The budget is shared equally. What the best differs in from the first start is in the report. jumps: further
+    proposals, by kind; they may lead to other worlds.
     """
     began = time.monotonic()
     random = Random(budget.seed)
     chains: list[Chain] = []
     for start in starts:
-        deadline = began + budget.seconds * min(1.0, sum(s.share for s in starts[: len(chains) + 1]))
-        count = max(1, round(budget.proposals * start.share))
-        chains.append(anneal(world, start.plan, count, deadline, Random(random.random()), jumps, watch))
+        deadline = began + budget.seconds * (len(chains) + 1) / len(starts)
+        count = max(1, budget.proposals // len(starts))
+        chains.append(anneal(start.world, start.plan, count, deadline, Random(random.random()), jumps, watch))
         if chains[-1].stop_reason == "interrupted":
             break
     ends = [chains[0].first, *(chain.best for chain in chains)]
@@ -116,6 +116,11 @@ class _Differences:
         """Of the best."""
         return self.best.world.space
 
+    def _is_as_good(self) -> bool:
+        """Whether the first plan fits as well, and no profile tells the two apart."""
+        gained = self.first.cost_ns - self.best.cost_ns
+        return self.first.fits >= self.best.fits and gained <= RESOLUTION * self.first.cost_ns
+
     @cached_property
     def _good_enough_ns(self) -> int:
         """What a plan may cost that differs from the first in less."""
@@ -124,7 +129,8 @@ class _Differences:
 
     def taken_back(self) -> tuple[Plan, list[Move]]:
         """The best plan without decisions that gain nothing, and what each of the others gains."""
-        if self.best.draft.plan is self.first.draft.plan:
+        if self._is_as_good() or self.best.draft.plan is self.first.draft.plan:
+            self.best = self.first
             return self.first.draft.plan, []
         if not self._is_comparable():
             gain = self.first.cost_ns - self.best.cost_ns
@@ -153,8 +159,7 @@ class _Differences:
         return same and self.first.draft.plan.forks == self.best.draft.plan.forks
 
     def _outlines(self) -> tuple[str, str]:
-        before, after = (scored.draft.plan for scored in (self.first, self.best))
-        return _outline(before), _outline(after)
+        return _outline(self.first), _outline(self.best)
 
     def _changes(self) -> list[Change]:
         """Back to the first plan, decision by decision: what stands in the same place of equal blocks is one."""
@@ -182,9 +187,9 @@ class _Differences:
         return Move(names[0], change.kind, len(names), old, new, gain_ns)
 
 
-def _outline(plan: Plan) -> str:
-    stages = f"{len(plan.stages)} stages, " if plan.stages else ""
-    return f"{stages}{plan.microbatches} microbatches, {len(plan.forks)} forks"
+def _outline(scored: Scored) -> str:
+    forks = len(scored.draft.plan.forks)
+    return scored.world.outline + (f", {forks} forks" if forks else "")
 
 
 def _back(names: Sequence[str], option: object) -> Change:

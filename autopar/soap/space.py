@@ -19,7 +19,8 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, Protocol
 
-from autopar.ir.branches import homes, in_order
+from autopar.errors import AutoparError
+from autopar.ir.branches import check_forks, homes, in_order
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
@@ -190,7 +191,9 @@ class Space:
         if change.recompute is not None:
             plan = replace(plan, recompute=change.recompute)
         if not (change.nodes or change.storage or change.inputs):
-            return draft if plan is draft.plan else Draft(plan, draft.conversions)
+            if plan is draft.plan:
+                return draft
+            return Draft(plan, draft.conversions) if self._may_branch(plan) else None
         nodes, storage = {**plan.nodes, **change.nodes}, {**plan.storage, **change.storage}
         inputs = {**plan.inputs, **change.inputs}
         conversions = dict(draft.conversions)
@@ -201,7 +204,7 @@ class Space:
             conversions[tensor] = found
         every = tuple(chain.from_iterable(conversions.values()))
         plan = replace(plan, nodes=nodes, storage=storage, inputs=inputs, redistributes=every)
-        return Draft(plan, conversions)
+        return Draft(plan, conversions) if self._may_branch(plan) else None
 
     def admits(self, plan: Plan) -> bool:
         """Whether every decision of a plan is one of the options here; of what is in a branch, or has no other option,
@@ -223,6 +226,16 @@ class Space:
                 return None
             found += ways
         return replace(plan, redistributes=tuple(found))
+
+    def _may_branch(self, plan: Plan) -> bool:
+        """Whether its branches may be beside what else the plan does."""
+        if not plan.forks:
+            return True
+        try:
+            check_forks(self.graph, plan)
+        except AutoparError:
+            return False
+        return True
 
     def _touched(self, change: Change) -> Iterable[str]:
         found = dict.fromkeys((*change.storage, *change.inputs))

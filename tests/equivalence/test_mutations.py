@@ -26,6 +26,7 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
 from autopar.ops import admits
+from autopar.rewrites import graph_of
 from tests.equivalence import planned, zoo
 from tests.equivalence.harness import run_single
 from tests.equivalence.mutants import Case, prove
@@ -45,7 +46,8 @@ def model_part(model_name: str) -> dict[str, Any]:
 
 
 def case(model_name: str, plan_name: str) -> Case:
-    return Case(planned.graph(model_name), planned.plan(model_name, plan_name), **model_part(model_name))
+    plan = planned.plan(model_name, plan_name)
+    return Case(graph_of(plan, planned.graph(model_name)), plan, **model_part(model_name))
 
 
 class Verifier:

@@ -70,6 +70,20 @@ def first_plan(place: Place) -> Plan:
     return place.fit(5.0)
 
 
+def drawn_plan(space: Space, plan: Plan, seed: int) -> Plan:
+    """A plan whose every decision is drawn."""
+    draw = random.Random(seed)
+    while True:
+        change = Change(
+            "all", "", {name: draw.choice(options) for name, options in space.strategies.items()},
+            {name: draw.choice(options) for name, options in space.storages.items()},
+            {name: draw.choice(options) for name, options in space.inputs.items()},
+        )  # fmt: skip
+        found = space.changed(space.draft(plan), change)
+        if found is not None:
+            return found.plan
+
+
 def every_plan(space: Space, plan: Plan) -> Iterator[Plan]:
     """All typed plans of a space."""
     choices = [[("nodes", name, option) for option in options] for name, options in space.strategies.items()]

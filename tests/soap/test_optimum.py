@@ -28,7 +28,7 @@ def test_the_best_of_all_plans_is_found(seed: int, count: int) -> None:
         looked_at += 1
         score = Incremental(graph, place.shared_profile)
         budget = Budget(SearchBudget().proposals, 60)
-        (_, found), report = refine(World(space, score), [Start("the plan", plan, 1.0)], budget)
+        (_, found), report = refine([Start("the plan", World(space, score), plan)], budget)
         assert score.step_time_ns(found) == least_step_ns(space, plan, score, score.step_time_ns(found) + 1)
         assert report.after_ns == score.step_time_ns(found) <= report.before_ns == score.step_time_ns(plan)
     assert looked_at

@@ -3,14 +3,15 @@
 const data = JSON.parse(document.getElementById('data').textContent);
 const longest = Math.max(...data.plans.map((plan) => (plan.timeline ? plan.timeline.step_time_ns : plan.predicted.step_time_ns)), 1);
 const state = {
-  shown: data.plans.map((_, number) => number), open: openAtFirst(data.plans[0].tree), every: new Set(), selected: null, query: '',
+  shown: data.plans.map((_, number) => number), open: openAtFirst(data.plans[0]), every: new Set(), selected: null, query: '',
   range: [0, longest], lane: null,
 };
+data.plans.slice(1).forEach((plan) => openAtFirst(plan).forEach((key) => state.open.add(key)));
 
 const SECTIONS = [
   ['summary', 'The plan', '', summary],
   ['stages', 'Devices', 'Devices with equal work are one row.', stages],
-  ['model', 'Model and placements', 'Every tensor as it lies on the mesh. Equal blocks are one row; chips name the communication that follows.', modelPanel],
+  ['model', 'Model and placements', 'Every tensor as it lies on the mesh. Equal blocks are one row (×n). At the right: communication that follows, and compute time a step of one block.', modelPanel],
   ['timeline', 'One step, simulated', '', timeline],
   ['memory', 'Memory over the step', '', memory],
   ['traffic', 'Communication', '', traffic],
@@ -22,7 +23,7 @@ const SECTIONS = [
 const actions = {
   views: [],
   toggle(key) {
-    if (!state.open.delete(key)) state.open.add(key);
+    if (!state.open.delete(key)) upwards(key).forEach((one) => state.open.add(one));
     redraw('model', key);
   },
   showEvery(key) {
@@ -52,6 +53,12 @@ const actions = {
     return placements(plan).has(key) && placements(plan).get(key) !== placements(other).get(key);
   },
 };
+
+// A module's path and those around it: another plan may fold them in another way.
+function upwards(path) {
+  const names = path.split('.');
+  return names.map((_, at) => names.slice(0, at + 1).join('.'));
+}
 
 // What each row of a plan's tree is placed as, by key.
 function placements(plan) {

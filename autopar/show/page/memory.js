@@ -34,7 +34,8 @@ class MemoryView {
     context.scale(ratio, ratio);
     context.font = '11px system-ui, sans-serif';
     context.textBaseline = 'middle';
-    const most = 1.06 * Math.max(this.plan.memory_limit, this.lane.peak_bytes, 1);
+    const isSmall = this.lane.peak_bytes * 5 < this.plan.memory_limit;
+    const most = Math.max(isSmall ? 1.25 * this.lane.peak_bytes : 1.06 * Math.max(this.plan.memory_limit, this.lane.peak_bytes), 1);
     const y = (size) => MEMORY_HEIGHT - ((MEMORY_HEIGHT - RULER) * size) / most;
     ruler(context, this, MEMORY_HEIGHT);
     context.save();
@@ -75,7 +76,7 @@ class MemoryView {
     context.textAlign = 'right';
     context.fillStyle = colour('faint');
     for (const size of [0, most / 4, most / 2, (3 * most) / 4]) context.fillText(bytes(size), GUTTER - 6, Math.min(y(size), MEMORY_HEIGHT - 7));
-    if (!this.plan.memory_limit) return;
+    if (!this.plan.memory_limit || this.plan.memory_limit > most) return;
     context.fillStyle = colour('bad');
     context.fillRect(GUTTER, y(this.plan.memory_limit), this.width - GUTTER, 1.5);
     context.textAlign = 'left';
@@ -97,7 +98,7 @@ class MemoryView {
 
 function memory(plan, state, actions) {
   if (!plan.timeline) {
-    return el('div', {}, stacked(byKind(plan.predicted.memory), Math.max(plan.memory_limit, plan.predicted.peak_bytes), bytes, 'free under the limit'), howToGetATimeline(plan, 'memory over time'));
+    return el('div', {}, memoryBar(plan, plan.predicted.memory, plan.predicted.peak_bytes), howToGetATimeline(plan, 'memory over time'));
   }
   const number = chosenLane(plan, state, (lane) => lane.peak_bytes);
   const view = new MemoryView(plan, number, state, actions);
@@ -105,5 +106,5 @@ function memory(plan, state, actions) {
   const lane = plan.timeline.lanes[number];
   return el('div', {}, laneButtons(plan, number, actions), view.element,
     el('p', { class: 'note' }, `At its peak ${laneName(plan, lane)} holds ${grouped(lane.peak_bytes)} B:`),
-    stacked(byKind(lane.memory_at_peak), Math.max(plan.memory_limit, lane.peak_bytes), bytes, 'free under the limit'));
+    memoryBar(plan, lane.memory_at_peak, lane.peak_bytes));
 }

@@ -40,7 +40,8 @@ function meshPicture(plan, row, layout) {
     coordinate[columns.position] = index;
     const [number, count] = sliceNumber(types, layout, coordinate);
     const sums = types.some((type) => type.kind === 'P');
-    const node = el('span', { class: `device${sums ? ' P' : ''}`, style: { '--share': count > 1 ? number / (count - 1) : 0 } }, sums ? '+' : String(number));
+    const share = count > 1 ? number / (count - 1) : 0;
+    const node = el('span', { class: `device${sums ? ' P' : ''}${share > 0.5 ? ' deep' : ''}`, style: { '--share': share } }, sums ? '+' : String(number));
     node.addEventListener('mouseenter', () => tell(node, coordinate));
     return node;
   }

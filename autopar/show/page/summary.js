@@ -28,7 +28,14 @@ function summary(plan) {
     el('h3', {}, 'Where the time of a step goes'),
     stacked(SPENT.map(([key, label, shade]) => [label, predicted.breakdown[key], shade]), predicted.step_time_ns, time),
     el('h3', {}, 'What is in memory at the peak'),
-    stacked(byKind(predicted.memory), Math.max(plan.memory_limit, predicted.peak_bytes), bytes, 'free under the limit'));
+    memoryBar(plan, predicted.memory, predicted.peak_bytes));
+}
+
+// Against the limit, unless the peak would be a sliver of it.
+function memoryBar(plan, kinds, peak) {
+  const isSmall = peak * 5 < plan.memory_limit;
+  return el('div', {}, stacked(byKind(kinds), isSmall ? peak : Math.max(plan.memory_limit, peak), bytes, 'free under the limit'),
+    isSmall ? el('p', { class: 'note' }, `All of it is ${percent(peak, plan.memory_limit)} of the limit of ${bytes(plan.memory_limit)}.`) : null);
 }
 
 function byKind(memory) {

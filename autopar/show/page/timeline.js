@@ -149,6 +149,7 @@ class Timeline {
     context.fillRect(GUTTER, row.y, this.width - GUTTER, row.height);
     const numKinds = this.picture.kinds.length;
     const columns = new Float64Array((this.width - GUTTER + 2) * numKinds);
+    const length = this.range[1] - this.range[0];
     let isShared = false;
     const boxes = [];
     for (const { begin, label, tasks } of this.visible(row.stream)) {
@@ -156,9 +157,12 @@ class Timeline {
       if (tasks.starts.length > 2 * pixels) {
         const { width, first, bins } = binned(tasks, this.nsPerPixel, numKinds);
         for (let bin = 0; bin < bins.length / numKinds; bin += 1) {
-          const column = Math.floor((begin + (first + bin) * width - this.range[0]) / this.nsPerPixel);
-          if (column < 0 || column > this.width - GUTTER) continue;
-          for (let kind = 0; kind < numKinds; kind += 1) columns[column * numKinds + kind] += bins[bin * numKinds + kind];
+          const start = begin + (first + bin) * width - this.range[0];
+          if (start + width <= 0 || start > length) continue;
+          for (let kind = 0; kind < numKinds; kind += 1) {
+            const share = bins[bin * numKinds + kind] / width;
+            if (share) spread(Math.max(0, start), Math.min(length, start + width), this.nsPerPixel, (column, ns) => { columns[column * numKinds + kind] += share * ns; });
+          }
         }
         isShared = true;
       } else {
@@ -168,7 +172,7 @@ class Timeline {
           const wide = (end - start) / this.nsPerPixel;
           if (wide >= 1) boxes.push([start, end, tasks.kinds[number], tasks.names[number], label]);
           else {
-            spread(Math.max(0, start - this.range[0]), end - this.range[0], this.nsPerPixel, (column, ns) => { columns[column * numKinds + tasks.kinds[number]] += ns; });
+            spread(Math.max(0, start - this.range[0]), Math.min(length, end - this.range[0]), this.nsPerPixel, (column, ns) => { columns[column * numKinds + tasks.kinds[number]] += ns; });
             isShared = true;
           }
         }
@@ -315,11 +319,12 @@ function ruler(context, view, height) {
   const rough = length / Math.max(2, (view.width - GUTTER) / 110);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
-  context.fillStyle = colour('faint');
   context.textAlign = 'left';
   for (let ns = Math.ceil(Math.max(0, view.range[0]) / step) * step; ns <= view.range[1]; ns += step) {
     const x = view.x(ns);
+    context.fillStyle = colour('edge');
     context.fillRect(x, 0, 1, height);
+    context.fillStyle = colour('faint');
     if (x + 50 < view.width) context.fillText(scaleText(ns, step), x + 4, RULER / 2 - 2);
   }
 }

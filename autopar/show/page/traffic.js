@@ -14,18 +14,18 @@ function traffic(plan, state, actions) {
 function byAxis(plan, lane) {
   const stage = plan.stages.find((other) => other.ranks[0] <= lane.ranks[0] && lane.ranks[0] <= other.ranks[1]) || plan.stages[0];
   const layout = plan.layouts[stage.layout].filter((axis) => !isMicrobatch(axis));
-  const kinds = [...new Set(lane.sent.map((row) => row[1]))].sort();
   const axes = [...new Set(lane.sent.map((row) => row[0]))].sort((a, b) => a - b);
+  const kinds = [...new Set(lane.sent.map((row) => row[1]))].sort();
   const most = Math.max(...lane.sent.map((row) => row[3]), 1);
-  const rows = axes.map((axis) => {
+  const cell = (row) => (row ? [meter(row[3], most, kindColour(row[1]), bytes(row[3])), el('span', { class: 'note' }, `${grouped(row[2])} × ${time(row[4] / row[2])} = ${time(row[4])}`)] : '');
+  const rows = kinds.map((kind) => [el('span', {}, swatch(kindColour(kind)), ` ${kind.replaceAll('_', '-')}`),
+    ...axes.map((axis) => cell(lane.sent.find((row) => row[0] === axis && row[1] === kind)))]);
+  rows.push([el('b', {}, 'together'), ...axes.map((axis) => {
     const own = lane.sent.filter((row) => row[0] === axis);
-    const name = axis < 0 ? [el('b', {}, 'between stages')] : [el('b', {}, axisText(layout[axis])), el('br'), el('span', { class: 'note' }, linkText(layout[axis]))];
-    return [name, ...kinds.map((kind) => {
-      const row = own.find((other) => other[1] === kind);
-      return row ? [meter(row[3], most, kindColour(kind), bytes(row[3])), el('span', { class: 'note' }, `${grouped(row[2])} × ${time(row[4] / row[2])} = ${time(row[4])}`)] : '';
-    }), el('b', {}, time(own.reduce((sum, row) => sum + row[4], 0)))];
-  });
-  return table(['axis', ...kinds.map((kind) => kind.replaceAll('_', '-')), 'on the wire#'], rows, { class: 'traffic' });
+    return el('b', {}, `${bytes(own.reduce((sum, row) => sum + row[3], 0))}, ${time(own.reduce((sum, row) => sum + row[4], 0))} on the wire`);
+  })]);
+  const headings = axes.map((axis) => (axis < 0 ? 'between stages' : `${axisText(layout[axis])}, ${linkText(layout[axis])}`));
+  return table(['of a rank in a step', ...headings], rows, { class: 'traffic' });
 }
 
 function exposure(lane, plan) {

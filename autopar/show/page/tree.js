@@ -10,20 +10,54 @@ function* walk(module, depth = 0) {
 }
 
 // Opens modules level by level until a screen is full.
-function openAtFirst(root) {
+function openAtFirst(plan) {
+  const root = plan.tree;
   const open = new Set(['(model)']);
   let level = [root];
   for (let shown = 0; level.length; level = level.flatMap((module) => module.modules)) {
-    shown += level.reduce((sum, module) => sum + module.modules.length + notable(module).length, 0);
+    shown += level.reduce((sum, module) => sum + module.modules.length + notable(plan, module).length, 0);
     if (shown > MANY_ROWS) break;
     level.forEach((module) => open.add(module.path || '(model)'));
   }
   return open;
 }
 
-// Rows worth a look at first: what is stored or enters, and operators at which tensors are moved or cut over axes.
-function notable(module) {
-  return module.rows.filter((row) => row.kind !== 'operator' || row.moves || row.at || row.choice);
+// Rows worth a look at first: what is stored or enters the model, operators that take time, and tensors that are sent.
+function notable(plan, module) {
+  return module.rows.filter((row) => {
+    if (row.kind !== 'operator') return row.kind !== 'received';
+    return row.at || (row.moves || []).some(isSent) || (plan.timeline ? workOf(plan, row) * 2000 > plan.timeline.step_time_ns : row.choice);
+  });
+}
+
+const isSent = (move) => move.steps.some((step) => step[3] || step[4]);
+
+// How long a row's operator keeps its devices busy in a step, all microbatches together; 0 where that is not known.
+function workOf(plan, row) {
+  if (!plan.timeline || row.kind !== 'operator') return 0;
+  const first = plan.stages[row.stages[0]].ranks[0];
+  const lane = plan.timeline.lanes.findIndex((one) => one.ranks[0] <= first && first <= one.ranks[1]);
+  return lane < 0 ? 0 : workByName(plan, lane).get(row.name) || 0;
+}
+
+// Of a lane: the time of compute by the name of what it is for.
+function workByName(plan, number) {
+  plan.work ||= [];
+  if (!plan.work[number]) {
+    const { passes, names, streams, lanes } = plan.timeline;
+    const compute = streams.indexOf('compute');
+    const counts = new Map();
+    lanes[number].passes[1].forEach((pass) => counts.set(pass, (counts.get(pass) || 0) + 1));
+    const found = new Map();
+    counts.forEach((count, pass) => {
+      const [stream, name, , lengths] = passes[pass];
+      stream.forEach((own, task) => {
+        if (own === compute) found.set(names[name[task]], (found.get(names[name[task]]) || 0) + count * lengths[task]);
+      });
+    });
+    plan.work[number] = found;
+  }
+  return plan.work[number];
 }
 
 function rowText(row, module) {
@@ -34,23 +68,25 @@ function tree(plan, state, actions) {
   const query = state.query.trim().toLowerCase();
   const list = el('div', { class: 'tree', role: 'tree', 'aria-label': `modules of ${plan.model}`, onkeydown: (event) => treeKey(event, actions) });
   const matches = query ? matching(plan.tree, query) : null;
-  draw(plan.tree, 0);
+  draw(plan.tree, 0, false);
   const first = list.querySelector('.row.selected') || list.querySelector('.row');
   if (first) first.tabIndex = 0;
-  const found = matches ? el('p', { class: 'note', role: 'status' }, `${plural(matches.hits, 'row')} found for “${state.query}”`) : null;
+  const found = matches ? el('p', { class: 'note', role: 'status' }, `${plural(matches.hits, 'row')} found for “${state.query}”, equal blocks once`) : null;
   return el('div', { class: 'modules' }, found, list);
 
-  function draw(module, depth) {
+  // Inside a fold, stages are those of the fold, not of the block that stands for all.
+  function draw(module, depth, isFolded) {
     const key = module.path || '(model)';
     if (matches && !matches.modules.has(module)) return;
     const open = matches ? true : state.open.has(key);
-    list.append(moduleRow(plan, module, depth, open, state, actions));
+    list.append(moduleRow(plan, module, depth, open, state, actions, isFolded));
     if (!open) return;
-    const rows = matches ? module.rows.filter((row) => matches.rows.has(row)) : state.every.has(key) ? module.rows : notable(module);
-    rows.forEach((row) => list.append(tensorRow(plan, row, module, depth + 1, state, actions)));
+    const inFold = isFolded || module.count > 1;
+    const rows = matches ? module.rows.filter((row) => matches.rows.has(row)) : state.every.has(key) ? module.rows : notable(plan, module);
+    rows.forEach((row) => list.append(tensorRow(plan, row, module, depth + 1, state, actions, inFold)));
     const hidden = module.rows.length - rows.length;
     if (hidden && !matches) list.append(moreRow(key, hidden, depth + 1, actions));
-    module.modules.forEach((child) => draw(child, depth + 1));
+    module.modules.forEach((child) => draw(child, depth + 1, inFold));
   }
 }
 
@@ -73,7 +109,7 @@ function treeRow(attributes, depth, ...content) {
   return el('div', { role: 'treeitem', 'aria-level': depth + 1, tabindex: -1, ...attributes, style: { '--depth': depth } }, ...content);
 }
 
-function moduleRow(plan, module, depth, open, state, actions) {
+function moduleRow(plan, module, depth, open, state, actions, isFolded) {
   const key = module.path || '(model)';
   const operators = module.rows.filter((row) => row.kind === 'operator').length;
   const leaf = !module.rows.length && !module.modules.length;
@@ -84,7 +120,7 @@ function moduleRow(plan, module, depth, open, state, actions) {
     el('span', { class: 'name' }, el('span', { class: 'twisty', 'aria-hidden': 'true' }, leaf ? '' : open ? '▾' : '▸'),
       el('b', {}, module.name), module.count > 1 && el('span', { class: 'count' }, `×${grouped(module.count)}`),
       module.recomputed && el('span', { class: 'badge' }, 'recomputed')),
-    el('span', { class: 'extra' }, operators ? plural(operators, 'operator') : '', stageText(plan, module.stages), differs(key, plan, actions)));
+    el('span', { class: 'extra' }, operators && open ? plural(operators, 'operator') : '', workText(moduleWork(plan, module)), isFolded ? null : stageText(plan, module.stages), differs(key, plan, actions)));
 }
 
 function stageText(plan, stages) {
@@ -94,7 +130,7 @@ function stageText(plan, stages) {
     ? `stages ${stages[0]}–${last}` : `stages ${stages.join(', ')}`);
 }
 
-function tensorRow(plan, row, module, depth, state, actions) {
+function tensorRow(plan, row, module, depth, state, actions, isFolded) {
   const key = `${module.path}/${row.kind}/${row.name}`;
   return treeRow({
     class: `row ${row.kind}${state.selected === key ? ' selected' : ''}`, 'data-key': key, 'aria-selected': String(state.selected === key),
@@ -105,14 +141,14 @@ function tensorRow(plan, row, module, depth, state, actions) {
       row.kind === 'input' ? el('span', { class: 'badge' }, 'input') : null,
       row.at ? el('span', { class: 'badge' }, `at ${row.at} alone`) : null),
     el('span', { class: 'placed' }, rowTiles(plan, row)),
-    el('span', { class: 'extra' }, (row.moves || []).map((move) => moveChip(move, plan.layouts[row.layout])),
-      stageText(plan, row.stages), differs(key, plan, actions)));
+    el('span', { class: 'extra' }, chips(row.moves || []), workText(workOf(plan, row)),
+      isFolded ? null : stageText(plan, row.stages), differs(key, plan, actions)));
 }
 
 function rowTiles(plan, row) {
   const layout = plan.layouts[row.layout];
   if (row.kind === 'operator') {
-    return [joined(row.in || [], layout), el('span', { class: 'arrow' }, '→'), joined(row.out || [], layout)];
+    return [joined(row.in || [], layout), el('span', { class: 'results' }, el('span', { class: 'arrow' }, '→ '), joined(row.out || [], layout))];
   }
   if (!row.used) return tiles(row.stored || '', layout);
   const used = row.used.filter((text) => text !== row.stored);
@@ -126,16 +162,30 @@ function joined(placements, layout) {
   return [...counts].map(([text, count]) => [tiles(text, layout), count > 1 ? el('span', { class: 'count' }, `×${count}`) : null]);
 }
 
-function moveChip(move, layout) {
-  const sent = [...new Set(move.steps.map((step) => step[3]).filter(Boolean))];
-  const back = [...new Set(move.steps.map((step) => step[4]).filter(Boolean))];
-  const text = sent.length ? sent.join(' + ') : back.length ? `backward ${back.join(' + ')}` : 'no communication';
-  return el('span', { class: `chip${sent.length || back.length ? '' : ' free'}`, title: `then brought to [${move.to}]` }, text.replaceAll('_', '-'));
+// The communication that follows, each kind once: "all-gather ×2".
+function chips(moves) {
+  const counts = new Map();
+  moves.filter(isSent).forEach((move) => {
+    const [forward, backward] = [3, 4].map((column) => [...new Set(move.steps.map((step) => step[column]).filter(Boolean))].join(' + '));
+    const text = forward || `backward ${backward}`;
+    counts.set(text, (counts.get(text) || 0) + 1);
+  });
+  return [...counts].map(([text, count]) => el('span', { class: 'chip' }, text.replaceAll('_', '-'), count > 1 ? ` ×${count}` : ''));
+}
+
+// Of one block where several are folded, with all that is below it.
+function moduleWork(plan, module) {
+  const own = module.rows.reduce((sum, row) => sum + workOf(plan, row), 0);
+  return module.modules.reduce((sum, child) => sum + child.count * moduleWork(plan, child), own);
+}
+
+function workText(work) {
+  return work ? el('span', { class: 'work', title: 'of compute in a step, forward and backward, all microbatches' }, time(work)) : null;
 }
 
 function moreRow(key, hidden, depth, actions) {
   return treeRow({ class: 'row more', 'data-key': `${key}/more`, onclick: () => actions.showEvery(key) }, depth,
-    el('span', { class: 'name' }, `… and ${plural(hidden, 'operator')} whose result stays as it is`));
+    el('span', { class: 'name' }, `… and ${plural(hidden, 'more row')}`));
 }
 
 // A sign on what another plan places in another way.
@@ -182,16 +232,14 @@ function facts(row, layout) {
 
 function moveText(move, layout) {
   const steps = move.steps.map(([axis, before, after, sent, back]) => el('li', {}, el('b', {}, axis), ` ${before} → ${after}: `,
-    sent ? sent.replaceAll('_', '-') : 'nothing sent', back ? `, backward ${back.replaceAll('_', '-')}` : ''));
+    axis === 'microbatch' ? 'nothing sent, microbatches follow each other' : sent ? sent.replaceAll('_', '-') : 'nothing sent', back ? `, backward ${back.replaceAll('_', '-')}` : ''));
   return el('div', { class: 'move' }, el('span', {}, 'to ', tiles(move.to, layout)), el('ul', {}, steps));
 }
 
-const PENALTY_NS = 1e11;
-
 function decision(choice) {
   if (!choice) return null;
-  const rows = choice.alternatives.map(([option, ns, size]) => [option,
-    ns > PENALTY_NS * choice.count ? 'against a constraint' : signed(ns, time), size ? signed(size, bytes) : '–']);
+  const rows = choice.alternatives.map(([option, ns, size, isForbidden]) => [option,
+    isForbidden ? 'against a constraint' : signed(ns, time), size ? signed(size, bytes) : '–']);
   const hidden = choice.num_options - 1 - rows.length;
   return el('div', {}, el('h4', {}, 'Why so'),
     el('p', {}, `Chosen of ${plural(choice.num_options, 'option')}: ${choice.chosen}${choice.cost_ns ? `, which costs ${time(choice.cost_ns)} a step` : ''}`
