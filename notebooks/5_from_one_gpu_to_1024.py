@@ -87,6 +87,7 @@ for position, label in enumerate(("pipeline stages", "data parallel", "tensor pa
     axes.bar_label(bars, [f"{row[position]}" if row[position] > 1 else "" for row in table], label_type="center",
                    color="white", fontweight="bold")  # fmt: skip
     bottom = [before + height for before, height in zip(bottom, heights, strict=True)]
+axes.text(0, 0.15, "1", ha="center", fontweight="bold")
 axes.set(xlabel="GPUs", ylabel="factors of two", title="Stages × data parallel × tensor parallel")
 axes.legend(frameon=False, loc="upper left")
 plt.show()
@@ -98,7 +99,7 @@ plt.show()
 # pass. On more, parameters and optimizer state are stored in slices (ZeRO), and memory stops being what decides.
 
 # %%
-kinds = ["parameters", "optimizer", "gradients", "activations", "gathered"]
+kinds = ["parameters", "optimizer", "gradients", "activations", "activation gradients"]
 figure, axes = plt.subplots(figsize=(8, 3.4), layout="constrained")
 bottom = [0.0] * len(plans)
 for kind in [*kinds, "other"]:
@@ -145,7 +146,8 @@ plt.show()
 # ## What more GPUs bring
 #
 # Left, the predicted step beside a perfect division of the first one. Right, the share of the GPUs' peak that the
-# model's own arithmetic uses (6 FLOPs a parameter and token; recomputation does not count).
+# model's own arithmetic uses (6 FLOPs a parameter and token; recomputation does not count). Eight GPUs use more of it
+# than one, which computes most layers twice; from there on each GPU has less to do and waits more.
 
 # %%
 devices = [mesh.num_devices for mesh in meshes]
