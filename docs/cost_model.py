@@ -1,4 +1,4 @@
-"""docs/cost_model.md: how times and memory are predicted, what each shipped profile rests on, and how it was checked."""
+"""docs/cost_model.md: how times and memory are predicted, what each profile rests on, and how all was checked."""
 
 from __future__ import annotations
 
@@ -13,9 +13,11 @@ from docs.markdown import docstring, page, table
 
 ACCURACY = Path(__file__).parents[1] / "benchmarks" / "accuracy"
 
-INTRODUCTION = """Every plan is scored by one simulator, and the simulator asks this model what an operator, a collective and a
-tensor cost. All of it comes from a *cost profile*: a JSON file for one kind of device and its links
-([profile.schema.json](../cost_profiles/profile.schema.json)). Each block of a profile says where its figures come from:
+INTRODUCTION = """
+Every plan is scored by one simulator, and the simulator asks this model what an operator, a collective and a tensor
+cost. All of it comes from a *cost profile*: a JSON file for one kind of device and its links
+([profile.schema.json](../cost_profiles/profile.schema.json)). Each block of a profile says where its figures come
+from:
 
 - `measured` on the device, by `autopar profile`
 - `published` by others, such as tables of NCCL's times
@@ -23,14 +25,17 @@ tensor cost. All of it comes from a *cost profile*: a JSON file for one kind of 
 - `datasheet` of the maker
 - `assumed`: a typical figure, because nothing better is known
 
-`print(plan)` names the kinds that a prediction rests on (`costs`), and the plan's file each source with its date. A mesh
-names a profile by its name or alias (`h100`), or by the path of a file of your own; `cpu` is measured on the host at its
-first use. [The fourth notebook](../notebooks/4_your_own_operator_and_cluster.ipynb) makes a profile."""
+`print(plan)` names the kinds that a prediction rests on (`costs`), and the plan's file each source with its date. A
+mesh names a profile by its name or alias (`h100`), or by the path of a file of your own; `cpu` is measured on the host
+at its first use. [The fourth notebook](../notebooks/4_your_own_operator_and_cluster.ipynb) makes a profile.
+"""
 
-SIMULATION = """The simulator plays the plan's forward and backward pass as events: a stream for computation and one for each level of
+SIMULATION = """
+The simulator plays the plan's forward and backward pass as events: a stream for computation and one for each level of
 links, on each group of equal ranks. Overlap, waiting and pipeline bubbles come out of that rather than being assumed.
 What slows computation while a collective is in flight is the profile's `overlap_slowdown`. Memory is followed through
-the same events: what autograd saves, gradients, buffers of collectives, optimizer state."""
+the same events: what autograd saves, gradients, buffers of collectives, optimizer state.
+"""
 
 
 def cost_model() -> str:
@@ -66,11 +71,11 @@ def cost_model() -> str:
         "### Measured and published collectives",
         table(("profile", "collective", "ranks", "sizes", "where from"), _collectives(profiles)),
         "### Operators, by family",
-        "Best share of the peak that a family's curve reaches, forward; of FLOP/s where it is bound by compute, of memory "
-        "bandwidth where it is bound by memory. In *italics*: assumed.",
+        "Best share of the peak that a family's curve reaches, forward: of FLOP/s where it is bound by compute, of\n"
+        "memory bandwidth where it is bound by memory. In *italics*: assumed.",
         _families(profiles),
         "## How predictions were checked",
-        "Each row is a committed measurement, made anew by its command; targets were set before measuring. "
+        "Each row is a committed measurement, made anew by its command; targets were set before measuring.\n"
         "[The third notebook](../notebooks/3_how_the_cost_model_was_checked.ipynb) draws them.",
         table(("what", "how many", "error", "target", "", "command"), _checks()),
     )

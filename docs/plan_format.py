@@ -13,7 +13,8 @@ import autopar
 from docs.markdown import code, page, table
 from models import mlp
 
-INTRODUCTION = """A plan is a JSON file: data alone, of which nothing is executed. `plan.save` and `autopar plan -o` write it,
+INTRODUCTION = """
+A plan is a JSON file: data alone, of which nothing is executed. `plan.save` and `autopar plan -o` write it,
 `autopar.Plan.load` and every command read it. Reading checks it against this schema
 ([plan.schema.json](../autopar/ir/plan.schema.json)), field by field; `autopar.verify`, and everything that emits or
 simulates, then type-checks it against the model, so that a plan that was changed by hand is as safe as one that was
@@ -21,15 +22,18 @@ found. Fields that are not listed are refused. Times are integer nanoseconds, si
 
 Names of operators and tensors are those of the traced graph; `parameters` has the model's names of what is stored, and
 `scopes` says for each operator what it is and where it comes from. What placements mean is in the
-[README](../README.md#how-to-read-a-plan)."""
+[README](../README.md#how-to-read-a-plan).
+"""
 
-EXAMPLE = """A perceptron with two layers, data parallel on two devices with ZeRO-3 storage:
+EXAMPLE = """
+A perceptron with two layers, data parallel on two devices with ZeRO-3 storage:
 
     autopar.template_plan(model, autopar.Mesh("h100", devices_per_node=2), batch, dp=2, zero=3)
 
 Its nodes say on which placements each operator runs: `linear` on `S(0) R R` takes samples in slices and whole
-parameters. Its redistributes gather the parameters for that. `choices`, `coverage`, `sources` and `search` are left out
-here, and times and sizes are of this release."""
+parameters. Its redistributes gather the parameters for that. `choices`, `coverage`, `sources` and `search` are left
+out here, and times and sizes are of this release.
+"""
 
 
 def plan_format() -> str:

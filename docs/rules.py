@@ -18,20 +18,25 @@ from docs.markdown import docstring, page, summary, table
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "substitution" / "results.json"
 MOST_SHOWN = 40
 
-SHARDING = """On one mesh axis, an operator may run under certain types of its operands without any communication; its results
-have the types that the rule says. (Types are explained in the [README](../README.md#how-to-read-a-plan).) Its backward
-pass is right then, too: the type of each gradient is fixed by the type of the tensor, and the transposed operator runs
+SHARDING = """
+On one mesh axis, an operator may run under certain types of its operands without any communication; its results have
+the types that the rule says. (Types are explained in the [README](../README.md#how-to-read-a-plan).) Its backward pass
+is right then, too: the type of each gradient is fixed by the type of the tensor, and the transposed operator runs
 locally on these. So a rule speaks of the forward pass alone.
 
 A rule is looked for in this order: yours (`autopar.register_rule`), the table below, torch's tag for pointwise
-operators, torch's own registry of sharding strategies. What comes from torch is used only for operators of which torch's
-sample inputs prove it, values and gradients. An operator without a rule runs replicated, and the plan says so and why."""
+operators, torch's own registry of sharding strategies. What comes from torch is used only for operators of which
+torch's sample inputs prove it, values and gradients. An operator without a rule runs replicated, and the plan says so
+and why.
+"""
 
-SUBSTITUTIONS = """With `search="thorough"`, a model's graph is rewritten into equal ones, in the manner of TASO. Rules are data
+SUBSTITUTIONS = """
+With `search="thorough"`, a model's graph is rewritten into equal ones, in the manner of TASO. Rules are data
 ([rules.json](../autopar/substitute/rules/rules.json)): two terms that are equal for all tensors of fitting shapes, and
 guards, which say when. Each rule is *proved* from stated axioms (`python -m autopar.substitute.rules.verify --axioms`
 prints them), or *tested* on 1,000 random instances, values and gradients; plans use those that are proved. The file is
-checked again when it is loaded: each rule has a digest and is tried on an instance anew."""
+checked again when it is loaded: each rule has a digest and is tried on an instance anew.
+"""
 
 
 def rules() -> str:
@@ -42,11 +47,12 @@ def rules() -> str:
         SHARDING,
         "## The notation",
         docstring(notation),
-        "What it means for `aten.linear.default`, `... k, n k, n -> ... n`, on operands of three, two and one dims (`R` "
-        "alone and `I` alone are always possible):",
+        "What it means for `aten.linear.default`, `... k, n k, n -> ... n`, on operands of three, two and one dims\n"
+        "(all `R` and all `I` are always possible):",
         table(("input", "weight", "bias", "result"), _linear()),
         "## The table",
-        f"{len(TABLE)} operators, named without `aten.` and `.default`. Where a text cannot say it, because dims are given as arguments, a function does.",
+        f"{len(TABLE)} operators, named without `aten.` and `.default`. Where a text cannot say it, because dims are\n"
+        "given as arguments, a function does, and is described. *Linear*: it also runs on summands.",
         table(("rule", "also on summands", "operators"), _table_rows()),
         "## From torch",
         f"{len(proved)} overloads are proved on torch's sample inputs, of which "
