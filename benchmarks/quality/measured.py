@@ -2,10 +2,10 @@
 
     python -m benchmarks.quality.measured [--models gpt llama moe unet] [--templates 5] [--rounds 9]
 
-For this host's own `cpu` profile. Of the whole grid of templates (dp × tp × pp × microbatches up to 4 × ZeRO × schedule,
-without recomputation, which nothing here needs), all that fit are predicted, and the `--templates` best of different
-predicted step times are emitted and timed in turns with the plan that was found (`benchmarks.side_by_side`). So the best
-measured template is that of these; templates that are predicted slower are not run.
+For this host's own `cpu` profile. Of the whole grid of templates (dp × tp × pp × microbatches up to 4 × ZeRO ×
+schedule, without recomputation, which nothing here needs), all that fit are predicted, and the `--templates` best of
+different predicted step times are emitted and timed in turns with the plan that was found (`benchmarks.side_by_side`).
+So the best measured template is that of these; templates that are predicted slower are not run.
 Written to measured.json with command, machine and date.
 """
 
