@@ -27,6 +27,7 @@ from autopar.microbatch import one_microbatch_plan
 from autopar.planning import Place, Request, divided, pinned_nodes
 from autopar.progress import Report, reporting
 from autopar.simulate import Incremental, Timeline, simulate
+from autopar.simulate.schedule import without_collector
 from autopar.soap import INPUT, STORAGE, Budget, Jump, Score, Space, Start, Watch, World, refine
 from autopar.staging import cut
 from autopar.trace import Blocks
@@ -54,7 +55,7 @@ def refined(
     except PlanError:
         return plan
     chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
-    with reporting(progress, max(1, budget.proposals // _SAID_EVERY)) as say:
+    with without_collector(), reporting(progress, max(1, budget.proposals // _SAID_EVERY)) as say:
         found, report = refine(starts, chances, worlds.jumps(), _watch(say))
     if found.world is worlds.first and not report.moves:
         return replace(plan, search=replace(plan.search, refinement=report))

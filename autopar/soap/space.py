@@ -238,33 +238,47 @@ class Space:
         return True
 
     def _touched(self, change: Change) -> Iterable[str]:
-        found = dict.fromkeys((*change.storage, *change.inputs))
-        for name in change.nodes:
-            node = self.graph.node_by_name[name]
-            found.update(dict.fromkeys((*node.operands, *node.results)))
-        return found
+        return dict.fromkeys(chain(change.storage, change.inputs, *(self._meets[name] for name in change.nodes)))
 
     def _conversions(
         self, plan: Plan, tensor: str, nodes: Mapping[str, NodePlan], storage: Mapping[str, Storage],
         inputs: Mapping[str, Placement],
     ) -> tuple[Redistribute, ...] | None:  # fmt: skip
         """From what a tensor is made, stored or fed as to each placement that it is read in."""
-        producer = self.graph.producers.get(tensor)
-        if producer is not None:
-            source = nodes[producer.name].results[producer.results.index(tensor)]
+        maker, position, readers = self._read[tensor]
+        if maker is not None:
+            source = nodes[maker].results[position]
         else:
             source = inputs[tensor] if tensor in inputs else storage[tensor].placement
-        wanted = {nodes[reader.name].operands[position]: None for reader, position in self.graph.consumers[tensor]}
+        wanted: dict[Placement, None] = {}
+        for name, operand in readers:
+            target = nodes[name].operands[operand]
+            if target is not source and target != source:
+                wanted[target] = None
         if tensor in self._leaving:
-            wanted[output_placement(self.graph, plan, tensor)] = None
-        found = []
-        for target in wanted:
+            target = output_placement(self.graph, plan, tensor)
             if target != source:
-                way = self._way(tensor, source, target)
-                if way is None:
-                    return None
-                found.append(way)
-        return tuple(found)
+                wanted[target] = None
+        if not wanted:
+            return ()
+        found = [self._way(tensor, source, target) for target in wanted]
+        return None if None in found else tuple([way for way in found if way is not None])
+
+    @cached_property
+    def _read(self) -> dict[str, tuple[str | None, int, tuple[tuple[str, int], ...]]]:
+        """By tensor: what makes it, as which result; what reads it, as which operand."""
+        found: dict[str, tuple[str | None, int, tuple[tuple[str, int], ...]]] = {}
+        for name in self.graph.tensors:
+            maker = self.graph.producers.get(name)
+            position = 0 if maker is None else maker.results.index(name)
+            readers = tuple((reader.name, operand) for reader, operand in self.graph.consumers[name])
+            found[name] = (None if maker is None else maker.name, position, readers)
+        return found
+
+    @cached_property
+    def _meets(self) -> dict[str, tuple[str, ...]]:
+        """By node: what it reads and makes."""
+        return {node.name: tuple(dict.fromkeys((*node.operands, *node.results))) for node in self.graph.nodes}
 
     @cached_property
     def _leaving(self) -> frozenset[str]:

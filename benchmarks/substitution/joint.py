@@ -65,6 +65,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt2-wide": lambda: _gpt2(2, 4096, 32, 8, 1024),
     "gpt": _of(gpt, gpt.Config(50304, 512, 4, 1024, 16, batch_size=16)),
     "llama": _of(llama, llama.Config(32000, 512, 4, 1024, 16, 4, 2816, batch_size=16)),
+    "llama-1": _of(llama, llama.Config(2048, 16, 2, 1024, 8, 8, 2816, batch_size=4)),
     "nas_rnn": lambda: build("nas_rnn", "train"),
 }
 CASES = (
@@ -96,7 +97,8 @@ class Row:
         return self.then_ms / self.jointly_ms
 
 
-def row(case: str, seconds: float) -> Row:
+def _candidates(case: str, seconds: float) -> tuple[Request, list[Candidate], int]:
+    """What is asked for, all graphs, the given one first, and which of them is best on one device."""
     name, _, where = case.partition("@")
     profile, _, devices = where.partition(":")
     with torch.device("meta"):
@@ -109,9 +111,22 @@ def row(case: str, seconds: float) -> Row:
     given = Candidate(graph, (), price(lifted(graph)))
     chosen = min([given, *rewrites(graph, one)], key=lambda candidate: candidate.cost_ns)
     graphs = list({each.graph.fingerprint: each for each in (given, chosen, *rewrites(graph, request))}.values())
+    return request, graphs, [candidate.graph.fingerprint for candidate in graphs].index(chosen.graph.fingerprint)
+
+
+def chosen_plans(case: str, seconds: float) -> dict[str, autopar.Plan]:
+    """The plans of the graph as it is, of the best graph of one device, and of the joint choice."""
+    request, graphs, best = _candidates(case, seconds)
+    plans = [replace(planned(each.graph, request), substitutions=each.steps) for each in graphs]
+    jointly = min(plans, key=lambda plan: plan.predicted.step_time_ns)
+    return {"as it is": plans[0], "then": plans[best], "jointly": jointly}
+
+
+def row(case: str, seconds: float) -> Row:
+    request, graphs, best = _candidates(case, seconds)
+    price = Pricer(load_profile(request.mesh.profile), trains=True)
     alone = [price(lifted(candidate.graph)) for candidate in graphs]
     sharded = [planned(candidate.graph, request).predicted.step_time_ns for candidate in graphs]
-    best = [candidate.graph.fingerprint for candidate in graphs].index(chosen.graph.fingerprint)
     return Row(
         case,
         tuple(round(ns / 1e6, 3) for ns in alone),
