@@ -1,12 +1,12 @@
 # make demo: plan, emit and train a small GPT on four CPU ranks.   make test: lint, then every test.
-# make unit: the unit tests alone.
+# make unit: the unit tests alone.   make docs: the generated pages and the notebooks with what they show.
 # Both create .venv when it is missing, and bring it up to date when what it is made from changes.
 
 PYTHON := .venv/bin/python
 WORKERS := 2
 INSTALLED := .venv/.installed
 
-.PHONY: demo test unit lint format clean
+.PHONY: demo test unit lint format docs clean
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -34,6 +34,10 @@ $(INSTALLED): pyproject.toml setup.py constraints.txt
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt torch
 	$(PYTHON) -m pip install --quiet --constraint constraints.txt --editable '.[test]'
 	touch $@
+
+docs: $(INSTALLED)
+	$(PYTHON) -m docs.generate
+	$(PYTHON) notebooks/execute.py
 
 clean:
 	rm -rf .venv build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -24,6 +24,7 @@ from autopar.cost.measure_links import parse_mesh
 from autopar.cost.measure_links import run as run_links
 from autopar.cost.profile import profile_to_json
 from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.ir.text import prediction_text, time_text
@@ -33,6 +34,8 @@ from autopar.simulate import predict
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
              "sequence_parallel": int, "zero": int, "recompute": str}  # fmt: skip
+_PLACES = ("stored", "used", "output", "tensor", "input")
+_PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages": int, "recompute": str}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -82,6 +85,11 @@ def _planning(commands: Any) -> None:
     plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
     plan.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
+    plan.add_argument(
+        "--constraint", type=parse_constraint, action="append", default=[], metavar="TEXT",
+        help="what the search has to keep to, as often as needed: 'layers.0.mlp.up.weight used=R', "
+        "'layers.* recompute=full' or 'stages=2'",
+    )  # fmt: skip
 
 
 def _reading(commands: Any) -> None:
@@ -139,6 +147,41 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
+def parse_constraint(text: str) -> Constraint:
+    """Reads a pattern, then what is pinned of all that it matches, separated by blanks.
+
+    `layers.0.mlp.up.weight used=S(0),R axis=d1` allows two types on one mesh axis; `soft` prefers instead of requiring.
+    The other words are `Constraint`'s fields. Without a pattern it is about the whole plan: `stages=2`.
+    """
+    words = text.split()
+    pattern = words.pop(0) if words and not _is_pin(words[0]) else "*"
+    fields: dict[str, Any] = {}
+    for word in words:
+        key, _, value = word.partition("=")
+        kind = _PINS.get(key)
+        if word == "soft":
+            fields["soft"] = True
+        elif key in _PLACES and value and "what" not in fields:
+            fields |= {"what": key, "allow": tuple(value.split(","))}
+        elif kind is not None and value and (kind is str or value.isdigit()):
+            fields[key] = kind(value)
+        else:
+            raise argparse.ArgumentTypeError(
+                f"expected a pattern and what is pinned, such as 'layers.0.mlp.up.weight used=S(0),R axis=d0', with "
+                f"one of {', '.join(_PLACES)} and any of {', '.join(_PINS)} and soft, found {word!r} in {text!r}"
+            )
+    if not fields.keys() - {"soft", "axis", "min_dims"}:
+        raise argparse.ArgumentTypeError(f"expected what is pinned after the pattern, such as used=R, found {text!r}")
+    try:
+        return Constraint(pattern, **fields)
+    except AutoparError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _is_pin(word: str) -> bool:
+    return word.partition("=")[0] in (*_PLACES, *_PINS, "soft")
+
+
 def load_model(text: str, meta: bool = False) -> tuple[torch.nn.Module, Any]:
     """Builds "package.module:config". Raises AutoparError when the module lacks what is needed."""
     name, _, attribute = text.partition(":")
@@ -173,10 +216,14 @@ def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
     asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit")}
+    if template is not None and options.constraint:
+        raise PlanError(
+            "expected --template or --constraint, found both: constraints bound a search, and a template is none"
+        )
     if template is not None:
         plan = template_plan(model, mesh, inputs, **asked, **template)
     else:
-        plan = parallelize(model, mesh, inputs, **asked, search=options.search).plan
+        plan = parallelize(model, mesh, inputs, **asked, constraints=options.constraint, search=options.search).plan
     if options.output:
         plan.save(options.output)
     print(plan)

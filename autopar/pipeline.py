@@ -19,7 +19,7 @@ from autopar.cost import load_profile, profiles_of
 from autopar.emit import emit
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir import verifier
-from autopar.ir.constraint import Constraint
+from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
@@ -79,6 +79,7 @@ def parallelize(
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     passes.ended("trace", f"{len(graph.nodes):,} operators")
     if plan is None:
+        require_matches(constraints, graph)
         request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
         with interrupt.caught():
             graph, plan = planned_jointly(graph, request, progress, passes)
@@ -132,12 +133,14 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
 def _refined(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> Plan:
     if not request.mesh.is_homogeneous:
         return plan
-    return refined(graph, find_blocks(graph), request, load_profile(request.mesh.profile), plan, progress)
+    return refined(
+        graph, find_blocks(graph, request.constraints), request, load_profile(request.mesh.profile), plan, progress
+    )
 
 
 def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model by placements and stages alone. Raises like `parallelize`."""
-    blocks = find_blocks(graph)
+    blocks = find_blocks(graph, request.constraints)
     if not request.mesh.is_homogeneous:
         return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
     find = best_staged_plan if _looks_for_stages(request) else best_plan

@@ -57,7 +57,7 @@ def _profile(request: Request) -> Profile:
 
 
 def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
-    blocks = find_blocks(graph)
+    blocks = find_blocks(graph, request.constraints)
     return substituted(
         graph, blocks.paths, blocks.node_representative, load_rules(), _profile(request),
         trains=request.mode == "train", seconds=request.budget.seconds * _SHARE_OF_TIME, pinned=pinned,

@@ -12,6 +12,8 @@ import pytest
 import autopar
 from autopar import cli
 from autopar.cost import host
+from autopar.ir.constraint import Constraint
+from autopar.ir.text import used_placements
 from tests.test_house import ROOT
 
 MODEL, MESH = "models.mlp", "h100:2"
@@ -51,6 +53,30 @@ def test_plan_by_template_under_a_limit(capsys: pytest.CaptureFixture[str]) -> N
     assert "MLP on h100:1x2 as (dp=2), train" in printed
     assert "of 1.8 MB a device" in printed
     assert "gathered per use" in printed
+
+
+def test_plan_keeps_to_constraints(tmp_path: Path) -> None:
+    """Equal layers decide together, but for the one that a constraint is about."""
+    path = tmp_path / "plan.json"
+    command = ["plan", "models.gpt", "--mesh", MESH, "--search", "fast", "-o", str(path), "--constraint", "stages=1"]
+    assert cli.main([*command, "--constraint", "layers.1.mlp.up.weight used=S(0) axis=d0"]) == 0
+    plan = autopar.Plan.load(path)
+    used = {name: uses for name, uses in used_placements(plan).items() if name.endswith("mlp.up.weight")}
+    assert used["layers.1.mlp.up.weight"] == {"[S(0)]"} != used["layers.0.mlp.up.weight"]
+
+
+@pytest.mark.parametrize(
+    ("text", "constraint"),
+    [
+        ("layers.0.up.weight used=S(0),R axis=d1", Constraint("layers.0.up.weight", ("S(0)", "R"), "used", "d1")),
+        ("layers.* stored=S zero=3 min_dims=2 soft", Constraint("layers.*", ("S",), "stored", None, True, 3, 2)),
+        ("stages=2 microbatches=8", Constraint(stages=2, microbatches=8)),
+        ("layers.[0-3] recompute=full", Constraint("layers.[0-3]", recompute="full")),
+        ("input=S(0)", Constraint("*", ("S(0)",), "input")),
+    ],
+)
+def test_constraints_are_read(text: str, constraint: Constraint) -> None:
+    assert cli.parse_constraint(text) == constraint
 
 
 def test_show_explain_and_diff(plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +199,11 @@ BAD = {
     "unknown template": ([*PLAN, "--template", "dp=2,ab=3"], "expected --template as items such as dp=2, with dp, tp"),
     "malformed template": ([*PLAN, "--template", "dp=two"], "found 'dp=two'"),
     "template unlike mesh": ([*PLAN, "--template", "dp=4"], "expected dp × tp × pp = 2 devices"),
+    "template and constraint": (
+        [*PLAN, "--template", "dp=2", "--constraint", "stages=1"],
+        "or --constraint, found both",
+    ),
+    "constraint on nothing": ([*PLAN, "--constraint", "layers.0.wieght used=R"], "there is layers.0.weight, layers."),
     "no plan": (["show", "no/such.json"], "expected a plan file at no/such.json, found none that can be read"),
     "not a plan": (["show", "pyproject.toml"], "pyproject.toml: expected a plan as JSON, found text that is none"),
     "unwritable": ([*PLAN, "--template", "dp=2", "-o", "README.md/plan.json"], "README.md"),
@@ -196,6 +227,10 @@ def test_bad_input_gives_one_message_and_status_2(case: str, capsys: pytest.Capt
         ([], "required: command"),
         (["fly"], "invalid choice: 'fly'"),
         ([*PLAN, "--memory-limit", "much"], "such as 16GB"),
+        ([*PLAN, "--constraint", "layers.0.weight used"], "such as 'layers.0.mlp.up.weight used=S(0),R axis=d0', with"),
+        ([*PLAN, "--constraint", "layers.0.weight used=X"], "expected a placement type S(d), R, I or P; found 'X'"),
+        ([*PLAN, "--constraint", "layers.0.weight axis=d0"], "expected what is pinned after the pattern"),
+        ([*PLAN, "--constraint", "layers.0.weight zero=many"], "found 'zero=many' in"),
     ],
 )
 def test_bad_usage_is_explained_by_the_parser(

@@ -41,8 +41,8 @@ class Folded:
 
 
 def fold(graph: Graph, blocks: EqualBlocks, layers: Layers) -> Folded:
-    """The graph with `_KEPT` blocks of each kind; itself where there are no more, or where something else runs between
-    them. `layers`: those of `block_layers`."""
+    """The graph with `_KEPT` blocks of each kind; itself where there are no more, where something else runs between
+    them, or where a block that is kept would be read no more. `layers`: those of `block_layers`."""
     same = Folded(graph, layers, tuple(range(layers.count)))
     order = _instances(graph, blocks, layers)
     stands = {layer: group[1] for group in order for layer in group[2:-1] if len(group) > _KEPT}
@@ -53,7 +53,13 @@ def fold(graph: Graph, blocks: EqualBlocks, layers: Layers) -> Folded:
     portable = portable_nodes(graph)
     if any(layers.fixed.get(name) is None and name not in portable for name in gone):
         return same
-    return _without(graph, blocks, layers, stands, gone)
+    short = _without(graph, blocks, layers, stands, gone)
+    return same if _unread(short.graph) - _unread(graph) else short
+
+
+def _unread(graph: Graph) -> set[str]:
+    """What nodes make for nobody. A block between others of another kind is, once who read it is gone."""
+    return {name for node in graph.nodes for name in node.results if not graph.consumers[name]} - {*graph.outputs}
 
 
 def _instances(graph: Graph, blocks: EqualBlocks, layers: Layers) -> list[list[int]]:

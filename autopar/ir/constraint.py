@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal, get_args
 
 from autopar.errors import PlanError
+from autopar.ir.graph import Graph
 from autopar.ir.placement import Type, parse_type
 
 What = Literal["stored", "used", "output", "tensor", "input"]
@@ -59,3 +62,39 @@ class Constraint:
 
     def permits(self, type_: Type) -> bool:
         return not self.allow or any(text in (str(type_), type_.kind) for text in self.allow)
+
+
+def require_matches(constraints: Iterable[Constraint], graph: Graph) -> None:
+    """Raises PlanError for a constraint on placements that is about nothing in the graph, naming what is most alike.
+
+    Those that only prefer may be about nothing. Blocks to recompute are looked for where they are known.
+    """
+    for rule in constraints:
+        if (rule.allow or rule.zero is not None) and not rule.soft and rule.pattern != "*":
+            names = _names(rule.what, graph)
+            if not any(map(rule.matches, names)):
+                alike = get_close_matches(rule.pattern, names, n=3) or sorted(names)[:3]
+                raise PlanError(
+                    f"expected a constraint on {_SUBJECT[rule.what]}, found none that {rule.pattern!r} matches; there "
+                    f"is {', '.join(alike) or 'none at all'}"
+                )
+
+
+_SUBJECT = {
+    "stored": "a parameter or buffer by its name",
+    "used": "a parameter by its name",
+    "output": "an operator by its module path or its result",
+    "tensor": "an operator's result by its name",
+    "input": "an input by its name",
+}
+
+
+def _names(what: What, graph: Graph) -> set[str]:
+    if what == "input":
+        return {*graph.inputs}
+    if what in ("stored", "used"):
+        return {item.name for item in graph.stored if what == "stored" or item.kind == "parameter"}
+    results = {name for node in graph.nodes for name in node.results}
+    return (
+        results if what == "tensor" else results | {n for node in graph.nodes for n in (node.name, node.scope.module)}
+    )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from autopar.ir.mesh import LogicalMesh
@@ -149,9 +149,14 @@ def _stage(plan: Plan, number: int) -> str:
 
 def stage_blocks(plan: Plan, stage: Stage) -> str:
     """ "6 blocks, layers.6 to layers.11": the repeated blocks that a stage runs, or "none"."""
-    modules = {f"{_module(plan, name)}." for name in stage.nodes}
-    blocks = [path for path in _block_paths(plan) if any(module.startswith(f"{path}.") for module in modules)]
+    modules = [f"{_module(plan, name)}." for name in stage.nodes]
+    first = {path: _first(module.startswith(f"{path}.") for module in modules) for path in _block_paths(plan)}
+    blocks = sorted((path for path, number in first.items() if number is not None), key=lambda path: first[path] or 0)
     return blocks[0] if len(blocks) == 1 else f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if blocks else "none"
+
+
+def _first(found: Iterable[bool]) -> int | None:
+    return next((number for number, is_there in enumerate(found) if is_there), None)
 
 
 def _block_paths(plan: Plan) -> list[str]:
@@ -203,7 +208,10 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
             if tensor in part.storage:
                 used = tuple(sorted(uses.get(tensor, {"unused"})))
                 rows.setdefault((_folded(name), part.storage[tensor], used), {})[name] = None
-    return [ParameterRow(name, len(names), storage, used) for (name, storage, used), names in rows.items()]
+    return [
+        ParameterRow(name if len(names) > 1 else min(names), len(names), storage, used)
+        for (name, storage, used), names in rows.items()
+    ]
 
 
 def _parameters(plan: Plan) -> list[str]:
@@ -214,10 +222,11 @@ def _parameters(plan: Plan) -> list[str]:
         counts[row.name, text] = counts.get((row.name, text), 0) + row.times
     width = max([len(name) for name, _ in counts] or [0]) + 1
     header = f"  {'parameter'.ljust(width)} stored → used"
-    body = [
-        f"  {name.ljust(width)} {text}" + (f"  ×{count}" if count > 1 else "") for (name, text), count in counts.items()
-    ]
-    return [header, *body]
+    return [header, *(f"  {name.ljust(width)} {text}{_times(count)}" for (name, text), count in counts.items())]
+
+
+def _times(count: int) -> str:
+    return f"  ×{count}" if count > 1 else ""
 
 
 def used_placements(plan: Plan) -> dict[str, set[str]]:
@@ -252,24 +261,39 @@ def diff_text(plan: Plan, other: Plan) -> str:
     for name, number in (("step_time_ns", time_text), ("peak_bytes", bytes_text)):
         values = [getattr(item.predicted, name) for item in (plan, other)]
         lines.append(f"{name.rpartition('_')[0].replace('_', ' ')}: {number(values[0])} | {number(values[1])}")
-    storages = Counter(_storage_difference(plan, other, tensor) for tensor in _stored(plan))
-    lines += [line + (f"  ×{count}" if count > 1 else "") for line, count in storages.items() if line]
-    modules = Counter(_folded(module) for module in _modules_placed_differently(plan, other))
-    lines += [f"{module or '(root)'}: {count} operators placed differently" for module, count in modules.items()]
-    return "\n".join(lines)
+    lines += _storage_differences(plan, other)
+    return "\n".join([*lines, *_operator_differences(plan, other)])
+
+
+def _operator_differences(plan: Plan, other: Plan) -> list[str]:
+    """ "layers.*.norm: 4 operators placed differently": where, and how many."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for module in _modules_placed_differently(plan, other):
+        groups[_folded(module)].append(module)
+    return [
+        f"{(folded if len(set(modules)) > 1 else modules[0]) or '(root)'}: {len(modules)} "
+        f"operator{'s' if len(modules) > 1 else ''} placed differently"
+        for folded, modules in groups.items()
+    ]
 
 
 def _fork_texts(plan: Plan) -> str:
     return ", ".join(fork_text(plan, fork) for part in plan.parts for fork in part.forks) or "none"
 
 
-def _storage_difference(plan: Plan, other: Plan, tensor: str) -> str:
-    """ "layers.*.weight: [I] | [S(0)]", or "" where both store it alike."""
-    storage, twin = _stored(plan)[tensor], _stored(other).get(tensor)
-    if twin == storage:
-        return ""
-    now = storage_text(twin) if twin else "absent"
-    return f"{_folded(plan.parameters.get(tensor, tensor))}: {storage_text(storage)} | {now}"
+def _storage_differences(plan: Plan, other: Plan) -> list[str]:
+    """ "layers.*.weight: [I] | [S(0)]  ×4": what the plans store in unlike ways."""
+    kept, others = _stored(plan), _stored(other)
+    rows: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for tensor, storage in kept.items():
+        twin = others.get(tensor)
+        if twin != storage:
+            name = plan.parameters.get(tensor, tensor)
+            text = f"{storage_text(storage)} | {storage_text(twin) if twin else 'absent'}"
+            rows[_folded(name), text].append(name)
+    return [
+        f"{name if len(names) > 1 else names[0]}: {text}{_times(len(names))}" for (name, text), names in rows.items()
+    ]
 
 
 def _modules_placed_differently(plan: Plan, other: Plan) -> list[str]:

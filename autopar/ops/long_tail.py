@@ -81,10 +81,12 @@ def view_dtype(call: Call) -> list[AxisRule]:
 
 
 def view_as_complex(call: Call) -> list[AxisRule]:
+    """All dims but the last, which holds real and imaginary part."""
     return views.dim_map(list(range(len(call.shape(0)) - 1)), linear=False)
 
 
 def view_as_real(call: Call) -> list[AxisRule]:
+    """All dims; the new one, of real and imaginary part, is whole."""
     return views.dim_map([*range(len(call.shape(0))), None], linear=False)
 
 

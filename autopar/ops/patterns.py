@@ -60,11 +60,12 @@ def along_dim(call: Call) -> list[AxisRule]:
 
 
 def cumsum(call: Call) -> list[AxisRule]:
+    """Every dim but the one that it runs along; linear."""
     return [*along_dim(call), AxisRule((P,), (P,))]
 
 
 def passes_leading_dims(trailing: int) -> RuleFunction:
-    """Operators that treat all dims but the last `trailing` ones independently: pooling, interpolation, tril."""
+    """All dims but the last ones (`trailing` of them), which the operator works on: pooling."""
 
     def rules(call: Call) -> list[AxisRule]:
         results = len(call.node.results)
@@ -74,4 +75,5 @@ def passes_leading_dims(trailing: int) -> RuleFunction:
 
 
 def linear_leading_dims(trailing: int) -> RuleFunction:
+    """All dims but the last ones, which the operator works on; linear: interpolation, tril."""
     return lambda call: [*passes_leading_dims(trailing)(call), AxisRule((P,), (P,))]

@@ -127,6 +127,7 @@ def _queries_alone(call: Call, rule: AxisRule) -> AxisRule:
 
 
 def layer_norm(call: Call) -> list[AxisRule]:
+    """All dims but those that are normalized."""
     width = len(call.arguments["normalized_shape"])
     own = " ".join(f"H{i}" for i in range(width))
     operands = ", ".join([f"... {own}"] + [own] * (len(call.node.operands) - 1))
@@ -158,6 +159,7 @@ def cross_entropy(call: Call) -> list[AxisRule]:
 
 
 def dropout(call: Call) -> list[AxisRule]:
+    """Any dim; ranks draw independent masks for their slices."""
     count = len(call.node.results)
     return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(len(call.shape(0)))]
 
@@ -198,10 +200,12 @@ def recurrent(call: Call) -> list[AxisRule]:
 
 
 def max_pool(call: Call) -> list[AxisRule]:
+    """All dims before the image's; rows and columns exchange their borders."""
     return [*passes_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
 
 
 def avg_pool(call: Call) -> list[AxisRule]:
+    """All dims before the image's, and linear; rows and columns exchange their borders."""
     return [*linear_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
 
 
@@ -214,17 +218,20 @@ def adaptive_avg_pool(call: Call) -> list[AxisRule]:
 
 
 def identity(call: Call) -> list[AxisRule]:
+    """Any dim; linear."""
     types = [P, *(S(dim) for dim in range(len(call.shape(0))))]
     return [AxisRule((type_,), (type_,)) for type_ in types]
 
 
 def one_hot(call: Call) -> list[AxisRule]:
+    """Any dim of the numbers; the new one is whole."""
     if call.arguments["num_classes"] == -1:
         return []  # counts the classes that it sees
     return [AxisRule((S(dim),), (S(dim),)) for dim in range(len(call.shape(0)))]
 
 
 def topk(call: Call) -> list[AxisRule]:
+    """Every dim but the one that it runs along."""
     return along_dim(call)
 
 

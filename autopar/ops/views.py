@@ -69,6 +69,7 @@ def dim_map(mapping: list[int | None], linear: bool = True) -> list[AxisRule]:
 
 
 def transpose(call: Call) -> list[AxisRule]:
+    """A split dim goes to its new place; linear."""
     rank = len(call.shape(0))
     order: list[int | None] = list(range(rank))
     if rank:
@@ -78,15 +79,18 @@ def transpose(call: Call) -> list[AxisRule]:
 
 
 def matrix_transpose(call: Call) -> list[AxisRule]:
+    """A split dim goes to its new place; linear."""
     return dim_map(list(reversed(range(len(call.shape(0))))))
 
 
 def permute(call: Call) -> list[AxisRule]:
+    """A split dim goes to its new place; linear."""
     rank = len(call.shape(0))
     return dim_map([dim % rank for dim in call.arguments["dims"]])
 
 
 def unsqueeze(call: Call) -> list[AxisRule]:
+    """Dims that are there stay split, the new one is whole; linear."""
     rank = len(call.shape(0))
     new = call.dim("dim", rank + 1)
     return dim_map([None if dim == new else dim - (dim > new) for dim in range(rank + 1)])
@@ -118,6 +122,7 @@ def expand(call: Call) -> list[AxisRule]:
 
 
 def slice_(call: Call) -> list[AxisRule]:
+    """Dims that are not cut stay split; linear."""
     rank = len(call.shape(0))
     cut = call.dim("dim", rank)
     whole = call.shape(0)[cut] == call.result_shapes[0][cut]
@@ -125,6 +130,7 @@ def slice_(call: Call) -> list[AxisRule]:
 
 
 def select(call: Call) -> list[AxisRule]:
+    """Dims that are not selected stay split; linear."""
     rank = len(call.shape(0))
     gone = call.dim("dim", rank)
     return dim_map([dim + (dim >= gone) for dim in range(rank - 1)])
@@ -139,6 +145,7 @@ def split(call: Call) -> list[AxisRule]:
 
 
 def cat(call: Call) -> list[AxisRule]:
+    """Dims that are not joined, split alike in all operands; linear."""
     count, rank = len(call.node.operands), len(call.result_shapes[0])
     joined = call.dim("dim", rank)
     types = [P, *(S(dim) for dim in range(rank) if dim != joined)]
@@ -146,6 +153,7 @@ def cat(call: Call) -> list[AxisRule]:
 
 
 def stack(call: Call) -> list[AxisRule]:
+    """Dims that are there, split alike in all operands; linear."""
     count, rank = len(call.node.operands), len(call.result_shapes[0])
     new = call.dim("dim", rank)
     rules = [AxisRule((P,) * count, (P,))]
@@ -162,6 +170,7 @@ def pad(call: Call) -> list[AxisRule]:
 
 
 def roll_or_flip(call: Call) -> list[AxisRule]:
+    """Dims that are not moved stay split; linear."""
     rank = len(call.shape(0))
     moved = {dim % rank for dim in call.arguments["dims"]} or set(range(rank))  # no dims: rolls the flat tensor
     return dim_map([None if dim in moved else dim for dim in range(rank)])

@@ -3,17 +3,19 @@
 Two blocks are equal when, walking their nodes in order, operators, plain arguments, shapes and dtypes agree and
 every operand is the same thing: the k-th tensor made inside, the same-named parameter, or the k-th tensor that
 comes from outside. Whatever is then decided for one block's node serves its twins: `representative` maps each
-node to the node of the first equal block, and each tensor likewise.
+node to the node of the first equal block, and each tensor likewise. Blocks of which constraints say different things
+are not equal: one that pins `layers.3.mlp.up.weight` makes the fourth block a kind of its own.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, map_references
 
 _CHILD = re.compile(r"(.*?\.|)(\d+)$")
@@ -34,8 +36,11 @@ class Blocks:
         return self.tensor_representative.get(name, name)
 
 
-def find_blocks(graph: Graph) -> Blocks:
-    """The repeated blocks of the graph, outermost containers first; a node belongs to at most one block."""
+def find_blocks(graph: Graph, constraints: Sequence[Constraint] = ()) -> Blocks:
+    """The repeated blocks of the graph, outermost containers first; a node belongs to at most one block.
+
+    constraints: blocks are equal only where these ask the same of their parts.
+    """
     regions: dict[str, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         path = _block_path(node)
@@ -44,7 +49,8 @@ def find_blocks(graph: Graph) -> Blocks:
     groups: dict[Any, list[tuple[str, list[str], list[str]]]] = defaultdict(list)
     for path, nodes in regions.items():
         signature, tensors = _signature(graph, path, nodes)
-        groups[path.rpartition(".")[0], signature].append((path, [node.name for node in nodes], tensors))
+        asked = _asked(graph, nodes, tensors, constraints)
+        groups[path.rpartition(".")[0], signature, asked].append((path, [node.name for node in nodes], tensors))
     node_map: dict[str, str] = {}
     tensor_map: dict[str, str] = {}
     paths: list[tuple[str, ...]] = []
@@ -92,6 +98,21 @@ def _signature(graph: Graph, path: str, nodes: list[Node]) -> tuple[Any, list[st
         rows.append(repr((node.op, args, operand_tensors, results, scopes)))
     used_outside = [names[t] for t in own if t in names and _leaves(graph, t, nodes)]
     return ("\n".join(rows), tuple(used_outside)), own
+
+
+def _asked(
+    graph: Graph, nodes: Sequence[Node], tensors: Sequence[str], constraints: Sequence[Constraint]
+) -> tuple[frozenset[Constraint], ...]:
+    """What constraints on placements say of each operator and tensor of a block, whatever their patterns."""
+    rules = [(rule, replace(rule, pattern="*")) for rule in constraints if rule.allow or rule.zero is not None]
+    if not rules:
+        return ()
+    stored = graph.stored_by_tensor
+    names = [
+        *((node.scope.module, node.name) for node in nodes),
+        *((name, stored[name].name) if name in stored else (name,) for name in tensors),
+    ]
+    return tuple(frozenset(said for rule, said in rules if rule.matches(*own)) for own in names)
 
 
 def _kind(graph: Graph, tensor: str) -> tuple[Any, ...]:

@@ -33,9 +33,12 @@ def graph(layers: int = 8) -> Graph:
     return trace(model, inputs)
 
 
-def found(limit: int | None = None, mesh: autopar.Mesh = MESH, model: Graph | None = None, **pins: int) -> Plan:
+def found(
+    limit: int | None = None, mesh: autopar.Mesh = MESH, model: Graph | None = None,
+    rules: tuple[autopar.Constraint, ...] = (), **pins: int,
+) -> Plan:  # fmt: skip
     constraints = (autopar.Constraint(**pins),) if pins else ()
-    request = Request(mesh, "train", "adamw", limit, constraints, SearchBudget(60.0, stages=True))
+    request = Request(mesh, "train", "adamw", limit, constraints + rules, SearchBudget(60.0, stages=True))
     return planned(model or graph(), request)
 
 
@@ -119,6 +122,28 @@ def test_a_short_graph_stands_for_a_deep_one() -> None:
     total = sum(folded.copies.get(node.name, 1) for node in folded.graph.nodes)
     assert total == len(graph().nodes), "every node of the deep graph is stood for"
     assert replace(folded.graph, nodes=graph().nodes, stored=graph().stored, tensors=graph().tensors) == graph()
+
+
+def test_a_block_that_a_constraint_is_about_is_still_read_in_a_short_graph() -> None:
+    """Who read it was left out, and its backward pass with it."""
+    rule = autopar.Constraint("layers.4.mlp.up.weight", ("S(0)",), "used")
+    blocks = find_blocks(graph(), [rule])
+    assert sorted(map(len, blocks.paths)) == [1, 7]
+    short = fold(graph(), blocks, block_layers(graph(), [path for group in blocks.paths for path in group])).graph
+    unread = [n.name for n in short.nodes for name in n.results if not short.consumers[name]]
+    assert unread == [short.nodes[-1].name], "the loss alone"
+
+
+def test_a_constraint_on_one_layer_holds_there_alone() -> None:
+    """Of several stages, too."""
+    rule = autopar.Constraint("layers.6.mlp.up.weight", ("S(0)",), "used")
+    plan = found(stages=2, microbatches=4, rules=(rule,))
+    verifier.verify(graph(), plan, admits)
+    kept = {name: part.nodes[name] for part in plan.parts for name in part.nodes}
+    readers = [node for node in graph().nodes for name in node.operands if name.endswith("mlp.up.weight")]
+    used = [kept[node.name].operands[1] for node in readers]
+    assert {str(type_) for type_ in used[6]} == {"S(0)"}
+    assert len({*used[:6], used[7]}) == 1 and used[6] not in used[:6]
 
 
 def _makers(short: Graph, operands: tuple[str, ...]) -> list[str]:

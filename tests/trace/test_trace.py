@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
+from autopar.ir.constraint import Constraint
 from autopar.ops import coverage
 from autopar.trace import find_blocks, trace
 from tests.trace.interpret import check_flags, graph_gradients, run_graph
@@ -273,6 +274,17 @@ def test_repeated_blocks_are_found() -> None:
         assert graph.node_by_name[name].op == graph.node_by_name[twin].op
     assert blocks.representative_tensor("layers.3.0.weight") == "layers.0.0.weight"
     assert blocks.representative_tensor("layers.2.0.weight") == "layers.2.0.weight"
+
+
+def test_a_block_of_which_a_constraint_says_something_else_is_not_equal() -> None:
+    """It was taken for one of its equals, and the constraint was not heard where the first of them is another."""
+    graph = trace(Stack([16] * 4), (torch.randn(4, 8),))
+    rule, every = Constraint("layers.2.0.weight", ("S(0)",), "used"), Constraint("layers.*.0.weight", ("R",), "used")
+    blocks = find_blocks(graph, [every, rule])
+    assert sorted(blocks.paths) == [("layers.0", "layers.1", "layers.3"), ("layers.2",)]
+    assert find_blocks(graph, [every, Constraint(stages=2)]) == find_blocks(graph)
+    each = [Constraint(f"layers.{number}", ("R",), "output") for number in range(4)]
+    assert find_blocks(graph, each).paths == find_blocks(graph).paths, "of all they say the same"
 
 
 def test_tracing_leaves_the_model_as_it_was() -> None:

@@ -1,0 +1,1 @@
+"""Pages that are generated from the sources, and what generates them."""

@@ -1,0 +1,193 @@
+"""docs/cost_model.md: how times and memory are predicted, what each profile rests on, and how all was checked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from autopar.cost import collectives, compute, crossing, kernels, layout, memory, work, workspace
+from autopar.cost.files import SCHEMA, profiles_folder
+from docs.markdown import docstring, page, table
+
+ACCURACY = Path(__file__).parents[1] / "benchmarks" / "accuracy"
+
+INTRODUCTION = """
+Every plan is scored by one simulator, and the simulator asks this model what an operator, a collective and a tensor
+cost. All of it comes from a *cost profile*: a JSON file for one kind of device and its links
+([profile.schema.json](../cost_profiles/profile.schema.json)). Each block of a profile says where its figures come
+from:
+
+- `measured` on the device, by `autopar profile`
+- `published` by others, such as tables of NCCL's times
+- `fitted` to published measurements
+- `datasheet` of the maker
+- `assumed`: a typical figure, because nothing better is known
+
+`print(plan)` names the kinds that a prediction rests on (`costs`), and the plan's file each source with its date. A
+mesh names a profile by its name or alias (`h100`), or by the path of a file of your own; `cpu` is measured on the host
+at its first use. [The fourth notebook](../notebooks/4_your_own_operator_and_cluster.ipynb) makes a profile.
+"""
+
+SIMULATION = """
+The simulator plays the plan's forward and backward pass as events: a stream for computation and one for each level of
+links, on each group of equal ranks. Overlap, waiting and pipeline bubbles come out of that rather than being assumed.
+What slows computation while a collective is in flight is the profile's `overlap_slowdown`. Memory is followed through
+the same events: what autograd saves, gradients, buffers of collectives, optimizer state.
+"""
+
+
+def cost_model() -> str:
+    profiles = _profiles()
+    return page(
+        "The cost model",
+        INTRODUCTION,
+        "## Operators",
+        docstring(compute),
+        docstring(work),
+        f"The table has {len(work.OPERATORS)} operators; their families are the rows of the profiles below.",
+        "### Kernels of measured profiles",
+        docstring(kernels),
+        "### Copies",
+        docstring(layout),
+        "## Collectives",
+        docstring(collectives),
+        "### Between pipeline stages",
+        docstring(crossing),
+        "## Memory",
+        docstring(memory),
+        docstring(workspace),
+        "## The step",
+        SIMULATION,
+        "## The shipped profiles",
+        "`cpu` is a template here: it is replaced by what is measured on the host.",
+        table(
+            ("profile", "device", "peak TFLOP/s, float32 / bfloat16 / float16", "memory", "where from"),
+            map(_device, profiles),
+        ),
+        "### Links",
+        table(("profile", "level", "bandwidth", "a message", "where from"), _links(profiles)),
+        "### Measured and published collectives",
+        table(("profile", "collective", "ranks", "sizes", "where from"), _collectives(profiles)),
+        "### Operators, by family",
+        "Best share of the peak that a family's curve reaches, forward: of FLOP/s where it is bound by compute, of\n"
+        "memory bandwidth where it is bound by memory. In *italics*: assumed.",
+        _families(profiles),
+        "## How predictions were checked",
+        "Each row is a committed measurement, made anew by its command; targets were set before measuring.\n"
+        "[The third notebook](../notebooks/3_how_the_cost_model_was_checked.ipynb) draws them.",
+        table(("what", "how many", "error", "target", "", "command"), _checks()),
+    )
+
+
+def _profiles() -> list[Any]:
+    paths = sorted(path for path in Path(str(profiles_folder())).glob("*.json") if path.name != SCHEMA)
+    return [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+
+
+def _device(profile: Any) -> tuple[str, ...]:
+    facts = profile["facts"]
+    peaks = " / ".join(f"{facts['peak_flops'][name] / 1e12:.4g}" for name in ("float32", "bfloat16", "float16"))
+    memory_text = f"{facts['capacity_bytes'] / 1e9:.3g} GB, {facts['memory_bandwidth'] / 1e9:.4g} GB/s"
+    names = ", ".join(f"`{name}`" for name in (profile["name"], *profile.get("aliases", ())))
+    return names, profile["title"], peaks, memory_text, _source(facts)
+
+
+def _source(block: Any) -> str:
+    found = block["provenance"]
+    return f"{found['kind']}: {found['source']} ({found['date']})"
+
+
+def _links(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    for profile in profiles:
+        for link in profile["links"]:
+            level = link["level"].replace("_", " ")
+            bandwidth, message = f"{link['bandwidth'] / 1e9:.4g} GB/s", f"{link['alpha_ns'] / 1e3:.3g} µs"
+            yield f"`{profile['name']}`", level, bandwidth, message, _source(link)
+
+
+def _collectives(profiles: list[Any]) -> Iterator[tuple[str, ...]]:
+    """One row for the groups of a profile that share a source."""
+    for profile in profiles:
+        groups: dict[tuple[str, str], list[Any]] = {}
+        for item in profile["collectives"]:
+            groups.setdefault((item["collective"], _source(item)), []).append(item)
+        for (name, source), items in groups.items():
+            ranks = sorted({item.get("nodes", 1) * item.get("inside", item.get("ranks", 1)) for item in items})
+            sizes = [size for item in items for size, _ in item["points"]]
+            span = f"{min(sizes):,} to {max(sizes):,} bytes"
+            yield f"`{profile['name']}`", name, ", ".join(map(str, ranks)), span, source
+
+
+def _families(profiles: list[Any]) -> str:
+    names = list(dict.fromkeys(item["family"] for profile in profiles for item in profile["operators"]))
+    cells = {(profile["name"], item["family"]): _reached(item) for profile in profiles for item in profile["operators"]}
+    rows = [(f"`{name}`", *(cells.get((p["name"], name), "") for p in profiles)) for name in names]
+    return table(("family", *(f"`{profile['name']}`" for profile in profiles)), rows)
+
+
+def _reached(item: Any) -> str:
+    best = max(share for _, share in item["forward"])
+    text = f"{100 * best:.3g} % of {item['bound']}"
+    return f"*{text}*" if item["provenance"]["kind"] == "assumed" else text
+
+
+def _checks() -> Iterator[tuple[str, ...]]:
+    cpu, memory_, stages = _read("cpu"), _read("memory"), _read("stage_memory")
+    published, reduces = _read("published"), _read("all_reduce")
+    command = "`python -m benchmarks.accuracy.cpu`"
+    for name, label in (("mape", "mean"), ("worst", "worst")):
+        found, target = cpu["summary"][name], cpu["targets"][name]
+        yield f"CPU steps of two ranks, {label}", str(cpu["summary"]["pairs"]), *_verdict(found, target), command
+    pick = max(cpu["summary"]["best_plan"].values())
+    verdict = _verdict(pick, cpu["targets"]["best_plan"])
+    yield (
+        "CPU, plan predicted as fastest: slower than the fastest, worst",
+        f"{len(cpu['summary']['best_plan'])} models",
+        *verdict,
+        command,
+    )
+    found, target = cpu["summary"]["spearman"], cpu["targets"]["spearman"]
+    met = "met" if found >= target else "**missed**"
+    yield (
+        "CPU steps, rank correlation",
+        str(cpu["summary"]["pairs"]),
+        f"{found:.3f}",
+        f"at least {target}",
+        met,
+        command,
+    )
+    for rows, what, script in ((memory_["rows"], "one stage", "memory"), (stages["rows"], "stages", "stage_memory")):
+        worst = max(abs(row["error"]) for row in rows)
+        by = f"`python -m benchmarks.accuracy.{script}`"
+        yield f"peak memory, {what}, worst", str(len(rows)), f"{worst:.2%}", "", "", by
+    exact = sum(row["sent"] == row["predicted_sent"] for row in memory_["rows"])
+    count = str(len(memory_["rows"]))
+    yield "bytes of every collective", count, f"exact in {exact}", "", "", "`python -m benchmarks.accuracy.memory`"
+    errors = published["errors"]["all"]
+    for name, label in (("mape", "mean"), ("worst", "worst")):
+        verdict = _verdict(errors[name], published["targets"][name])
+        yield (
+            f"A100 iterations, {label}",
+            f"{errors['rows']:.0f}",
+            *verdict,
+            "`python -m benchmarks.accuracy.published`",
+        )
+    for device, cases in reduces["errors"].items():
+        rows = cases["sizes not shipped"]
+        for name in ("median", "worst"):
+            verdict = _verdict(rows[name], reduces["targets"][name])
+            what = f"{device.upper()} all-reduces of sizes that are not shipped, {name}"
+            yield what, f"{rows['rows']:.0f}", *verdict, "`python -m benchmarks.accuracy.all_reduce`"
+
+
+def _read(name: str) -> Any:
+    return json.loads((ACCURACY / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def _verdict(found: float, target: float) -> tuple[str, str, str]:
+    return f"{found:.2%}", f"{target:.0%}", "met" if found <= target else "**missed**"
+
+
+__all__ = ["cost_model"]
