@@ -137,5 +137,6 @@ function memory(plan, state, actions) {
     view.element,
     el('p', { class: 'note' }, `At its peak ${laneName(plan, lane)} holds ${grouped(lane.peak_bytes)} B:`),
     memoryBar(plan, lane.memory_at_peak, lane.peak_bytes),
+    el('p', { class: 'note' }, `Drawn is the fullest moment of every ${time(plan.timeline.sample_ns)}.`),
   );
 }
