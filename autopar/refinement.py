@@ -98,8 +98,9 @@ class Outer:
 
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.axes) or "1"
-        stages = f"{len(self.first_ranks)} stages of {sizes}, {self.schedule}" if self.stage_of else f"mesh {sizes}"
-        return f"{stages}, {self.microbatches} microbatches"
+        layers = "+".join(str(self.stage_of.count(stage)) for stage in sorted(set(self.stage_of)))
+        stages = f"{len(self.first_ranks)} stages of {sizes}, {self.schedule}, layers {layers}"
+        return f"{stages if self.stage_of else f'mesh {sizes}'}, {self.microbatches} microbatches"
 
 
 class Worlds:

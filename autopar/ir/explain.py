@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from itertools import accumulate
 
 from autopar.ir.branches import homes
 from autopar.ir.placement import format_placement
@@ -166,11 +167,14 @@ def _choices(plan: Plan, kind: str) -> dict[str, Choice]:
 def node_twins(plan: Plan) -> dict[str, str]:
     """Node of an equal block -> the node in its place in the first one, where the choice is kept."""
     twins: dict[str, str] = {}
-    modules = [(name, scope.split("|")[0]) for name, scope in plan.scopes.items()]
+    inside: dict[str, list[str]] = {path: [] for paths in plan.blocks for path in paths}
+    for name, scope in plan.scopes.items():
+        for path in accumulate(scope.split("|")[0].split("."), "{}.{}".format):
+            if path in inside:
+                inside[path].append(name)
     for paths in plan.blocks:
-        members = [[name for name, module in modules if f"{module}.".startswith(f"{path}.")] for path in paths]
-        for own in members[1:]:
-            twins.update(zip(own, members[0], strict=False))
+        for path in paths[1:]:
+            twins.update(zip(inside[path], inside[paths[0]], strict=False))
     return twins
 
 

@@ -36,6 +36,10 @@ class Sent(NamedTuple):
         """Both together."""
         return Sent(*map(add, self, other))
 
+    def repeated(self, count: int) -> Sent:
+        """As often as that."""
+        return Sent(*(amount * count for amount in self))
+
 
 NOTHING_SENT = Sent(0, 0, 0)
 

@@ -123,7 +123,8 @@ class Submesh:
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     between: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    along: dict[tuple[int, str], Sent] = field(default_factory=dict)  # by axis, or BETWEEN, and kind
+    between_along: dict[str, Sent] = field(default_factory=dict)  # by kind
+    played: Counter[Pass] = field(default_factory=Counter)
     departed: Counter[tuple[int, ...]] = field(default_factory=Counter)  # transfers, by what each rank sends
     bubble_ns: int = 0
     posted_ns: int = 0  # from when on what the next turn reads is received
@@ -144,12 +145,22 @@ class Submesh:
         for total, part in ((self.spent, done.spent), (self.waited, done.waited), (self.sent, done.sent)):
             for kind, amount in part.items():
                 total[kind] += amount
-        for (axis, kind), sent in done.along.items():
-            self.note(axis, kind, sent)
+        self.played[done] += 1
 
-    def note(self, axis: int, kind: str, sent: Sent) -> None:
-        """Counts what is sent along an axis, or `BETWEEN` submeshes."""
-        self.along[axis, kind] = self.along.get((axis, kind), NOTHING_SENT).plus(sent)
+    def note(self, kind: str, sent: Sent) -> None:
+        """Counts what is sent to other submeshes."""
+        self.between_along[kind] = self.between_along.get(kind, NOTHING_SENT).plus(sent)
+
+    @property
+    def along(self) -> dict[tuple[int, str], Sent]:
+        """What was sent, by axis (or `BETWEEN` submeshes) and kind."""
+        found = {(BETWEEN, kind): sent for kind, sent in self.between_along.items()}
+        for done, count in self.played.items():
+            for way, sent in done.along.items():
+                found[way] = found.get(way, NOTHING_SENT).plus(sent.repeated(count))
+        if (BETWEEN, "send") in found:
+            found[BETWEEN, "send"] = found[BETWEEN, "send"]._replace(num_bytes=self.sends_bytes)
+        return found
 
     def keep(self, now: int, num_bytes: int) -> None:
         """Takes memory for what is to come, or gives it back."""
@@ -302,7 +313,7 @@ class _Step:
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
             submesh.pieces.append(Piece(start, label, [task], []))
             submesh.departed[transfer.sent_bytes] += 1
-            submesh.note(BETWEEN, "send", Sent(1, 0, transfer.duration_ns))  # bytes: `departed`
+            submesh.note("send", Sent(1, 0, transfer.duration_ns))  # bytes: `departed`
         self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(transfer, submesh, ready, end))
 
     # The end of a step ----------------------------------------
@@ -320,7 +331,7 @@ class _Step:
         for stage, sent in tie.inside.items():
             for collective, size in sent.items():
                 self.home_of[stage].hand(collective, size)
-                self.home_of[stage].note(BETWEEN, f"gradient {collective}", Sent(1, size, 0))  # in the tie's duration
+                self.home_of[stage].note(f"gradient {collective}", Sent(1, size, 0))  # in the tie's duration
         for submesh in members:
             self._wait_for_home(submesh)
         start = max(submesh.free_ns for submesh in members)
@@ -331,7 +342,7 @@ class _Step:
             task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
             submesh.pieces.append(Piece(start, "", [task], []))
             submesh.hand("all_reduce", tie.num_bytes)
-            submesh.note(BETWEEN, TIED, Sent(1, tie.num_bytes, tie.duration_ns))
+            submesh.note(TIED, Sent(1, tie.num_bytes, tie.duration_ns))
 
     def _wait_for_home(self, submesh: Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
@@ -385,13 +396,8 @@ def lane_of(submesh: Submesh, makespan: int) -> Lane:
         exposed,
         dict(sorted((submesh.sent | sends).items())),
         submesh.between | sends,
-        _with_sends(submesh.along, submesh.sends_bytes),
+        submesh.along,
     )
-
-
-def _with_sends(along: Mapping[tuple[int, str], Sent], num_bytes: int) -> dict[tuple[int, str], Sent]:
-    sends = BETWEEN, "send"
-    return {way: sent._replace(num_bytes=num_bytes) if way == sends else sent for way, sent in along.items()}
 
 
 def _last_kind(pieces: Sequence[Piece]) -> str:

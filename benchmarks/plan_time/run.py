@@ -94,7 +94,7 @@ def _staged_model(row: str) -> tuple[Any, Any, Any]:
     from models import gpt
 
     if row == "llama 405B":
-        return _llama_405b()
+        return llama_405b()
     sizes = {"num_layers": 48, "hidden_size": 8192, "num_heads": 64, "seq_len": 1024, "batch_size": 1024}
     mesh = autopar.Mesh("v100", nodes=8, devices_per_node=8)
     if row != "gpt 39B":
@@ -107,7 +107,7 @@ def _staged_model(row: str) -> tuple[Any, Any, Any]:
     return model, {name: t.to("meta") for name, t in gpt.example_inputs(config).items()}, mesh
 
 
-def _llama_405b() -> tuple[Any, Any, Any]:
+def llama_405b() -> tuple[Any, Any, Any]:
     import torch
     import transformers
 

@@ -12,6 +12,7 @@ import pytest
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.rewrites import graph_of
 from tests.equivalence import planned, zoo
 from tests.equivalence.step import Step, compare, step_alone, step_on_rank
 from tests.rank_pool import pool
@@ -32,7 +33,7 @@ def single(model_name: str) -> Step:
 def test_step_equals_model(model_name: str, plan_name: str) -> None:
     model, batch = zoo.build(model_name)
     program = planned.step_program(model_name, plan_name)
-    check_split(planned.graph(model_name), program.plan)
+    check_split(graph_of(program.plan, planned.graph(model_name)), program.plan)
     state = {**model.state_dict(), **dict(model.named_buffers())}
     ranks = pool(program.plan.mesh.num_devices).run(step_on_rank, program.source, state, batch)
     faults = compare(single(model_name), ranks, program.plan.predicted.comm_bytes).faults()

@@ -23,6 +23,8 @@ def test_the_page_is_what_its_sources_say(name: str) -> None:
 
 def test_every_link_in_the_pages_leads_somewhere() -> None:
     pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-    texts = {page: re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages}
+    texts = {
+        page: re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(encoding="utf-8"), flags=re.DOTALL) for page in pages
+    }
     links = [(page, link) for page, text in texts.items() for link in re.findall(r"\]\(([^)#\s]+)", text)]
     assert [link for page, link in links if "://" not in link and not (page.parent / link).exists()] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,11 +10,7 @@ from typing import Any
 
 import pytest
 
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
-    "--disable-background-networking", "--disable-component-update", "--window-size=1280,1000",
-    "--force-prefers-reduced-motion",
-)  # fmt: skip
+from benchmarks.report.browser import missing, open_browser, open_page
 
 
 @dataclass
@@ -28,8 +23,7 @@ class Page:
         """Opens a file, which must say that it is ready."""
         self.driver.get_log("browser")
         self.driver.get_log("performance")
-        self.driver.get(path.as_uri())
-        assert self.run("return document.documentElement.dataset.ready") == "true"
+        open_page(self.driver, path)
 
     def run(self, script: str, *arguments: Any) -> Any:
         return self.driver.execute_script(script, *arguments)
@@ -82,16 +76,9 @@ class Page:
 @pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     """One browser for all tests; what they open is made anew each time."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    binary = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    controller = shutil.which("chromedriver")
-    if binary is None or controller is None:
-        pytest.skip("no Chromium with chromedriver here: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for flag in (*FLAGS, f"--user-data-dir={tmp_path_factory.mktemp('chromium')}"):
-        options.add_argument(flag)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(controller))
+    pytest.importorskip("selenium", reason="selenium is not installed")
+    if problem := missing():
+        pytest.skip(problem)
+    driver = open_browser(tmp_path_factory.mktemp("chromium"))
     yield Page(driver)
     driver.quit()

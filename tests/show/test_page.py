@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 
 import autopar
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import coordinates
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Move, Plan, Refinement, Substitution
 from autopar.ir.text import bytes_text, time_text
+from autopar.pipeline import template_of_graph
+from autopar.show import report
+from autopar.trace import trace
 from models import gpt
 from tests.show.conftest import Page
 
@@ -22,12 +26,15 @@ GUTTER, RULER, ROW = 132, 22, 20  # of the timeline's canvas
 
 
 @cache
-def plan_of(**template: Any) -> Plan:
+def graph_of(mode: str) -> Graph:
     """A GPT of four layers whose vocabulary no axis divides."""
     config = gpt.Config(num_layers=4, hidden_size=32, vocab_size=101, seq_len=16)
-    return autopar.template_plan(
-        gpt.build(config), autopar.Mesh("a100", devices_per_node=8), gpt.example_inputs(config), **template
-    )
+    return trace(gpt.build(config), gpt.example_inputs(config), mode=mode)
+
+
+@cache
+def plan_of(mesh: str = "a100:8", mode: str = "train", **template: Any) -> Plan:
+    return template_of_graph(graph_of(mode), autopar.Mesh.parse(mesh), mode=mode, **template)
 
 
 def staged() -> Plan:
@@ -38,11 +45,16 @@ def sharded() -> Plan:
     return plan_of(dp=2, tp=4, zero=3)
 
 
+@cache
+def html_of(*makes: Any) -> str:
+    """The page of plans by the functions that make them."""
+    return report.page(*(make() for make in makes))
+
+
 @pytest.fixture
 def page(browser: Page, tmp_path: Path, request: pytest.FixtureRequest) -> Page:
     """The page of the test's plans, which says nothing to the console and asks for nothing but itself."""
-    plans = [make() for make in request.param]
-    plans[0].report(tmp_path / "plan.html", *plans[1:])
+    (tmp_path / "plan.html").write_text(html_of(*request.param))
     browser.open(tmp_path / "plan.html")
     request.addfinalizer(lambda: _is_quiet(browser, tmp_path / "plan.html"))
     return browser
@@ -258,6 +270,48 @@ def test_names_in_a_plan_are_text_and_never_run(page: Page) -> None:
     assert page.all("img") == [] and len(page.all("main script")) == 0
     assert page.one("h1").text.startswith(HOSTILE)
     assert HOSTILE in page.one("#substitutions").text and HOSTILE in page.one("#search").text
+
+
+def one_device() -> Plan:
+    return plan_of("cpu:1")
+
+
+def inference() -> Plan:
+    return plan_of("h100:2", tp=2, mode="inference")
+
+
+def interleaved() -> Plan:
+    return plan_of("h100:2", pp=2, microbatches=4, schedule="interleaved", chunks=2)
+
+
+def zero_bubble() -> Plan:
+    return plan_of("h100:2", pp=2, microbatches=4, schedule="zero_bubble")
+
+
+def unequal() -> Plan:
+    return plan_of("a100:1x2+v100:1x2", dp=4, split="speed")
+
+
+LANES = {one_device: 1, inference: 1, interleaved: 2, zero_bubble: 2, unequal: 2}
+
+
+@pytest.mark.parametrize(
+    ("page", "make"), [([make], make) for make in LANES], indirect=["page"], ids=[make.__name__ for make in LANES]
+)
+def test_plans_of_all_kinds_are_shown(page: Page, make: Any) -> None:
+    """And every row of their trees can be unfolded and chosen."""
+    assert len(page.all("#timeline details tbody tr")) == LANES[make]
+    keys = "[...document.querySelectorAll(arguments[0])].map((row) => row.dataset.key)"
+    click = 'document.querySelector(`[data-key="${key}"]`)?.click()'
+    for rows in (".row.module[aria-expanded=false]", ".row:not(.module)"):
+        page.run(f"for (const key of {keys}) {click}", rows)
+    page.press("show a few passes in the middle")
+    assert page.one(".details h3").text
+    pixels = (
+        "const canvas = document.querySelector('canvas.timeline'); const c = canvas.getContext('2d'); "
+        "return new Set(new Uint32Array(c.getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size"
+    )
+    assert page.run(pixels) > 4, "passes are drawn in their colours"
 
 
 def refined() -> Plan:

@@ -13,7 +13,7 @@ const grouped = (number) => Math.round(number).toLocaleString('en-US');
 const percent = (part, whole) => (!whole ? '–' : part && part * 1000 < whole ? '< 0.1 %' : `${Number(((100 * part) / whole).toPrecision(part * 10 < whole ? 2 : 3))} %`);
 const signed = (number, format) => `${number < 0 ? '−' : '+'}${format(Math.abs(number))}`;
 const plural = (count, word) => `${grouped(count)} ${word}${count === 1 ? '' : 's'}`;
-const words = (name) => name.replace(/_(ns|bytes)$/, '').replaceAll('_', ' ');
+const words = (name) => name.replace(/_time_ns$|_ns$/, ' time').replace(/_bytes$/, ' memory').replaceAll('_', ' ');
 const ranksText = ([first, last]) => (first === last ? `rank\u00a0${first}` : `ranks\u00a0${grouped(first)}–${grouped(last)}`);
 
 // A value of a search's row, by what its name says of its unit.

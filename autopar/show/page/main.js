@@ -145,7 +145,8 @@ function redraw(id, key, typed) {
 
 function tellWindow() {
   const [begin, end] = state.range;
-  document.querySelectorAll('.window').forEach((node) => { node.textContent = `${time(begin)} to ${time(end)}`; });
+  const text = (ns) => scaleText(ns, (end - begin) / 100);
+  document.querySelectorAll('.window').forEach((node) => { node.textContent = `${text(begin)} to ${text(end)}, ${time(end - begin)} long`; });
 }
 
 function render() {
@@ -158,5 +159,8 @@ function render() {
 
 matchMedia('(prefers-color-scheme: dark)').addEventListener('change', () => { forgetColours(); actions.views.forEach((view) => view.draw()); });
 render();
-performance.mark('ready');
-document.documentElement.dataset.ready = 'true';
+// Two frames later, everything that was put into the page has been laid out and drawn.
+requestAnimationFrame(() => requestAnimationFrame(() => {
+  performance.mark('ready');
+  document.documentElement.dataset.ready = 'true';
+}));

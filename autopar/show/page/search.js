@@ -29,15 +29,17 @@ function search(plan) {
 // The settings that were looked at, the fastest first; one row is the plan.
 function tried(plan) {
   const rows = plan.search.tried;
+  const refined = plan.search.refinement;
   const names = [...new Set(rows.flatMap(Object.keys))].filter((name) => rows.some((row) => row[name] !== rows[0][name]) || name === 'mesh' || name === 'step_time_ns');
   const key = names.find((name) => name === 'step_time_ns') || names.find((name) => name.endsWith('_ns'));
   const ordered = [...rows].sort((a, b) => (a[key] ?? Infinity) - (b[key] ?? Infinity));
   const most = Math.max(...rows.map((row) => row[key] || 0), 1);
-  return table(names.map((name) => words(name) + (typeof rows[0][name] === 'number' && name !== key ? '#' : '')), ordered.map((row) => names.map((name) => {
+  return table(names.map((name) => words(name) + (name !== key && rows.some((row) => typeof row[name] === 'number') ? '#' : '')), ordered.map((row) => names.map((name) => {
     const text = valueText(name, row[name]);
     if (name !== key || !row[name]) return text;
-    const chosen = row[name] === plan.predicted.step_time_ns;
-    return meter(row[name], most, chosen ? 'compute' : 'quiet', chosen ? `${text}, the plan` : text);
+    const chosen = row[name] === (refined ? refined.before_ns : plan.predicted.step_time_ns);
+    const label = refined && refined.after_ns !== refined.before_ns ? 'refined' : 'the plan';
+    return meter(row[name], most, chosen ? 'compute' : 'quiet', chosen ? `${text}, ${label}` : text);
   })));
 }
 
@@ -47,12 +49,18 @@ function refinement(found) {
   const moves = found.moves.map((move) => [el('code', {}, move.name), move.count > 1 ? `×${grouped(move.count)}` : '', words(move.kind), move.before, move.after, signed(-move.gain_ns, time)]);
   return el('div', { class: 'refinement' },
     el('h3', {}, 'Refined by a random walk (MCMC)'),
-    el('p', {}, `${time(found.before_ns)} became ${time(found.after_ns)} (${signed(-(1 - found.after_ns / Math.max(1, found.before_ns)) * 100, (n) => `${Number(n.toPrecision(3))} %`)}): `
+    el('p', {}, `${gained(found)}: `
       + `${plural(found.proposals, 'proposal')}, of which ${grouped(found.simulated)} were simulated, in ${Number(found.seconds.toPrecision(2))} s; stopped: ${found.stop_reason}; seed ${found.seed}.`),
     found.trace.length > 1 ? curve(found.trace) : null,
     rates.length ? [el('h4', {}, 'Proposals by kind'), table(['kind', 'made#', 'accepted#', 'rate'], rates)] : null,
     starts.length ? [el('h4', {}, 'Starts'), table(['from', 'began at#', 'ended at#', 'change#'], starts)] : null,
     moves.length ? [el('h4', {}, 'Moves that are in the plan, and what each saves'), table(['what', '', 'kind', 'before', 'after', 'saves#'], moves)] : null);
+}
+
+function gained(found) {
+  const { before_ns: before, after_ns: after } = found;
+  if (before === after) return `Nothing was found that is faster than ${time(before)}`;
+  return `${time(before)} became ${time(after)} (${signed((100 * (after - before)) / before, (n) => `${Number(n.toPrecision(3))} %`)})`;
 }
 
 // Step time over proposals: the chain's current state, and the best so far.

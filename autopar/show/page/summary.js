@@ -82,10 +82,13 @@ function swatch(shade) {
 
 function stages(plan) {
   const lanes = plan.timeline ? plan.timeline.lanes : [];
-  const rows = plan.stages.map((stage, number) => {
+  const whole = plan.stages[0];
+  const unlike = plan.stages.length === 1 && lanes.length > 1; // ranks of one stage that differ in devices or in work
+  const parts = unlike ? lanes.map((lane) => ({ ...whole, ranks: lane.ranks })) : plan.stages;
+  const rows = parts.map((stage, number) => {
     const lane = lanes.find((other) => other.ranks[0] === stage.ranks[0]);
     const busy = lane ? lane.breakdown.compute_ns + lane.breakdown.recompute_ns + lane.breakdown.optimizer_ns : 0;
-    return [String(number), ranksText(stage.ranks), meshText(plan.layouts[stage.layout].filter((axis) => !isMicrobatch(axis))),
+    return [unlike ? '0' : String(number), el('span', { class: 'nowrap' }, ranksText(stage.ranks)), meshText(plan.layouts[stage.layout].filter((axis) => !isMicrobatch(axis))),
       stage.blocks || 'the whole model', grouped(stage.operators),
       lane ? meter(busy, plan.timeline.step_time_ns, 'compute', percent(busy, plan.timeline.step_time_ns)) : '–',
       lane ? meter(lane.peak_bytes, plan.memory_limit || lane.peak_bytes, 'm3', bytes(lane.peak_bytes)) : '–'];

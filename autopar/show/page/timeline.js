@@ -259,7 +259,7 @@ class Timeline {
 
   tipText({ row, at, tasks, number, begin, label }) {
     const where = `${laneName(this.plan, this.picture.lanes[row.lane])}, ${ranksText(this.picture.lanes[row.lane].ranks)}, ${row.stream.name.replaceAll('_', ' ')}`;
-    if (!tasks) return [el('b', {}, 'idle'), el('div', {}, `at ${time(at)}`), el('div', { class: 'note' }, where)];
+    if (!tasks) return [el('b', {}, 'idle'), el('div', {}, `at ${grouped(at)} ns`), el('div', { class: 'note' }, where)];
     const [start, end] = [tasks.starts[number], tasks.ends[number]];
     const micro = this.picture.labels[label];
     return [
@@ -294,6 +294,14 @@ class Timeline {
     const box = this.canvas.getBoundingClientRect();
     const found = this.found(event.clientX - box.left, event.clientY - box.top);
     if (found && found.tasks) this.actions.range([found.begin + found.tasks.starts[0], found.begin + found.tasks.latest]);
+  }
+
+  // Four passes on, from the one that the first lane makes half-way.
+  zoomToPasses() {
+    const { placed } = this.rows[0].stream;
+    const at = Math.max(0, above(placed, this.picture.step_time_ns / 2, (one) => one.begin) - 1);
+    const last = placed[Math.min(placed.length - 1, at + 4)];
+    this.actions.range([placed[at].begin, last.begin + last.tasks.latest]);
   }
 
   grab(event) {
@@ -355,9 +363,9 @@ function timeline(plan, state, actions) {
   return el('div', {},
     el('div', { class: 'tools', role: 'group', 'aria-label': 'timeline' },
       button('+', 'zoom in', () => view.zoom(0.5)), button('−', 'zoom out', () => view.zoom(2)), button('◂', 'earlier', () => view.pan(-0.3)), button('▸', 'later', () => view.pan(0.3)),
-      button('whole step', 'show the whole step', () => actions.range(null)),
+      button('whole step', 'show the whole step', () => actions.range(null)), button('a few passes', 'show a few passes in the middle', () => view.zoomToPasses()),
       el('span', { class: 'window note' }),
-      el('span', { class: 'note' }, 'Drag to move; ctrl and wheel, or the wheel after a click, to zoom; double-click fills the window with a pass.')),
+      el('span', { class: 'note' }, 'Drag to move; ctrl and wheel, or the wheel after a click, to zoom; double-click fills the window with a pass. plan.timeline().save("trace.json") writes it for Perfetto.')),
     view.element, timelineLegend(plan), laneTable(plan));
 }
 
