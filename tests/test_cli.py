@@ -93,6 +93,21 @@ def test_show_explain_and_diff(plan_file: Path, tmp_path: Path, capsys: pytest.C
     assert [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()] == ["step time", "peak"]
 
 
+def test_diff_tells_what_is_used_otherwise_though_it_is_stored_alike() -> None:
+    from models import mlp
+
+    config = mlp.Config()
+    stored = [Constraint(stages=1), Constraint("*weight", ("S(0)",), "stored")]
+    whole, split = (
+        autopar.parallelize(
+            mlp.build(config), autopar.Mesh.parse(MESH), mlp.example_inputs(config), search="fast",
+            constraints=[*stored, Constraint("layers.0.weight", (type_,), "used")],
+        ).plan
+        for type_ in ("R", "S(0)")
+    )  # fmt: skip
+    assert "layers.0.weight: used [R] | [S(0)]" in whole.diff(split).splitlines()
+
+
 def test_simulate_prints_the_prediction_and_writes_a_trace(
     plan_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

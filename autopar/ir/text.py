@@ -282,18 +282,29 @@ def _fork_texts(plan: Plan) -> str:
 
 
 def _storage_differences(plan: Plan, other: Plan) -> list[str]:
-    """ "layers.*.weight: [I] | [S(0)]  ×4": what the plans store in unlike ways."""
+    """ "layers.*.weight: [I] | [S(0)]  ×4": what the plans store in unlike ways, or use so: "used [S(0)] | [R]"."""
     kept, others = _stored(plan), _stored(other)
+    used, theirs = _uses(plan), _uses(other)
     rows: dict[tuple[str, str], list[str]] = defaultdict(list)
     for tensor, storage in kept.items():
-        twin = others.get(tensor)
-        if twin != storage:
-            name = plan.parameters.get(tensor, tensor)
-            text = f"{storage_text(storage)} | {storage_text(twin) if twin else 'absent'}"
-            rows[_folded(name), text].append(name)
+        twin, uses = others.get(tensor), [" and ".join(sorted(found.get(tensor, ()))) for found in (used, theirs)]
+        if twin == storage and uses[0] == uses[1]:
+            continue
+        text = f"{storage_text(storage)} | {storage_text(twin) if twin else 'absent'}"
+        name = plan.parameters.get(tensor, tensor)
+        rows[_folded(name), text if twin != storage else f"used {uses[0]} | {uses[1]}"].append(name)
     return [
         f"{name if len(names) > 1 else names[0]}: {text}{_times(len(names))}" for (name, text), names in rows.items()
     ]
+
+
+def _uses(plan: Plan) -> dict[str, set[str]]:
+    """In which placements operators of any stage read each stored tensor."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for part in plan.parts:
+        for tensor, placements in used_placements(part).items():
+            found[tensor] |= placements
+    return found
 
 
 def _modules_placed_differently(plan: Plan, other: Plan) -> list[str]:

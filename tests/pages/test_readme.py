@@ -41,7 +41,8 @@ def test_the_new_users_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
             subprocess.run(launch, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
         printed[line.split()[1]] = capfd.readouterr().out
     assert "parameter layers.0.up.weight: stored [" in printed["explain"]
-    assert re.search(r"layers\.0\.up\.weight +\[I\] → \[R\]$", printed["plan"], re.MULTILINE)
-    assert "layers.0.up.weight: [" in printed["diff"]
+    assert re.search(r"layers\.0\.up\.weight +\[.*\] → \[R\]$", printed["plan"], re.MULTILINE)
+    assert re.search(r"layers\.\*\.up\.weight +\[.*\] → \[S\(0\)\]  ×3$", printed["plan"], re.MULTILINE)
+    assert "layers.0.up.weight: " in printed["diff"]
     losses = [float(loss) for loss in re.findall(r"^step \d loss (\S+)$", printed["--nproc-per-node"], re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0]
