@@ -24,15 +24,15 @@ from autopar.runtime.packing import pack_gradients
 from autopar.simulate.engine import Carried, Change, Engine, Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import (
-    FOLLOWING, PRECEDING, Ahead, Ends, Entry, Exit, PartPlayer, Root, RootBucket, Share, Travelling, Unsupported, ending, Begin,
+    FOLLOWING, PRECEDING, Ahead, Ends, Entry, Exit, PartPlayer, Root, RootBucket, Share, Travelling, Unsupported, ending, finished, Begin,
 )  # fmt: skip
 from autopar.simulate.parts import Arriving, Crossing, Gradients, Kept, Lowered, Marked, Part, PartLowering, Wanted, kept_after
 from autopar.simulate.passes import BACKWARD, FORWARD, turns
 from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.program import Program, Slot, is_summed_first
 from autopar.simulate.repeats import Segment, segments_of
-from autopar.simulate.schedule import _differ, _profiles, simulate
-from autopar.simulate.timeline import Timeline
+from autopar.simulate.schedule import Submesh, _differ, _profiles, lane_of, simulate
+from autopar.simulate.timeline import Piece, Timeline
 
 KEPT_TIMELINES = 4
 KEPT_FAMILIES = 4
@@ -60,7 +60,15 @@ class Incremental:
 
     def peak_bytes(self, plan: Plan) -> int:
         """As `simulate(graph, plan, profile).peak_bytes`."""
-        return self._timeline(plan).peak_bytes
+        return self.timeline(plan).peak_bytes
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
+        try:
+            return self._step(plan).timeline()
+        except Unsupported:
+            self.fallbacks += 1
+            return self._timeline(plan)
 
     def least_time_ns(self, plan: Plan) -> int:
         """A lower bound of the step time: no stream's work."""
@@ -166,6 +174,23 @@ class _Family:
                 player = self._players[key] = PartPlayer(key[0], self.profile, self.trains, *key[1:])
             players.append(player)
         return _Played(players, packed, following, preceding, root_parts, root, self._gathered(parts))
+
+    def held_through(self, plan: Plan, parts: Sequence[Part]) -> Program:
+        """What stays through the step, and the optimizer's time and memory."""
+        lowering = self.lowering
+        lowering.plan, lowering.program = plan, Program()
+        loss = self.graph.loss
+        lowering.placements = {} if loss is None else {loss: ()}
+        constants: dict[object, int] = {}
+        entering: list[object] = [(-1, n) for n in range(parts[0].lowered.num_memory)]
+        for number, lowered in enumerate(part.lowered for part in parts):
+            names = {storage: (number, storage) for storage in (*lowered.constants, *lowered.storages)}
+            names |= dict(enumerate(entering))
+            constants.update((names[storage], size) for storage, size in lowered.constants.items())
+            entering = [names[storage] for storage in lowered.storages]
+        lowering.constants = dict(enumerate(constants.values()))
+        lowering._residents()
+        return lowering.program
 
     def _check(self, parts: Sequence[Part]) -> None:
         """Raises Unsupported for what parts do not know of each other."""
@@ -432,6 +457,7 @@ class _Step:
         self.journeys: tuple[Travelling, ...] = ()
         self.root = -1
         self.num_backward = 0
+        self.held_through = family.held_through(plan, [player.part for player in self.players])
 
     def run(self) -> None:
         """Everything."""
@@ -666,13 +692,23 @@ class _Step:
             end = max(0, one.end_ns - self.now)
             after.append(engine.carry(end, "gradient"))
             engine.allocations += ending(one, end, Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
-        engine.compute("optimizer", "optimizer", self.optimizer_ns(), after)
+        taken = self.held_through.optimizer_workspace
+        task = engine.compute("optimizer", "optimizer", self.held_through.optimizer_ns, after)
+        engine.allocate(task, taken, "workspace")
+        engine.release(task, taken, "workspace")
+        self.pieces.append((self.now, finished(PassKind("optimizer"), engine, {})))
         self.now += engine.free_ns
 
-    def optimizer_ns(self) -> int:
-        """What updating the parameters takes."""
-        lowering = self.family.lowering
-        lowering.plan, lowering.placements = self.plan, {}
-        lowering.program = Program()
-        lowering._residents()
-        return lowering.program.optimizer_ns
+    # Results ----------------------------------------
+
+    def timeline(self) -> Timeline:
+        """Everything that was played; tasks have the names of equal layers' ones."""
+        submesh = Submesh(range(self.plan.mesh.num_devices), [0])
+        for begin, done in self.pieces:
+            submesh.take(done, begin, "")
+        resident = [(0, size, kind, Moment.START) for size, kind in self.held_through.residents if size]
+        submesh.pieces.append(Piece(0, "", [], [*resident, *self.changes]))
+        submesh.free_ns = self.now
+        submesh.links = self.links
+        lane = lane_of(submesh, self.end_ns)
+        return Timeline((lane,), self.end_ns, lane.breakdown, lane.exposed, lane.comm_bytes)

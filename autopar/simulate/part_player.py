@@ -308,15 +308,7 @@ class PartPlayer(Player):
     def _exit(self, latest: int, entry: Entry) -> Exit:
         engine, lowered = self.engine, self.part.lowered
         tasks, length, is_forward = engine.tasks, engine.free_ns, self._kind.name == FORWARD
-        spent: dict[str, int] = defaultdict(int)
-        for stream, _, start, end, kind in tasks[engine.num_carried :]:
-            if stream == COMPUTE:
-                spent[kind] += end - start
-        done = Pass(
-            self._kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent),
-            dict(self.comm_bytes), length, engine.links, [span for span in engine.in_flight if span[1] > length],
-            tasks[engine.last][3] - tasks[engine.last][2], NO_STANDING, {},
-        )  # fmt: skip
+        done = finished(self._kind, engine, dict(self.comm_bytes))
         entering = range(lowered.num_entering)
         ahead = {self.following, self.preceding} & self._live
         own_live = self._live - ahead - {ROOT}
@@ -449,13 +441,18 @@ class Begin(Player):
 
     def result(self) -> Pass:
         """The pass as it ran."""
-        engine, spent = self.engine, dict[str, int]()
-        for stream, _, start, end, kind in engine.tasks[1:]:
-            if stream == COMPUTE:
-                spent[kind] = spent.get(kind, 0) + end - start
-        last = engine.tasks[engine.last]
-        return Pass(
-            PassKind("begin"), engine.tasks[1:], engine.allocations, dict(engine.waited), spent, dict(self.comm_bytes),
-            engine.free_ns, engine.links, [span for span in engine.in_flight if span[1] > engine.free_ns],
-            last[3] - last[2], NO_STANDING, {},
-        )  # fmt: skip
+        return finished(PassKind("begin"), self.engine, dict(self.comm_bytes))
+
+
+def finished(kind: PassKind, engine: Engine, sent: dict[str, int]) -> Pass:
+    """What an engine has played, as a pass. sent: bytes by collective."""
+    tasks, length = engine.tasks, engine.free_ns
+    spent: dict[str, int] = defaultdict(int)
+    for stream, _, start, end, cause in tasks[engine.num_carried :]:
+        if stream == COMPUTE:
+            spent[cause] += end - start
+    return Pass(
+        kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, length,
+        engine.links, [span for span in engine.in_flight if span[1] > length],
+        tasks[engine.last][3] - tasks[engine.last][2], NO_STANDING, {},
+    )  # fmt: skip
