@@ -9,6 +9,7 @@ change reaches without a difference are not played again either.
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -124,6 +125,7 @@ class _Played(NamedTuple):
     root_parts: tuple[int, ...]
     root: Root | None
     gathered: _Gathered
+    lent: list[dict[int, tuple[str, Placement]]]
 
 
 class _Family:
@@ -156,7 +158,7 @@ class _Family:
         return known
 
     def _join(self, parts: tuple[Part, ...]) -> _Played:
-        self._check(parts)
+        lent = self._lent(parts)
         packed = self._packed_shares(parts)
         following, preceding = _neighbours(parts)
         root_parts, root = self._root(parts)
@@ -168,12 +170,15 @@ class _Family:
                 Ahead(parts[ahead[0]], ahead[1]) if ahead[0] >= 0 and ahead[1] in parts[ahead[0]].orders.gathers else None,
                 Ahead(parts[behind[0]], behind[1]) if behind[0] >= 0 and _is_entered(parts[behind[0]], behind[1]) else None,
                 root if number == 0 or number in root_parts else None, number == 0,
+                frozenset(n for n in lent[number] if part.program.slots[n].value < part.lowered.num_entering),
             )  # fmt: skip
             player = self._players.get(key)
             if player is None:
                 player = self._players[key] = PartPlayer(key[0], self.profile, self.trains, *key[1:])
             players.append(player)
-        return _Played(players, packed, following, preceding, root_parts, root, self._gathered(parts))
+        borrowed = [_borrowed(player, number, preceding, parts, lent) for number, player in enumerate(players)]
+        lent = [own | of_others for own, of_others in zip(lent, borrowed, strict=True)]
+        return _Played(players, packed, following, preceding, root_parts, root, self._gathered(parts), lent)
 
     def held_through(self, plan: Plan, parts: Sequence[Part]) -> Program:
         """What stays through the step, and the optimizer's time and memory."""
@@ -192,16 +197,31 @@ class _Family:
         lowering._residents()
         return lowering.program
 
-    def _check(self, parts: Sequence[Part]) -> None:
-        """Raises Unsupported for what parts do not know of each other."""
-        counts: dict[str, int] = defaultdict(int)
-        slots = [(segment, part, slot) for segment, part in zip(self.segments, parts, strict=True)
-                 for slot in part.program.slots]
-        for segment, part, slot in slots:
-            is_entering = slot.value < part.lowered.num_entering
-            counts[slot.tensor] += not is_entering
-            if is_entering and slot.storage.regather:
-                raise Unsupported("a regathered tensor has several readers")
+    def _lent(self, parts: Sequence[Part]) -> list[dict[int, tuple[str, Placement]]]:
+        """For each part, by number, the regathered slots that several parts read and that a unit of the first holds.
+
+        Raises Unsupported where that unit may be asked for ahead by another reader.
+        """
+        units: dict[tuple[str, Placement], int] = {}
+        found: list[dict[int, tuple[str, Placement]]] = []
+        for number, (part, segment) in enumerate(zip(parts, self.segments, strict=True)):
+            lowered, slots, own = part.lowered, part.program.slots, dict[int, tuple[str, Placement]]()
+            held = {n for buckets in part.orders.gathers.values() for bucket in buckets for n in bucket.slots}
+            names = [(segment.made if leaf.is_made else segment.enters)[leaf.place] for leaf in segment.leaves]
+            crossing = list(zip(range(lowered.num_entering), lowered.before.values, itertools.repeat(segment.enters)))
+            crossing += zip(lowered.leaving, lowered.after.values, itertools.repeat(names), strict=False)
+            for value, crossed, tensors in crossing:
+                n = part.program.values[value].slot
+                key = tensors[crossed.tensor], crossed.placement
+                if n >= 0 and slots[n].storage.regather and slots[n].steps and key[0] in segment.keeps:
+                    if n in held:
+                        units[key] = number
+                    if key in units:
+                        own[n] = key
+                        if 0 < number - units[key] < 2:
+                            raise Unsupported("a gathered parameter is read by the next block")
+            found.append(own)
+        return found
 
     def _root(self, parts: Sequence[Part]) -> tuple[tuple[int, ...], Root | None]:
         found: list[tuple[int, int]] = []
@@ -424,6 +444,19 @@ def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tupl
     return following, preceding
 
 
+def _borrowed(
+    player: PartPlayer, number: int, preceding: Sequence[tuple[int, int]], parts: Sequence[Part],
+    lent: Sequence[Mapping[int, tuple[str, Placement]]],
+) -> dict[int, tuple[str, Placement]]:  # fmt: skip
+    """Lent slots that this part asks for ahead, by their numbers here."""
+    at, found = preceding[number][0], dict[int, tuple[str, Placement]]()
+    for n, slot in enumerate(player.program.slots):
+        whose, value = player.foreign.get(slot.value, (0, -1))
+        if whose == PRECEDING and (key := lent[at].get(parts[at].program.values[value].slot)):
+            found[n] = key
+    return found
+
+
 def _is_entered(part: Part, unit: int) -> bool:
     return part.direction is not None and any(unit in units for units in part.direction.entered.values())
 
@@ -453,6 +486,7 @@ class _Step:
         self.live: list[set[int]] = [set() for _ in self.players]
         self.pinned: list[frozenset[int]] = [frozenset()] * len(self.players)
         self.whole: list[frozenset[int]] = [frozenset()] * len(self.players)
+        self.lent: dict[tuple[str, Placement], int] = {}  # slots that stay gathered for several parts, and their bytes
         self.awaited: Ends = ()
         self.journeys: tuple[Travelling, ...] = ()
         self.root = -1
@@ -474,7 +508,7 @@ class _Step:
     def _begin(self, direction: str) -> None:
         self.begin = self.last = self.now
         self.busy = self.now + (self.host.pass_ns if self.host else 0)
-        self.waiting = direction
+        self.waiting, self.awaited = direction, ()
         self.journeys = tuple([one._replace(kind="gradient") for one in self.journeys])
 
     def _entry(self, number: int, player: PartPlayer, kind: PassKind, **more: Any) -> Entry:
@@ -497,7 +531,8 @@ class _Step:
         awaited = tuple([(end - now, cause) for end, cause in self.awaited if end > now])
         return Entry(
             kind, last, host, waiting, links, in_flight, live=frozenset(live), arriving=arriving,
-            pinned=self.pinned[number], root=root, awaited=awaited, **more,
+            pinned=self.pinned[number] | {n for n, key in self.played.lent[number].items() if key in self.lent},
+            root=root, awaited=awaited, **more,
         )  # fmt: skip
 
     def _play(self, number: int, player: PartPlayer, entry: Entry) -> Exit:
@@ -514,7 +549,12 @@ class _Step:
             self.links[link] = max(begin + end, self.links.get(link, 0))
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight]
         self.home += [(begin + end, kind) for end, kind in known.home]
-        self.live[number], self.pinned[number] = set(known.live), known.pinned
+        self.live[number], self.pinned[number] = set(known.live), known.pinned.difference(self.played.lent[number])
+        for n, key in self.played.lent[number].items():
+            if n in known.pinned:
+                self.lent[key] = player.program.slots[n].used_bytes
+            else:
+                self.lent.pop(key, None)
         self.arriving[number] = {}
         self.awaited = tuple([(begin + end, cause) for end, cause in known.awaited])
         if player.has_root:
@@ -547,7 +587,10 @@ class _Step:
 
     def _end_pass(self, exits: Sequence[Exit]) -> None:
         """Regathered parameters that are left are of no more use."""
-        left = sum(one.left_bytes for one in exits)
+        left = sum(one.left_bytes for one in exits) + sum(self.lent.values())
+        self.lent = {}
+        for player, pinned in zip(self.players, self.pinned, strict=True):
+            left += sum(player.program.slots[n].used_bytes for n in pinned)
         if self.root >= 0 and self.played.root is not None:
             root = self.played.root
             left += sum(

@@ -19,7 +19,7 @@ from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.passes import BACKWARD, FORWARD
 from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing
-from autopar.simulate.program import Bucket, Program, Transmission, is_summed_first
+from autopar.simulate.program import Bucket, Program, Slot, Transmission, is_summed_first
 
 Ends = tuple[tuple[int, str], ...]
 """Of tasks: when they end, and their kinds."""
@@ -72,6 +72,7 @@ class Root(NamedTuple):
         return sum(len(bucket.slots) for bucket in self.buckets)
 
 
+LENT = -1  # the unit of slots that belong to those of other parts
 FOLLOWING, PRECEDING = -1, -2  # whose a slot is: of the unit ahead forward, or backward
 
 
@@ -142,7 +143,7 @@ class Exit(NamedTuple):
     held: frozenset[int]
     transient: frozenset[int]
     live: frozenset[int]
-    left_bytes: int  # of parameters that stay gathered to the end of the pass
+    left_bytes: int  # of units that stay gathered to the end of the pass
     pinned: frozenset[int]
     whole: frozenset[int]
     ahead: frozenset[int]
@@ -158,7 +159,10 @@ class PartPlayer(Player):
     def __init__(
         self, part: Part, profile: Profile, trains: bool, shares: tuple[Share, ...], following: Ahead | None = None,
         preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False,
+        lent: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
+        """following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
+        self.lent = lent
         self.part, self.trains, self.sums_early, self.is_first = part, trains, True, is_first
         self.program = copy.copy(part.program)
         self.program.reductions = [
@@ -338,7 +342,7 @@ class PartPlayer(Player):
             live=frozenset(own_live),
             left_bytes=sum(
                 self._copied_bytes(bucket) for unit in own_live for bucket in self.orders.gathers[unit]
-            ) + sum(self.program.slots[number].used_bytes for number in self._pinned),
+            ),
             pinned=frozenset(self._pinned),
             whole=frozenset(self._whole),
             ahead=frozenset(ahead),
@@ -368,6 +372,9 @@ class PartPlayer(Player):
         values = (self.program.slots[number].value for number in share.slots)
         tasks = (task for value in values for task in self._gradients.get(value, ()))
         return max((self.engine.tasks[task][3] for task in tasks), default=-1)
+
+    def _unit_of(self, slot: Slot) -> int:
+        return LENT if self._number.get(slot.value, -1) in self.lent else super()._unit_of(slot)
 
     def _send_home(self, bucket: Bucket, after: Sequence[int] = ()) -> None:
         index, slot = self._bucket_of[bucket.slots[0]], self.program.slots[bucket.slots[0]]
