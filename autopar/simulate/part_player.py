@@ -10,7 +10,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.runtime.packing import MAX_IN_FLIGHT
@@ -20,6 +20,7 @@ from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.passes import BACKWARD, FORWARD
 from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing
 from autopar.simulate.program import Bucket, Program, Slot, Transmission, is_summed_first
+from autopar.simulate.sharing import Share
 
 Ends = tuple[tuple[int, str], ...]
 """Of tasks: when they end, and their kinds."""
@@ -29,20 +30,6 @@ NO_STANDING = Standing()
 
 class Unsupported(Exception):
     """The plan is not one that is simulated in parts."""
-
-
-class Share(NamedTuple):
-    """A bucket as one part sees it: slots of its own that are in it, in the bucket's order; the item that completes it
-    and what is sent then, −1 and nothing if another part has it. whole_bytes: of all its gradients; scatter_bytes: of
-    copies while they are scattered; is_begun: a later part has some of them; has_others: other parts have some."""
-
-    slots: tuple[int, ...]
-    completed_at: int
-    transmissions: tuple[Transmission, ...]
-    whole_bytes: int
-    scatter_bytes: int
-    has_buffer: bool
-    is_begun: bool
 
 
 class Ahead(NamedTuple):
@@ -65,6 +52,12 @@ class Root(NamedTuple):
 
     parts: tuple[Part, ...]
     buckets: tuple[RootBucket, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes where they are used."""
+        slots = (self.parts[place].program.slots[n] for bucket in self.buckets for place, n in bucket.slots)
+        return sum(slot.used_bytes for slot in slots if not slot.is_alias)
 
     @property
     def num_slots(self) -> int:
@@ -130,6 +123,7 @@ class Exit(NamedTuple):
     of its own; ahead: whether the unit of another part is on its way, and what of it arrives packed."""
 
     done: Pass
+    columns: list[Any]  # of its changes of memory, once asked for (`timeline.columns_of`)
     last_ns: int
     host_ns: int
     waiting: str
@@ -151,6 +145,7 @@ class Exit(NamedTuple):
     root: int
     awaited: Ends
     journeys: tuple[Travelling, ...]
+    is_calm: bool  # nothing is under way when it ends
 
 
 class PartPlayer(Player):
@@ -186,8 +181,16 @@ class PartPlayer(Player):
             if slot.requires_grad and slot.steps and (slot.shrinks or is_summed_first(slot))
         }  # fmt: skip
         self._complete_at = self._completing()
-        self.known: dict[Entry, Exit] = {}
+        self.known: dict[Any, Exit] = {}
+        self.calm: Exit | None = None  # the forward pass, where nothing is under way when it begins
+        self.waits = tuple(
+            (index, share.way) for index, share in enumerate(shares) if share.completed_at >= 0 and share.comes
+        )
         lowered, items = part.lowered, part.program.items
+        self.shrinks_with_others = tuple([
+            (index, way) for index, way in self.waits if slots[shares[index].slots[0]].shrinks
+        ])  # fmt: skip
+        self.joins_others = tuple([(index, share) for index, share in enumerate(shares) if share.comes or share.goes])
         self.reads = tuple(sorted({
             value for item in items[NUM_BEFORE : part.end] for value in item.inputs if value < lowered.num_entering
         }))  # fmt: skip
@@ -301,7 +304,7 @@ class PartPlayer(Player):
         self._whole = set(entry.whole)
         is_later = kind.name == BACKWARD and not kind.is_first
         self._buffered = {n for n, share in enumerate(self.shares) if self._is_buffered(share, is_later)}
-        self._others = [engine.carry(end, "gradient") if end > 0 else LAST for end in entry.others]
+        self._others = [engine.carry(end, "gradient") if end > 0 else LAST for end in entry.others or (0,) * num_shares]
         self._arrivals = entry.arrivals or ((0, 0),) * num_shares
         self._sent: list[int] = []
 
@@ -320,6 +323,7 @@ class PartPlayer(Player):
             raise Unsupported("parameters are under way to a block that does not run")
         return Exit(
             done=done,
+            columns=[],
             last_ns=tasks[engine.last][3] - length,
             host_ns=engine.host_ns - length,
             waiting=engine.kind,
@@ -352,8 +356,19 @@ class PartPlayer(Player):
             ]),
             root=self._undone.get(ROOT, -1) if self.has_root and ROOT in self._live else -1,
             awaited=tuple([self._end(task) for task in self._awaited]),
+            is_calm=self._is_calm(length),
             journeys=tuple([one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling]),
         )  # fmt: skip
+
+    def _is_calm(self, length: int) -> bool:
+        engine = self.engine
+        return (
+            engine.tasks[engine.last][3] == length
+            and all(end <= length for end in engine.links.values())
+            and all(engine.tasks[task][3] <= length for task in self._ready.values())
+            and not (self._live or self._pinned or self._awaited or self._travelling or self._whole or self.has_root)
+            and self._kind.name == FORWARD
+        )
 
     def _end(self, task: int) -> tuple[int, str]:
         _, _, _, end, kind = self.engine.tasks[task]
@@ -445,6 +460,21 @@ class Begin(Player):
         """Asks for all of them."""
         for bucket in self.program.gathers:
             self._convert(bucket, ())
+
+    def ready_ns(self) -> dict[int, tuple[int, str]]:
+        """By value, when it is there, and the kind of task that it waits for."""
+        tasks = self.engine.tasks
+        return {value: (tasks[task][3], tasks[task][4]) for value, task in self._ready.items()}
+
+    def arriving_ns(self) -> dict[int, list[tuple[int, int]]]:
+        """By unit, when what is packed is there, and its bytes."""
+        tasks = self.engine.tasks
+        return {unit: [(tasks[task][3], size) for task, size in found] for unit, found in self._arriving.items()}
+
+    @property
+    def last_ns(self) -> int:
+        """When the latest computation ended, from where compute is free."""
+        return self.engine.tasks[self.engine.last][3] - self.engine.free_ns
 
     def result(self) -> Pass:
         """The pass as it ran."""

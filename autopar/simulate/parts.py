@@ -16,9 +16,9 @@ the end for later ones.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
@@ -31,10 +31,13 @@ from autopar.simulate.facts import GraphFacts
 from autopar.simulate.lifetime import Buffers, Lifetimes, find_lifetimes
 from autopar.simulate.orders import Orders, find_orders
 from autopar.simulate.passes import BACKWARD
-from autopar.simulate.program import Bucket, Item, Lowering, Memory, OperatorPrice, PriceTable, Program, mark_gradients
+from autopar.simulate.program import Bucket, Item, Lowering, Memory, OperatorPrice, PriceTable, Program, Transmission, mark_gradients
 from autopar.simulate.recomputation import Call
 from autopar.simulate.repeats import Segment
 from autopar.simulate.shapes import LocalShapes
+
+if TYPE_CHECKING:
+    from autopar.simulate.sharing import Filled, Moving
 
 BEFORE, EARLIER = 0, 1  # the items that stand for what is before
 NUM_BEFORE = 2
@@ -102,7 +105,7 @@ class Lowered:
     loss: int  # the value, −1 for none
     constants: dict[int, int]
     keeps: tuple[str, ...]  # the stored tensors that it reads
-    marked: dict[Wanted, Marked] = field(default_factory=dict)
+    marked: dict[int, tuple[Marked, int]] = field(default_factory=dict)  # by the number of what is wanted
 
     @property
     def num_entering(self) -> int:
@@ -123,7 +126,8 @@ class Marked:
     before: Wanted
     kept: frozenset[int]
     read: tuple[int, ...]  # entering values that the backward pass reads
-    finished: dict[tuple[Kept, Gradients], Part] = field(default_factory=dict)
+    after: dict[int, int] = field(default_factory=dict)  # what is kept, by number
+    finished: dict[tuple[int, int], tuple[Part, int]] = field(default_factory=dict)
 
 
 @dataclass(eq=False, slots=True)
@@ -138,7 +142,25 @@ class Part:
     end: int
     freed_bytes: int
     before: Gradients
-    number: int = 0
+    moving: tuple[Moving, ...] | None = None
+    filled: dict[int, tuple[int, int, Filled]] = field(default_factory=dict)
+    shared: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    players: dict[Any, Any] = field(default_factory=dict)
+    regathers: bool = field(init=False)
+    unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
+    first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins
+    sends_first: bool = field(init=False)
+    first_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots, count = self.program.slots, self.lowered.num_entering
+        held = {n for buckets in self.orders.gathers.values() for bucket in buckets for n in bucket.slots}
+        moved = [n for n, slot in enumerate(slots) if slot.steps and slot.value >= count]
+        self.unhoused = tuple([n for n in moved if slots[n].storage.regather and n not in held])
+        self.first = tuple([n for n in moved if not slots[n].storage.regather])
+        self.regathers = any(slot.storage.regather for slot in slots)
+        self.sends_first = any(step.before.kind == "S" for n in self.first for step in slots[n].steps)
+        self.first_bytes = sum(slots[n].used_bytes for n in self.first if not slots[n].is_alias)
 
     @property
     def lowered(self) -> Lowered:
@@ -245,16 +267,21 @@ class PartLowering(Lowering):
         ]  # fmt: skip
         return [self._bucket(group, True) for group in self._gathers(moved)]
 
+    def gathers_of(self, program: Program) -> list[Bucket]:
+        """The buckets that a program's slots are gathered in."""
+        self.program = program
+        return self._buckets(forward=True)
+
+    def transmissions_of(
+        self, steps: tuple[Step, ...], sizes: Sequence[tuple[int, int]], direction: int
+    ) -> tuple[Transmission, ...]:
+        """What a bucket sends on its way, forward (0) or backward."""
+        return self._transmissions(steps, sizes, direction)
+
     # Gradients ----------------------------------------
 
     def mark(self, lowered: Lowered, wanted: Wanted) -> Marked:
         """The part with what later ones want of it."""
-        known = lowered.marked.get(wanted)
-        if known is None:
-            known = lowered.marked[wanted] = self._marked(lowered, wanted)
-        return known
-
-    def _marked(self, lowered: Lowered, wanted: Wanted) -> Marked:
         program = self.program = copy.copy(lowered.program)
         program.values = [copy.copy(value) for value in program.values]
         program.items = [copy.copy(item) for item in program.items]
@@ -270,12 +297,6 @@ class PartLowering(Lowering):
 
     def finish(self, marked: Marked, kept: Kept, gradients: Gradients) -> Part:
         """The part with all that is derived of it."""
-        known = marked.finished.get((kept, gradients))
-        if known is None:
-            known = marked.finished[kept, gradients] = self._finished(marked, kept, gradients)
-        return known
-
-    def _finished(self, marked: Marked, kept: Kept, gradients: Gradients) -> Part:
         lowered, program = marked.lowered, copy.copy(marked.program)
         end = len(program.items)
         earlier = Item("earlier", tuple(n for n, read in enumerate(kept.read) if read), (), runs_backward=True)
