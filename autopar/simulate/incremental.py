@@ -15,9 +15,9 @@ from collections.abc import Hashable, Mapping
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.simulate.part_player import Unsupported
+from autopar.simulate.part_player import LooksBack, Unsupported
 from autopar.simulate.parted import Step
-from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate, without_collector
+from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.variants import Variants
 
@@ -66,12 +66,19 @@ class Incremental:
     def _played_now(self, plan: Plan) -> Step | Timeline:
         if not (plan.stages or plan.forks or ranks_differ(plan)):
             try:
-                with without_collector():
-                    return Step(self._variants_of(plan), plan)
+                return self._step(plan)
             except Unsupported:
                 pass
         self.num_whole += 1
         return simulate(self._graph, plan, self._profile)
+
+    def _step(self, plan: Plan) -> Step:
+        variants = self._variants_of(plan)
+        while True:
+            try:
+                return Step(variants, plan)
+            except LooksBack:  # a part says so once
+                continue
 
     def _variants_of(self, plan: Plan) -> Variants:
         key = plan.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks

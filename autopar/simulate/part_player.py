@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -30,6 +30,11 @@ NO_STANDING = Standing()
 
 class Unsupported(Exception):
     """The plan is not one that is simulated in parts."""
+
+
+class LooksBack(Exception):
+    """A collective waits for nothing that the part itself does: it begins when its link is free, which may be before
+    the part does, and asks for all of the links' past."""
 
 
 class Ahead(NamedTuple):
@@ -195,7 +200,7 @@ class PartPlayer(Player):
             value for item in items[NUM_BEFORE : part.end] for value in item.inputs if value < lowered.num_entering
         }))  # fmt: skip
         self.recomputes = any(item.region >= 0 for item in items[NUM_BEFORE : part.end])
-        self.looks_back = {FORWARD: self._converts(0, 0), BACKWARD: self._converts(1, 0) or self._converts(0, -1)}
+        self.looks_back = {FORWARD: False, BACKWARD: False}  # whether collectives may begin before the part does
 
     def _look_around(self, following: Ahead | None, preceding: Ahead | None, root: Root | None) -> None:
         """Adds what this part gathers of others."""
@@ -236,20 +241,6 @@ class PartPlayer(Player):
             for place, n in bucket.slots
         ]  # fmt: skip
         return Bucket(numbers, bucket.transmissions, False, bucket.convert_ns)
-
-    def _converts(self, direction: int, region: int) -> bool:
-        """Whether a conversion may begin before the part does: it waits for nothing that the part itself does, neither
-        forward (0; −1: where it is recomputed) nor backward (1)."""
-        program, count = self.program, self.part.lowered.num_entering
-        leaving = set(self.part.lowered.leaving)
-        for item in program.items[NUM_BEFORE : self.part.end]:
-            if direction == 0 and item.forward and not item.forward_ns and item.inputs[0] < count:
-                if region == 0 or item.region >= 0:
-                    return True
-            if direction == 1 and item.backward and item.runs_backward and item.backward_ns == 0:
-                if item.outputs[0] in leaving:
-                    return True
-        return False
 
     def _completing(self) -> dict[int, list[Bucket]]:
         """By item, the buckets that it completes, in the order in which they go home."""
@@ -380,13 +371,24 @@ class PartPlayer(Player):
         late = {value for value, task in ready.items() if task >= self.engine.num_carried and tasks[task][3] > length}
         if not late:
             return ()
-        sent = {value for item in self.program.items if item.inner for value in item.outputs}
-        return tuple([(value, *self._end(ready[value])) for value in sorted(late & (sent | self._number.keys()))])
+        if not self.recomputes:
+            sent = {value for item in self.program.items if item.inner for value in item.outputs}
+            late &= sent | self._number.keys()
+        return tuple([(value, *self._end(ready[value])) for value in sorted(late)])
 
     def _last_gradient(self, share: Share) -> int:
         values = (self.program.slots[number].value for number in share.slots)
         tasks = (task for value in values for task in self._gradients.get(value, ()))
         return max((self.engine.tasks[task][3] for task in tasks), default=-1)
+
+    def _transmit(
+        self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
+    ) -> tuple[int, int]:
+        after, tasks = [*after], self.engine.tasks
+        if not self.looks_back[self._kind.name] and all(tasks[task][3] < 0 for task in after):
+            self.looks_back[self._kind.name] = True
+            raise LooksBack
+        return super()._transmit(name, purpose, transmissions, after)
 
     def _unit_of(self, slot: Slot) -> int:
         return LENT if self._number.get(slot.value, -1) in self.lent else super()._unit_of(slot)

@@ -45,6 +45,9 @@ _Gradients = tuple[
 ]  # fmt: skip
 """gradients, others, held, transient, whole, journeys, arrivals."""
 
+_OpenBucket = tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]
+"""When its last gradient is there, and of shards the slots of each part that are in it."""
+
 NO_GRADIENTS: _Gradients = ((), (), NOTHING, NOTHING, NOTHING, (), ())
 
 
@@ -80,7 +83,8 @@ class Step:
         self.journeys: tuple[Travelling, ...] = ()
         self.root = -1
         self.num_backward = 0
-        self.may_be_calm = not (self.host or joined.looks_back or joined.root or any(joined.lent))
+        looks_back = any([any(player.looks_back.values()) for player in joined.players])
+        self.may_be_calm = not (self.host or looks_back or joined.root or any(joined.lent))
         self.run()
 
     def run(self) -> None:
@@ -189,12 +193,12 @@ class Step:
             return self.joined.preceding[number][0], value
         return self.joined.root_parts[whose], value
 
-    def _coming(self, number: int, begin: int) -> tuple[tuple[int, int, str], ...]:
-        """Slots, and what was sent inside operators, that are under way."""
-        ready = self.ready[number]
+    def _coming(self, number: int, begin: int, since: int | None = None) -> tuple[tuple[int, int, str], ...]:
+        """Slots, and what was sent inside operators, that are under way, or were since."""
+        ready, since = self.ready[number], begin if since is None else since
         if not ready:
             return ()
-        found = tuple([(value, end - begin, cause) for value, (end, cause) in sorted(ready.items()) if end > begin])
+        found = tuple([(value, end - begin, cause) for value, (end, cause) in sorted(ready.items()) if end > since])
         if not found:
             ready.clear()
         return found
@@ -266,7 +270,7 @@ class Step:
         kind = PassKind(BACKWARD, self.num_backward == 1, self.num_backward == self.plan.microbatches)
         if self.root >= 0 and self.joined.root is not None:
             self.root = self.joined.root.num_slots
-        self.open: dict[int, tuple[int, list[tuple[int, tuple[int, ...]]]]] = {}
+        self.open: dict[int, _OpenBucket] = {}
         gradients: dict[int, Ends] = {}
         transient: frozenset[int] = frozenset()
         exits = []
@@ -299,9 +303,11 @@ class Step:
 
     def _coming_back(self, number: int, player: PartPlayer) -> _Coming:
         """Slots, and what the part computes again from, that are under way."""
-        begin, ready = self.now, self._coming(number, self.now)
+        begin = self.now
+        since = self.begin if player.recomputes and player.looks_back[BACKWARD] else begin
+        ready = self._coming(number, begin, since)
         if player.recomputes and self.arrived[number]:
-            since, arrived = self.begin if player.looks_back[BACKWARD] else begin, self.arrived[number]
+            arrived = self.arrived[number]
             ready += tuple([
                 (v, found[0] - begin, found[1])
                 for v in player.reads if (found := arrived[v]) is not None and found[0] > since
@@ -355,14 +361,15 @@ class Step:
             return
         opened = dict(self.open)
         for index, share in player.joins_others:
-            end, members = self.open[share.way] if share.comes else (-1, [])
+            end, members = self.open[share.way] if share.comes else (-1, ())
             if share.comes and index in left.sent and player.program.slots[share.slots[0]].shrinks:
                 for at, numbers in members:
                     self.whole[at] = self.whole[at].difference(numbers)
                     self.held.update([self._name(at, n) for n in numbers])
             if share.goes:
                 own = begin + left.own[index] if left.own[index] >= 0 else -1
-                opened[share.way] = max(end, own), [*members, (number, share.slots)]
+                shrinks = player.program.slots[share.slots[0]].shrinks
+                opened[share.way] = max(end, own), (*members, (number, share.slots)) if shrinks else ()
         self.open = opened
 
     def _optimize(self) -> None:

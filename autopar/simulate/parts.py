@@ -149,8 +149,9 @@ class Part:
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
     first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins
-    sends_first: bool = field(init=False)
+    first_sent: tuple[int, ...] = field(init=False)  # those that something is sent for
     first_bytes: int = field(init=False)
+    first_sent_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         slots, count = self.program.slots, self.lowered.num_entering
@@ -159,8 +160,10 @@ class Part:
         self.unhoused = tuple([n for n in moved if slots[n].storage.regather and n not in held])
         self.first = tuple([n for n in moved if not slots[n].storage.regather])
         self.regathers = any(slot.storage.regather for slot in slots)
-        self.sends_first = any(step.before.kind == "S" for n in self.first for step in slots[n].steps)
-        self.first_bytes = sum(slots[n].used_bytes for n in self.first if not slots[n].is_alias)
+        self.first_sent = tuple([n for n in self.first if any(step.transfers[0].collective for step in slots[n].steps)])
+        self.first_bytes, self.first_sent_bytes = (
+            sum(slots[n].used_bytes for n in numbers if not slots[n].is_alias) for numbers in (self.first, self.first_sent)
+        )  # fmt: skip
 
     @property
     def lowered(self) -> Lowered:

@@ -8,9 +8,10 @@ free conversions share their base's.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.cost import Profile, collective_time_ns
@@ -170,7 +171,9 @@ class Slot:
 
     def at(self, value: int, unit: int) -> Slot:
         """The slot in another program."""
-        return replace(self, value=value, unit=unit)
+        other = copy.copy(self)
+        other.value, other.unit = value, unit
+        return other
 
 
 @dataclass(slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
@@ -14,6 +14,7 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
+from autopar.simulate.engine import Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
 from autopar.simulate.parts import Arriving, Crossing, Gradients, Kept, Lowered, Marked, Part, PartLowering, Wanted
@@ -48,7 +49,6 @@ class Joined(NamedTuple):
     root: Root | None
     gathered: Gathered
     lent: Sequence[Mapping[int, Key]]
-    looks_back: bool
     regathers: bool
 
 
@@ -169,7 +169,7 @@ class Variants:
         if known is None:
             nothing = ((-1, -1),) * len(parts)
             known = self._joined[players] = Joined(
-                players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), _looks_back(players), False
+                players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False
             )  # fmt: skip
         return known
 
@@ -200,14 +200,14 @@ class Variants:
             borrowed = [_borrowed(player, number, preceding, parts, lent) for number, player in enumerate(players)]
             together = [{**own, **others} for own, others in zip(lent, borrowed, strict=True)]
             self._joined[key] = Joined(
-                key, following, preceding, root_parts, root, self._gathers(parts), together, _looks_back(players), True
+                key, following, preceding, root_parts, root, self._gathers(parts), together, True
             )  # fmt: skip
         return self._joined[key]
 
     def _shares(self, parts: Sequence[Part]) -> list[int]:
         """For each part, the number of its shares of buckets."""
         if not self.trains:
-            return [self._number(((), ()))] * len(parts)
+            return [self._number(())] * len(parts)
         before, filled = self._number(()), list[tuple[int, Filled]]()
         for part in reversed(parts):
             if part.moving is None:
@@ -292,10 +292,10 @@ class Variants:
 
     def _gathers(self, parts: Sequence[Part]) -> Gathered:
         """Plays the begin of the step, without what stays."""
-        if not any(part.sends_first for part in parts):
+        if not any(part.first_sent for part in parts):
             sizes = sum(part.first_bytes for part in parts)
             begin = Begin(Program(), self.profile, set())
-            begin.engine.allocate(0, sizes, "gathered", 7)
+            begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
             return Gathered({}, {}, begin.result(), 0)
         key = tuple(parts)
         known = self._gathered.get(key)
@@ -306,8 +306,9 @@ class Variants:
     def _played_gathers(self, parts: Sequence[Part]) -> Gathered:
         places, program = list[tuple[int, int]](), Program()
         units: dict[tuple[int, int], int] = {(0, 0): 0}
+        is_plain = self.profile.runtime is None  # then what sends nothing is there at once
         for number, part in enumerate(parts):
-            for n in part.first:
+            for n in part.first_sent if is_plain else part.first:
                 slot = part.program.slots[n]
                 unit = (number, slot.unit) if slot.unit else (0, 0)
                 places.append((number, slot.value))
@@ -316,6 +317,9 @@ class Variants:
         home = {unit: where for where, unit in units.items()}
         inside = {unit for (number, local), unit in units.items() if local in parts[number].orders.last}
         begin = Begin(program, self.profile, inside)
+        if is_plain:
+            quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts)
+            begin.engine.allocate(0, quiet, "gathered", Moment.SEND)
         begin.gather()
         ready: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
         for value, end in begin.ready_ns().items():
@@ -467,10 +471,6 @@ class _Differences:
         readers = [(node.name in inside, plan.nodes[node.name].operands[at]) for node, at in self._graph.consumers[name]]
         own = {target for is_own, target in readers if is_own}
         return frozenset(target for is_own, target in readers if not is_own and target in own)
-
-
-def _looks_back(players: Iterable[PartPlayer]) -> bool:
-    return any(any(player.looks_back.values()) for player in players)
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
