@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.part_player import LooksBack, Unsupported
 from autopar.simulate.parted import Step
-from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate
+from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate, without_collector
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.variants import Variants
 
@@ -76,7 +76,8 @@ class Incremental:
         variants = self._variants_of(plan)
         while True:
             try:
-                return Step(variants, plan)
+                with without_collector():
+                    return Step(variants, plan)
             except LooksBack:  # a part says so once
                 continue
 

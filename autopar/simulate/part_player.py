@@ -153,6 +153,15 @@ class Exit(NamedTuple):
     is_calm: bool  # nothing is under way when it ends
 
 
+class Forward:
+    """What is known of a part's forward pass, whatever buckets its gradients travel in. calm: of one that begins when
+    nothing is under way."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Exit] = {}
+        self.calm: Exit | None = None
+
+
 class PartPlayer(Player):
     """One part's state while it is played, with its shares of the buckets that gradients go home in."""
 
@@ -187,7 +196,7 @@ class PartPlayer(Player):
         }  # fmt: skip
         self._complete_at = self._completing()
         self.known: dict[Any, Exit] = {}
-        self.calm: Exit | None = None  # the forward pass, where nothing is under way when it begins
+        self.forward: Forward = part.forward.setdefault((following, preceding, root, is_first, lent), Forward())
         self.waits = tuple(
             (index, share.way) for index, share in enumerate(shares) if share.completed_at >= 0 and share.comes
         )
@@ -200,6 +209,7 @@ class PartPlayer(Player):
             value for item in items[NUM_BEFORE : part.end] for value in item.inputs if value < lowered.num_entering
         }))  # fmt: skip
         self.recomputes = any(item.region >= 0 for item in items[NUM_BEFORE : part.end])
+        self.levels = self._levels()
         self.looks_back = {FORWARD: False, BACKWARD: False}  # whether collectives may begin before the part does
 
     def _look_around(self, following: Ahead | None, preceding: Ahead | None, root: Root | None) -> None:
@@ -241,6 +251,14 @@ class PartPlayer(Player):
             for place, n in bucket.slots
         ]  # fmt: skip
         return Bucket(numbers, bucket.transmissions, False, bucket.convert_ns)
+
+    def _levels(self) -> tuple[str, ...]:
+        """The levels of links that something is sent on."""
+        items = self.program.items[NUM_BEFORE : self.part.end]
+        sent = [one for item in items for one in (*item.forward, *item.backward, *item.inner, *item.inner_backward)]
+        sent += [one for share in self.shares for one in share.transmissions]
+        sent += [one for buckets in self.orders.gathers.values() for bucket in buckets for one in bucket.transmissions]
+        return tuple(sorted({one.level for one in sent}))
 
     def _completing(self) -> dict[int, list[Bucket]]:
         """By item, the buckets that it completes, in the order in which they go home."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from autopar.cost.collectives import LEVELS
 from autopar.ir.plan import Plan
 from autopar.simulate.engine import Carried, Change, Engine, Moment
 from autopar.simulate.part_player import (
@@ -28,6 +27,7 @@ from autopar.simulate.timeline import Piece, Timeline
 from autopar.simulate.variants import Key, Variants
 
 
+LONG_AGO = -(1 << 62)
 FORWARD_KIND = PassKind(FORWARD)
 NOTHING: frozenset[int] = frozenset()
 
@@ -109,11 +109,11 @@ class Step:
         """What of the streams a part depends on."""
         now, looks_back = self.now, player.looks_back[kind.name]
         if looks_back:
-            links = tuple([(link, max(self.links.get(link, 0), self.begin) - now) for link in LEVELS])
+            links = tuple([(link, max(self.links.get(link, 0), self.begin) - now) for link in player.levels])
         else:
             links = tuple([(link, end - now) for link, end in sorted(self.links.items()) if end > now])
         in_flight = tuple([(a - now, b - now) for a, b in self.in_flight if b > now]) if self.in_flight else ()
-        host = self.busy - now if self.host or looks_back else 0
+        host = self.busy - now if self.host else LONG_AGO if looks_back else 0
         return self.last - now, host, self.waiting if self.host else "", links, in_flight
 
     def _gathering(self, number: int, player: PartPlayer, kind: PassKind) -> _Gathering:
@@ -140,12 +140,13 @@ class Step:
     ) -> Exit:
         streams, gathering = self._streams(player, kind), self._gathering(number, player, kind)
         key = kind, streams, ready, gathering, backward
-        known = player.known.get(key)
+        memory = player.forward.known if kind is FORWARD_KIND else player.known
+        known = memory.get(key)
         if known is None:
             entry = Entry(
                 kind, *streams, ready, *backward[:4], *gathering[:3], backward[4], *gathering[3:], *backward[5:]
             )  # fmt: skip
-            known = player.known[key] = player.play_part(entry)
+            known = memory[key] = player.play_part(entry)
         self._take(number, player, known)
         return known
 
@@ -249,9 +250,9 @@ class Step:
             return 0
         now, pieces = self.now, self.pieces
         for number, player in enumerate(self.players):
-            known = player.calm
+            known = player.forward.calm
             if known is None:
-                known = player.calm = player.play_part(Entry(FORWARD_KIND))
+                known = player.forward.calm = player.play_part(Entry(FORWARD_KIND))
             if not known.is_calm or self.ready[number] or self.arriving[number]:
                 self.now = self.last = now
                 return number

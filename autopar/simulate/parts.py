@@ -145,7 +145,8 @@ class Part:
     moving: tuple[Moving, ...] | None = None
     filled: dict[int, tuple[int, int, Filled]] = field(default_factory=dict)
     shared: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
-    players: dict[Any, Any] = field(default_factory=dict)
+    players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
+    forward: dict[Any, Any] = field(default_factory=dict)
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
     first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins

@@ -19,8 +19,8 @@ Sizes = tuple[tuple[int, int], ...]
 
 class Share(NamedTuple):
     """A bucket as one part sees it: slots of its own that are in it, in the bucket's order; the item that completes it
-    and what is sent then, −1 and nothing if another part has it. whole_bytes: of all its gradients; scatter_bytes: of
-    copies while they are scattered. is_begun: a later part has some of the gradients. comes, goes: whether later parts
+    and what is sent then, −1 and nothing if another part has it. whole_bytes: of all its gradients, where that is asked
+    for; scatter_bytes: of copies while they are scattered. is_begun: a later part has some of the gradients. comes, goes: whether later parts
     and earlier ones have slots in it. lacks: an earlier part has slots in it that get no gradient."""
 
     slots: tuple[int, ...]
@@ -202,12 +202,13 @@ def share(
         total = _together(group) if rest is None else _together(group).plus(rest)
         items = [ended[n] for n in group.slots if ended[n] >= 0]
         completes = bool(items) and not (rest is not None and rest.has_gradient)
-        slot = slots[group.slots[0]]
+        slot, is_begun = slots[group.slots[0]], group.before is not None and group.before.has_gradient
+        asks = completes or (is_summed_first(slot) and not is_begun)
         shares.append(
             Share(
                 group.slots, min(items) if completes else -1, send(ways.steps[group.way], total.sizes) if completes else (),
-                total.whole_bytes, total.scatter_bytes, is_summed_first(slot),
-                group.before is not None and group.before.has_gradient, group.way, group.before is not None,
+                total.whole_bytes if asks else 0, total.scatter_bytes if completes else 0, is_summed_first(slot),
+                is_begun, group.way, group.before is not None,
                 group.stays_open, completes and rest is not None,
             )
         )  # fmt: skip
