@@ -185,7 +185,8 @@ class Step:
         for unit in known.ahead:
             at, own = (self.joined.following if unit == player.following else self.joined.preceding)[number]
             self.live[at] |= {own}
-            self.arriving[at][own] = [(begin + end, size) for u, end, size in known.arriving if u == unit]
+            packed = [(begin + end, size) for u, end, size in known.arriving if u == unit]
+            self.arriving[at][own] = [*self.arriving[at].get(own, ()), *packed]
 
     def _whose(self, number: int, whose: int, value: int) -> tuple[int, int]:
         if whose == FOLLOWING:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -62,7 +63,7 @@ class Variants:
         batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
         self.lowering = PartLowering(graph, plan, profile, plan.mesh.devices_per_node, facts, batched)
         self.trains = self.lowering.trains
-        self._plans = _Differences(graph, self.segments, plan)
+        self.differences = Differences(graph, self.segments, plan)
         self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
         self._shared = [
             [(place, name) for place, name in enumerate(segment.keeps) if name not in segment.stored]
@@ -116,12 +117,12 @@ class Variants:
         return parts[::-1]
 
     def _lowered_parts(self, plan: Plan) -> list[Lowered]:
-        numbers = self._plans.numbers(plan)
+        numbers = self.differences.numbers(plan)
         before, found = self._number(self._begin(plan)), []
         for segment, number in zip(self.segments, numbers, strict=True):
             known = self._lowered.get((segment.kind, number, before))
             if known is None:
-                part = self.lowering.lower(segment, plan, dict(self._plans.steps), self._contents[before])
+                part = self.lowering.lower(segment, plan, dict(self.differences.steps), self._contents[before])
                 known = self._lowered[segment.kind, number, before] = part, self._number(part.after)
             found.append(known[0])
             before = known[1]
@@ -333,7 +334,7 @@ class Variants:
 
     def optimizer(self, plan: Plan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
-        storage = self._plans.storage_number
+        storage = self.differences.storage_number
         if self._updates is None or self._updates[0] != storage:
             self._updates = storage, self._update(plan)
         return self._updates[1]
@@ -361,9 +362,12 @@ class Variants:
         return lowering.program.residents
 
 
-class _Differences:
-    """What plans say of each segment, by number: equal of equal ones. Asks only about what is another object than in
-    the plan before."""
+class Differences:
+    """What is another object in a plan than in the one before.
+
+    steps: of the plan's conversions; nodes, tensors: those that changed, and tensors whose conversions did, since they
+    were asked for (`changes`). Segments get a number of what a plan says of them: equal of equal ones.
+    """
 
     def __init__(self, graph: Graph, segments: Sequence[Segment], plan: Plan) -> None:
         self._graph, self._segments, self._recomputes = graph, segments, bool(plan.recompute)
@@ -371,7 +375,7 @@ class _Differences:
         self._names = [node.name for node in graph.nodes]
         home = dict(zip(self._names, self._of_node, strict=True))
         self._readers = {
-            name: frozenset(home[node.name] for node, _ in uses) for name, uses in graph.consumers.items()
+            name: frozenset([home[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
         }  # fmt: skip
         self._stored = [item.tensor for item in graph.stored]
         self._numbers: dict[Hashable, int] = {}
@@ -379,74 +383,94 @@ class _Differences:
         self._last: Plan | None = None
         self._nodes: list[Any] = [None] * len(self._names)
         self._storage: list[Any] = [None] * len(self._stored)
-        self._redistributes: dict[int, Redistribute] = {}
+        self._redistributes: tuple[Redistribute, ...] = ()
+        self._changed_segments: set[int] = set()
+        self._changed_nodes: set[int] = set()
+        self._changed_tensors: set[str] = set()
         self.steps: dict[Key, tuple[Step, ...]] = {}
-        self._bases: dict[str, Placement] = {}
+        self.bases: dict[str, Placement] = {}
         self.storage_number = 0
 
     def numbers(self, plan: Plan) -> list[int]:
         """For each segment."""
-        if plan is self._last:
-            return self._known
-        changed = self._changed_nodes(plan) | self._changed_storage(plan) | self._changed_steps(plan)
-        for name, placement in plan.inputs.items():
-            if self._bases.get(name) != placement:
-                self._bases[name] = placement
-                changed |= self._readers[name]
-        if changed:
+        self.follow(plan)
+        if self._changed_segments:
             self._known = [*self._known]
-        for number in changed:
-            self._known[number] = self._number_of(self._segments[number], plan)
-        self._last = plan
+            for number in self._changed_segments:
+                self._known[number] = self._number_of(self._segments[number], plan)
+            self._changed_segments = set()
         return self._known
 
-    def _changed_nodes(self, plan: Plan) -> set[int]:
-        if self._last is not None and plan.nodes is self._last.nodes:
-            return set()
-        found, changed = [*map(plan.nodes.__getitem__, self._names)], set[int]()
-        pairs = zip(found, self._nodes, strict=True)
-        for number in [n for n, (new, old) in enumerate(pairs) if new is not old]:
-            node, placed = self._graph.nodes[number], found[number]
-            changed.add(self._of_node[number])
-            for name, placement in zip(node.results, placed.results, strict=True):
-                self._bases[name] = placement
-                changed |= self._readers[name]
-            if self._recomputes:
-                for name in node.operands:
-                    changed |= self._readers[name]
-        self._nodes = found
-        return changed
+    def changes(self, plan: Plan) -> tuple[set[int], set[str]]:
+        """The nodes, by number, and the tensors that have changed since this was asked."""
+        self.follow(plan)
+        found = self._changed_nodes, self._changed_tensors
+        self._changed_nodes, self._changed_tensors = set(), set()
+        return found
 
-    def _changed_storage(self, plan: Plan) -> set[int]:
-        if self._last is not None and plan.storage is self._last.storage:
-            return set()
-        found, changed = [*map(plan.storage.__getitem__, self._stored)], set[int]()
-        for number in [n for n, (new, old) in enumerate(zip(found, self._storage, strict=True)) if new is not old]:
-            name = self._stored[number]
-            self._bases[name] = found[number].placement
-            changed |= self._readers[name]
+    def follow(self, plan: Plan) -> None:
+        """Notes what is new in a plan."""
+        last = self._last
+        if plan is last:
+            return
+        if last is None or plan.nodes is not last.nodes:
+            self._follow_nodes(plan)
+        if last is None or plan.storage is not last.storage:
+            self._follow_storage(plan)
+        if last is None or plan.redistributes is not last.redistributes:
+            self._follow_steps(plan)
+        for name, placement in plan.inputs.items():
+            if self.bases.get(name) != placement:
+                self._follow_tensor(name, placement)
+        self._last = plan
+
+    def _follow_tensor(self, name: str, placement: Placement) -> None:
+        self.bases[name] = placement
+        self._changed_segments |= self._readers[name]
+        self._changed_tensors.add(name)
+
+    def _follow_nodes(self, plan: Plan) -> None:
+        found = [*map(plan.nodes.__getitem__, self._names)]
+        for number in _places_of_others(found, self._nodes):
+            node, placed = self._graph.nodes[number], found[number]
+            self._changed_segments.add(self._of_node[number])
+            self._changed_nodes.add(number)
+            for name, placement in zip(node.results, placed.results, strict=True):
+                self._follow_tensor(name, placement)
+            for name in node.operands:
+                self._changed_tensors.add(name)
+                if self._recomputes:
+                    self._changed_segments |= self._readers[name]
+        self._nodes = found
+
+    def _follow_storage(self, plan: Plan) -> None:
+        found = [*map(plan.storage.__getitem__, self._stored)]
+        for number in _places_of_others(found, self._storage):
+            self._follow_tensor(self._stored[number], found[number].placement)
             self.storage_number += 1
         self._storage = found
-        return changed
 
-    def _changed_steps(self, plan: Plan) -> set[int]:
-        if self._last is not None and plan.redistributes is self._last.redistributes:
-            return set()
-        found, changed = dict(zip(map(id, plan.redistributes), plan.redistributes, strict=True)), set[int]()
-        for key in self._redistributes.keys() - found.keys():
-            old = self._redistributes[key]
-            changed |= self._readers[old.tensor]
-            self.steps.pop((old.tensor, old.target), None)
-        for key in found.keys() - self._redistributes.keys():
-            new = found[key]
-            changed |= self._readers[new.tensor]
-            self.steps[new.tensor, new.target] = new.steps
-        self._redistributes = found
-        return changed
+    def _follow_steps(self, plan: Plan) -> None:
+        old, new = self._redistributes, plan.redistributes
+        first = _first_other(old, new)
+        end = _first_other(old[: first - len(old) - 1 : -1], new[: first - len(new) - 1 : -1])
+        gone, come = old[first : len(old) - end], new[first : len(new) - end]
+        kept = set(map(id, gone)) & set(map(id, come))
+        for one in gone:
+            if id(one) not in kept:
+                self.steps.pop((one.tensor, one.target), None)
+                self._changed_segments |= self._readers[one.tensor]
+                self._changed_tensors.add(one.tensor)
+        for one in come:
+            if id(one) not in kept:
+                self.steps[one.tensor, one.target] = one.steps
+                self._changed_segments |= self._readers[one.tensor]
+                self._changed_tensors.add(one.tensor)
+        self._redistributes = new
 
     def _number_of(self, segment: Segment, plan: Plan) -> int:
         nodes = tuple([plan.nodes[node.name] for node in segment.nodes])
-        bases, steps = self._bases, self.steps
+        bases, steps = self.bases, self.steps
         ways = tuple([
             steps.get((name, placement))
             for node, placed in zip(segment.nodes, nodes, strict=True)
@@ -471,6 +495,18 @@ class _Differences:
         readers = [(node.name in inside, plan.nodes[node.name].operands[at]) for node, at in self._graph.consumers[name]]
         own = {target for is_own, target in readers if is_own}
         return frozenset(target for is_own, target in readers if not is_own and target in own)
+
+
+def _places_of_others(new: Sequence[object], old: Sequence[object]) -> list[int]:
+    """Where another object is than before."""
+    same = [*map(operator.is_, new, old)]
+    return [] if all(same) else [place for place, is_same in enumerate(same) if not is_same]
+
+
+def _first_other(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many objects are the same from the first on."""
+    same = [*map(operator.is_, one, other)]
+    return len(same) if all(same) else same.index(False)
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
