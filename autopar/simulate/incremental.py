@@ -52,8 +52,13 @@ class Incremental:
         return played.timeline() if isinstance(played, Step) else played
 
     def least_time_ns(self, plan: Plan) -> int:
-        """A lower bound of the step time: no stream's work."""
-        return max(self.timeline(plan).work_ns().values(), default=0)
+        """At most the step time: no less than the compute stream's work, and each link's (`bound`). Takes a fraction of
+        `step_time_ns`, since nothing is played."""
+        if _is_whole(plan):
+            return self.step_time_ns(plan)
+        variants = self._variants_of(plan)
+        optimizer_ns = variants.optimizer(plan)[0] if variants.trains else 0
+        return variants.bound.least_ns(plan, optimizer_ns)
 
     def _play(self, plan: Plan) -> Step | Timeline:
         known = self._played.get(id(plan))
@@ -64,7 +69,7 @@ class Incremental:
         return known[1]
 
     def _played_now(self, plan: Plan) -> Step | Timeline:
-        if not (plan.stages or plan.forks or ranks_differ(plan)):
+        if not _is_whole(plan):
             try:
                 return self._step(plan)
             except Unsupported:
@@ -90,3 +95,8 @@ class Incremental:
             if len(self._variants) > KEPT_VARIANTS:
                 self._variants.popitem(last=False)
         return known
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Whether it is simulated as a whole."""
+    return bool(plan.stages or plan.forks) or ranks_differ(plan)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from autopar.ir.plan import Plan
+from autopar.simulate.differences import Key
 from autopar.simulate.engine import Carried, Change, Engine, Moment
 from autopar.simulate.part_player import (
     FOLLOWING,
@@ -24,7 +25,7 @@ from autopar.simulate.passes import BACKWARD, FORWARD, turns
 from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.schedule import Submesh, lane_of
 from autopar.simulate.timeline import Piece, Timeline
-from autopar.simulate.variants import Key, Variants
+from autopar.simulate.variants import Variants
 
 
 LONG_AGO = -(1 << 62)

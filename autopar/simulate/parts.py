@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.cost import Profile
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan
+from autopar.ir.plan import NodePlan, Plan
 from autopar.ir.redistribution import Step
 from autopar.simulate.copies import Copies
 from autopar.simulate.directions import Direction, direction_of
@@ -31,7 +31,7 @@ from autopar.simulate.facts import GraphFacts
 from autopar.simulate.lifetime import Buffers, Lifetimes, find_lifetimes
 from autopar.simulate.orders import Orders, find_orders
 from autopar.simulate.passes import BACKWARD
-from autopar.simulate.program import Bucket, Item, Lowering, Memory, OperatorPrice, PriceTable, Program, Transmission, mark_gradients
+from autopar.simulate.program import Bucket, Item, Lowering, Memory, OperatorPrice, PriceTable, Program, StoredPrice, Transmission, mark_gradients
 from autopar.simulate.recomputation import Call
 from autopar.simulate.repeats import Segment
 from autopar.simulate.shapes import LocalShapes
@@ -253,7 +253,9 @@ class PartLowering(Lowering):
     def _placement_of(self, number: int) -> Placement:
         return next(placement for (_, placement), known in self.known.items() if known == number)
 
-    def _operator_price(self, node, placements, inputs, outputs):  # type: ignore[no-untyped-def]
+    def _operator_price(
+        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
+    ) -> OperatorPrice:  # fmt: skip
         """That of a twin with equal placements, whichever plan had it."""
         key = self.twins.get(node.name, node.name), placements
         known = self._operators.get(key)
@@ -270,6 +272,46 @@ class PartLowering(Lowering):
             if slot.steps and slot.storage.regather and slot.value >= num_entering and slot.unit in units - {0}
         ]  # fmt: skip
         return [self._bucket(group, True) for group in self._gathers(moved)]
+
+    def price(self, node: Node, placed: NodePlan) -> OperatorPrice:
+        """What an operator costs with some placements."""
+        known = self._operators.get((self.twins.get(node.name, node.name), placed))
+        if known is not None:
+            return known
+        self.program, self.known = Program(), {}
+        constants, producers = self.facts.constants, self.graph.producers
+        inputs = []
+        for name, placement in zip(node.operands, placed.operands, strict=True):
+            item = BEFORE if name in producers and name not in constants else -1
+            inputs.append(self._value(name, placement, self.shapes.local(name, placement), 0, item))
+        item = -1 if constants.issuperset(node.results) else BEFORE
+        outputs = [
+            self._value(name, placement, self.shapes.local(name, placement), 0, item)
+            for name, placement in zip(node.results, placed.results, strict=True)
+        ]
+        price: OperatorPrice = self._operator_price(node, placed, inputs, outputs)
+        return price
+
+    def stored_price(self, tensor: str) -> StoredPrice:
+        """What a stored tensor takes, and its update."""
+        return self._stored_price(tensor)
+
+    def route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
+        """The steps of a conversion. Raises PlanError where the plan has none."""
+        return self._route(tensor, target)
+
+    def bytes_of_steps(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
+        """Bytes of each step, forward and backward."""
+        return self._step_bytes(tensor, steps)
+
+    def conversion_work(
+        self, tensor: str, steps: tuple[Step, ...], direction: int
+    ) -> tuple[int, tuple[Transmission, ...]]:
+        """What a conversion of an activation takes of the compute stream, and sends, forward (0) or backward."""
+        sizes = self._step_bytes(tensor, steps)
+        sent = self._transmissions(steps, sizes, direction)
+        views = self.profile.facts.view_ns
+        return self._handling_ns(steps, sizes, direction) if sent else views[direction], sent
 
     def gathers_of(self, program: Program) -> list[Bucket]:
         """The buckets that a program's slots are gathered in."""

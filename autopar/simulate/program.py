@@ -282,7 +282,7 @@ class _SlotPrice(NamedTuple):
     scatter_bytes: int
 
 
-class _StoredPrice(NamedTuple):
+class StoredPrice(NamedTuple):
     """Bytes of a stored tensor, its optimizer state, what its update moves, and takes for a while."""
 
     stored_bytes: int
@@ -297,7 +297,7 @@ class PriceTable:
 
     operators: dict[Hashable, OperatorPrice] = field(default_factory=dict)
     slots: dict[Hashable, _SlotPrice] = field(default_factory=dict)
-    stored: dict[Hashable, _StoredPrice] = field(default_factory=dict)
+    stored: dict[Hashable, StoredPrice] = field(default_factory=dict)
 
 
 class _Branch:
@@ -841,8 +841,12 @@ class Lowering:
                 before = kept
                 tensors += 1
         if moved:
-            kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
-            self.program.optimizer_ns = optimizer_time_ns(moved, tensors, kernels, sharded, self.profile)
+            self.program.optimizer_ns = self.optimizer_ns(moved, tensors)
+
+    def optimizer_ns(self, moved_bytes: int, tensors: int) -> int:
+        """How long it takes to update so many tensors."""
+        kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
+        return optimizer_time_ns(moved_bytes, tensors, kernels, sharded, self.profile)
 
     def _scalar_bytes(self) -> int:
         """What the runtime keeps of single numbers: each microbatch's loss and its gradient, 1; what a mean divides by;
@@ -853,13 +857,13 @@ class Lowering:
             held += (self.plan.microbatches + 1) * self.graph.tensors[loss].itemsize + COUNT_BYTES
         return held
 
-    def _stored_price(self, name: str) -> _StoredPrice:
+    def _stored_price(self, name: str) -> StoredPrice:
         tensor, optimizer = self.graph.kept(name), self.plan.optimizer
         key = (tensor.shape, tensor.dtype, self.plan.storage[name].placement)
         known = self.prices.stored.get(key)
         if known is None:
             shape = self._stored_shape(name)
-            known = self.prices.stored[key] = _StoredPrice(
+            known = self.prices.stored[key] = StoredPrice(
                 math.prod(shape) * tensor.itemsize,
                 optimizer_state_bytes(optimizer, shape, tensor.dtype),
                 optimizer_moved_bytes(optimizer, shape, tensor.dtype),

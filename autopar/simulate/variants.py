@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import itertools
-import operator
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
-from autopar.cost.compute import optimizer_time_ns
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan, Redistribute
+from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
+from autopar.simulate.bound import Bound
+from autopar.simulate.differences import Differences, Key
 from autopar.simulate.engine import Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
@@ -22,12 +21,10 @@ from autopar.simulate.parts import Arriving, Crossing, Gradients, Kept, Lowered,
 from autopar.simulate.parts import kept_after
 from autopar.simulate.player import Pass
 from autopar.simulate.program import Program, Transmission
-from autopar.simulate.repeats import Segment, segments_of
+from autopar.simulate.repeats import segments_of
 from autopar.simulate.sharing import Filled, Sizes, Ways, fill, moving_slots, share
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
-Key = tuple[str, Placement]
-
 
 class Gathered(NamedTuple):
     """What begins the step: parameters that are gathered once. ready: by part, of slots' values, when they are there;
@@ -76,7 +73,10 @@ class Variants:
         self._joined: dict[tuple[PartPlayer, ...], Joined] = {}
         self._gathered: dict[Hashable, Gathered] = {}
         self._calm_begin: Gathered | None = None
-        self._updates: tuple[Any, tuple[int, int]] | None = None
+        self._moved = [0] * len(graph.stored)
+        self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
+        self._updated = 0, 0
+        self.bound = Bound(graph, plan, self.lowering, self.differences)
 
     @property
     def is_full(self) -> bool:
@@ -334,16 +334,22 @@ class Variants:
 
     def optimizer(self, plan: Plan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
-        storage = self.differences.storage_number
-        if self._updates is None or self._updates[0] != storage:
-            self._updates = storage, self._update(plan)
-        return self._updates[1]
+        changed = self.differences.changed_storage(plan)
+        if changed:
+            self._update(plan, changed)
+        return self._updated
 
-    def _update(self, plan: Plan) -> tuple[int, int]:
-        lowering = self.lowering
-        lowering.plan, lowering.program, lowering.placements, lowering.constants = plan, Program(), {}, {}
-        lowering._residents()
-        return lowering.program.optimizer_ns, lowering.program.optimizer_workspace
+    def _update(self, plan: Plan, changed: set[int]) -> None:
+        lowering, stored = self.lowering, self.graph.stored
+        lowering.plan = plan
+        for number in changed:
+            price = lowering.stored_price(stored[number].tensor) if stored[number].requires_grad else None
+            self._moved[number], self._workspace[number] = (price.moved_bytes, price.workspace) if price else (0, None)
+        moved, most, before, count = sum(self._moved), 0, 0, 0
+        for workspace in self._workspace:
+            if workspace is not None:
+                most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
+        self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
 
     def residents(self, plan: Plan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
@@ -360,153 +366,6 @@ class Variants:
         lowering.constants = dict(enumerate(constants.values()))
         lowering._residents()
         return lowering.program.residents
-
-
-class Differences:
-    """What is another object in a plan than in the one before.
-
-    steps: of the plan's conversions; nodes, tensors: those that changed, and tensors whose conversions did, since they
-    were asked for (`changes`). Segments get a number of what a plan says of them: equal of equal ones.
-    """
-
-    def __init__(self, graph: Graph, segments: Sequence[Segment], plan: Plan) -> None:
-        self._graph, self._segments, self._recomputes = graph, segments, bool(plan.recompute)
-        self._of_node = [segment.number for segment in segments for _ in segment.nodes]
-        self._names = [node.name for node in graph.nodes]
-        home = dict(zip(self._names, self._of_node, strict=True))
-        self._readers = {
-            name: frozenset([home[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
-        }  # fmt: skip
-        self._stored = [item.tensor for item in graph.stored]
-        self._numbers: dict[Hashable, int] = {}
-        self._known: list[int] = [-1] * len(segments)
-        self._last: Plan | None = None
-        self._nodes: list[Any] = [None] * len(self._names)
-        self._storage: list[Any] = [None] * len(self._stored)
-        self._redistributes: tuple[Redistribute, ...] = ()
-        self._changed_segments: set[int] = set()
-        self._changed_nodes: set[int] = set()
-        self._changed_tensors: set[str] = set()
-        self.steps: dict[Key, tuple[Step, ...]] = {}
-        self.bases: dict[str, Placement] = {}
-        self.storage_number = 0
-
-    def numbers(self, plan: Plan) -> list[int]:
-        """For each segment."""
-        self.follow(plan)
-        if self._changed_segments:
-            self._known = [*self._known]
-            for number in self._changed_segments:
-                self._known[number] = self._number_of(self._segments[number], plan)
-            self._changed_segments = set()
-        return self._known
-
-    def changes(self, plan: Plan) -> tuple[set[int], set[str]]:
-        """The nodes, by number, and the tensors that have changed since this was asked."""
-        self.follow(plan)
-        found = self._changed_nodes, self._changed_tensors
-        self._changed_nodes, self._changed_tensors = set(), set()
-        return found
-
-    def follow(self, plan: Plan) -> None:
-        """Notes what is new in a plan."""
-        last = self._last
-        if plan is last:
-            return
-        if last is None or plan.nodes is not last.nodes:
-            self._follow_nodes(plan)
-        if last is None or plan.storage is not last.storage:
-            self._follow_storage(plan)
-        if last is None or plan.redistributes is not last.redistributes:
-            self._follow_steps(plan)
-        for name, placement in plan.inputs.items():
-            if self.bases.get(name) != placement:
-                self._follow_tensor(name, placement)
-        self._last = plan
-
-    def _follow_tensor(self, name: str, placement: Placement) -> None:
-        self.bases[name] = placement
-        self._changed_segments |= self._readers[name]
-        self._changed_tensors.add(name)
-
-    def _follow_nodes(self, plan: Plan) -> None:
-        found = [*map(plan.nodes.__getitem__, self._names)]
-        for number in _places_of_others(found, self._nodes):
-            node, placed = self._graph.nodes[number], found[number]
-            self._changed_segments.add(self._of_node[number])
-            self._changed_nodes.add(number)
-            for name, placement in zip(node.results, placed.results, strict=True):
-                self._follow_tensor(name, placement)
-            for name in node.operands:
-                self._changed_tensors.add(name)
-                if self._recomputes:
-                    self._changed_segments |= self._readers[name]
-        self._nodes = found
-
-    def _follow_storage(self, plan: Plan) -> None:
-        found = [*map(plan.storage.__getitem__, self._stored)]
-        for number in _places_of_others(found, self._storage):
-            self._follow_tensor(self._stored[number], found[number].placement)
-            self.storage_number += 1
-        self._storage = found
-
-    def _follow_steps(self, plan: Plan) -> None:
-        old, new = self._redistributes, plan.redistributes
-        first = _first_other(old, new)
-        end = _first_other(old[: first - len(old) - 1 : -1], new[: first - len(new) - 1 : -1])
-        gone, come = old[first : len(old) - end], new[first : len(new) - end]
-        kept = set(map(id, gone)) & set(map(id, come))
-        for one in gone:
-            if id(one) not in kept:
-                self.steps.pop((one.tensor, one.target), None)
-                self._changed_segments |= self._readers[one.tensor]
-                self._changed_tensors.add(one.tensor)
-        for one in come:
-            if id(one) not in kept:
-                self.steps[one.tensor, one.target] = one.steps
-                self._changed_segments |= self._readers[one.tensor]
-                self._changed_tensors.add(one.tensor)
-        self._redistributes = new
-
-    def _number_of(self, segment: Segment, plan: Plan) -> int:
-        nodes = tuple([plan.nodes[node.name] for node in segment.nodes])
-        bases, steps = self.bases, self.steps
-        ways = tuple([
-            steps.get((name, placement))
-            for node, placed in zip(segment.nodes, nodes, strict=True)
-            for name, placement in zip(node.operands, placed.operands, strict=True)
-            if bases[name] != placement
-        ])  # fmt: skip
-        read = self._read_elsewhere(segment, plan) if self._recomputes else ()
-        key = segment.kind, nodes, tuple([plan.storage[name] for name in segment.keeps]), ways, read
-        return self._numbers.setdefault(key, len(self._numbers))
-
-    def _read_elsewhere(self, segment: Segment, plan: Plan) -> Hashable:
-        """Of what crosses its ends and is converted: the targets that other segments read, too, which decides what
-        function a conversion is written in."""
-        inside = {node.name for node in segment.nodes}
-        return tuple([
-            self._common_targets(name, inside, plan) for name in itertools.chain(segment.enters, segment.made)
-        ])  # fmt: skip
-
-    def _common_targets(self, name: str, inside: set[str], plan: Plan) -> frozenset[Placement]:
-        if len(self._readers[name]) < 2:
-            return frozenset()
-        readers = [(node.name in inside, plan.nodes[node.name].operands[at]) for node, at in self._graph.consumers[name]]
-        own = {target for is_own, target in readers if is_own}
-        return frozenset(target for is_own, target in readers if not is_own and target in own)
-
-
-def _places_of_others(new: Sequence[object], old: Sequence[object]) -> list[int]:
-    """Where another object is than before."""
-    same = [*map(operator.is_, new, old)]
-    return [] if all(same) else [place for place, is_same in enumerate(same) if not is_same]
-
-
-def _first_other(one: Sequence[object], other: Sequence[object]) -> int:
-    """How many objects are the same from the first on."""
-    same = [*map(operator.is_, one, other)]
-    return len(same) if all(same) else same.index(False)
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
