@@ -14,6 +14,7 @@ from autopar.ir.redistribution import Step
 from autopar.simulate.repeats import Segment
 
 Key = tuple[str, Placement]
+KEPT_OBJECTS = 1 << 16
 
 
 class Differences:
@@ -33,6 +34,7 @@ class Differences:
         }  # fmt: skip
         self._stored = [item.tensor for item in graph.stored]
         self._numbers: dict[Hashable, int] = {}
+        self._objects: dict[int, tuple[int, Hashable]] = {}  # by identity, which holds as long as they are kept here
         self._known: list[int] = [-1] * len(segments)
         self._last: Plan | None = None
         self._nodes: list[Any] = [None] * len(self._names)
@@ -44,6 +46,11 @@ class Differences:
         self.steps: dict[Key, tuple[Step, ...]] = {}
         self.bases: dict[str, Placement] = {}
         self._changed_storage: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it keeps too much."""
+        return len(self._objects) > KEPT_OBJECTS
 
     def numbers(self, plan: Plan) -> list[int]:
         """For each segment."""
@@ -129,17 +136,26 @@ class Differences:
         self._redistributes = new
 
     def _number_of(self, segment: Segment, plan: Plan) -> int:
-        nodes = tuple([plan.nodes[node.name] for node in segment.nodes])
-        bases, steps = self.bases, self.steps
-        ways = tuple([
-            steps.get((name, placement))
-            for node, placed in zip(segment.nodes, nodes, strict=True)
-            for name, placement in zip(node.operands, placed.operands, strict=True)
-            if bases[name] != placement
-        ])  # fmt: skip
-        read = self._read_elsewhere(segment, plan) if self._recomputes else ()
-        key = segment.kind, nodes, tuple([plan.storage[name] for name in segment.keeps]), ways, read
-        return self._numbers.setdefault(key, len(self._numbers))
+        bases, steps, number, of_nodes = self.bases, self.steps, self._number, plan.nodes
+        key = [segment.kind]
+        for node in segment.nodes:
+            placed = of_nodes[node.name]
+            key.append(number(placed))
+            for name, placement in zip(node.operands, placed.operands, strict=True):
+                if bases[name] != placement:
+                    way = steps.get((name, placement))
+                    key.append(-1 if way is None else number(way))
+        key += [number(plan.storage[name]) for name in segment.keeps]
+        content = tuple(key), self._read_elsewhere(segment, plan) if self._recomputes else ()
+        return self._numbers.setdefault(content, len(self._numbers))
+
+    def _number(self, content: Hashable) -> int:
+        """One number for equal things; the same object is looked at once."""
+        known = self._objects.get(id(content))
+        if known is None:
+            number = self._numbers.setdefault(content, len(self._numbers))
+            known = self._objects[id(content)] = number, content
+        return known[0]
 
     def _read_elsewhere(self, segment: Segment, plan: Plan) -> Hashable:
         """Of what crosses its ends and is converted: the targets that other segments read, too, which decides what

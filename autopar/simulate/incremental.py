@@ -15,7 +15,7 @@ from collections.abc import Hashable, Mapping
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.simulate.part_player import LooksBack, Unsupported
+from autopar.simulate.part_player import Unsupported
 from autopar.simulate.parted import Step
 from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate, without_collector
 from autopar.simulate.timeline import Timeline
@@ -78,13 +78,8 @@ class Incremental:
         return simulate(self._graph, plan, self._profile)
 
     def _step(self, plan: Plan) -> Step:
-        variants = self._variants_of(plan)
-        while True:
-            try:
-                with without_collector():
-                    return Step(variants, plan)
-            except LooksBack:  # a part says so once
-                continue
+        with without_collector():
+            return Step(self._variants_of(plan), plan)
 
     def _variants_of(self, plan: Plan) -> Variants:
         key = plan.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks

@@ -16,6 +16,7 @@ from autopar.simulate.part_player import (
     Ends,
     Entry,
     Exit,
+    LooksBack,
     PartPlayer,
     Travelling,
     ending,
@@ -84,8 +85,7 @@ class Step:
         self.journeys: tuple[Travelling, ...] = ()
         self.root = -1
         self.num_backward = 0
-        looks_back = any([any(player.looks_back.values()) for player in joined.players])
-        self.may_be_calm = not (self.host or looks_back or joined.root or any(joined.lent))
+        self.may_be_calm = not (self.host or joined.root or any(joined.lent))
         self.run()
 
     def run(self) -> None:
@@ -226,35 +226,48 @@ class Step:
         self._begin(FORWARD)
         latest, count = self.now, len(self.players)
         ends: Sequence[tuple[int, str] | None] = ()
-        exits, number = [], self._calm_parts()
-        for number in range(number, count):
+        exits = []
+        for number in range(self._calm_parts(), count):
             player, begin = self.players[number], self.now
-            lowered, looks_back = player.part.lowered, player.looks_back[FORWARD]
             self.arrived[number] = ends
-            ready = self._coming(number, begin)
-            if ends:
-                ready += tuple([
-                    (value, found[0] - begin, found[1])
-                    for value in player.reads
-                    if (found := ends[value]) is not None and (looks_back or found[0] > begin)
-                ])  # fmt: skip
-            left = self._play(number, player, FORWARD_KIND, ready)
+            try:
+                left = self._play_forward(number, player, ends)
+            except LooksBack:  # a part says so once, before it has changed anything
+                left = self._play_forward(number, player, ends)
             exits.append(left)
-            latest = begin + left.latest_ns
+            latest, lowered = begin + left.latest_ns, player.part.lowered
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
         if not self.variants.trains and self.joined.regathers:
             self._end_pass(exits)
 
+    def _play_forward(self, number: int, player: PartPlayer, ends: Sequence[tuple[int, str] | None]) -> Exit:
+        begin, looks_back = self.now, player.looks_back[FORWARD]
+        ready = self._coming(number, begin)
+        if ends:
+            ready += tuple([
+                (value, found[0] - begin, found[1])
+                for value in player.reads
+                if (found := ends[value]) is not None and (looks_back or found[0] > begin)
+            ])  # fmt: skip
+        return self._play(number, player, FORWARD_KIND, ready)
+
     def _calm_parts(self) -> int:
         """Plays parts as long as nothing is under way between them; returns the number of the first that is left."""
         if not self.may_be_calm or any(end > self.now for end in self.links.values()):
             return 0
-        now, pieces = self.now, self.pieces
+        now, pieces, count = self.now, self.pieces, len(self.pieces)
         for number, player in enumerate(self.players):
             known = player.forward.calm
-            if known is None:
-                known = player.forward.calm = player.play_part(Entry(FORWARD_KIND))
+            if known is None and not player.looks_back[FORWARD]:
+                try:
+                    known = player.forward.calm = player.play_part(Entry(FORWARD_KIND))
+                except LooksBack:
+                    pass
+            if known is None:  # it asks for the past of the links, which is not followed here
+                del pieces[count:]
+                self.may_be_calm = False
+                return 0
             if not known.is_calm or self.ready[number] or self.arriving[number]:
                 self.now = self.last = now
                 return number
@@ -280,18 +293,10 @@ class Step:
         keeps = self.variants.tracked(self.plan.microbatches)
         for number in range(len(self.players) - 1, -1, -1):
             player, begin, names = self.players[number], self.now, keeps[number]
-            lowered, looks_back = player.part.lowered, player.looks_back[BACKWARD]
-            coming = tuple([
-                (lowered.leaving[place], under_way)
-                for place, ends in gradients.items()
-                if (under_way := tuple([(e - begin, cause) for e, cause in ends if looks_back or e > begin]))
-            ]) if gradients else ()  # fmt: skip
-            held = frozenset([place for place, name in names if name in self.held]) if self.held else NOTHING
-            leaving = frozenset([lowered.leaving[place] for place in transient]) if transient else NOTHING
-            under_way = self._under_way(begin) if self.journeys else ()
-            whole, others = self.whole[number], self._others(player, begin)
-            backward = (coming, others, held, leaving, whole, under_way, self._arrivals(player))
-            left = self._play(number, player, kind, self._coming_back(number, player), backward)
+            try:
+                left = self._play_backward(number, player, kind, gradients, transient, names)
+            except LooksBack:
+                left = self._play_backward(number, player, kind, gradients, transient, names)
             exits.append(left)
             if names:
                 self.held.update([name for place, name in names if place in left.held])
@@ -303,6 +308,23 @@ class Step:
             transient = left.transient
         if self.joined.regathers:
             self._end_pass(exits)
+
+    def _play_backward(
+        self, number: int, player: PartPlayer, kind: PassKind, gradients: Mapping[int, Ends], transient: frozenset[int],
+        names: Sequence[tuple[int, str]],
+    ) -> Exit:  # fmt: skip
+        begin, lowered, looks_back = self.now, player.part.lowered, player.looks_back[BACKWARD]
+        coming = tuple([
+            (lowered.leaving[place], under_way)
+            for place, ends in gradients.items()
+            if (under_way := tuple([(e - begin, cause) for e, cause in ends if looks_back or e > begin]))
+        ]) if gradients else ()  # fmt: skip
+        held = frozenset([place for place, name in names if name in self.held]) if self.held else NOTHING
+        leaving = frozenset([lowered.leaving[place] for place in transient]) if transient else NOTHING
+        under_way = self._under_way(begin) if self.journeys else ()
+        whole, others = self.whole[number], self._others(player, begin)
+        backward = (coming, others, held, leaving, whole, under_way, self._arrivals(player))
+        return self._play(number, player, kind, self._coming_back(number, player), backward)
 
     def _coming_back(self, number: int, player: PartPlayer) -> _Coming:
         """Slots, and what the part computes again from, that are under way."""

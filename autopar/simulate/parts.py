@@ -37,7 +37,7 @@ from autopar.simulate.repeats import Segment
 from autopar.simulate.shapes import LocalShapes
 
 if TYPE_CHECKING:
-    from autopar.simulate.sharing import Filled, Moving
+    from autopar.simulate.sharing import OnWay
 
 BEFORE, EARLIER = 0, 1  # the items that stand for what is before
 NUM_BEFORE = 2
@@ -142,9 +142,7 @@ class Part:
     end: int
     freed_bytes: int
     before: Gradients
-    moving: tuple[Moving, ...] | None = None
-    filled: dict[int, tuple[int, int, Filled]] = field(default_factory=dict)
-    shared: dict[tuple[int, int], tuple[int, int]] = field(default_factory=dict)
+    ways: tuple[OnWay, ...] | None = None
     players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
     forward: dict[Any, Any] = field(default_factory=dict)
     regathers: bool = field(init=False)

@@ -17,6 +17,9 @@ from autopar.simulate.program import Slot, Transmission, is_summed_first
 Sizes = tuple[tuple[int, int], ...]
 
 
+Send = Callable[[tuple[Step, ...], Sizes], tuple[Transmission, ...]]
+
+
 class Share(NamedTuple):
     """A bucket as one part sees it: slots of its own that are in it, in the bucket's order; the item that completes it
     and what is sent then, −1 and nothing if another part has it. whole_bytes: of all its gradients, where that is asked
@@ -58,7 +61,6 @@ class Load(NamedTuple):
 class Open(NamedTuple):
     """The bucket of a way that takes more, and whether one of the way is full already."""
 
-    way: int
     load: Load
     is_later: bool
 
@@ -66,26 +68,10 @@ class Open(NamedTuple):
 class Group(NamedTuple):
     """A part's slots in one bucket. before: what later parts have in it; own: what these are."""
 
-    way: int
     slots: tuple[int, ...]
     before: Load | None
     own: Load
     stays_open: bool
-
-
-class Filled(NamedTuple):
-    """A part's groups, and the buckets that it leaves open; ways: those on which it has filled any."""
-
-    groups: tuple[Group, ...]
-    after: tuple[Open, ...]
-    ways: frozenset[int]
-
-
-class Added(NamedTuple):
-    """What earlier parts add to the open bucket of a way."""
-
-    way: int
-    load: Load
 
 
 class Moving(NamedTuple):
@@ -134,84 +120,112 @@ def _load(moving: Moving) -> Load:
     return Load(slot.gradient_bytes, slot.scatter_bytes, slot.sizes, moving.ended_at >= 0)
 
 
-def fill(moved: Sequence[Moving], before: Sequence[Open]) -> Filled:
-    """Packs a part's gradients, last slots first, into buckets that later parts have left open and new ones."""
-    opened = {one.way: one for one in before}
-    current: dict[int, list[Moving]] = {}
-    groups: list[Group] = []
+class OnWay:
+    """A part's gradients that take one way, last ones first."""
 
-    def close(way: int, stays_open: bool) -> None:
-        own = current.pop(way, [])
-        if own:
-            load = _load(own[0])
-            for moving in own[1:]:
-                load = load.plus(_load(moving))
-            begun = opened.get(way)
-            groups.append(Group(way, tuple([m.number for m in own]), begun and begun.load, load, stays_open))
+    def __init__(self, way: int, moved: Sequence[Moving]) -> None:
+        self.way, self.moved, self.crosses = way, moved, moved[0].crosses
+        self.has_buffer = is_summed_first(moved[0].slot)
+        self.ended_at = {moving.number: moving.ended_at for moving in moved}
+        self.slots = tuple([moving.number for moving in moved])
+        self.own = _together([_load(moving) for moving in moved])
+        self.is_packed = self.crosses and all(self._is_packed(moving) for moving in moved)
+        self._passing: tuple[Share, ...] = ()
+        self._known: dict[Open | None, tuple[tuple[Group, ...], Open | None]] = {}
 
-    filled = {one.way: one.load.whole_bytes for one in before}
-    later = {one.way for one in before if one.is_later}
-    crossing, touched = {one.way for one in before}, set[int]()
-    for moving in reversed(moved):
-        slot, way = moving.slot, moving.way
-        if slot.gradient_bytes >= LONE_BYTES and not is_summed_first(slot):
-            groups.append(Group(way, (moving.number,), None, _load(moving), False))
-            continue
-        touched.add(way)
-        limit = BUCKET_BYTES if way in later else FIRST_BUCKET_BYTES
-        if way in filled and filled[way] + slot.gradient_bytes > limit:
-            close(way, False)
-            opened.pop(way, None)
-            del filled[way]
-            later.add(way)
-        current.setdefault(way, []).append(moving)
-        filled[way] = filled.get(way, 0) + slot.gradient_bytes
-        if moving.crosses:
-            crossing.add(way)
-    left = [*current]
-    for way in left:
-        close(way, way in crossing)
-    loads = {group.way: group for group in groups if group.stays_open}
-    after = [
-        Open(way, _together(loads[way]) if way in loads else opened[way].load, way in later)
-        for way in filled if way in crossing
-    ]  # fmt: skip
-    return Filled(tuple(groups), tuple(sorted(after)), frozenset(touched))
+    def _is_packed(self, moving: Moving) -> bool:
+        return self.has_buffer or moving.slot.gradient_bytes < LONE_BYTES
 
+    def fill(self, before: Open | None) -> tuple[tuple[Group, ...], Open | None]:
+        """Packs them into the bucket that later parts have left open, and new ones; and which is left open."""
+        if before is not None and self.is_packed:
+            limit = BUCKET_BYTES if before.is_later else FIRST_BUCKET_BYTES
+            if before.load.whole_bytes + self.own.whole_bytes <= limit:
+                group = Group(self.slots, before.load, self.own, True)
+                return (group,), Open(before.load.plus(self.own), before.is_later)
+        known = self._known.get(before)
+        if known is None:
+            known = self._known[before] = self._filled(before)
+        return known
 
-def _together(group: Group) -> Load:
-    return group.own if group.before is None else group.before.plus(group.own)
+    def _filled(self, before: Open | None) -> tuple[tuple[Group, ...], Open | None]:
+        groups, current = list[Group](), list[Moving]()
+        load, is_later = (before.load, before.is_later) if before is not None else (None, False)
+        filled = load.whole_bytes if load is not None else 0
+        for moving in self.moved:
+            size = moving.slot.gradient_bytes
+            if not self._is_packed(moving):
+                groups.append(Group((moving.number,), None, _load(moving), False))
+                continue
+            if filled and filled + size > (BUCKET_BYTES if is_later else FIRST_BUCKET_BYTES):
+                groups += _closed(current, load, False)
+                current, load, filled, is_later = [], None, 0, True
+            current.append(moving)
+            filled += size
+        groups += _closed(current, load, self.crosses)
+        if not self.crosses or (load is None and not current):
+            return tuple(groups), None
+        own = [_load(moving) for moving in current]
+        return tuple(groups), Open(_together([load, *own] if load is not None else own), is_later)
 
+    def share(
+        self, groups: Sequence[Group], rest: Load | None, ways: Ways, send: Send
+    ) -> tuple[tuple[Share, ...], Load | None]:
+        """The part's shares, and what it and earlier ones, which add `rest`, add to the bucket of later parts. send: a
+        bucket's collectives."""
+        if len(groups) == 1 and self._only_passes(groups[0], rest):
+            if not self._passing:
+                self._passing = (self._share(groups[0], rest, ways, send),)
+            return self._passing, self.own if rest is None else self.own.plus(rest)
+        shares, added = list[Share](), None if self.is_touched(groups) else rest
+        for group in groups:
+            more = rest if group.stays_open else None
+            shares.append(self._share(group, more, ways, send))
+            if group.before is not None:
+                added = group.own if more is None else group.own.plus(more)
+        return tuple(shares), added
 
-Send = Callable[[tuple[Step, ...], Sizes], tuple[Transmission, ...]]
+    def is_touched(self, groups: Sequence[Group]) -> bool:
+        """Whether any of them is packed with others."""
+        return any(self._is_packed(moving) for moving in self.moved)
 
+    def _only_passes(self, group: Group, rest: Load | None) -> bool:
+        """Whether other parts begin and complete the bucket that all of this part's gradients are in."""
+        begun = group.before is not None and group.before.has_gradient
+        return begun and rest is not None and rest.has_gradient and group.stays_open and self.own.has_gradient
 
-def share(
-    moved: Sequence[Moving], filled: Filled, before: Sequence[Added], ways: Ways, send: Send
-) -> tuple[tuple[Share, ...], tuple[Added, ...]]:
-    """A part's shares, and what it and earlier ones add to buckets of later parts. send: a bucket's collectives."""
-    added = {one.way: one.load for one in before}
-    ended = {moving.number: moving.ended_at for moving in moved}
-    slots = {moving.number: moving.slot for moving in moved}
-    after = dict(added)
-    shares = []
-    for way in filled.ways:
-        after.pop(way, None)
-    for group in filled.groups:
-        rest = added.get(group.way) if group.stays_open else None
-        total = _together(group) if rest is None else _together(group).plus(rest)
-        items = [ended[n] for n in group.slots if ended[n] >= 0]
+    def _share(self, group: Group, rest: Load | None, ways: Ways, send: Send) -> Share:
+        before = group.own if group.before is None else group.before.plus(group.own)
+        total = before if rest is None else before.plus(rest)
+        items = [self.ended_at[n] for n in group.slots if self.ended_at[n] >= 0]
         completes = bool(items) and not (rest is not None and rest.has_gradient)
-        slot, is_begun = slots[group.slots[0]], group.before is not None and group.before.has_gradient
-        asks = completes or (is_summed_first(slot) and not is_begun)
-        shares.append(
-            Share(
-                group.slots, min(items) if completes else -1, send(ways.steps[group.way], total.sizes) if completes else (),
-                total.whole_bytes if asks else 0, total.scatter_bytes if completes else 0, is_summed_first(slot),
-                is_begun, group.way, group.before is not None,
-                group.stays_open, completes and rest is not None,
-            )
+        is_begun = group.before is not None and group.before.has_gradient
+        asks = completes or (self.has_buffer and not is_begun)
+        return Share(
+            group.slots, min(items) if completes else -1,
+            send(ways.steps[self.way], total.sizes) if completes else (),
+            total.whole_bytes if asks else 0, total.scatter_bytes if completes else 0, self.has_buffer,
+            is_begun, self.way, group.before is not None, group.stays_open, completes and rest is not None,
         )  # fmt: skip
-        if group.before is not None:
-            after[group.way] = group.own if rest is None else group.own.plus(rest)
-    return tuple(shares), tuple(sorted(Added(way, load) for way, load in after.items()))
+
+
+def ways_of(part: Part, ways: Ways) -> tuple[OnWay, ...]:
+    """A part's gradients way by way."""
+    found: dict[int, list[Moving]] = {}
+    for moving in reversed(moving_slots(part, ways)):
+        found.setdefault(moving.way, []).append(moving)
+    return tuple([OnWay(way, moved) for way, moved in found.items()])
+
+
+def _closed(current: Sequence[Moving], before: Load | None, stays_open: bool) -> list[Group]:
+    if not current:
+        return []
+    own = _together([_load(moving) for moving in current])
+    return [Group(tuple([moving.number for moving in current]), before, own, stays_open)]
+
+
+def _together(loads: Sequence[Load]) -> Load:
+    total = loads[0]
+    for load in loads[1:]:
+        total = total.plus(load)
+    return total

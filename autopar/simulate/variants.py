@@ -22,7 +22,7 @@ from autopar.simulate.parts import kept_after
 from autopar.simulate.player import Pass
 from autopar.simulate.program import Program, Transmission
 from autopar.simulate.repeats import segments_of
-from autopar.simulate.sharing import Filled, Sizes, Ways, fill, moving_slots, share
+from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways, ways_of
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
 
@@ -81,7 +81,7 @@ class Variants:
     @property
     def is_full(self) -> bool:
         """Whether it knows too much."""
-        return len(self._lowered) > KEPT_PARTS or len(self._joined) > KEPT_PARTS
+        return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full
 
     def _number(self, content: Hashable) -> int:
         """One number for equal things."""
@@ -174,15 +174,17 @@ class Variants:
             )  # fmt: skip
         return known
 
-    def _player(self, part: Part, own: int, around: tuple[Any, ...]) -> PartPlayer:
+    def _player(self, part: Part, own: tuple[Share, ...], around: tuple[Any, ...]) -> PartPlayer:
         known = part.players.get((own, around))
         if known is None:
+            if any(one.lacks and part.program.slots[one.slots[0]].shrinks for one in own):
+                raise Unsupported("shards of a tensor without gradient travel with others'")
             known = part.players[own, around] = PartPlayer(
-                part, self.profile, self.trains, self._contents[own], *around
+                part, self.profile, self.trains, own, *around
             )  # fmt: skip
         return known
 
-    def _join_regathering(self, parts: Sequence[Part], shares: Sequence[int]) -> Joined:
+    def _join_regathering(self, parts: Sequence[Part], shares: Sequence[tuple[Share, ...]]) -> Joined:
         lent = self._lent(parts)
         following, preceding = _neighbours(parts)
         root_parts, root = self._root(parts)
@@ -205,31 +207,33 @@ class Variants:
             )  # fmt: skip
         return self._joined[key]
 
-    def _shares(self, parts: Sequence[Part]) -> list[int]:
-        """For each part, the number of its shares of buckets."""
+    def _shares(self, parts: Sequence[Part]) -> list[tuple[Share, ...]]:
+        """For each part, its shares of buckets: filled in the order of the backward pass, then told of what earlier
+        parts add."""
         if not self.trains:
-            return [self._number(())] * len(parts)
-        before, filled = self._number(()), list[tuple[int, Filled]]()
+            return [()] * len(parts)
+        opened: dict[int, Open | None] = {}
+        filled = []
         for part in reversed(parts):
-            if part.moving is None:
-                part.moving = moving_slots(part, self._ways)
-            known = part.filled.get(before)
-            if known is None:
-                made = fill(part.moving, self._contents[before])
-                known = part.filled[before] = self._number(made), self._number(made.after), made
-            filled.append((known[0], known[2]))
-            before = known[1]
-        added, shares = self._number(()), list[int]()
-        for part, (number, made) in zip(parts, reversed(filled), strict=True):
-            shared = part.shared.get((number, added))
-            if shared is None:
-                own, after = share(part.moving or (), made, self._contents[added], self._ways, self._sent)
-                if any(one.lacks and part.program.slots[one.slots[0]].shrinks for one in own):
-                    raise Unsupported("shards of a tensor without gradient travel with others'")
-                shared = part.shared[number, added] = self._number(own), self._number(after)
-            shares.append(shared[0])
-            added = shared[1]
-        return shares
+            if part.ways is None:
+                part.ways = ways_of(part, self._ways)
+            of_part = []
+            for on_way in part.ways:
+                groups, after = on_way.fill(opened.get(on_way.way) if on_way.crosses else None)
+                of_part.append(groups)
+                if on_way.crosses:
+                    opened[on_way.way] = after
+            filled.append(of_part)
+        added, found = dict[int, Load | None](), list[tuple[Share, ...]]()
+        for part, of_part in zip(parts, reversed(filled), strict=True):
+            own: tuple[Share, ...] = ()
+            for on_way, groups in zip(part.ways or (), of_part, strict=True):
+                shares, rest = on_way.share(groups, added.get(on_way.way), self._ways, self._sent)
+                own += shares
+                if on_way.crosses:
+                    added[on_way.way] = rest
+            found.append(own)
+        return found
 
     def _sent(self, steps: tuple[Step, ...], sizes: Sizes) -> tuple[Transmission, ...]:
         return self.lowering.transmissions_of(steps, sizes, 1)
