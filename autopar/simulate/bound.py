@@ -44,7 +44,8 @@ class Bound:
         self._count, self._profile, self._facts = plan.microbatches, lowering.profile, lowering.facts
         reached = reached_tensors(graph) if lowering.trains else set[str]()
         self._goes_back = {
-            node.name: not reached.isdisjoint(node.results) and any(graph.tensors[n].differentiable for n in node.operands)
+            node.name: not reached.isdisjoint(node.results)
+            and any(graph.tensors[name].differentiable for name in node.operands)
             for node in graph.nodes
         }  # fmt: skip
         self._of_node: list[Work] = [Work()] * len(graph.nodes)

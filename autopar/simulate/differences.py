@@ -168,7 +168,9 @@ class Differences:
     def _common_targets(self, name: str, inside: set[str], plan: Plan) -> frozenset[Placement]:
         if len(self._readers[name]) < 2:
             return frozenset()
-        readers = [(node.name in inside, plan.nodes[node.name].operands[at]) for node, at in self._graph.consumers[name]]
+        readers = [
+            (node.name in inside, plan.nodes[node.name].operands[at]) for node, at in self._graph.consumers[name]
+        ]
         own = {target for is_own, target in readers if is_own}
         return frozenset(target for is_own, target in readers if not is_own and target in own)
 

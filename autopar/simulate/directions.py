@@ -60,7 +60,8 @@ def find_directions(program: Program, orders: Orders, lifetimes: Lifetimes) -> d
 def direction_of(
     program: Program, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
 ) -> Direction:
-    """What these items do, in the order of the pass. Units and regions are for the first part to enter, if it has anything in them (`before`: its items)."""
+    """What these items do, in the order of the pass. Units and regions are for the first part to enter, if it
+    has anything in them (`before`: its items)."""
     items, entered = program.items, dict[int, tuple[int, ...]]()
     known = {unit for n in before for unit in orders.around[items[n].unit]}
     for n in numbers:

@@ -45,7 +45,7 @@ class Ahead(NamedTuple):
 
 
 class RootBucket(NamedTuple):
-    """Slots that are gathered together: the part of each, by its place among those of a `Root`, and its number there."""
+    """Slots that are gathered together: of each its part, by place among those of a `Root`, and number."""
 
     slots: tuple[tuple[int, int], ...]
     transmissions: tuple[Transmission, ...]
@@ -366,7 +366,9 @@ class PartPlayer(Player):
             root=self._undone.get(ROOT, -1) if self.has_root and ROOT in self._live else -1,
             awaited=tuple([self._end(task) for task in self._awaited]),
             is_calm=self._is_calm(length),
-            journeys=tuple([one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling]),
+            journeys=tuple([
+                one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling
+            ]),
         )  # fmt: skip
 
     def _is_calm(self, length: int) -> bool:

@@ -6,6 +6,7 @@ A part that begins as it has begun before is not played again (`part_player`).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from autopar.ir.plan import Plan
 from autopar.simulate.differences import Key
@@ -27,7 +28,6 @@ from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.schedule import Submesh, lane_of
 from autopar.simulate.timeline import Piece, Timeline
 from autopar.simulate.variants import Variants
-
 
 LONG_AGO = -(1 << 62)
 FORWARD_KIND = PassKind(FORWARD)
@@ -260,10 +260,8 @@ class Step:
         for number, player in enumerate(self.players):
             known = player.forward.calm
             if known is None and not player.looks_back[FORWARD]:
-                try:
+                with suppress(LooksBack):
                     known = player.forward.calm = player.play_part(Entry(FORWARD_KIND))
-                except LooksBack:
-                    pass
             if known is None:  # it asks for the past of the links, which is not followed here
                 del pieces[count:]
                 self.may_be_calm = False
@@ -321,9 +319,9 @@ class Step:
         ]) if gradients else ()  # fmt: skip
         held = frozenset([place for place, name in names if name in self.held]) if self.held else NOTHING
         leaving = frozenset([lowered.leaving[place] for place in transient]) if transient else NOTHING
-        under_way = self._under_way(begin) if self.journeys else ()
+        journeys = self._under_way(begin) if self.journeys else ()
         whole, others = self.whole[number], self._others(player, begin)
-        backward = (coming, others, held, leaving, whole, under_way, self._arrivals(player))
+        backward = (coming, others, held, leaving, whole, journeys, self._arrivals(player))
         return self._play(number, player, kind, self._coming_back(number, player), backward)
 
     def _coming_back(self, number: int, player: PartPlayer) -> _Coming:
@@ -420,7 +418,11 @@ class Step:
         submesh = Submesh(range(self.plan.mesh.num_devices), [0])
         for begin, done in self.pieces:
             submesh.take(done, begin, "")
-        resident = [(0, size, kind, Moment.START) for size, kind in self.variants.residents(self.plan, [player.part for player in self.players]) if size]
+        resident = [
+            (0, size, kind, Moment.START)
+            for size, kind in self.variants.residents(self.plan, [player.part for player in self.players])
+            if size
+        ]
         submesh.pieces.append(Piece(0, "", [], [*resident, *self.changes]))
         submesh.free_ns = self.now
         submesh.links = self.links

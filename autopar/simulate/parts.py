@@ -1,6 +1,6 @@
 """One segment's part of a program, lowered by itself: what it does depends on little of what is around it.
 
-Four walks over the segments carry that little from one to the next, and each step of them is known by what goes into it:
+Four walks over the segments carry that little from one to the next; each of their steps is known by what goes into it:
 
 | walk                | carries                                                                                     |
 |---------------------|---------------------------------------------------------------------------------------------|
@@ -31,7 +31,18 @@ from autopar.simulate.facts import GraphFacts
 from autopar.simulate.lifetime import Buffers, Lifetimes, find_lifetimes
 from autopar.simulate.orders import Orders, find_orders
 from autopar.simulate.passes import BACKWARD
-from autopar.simulate.program import Bucket, Item, Lowering, Memory, OperatorPrice, PriceTable, Program, StoredPrice, Transmission, mark_gradients
+from autopar.simulate.program import (
+    Bucket,
+    Item,
+    Lowering,
+    Memory,
+    OperatorPrice,
+    PriceTable,
+    Program,
+    StoredPrice,
+    Transmission,
+    mark_gradients,
+)
 from autopar.simulate.recomputation import Call
 from autopar.simulate.repeats import Segment
 from autopar.simulate.shapes import LocalShapes
@@ -161,7 +172,8 @@ class Part:
         self.regathers = any(slot.storage.regather for slot in slots)
         self.first_sent = tuple([n for n in self.first if any(step.transfers[0].collective for step in slots[n].steps)])
         self.first_bytes, self.first_sent_bytes = (
-            sum(slots[n].used_bytes for n in numbers if not slots[n].is_alias) for numbers in (self.first, self.first_sent)
+            sum(slots[n].used_bytes for n in numbers if not slots[n].is_alias)
+            for numbers in (self.first, self.first_sent)
         )  # fmt: skip
 
     @property
@@ -390,7 +402,7 @@ def _backward_reads(program: Program, num_entering: int) -> list[int]:
 def _kept(program: Program, trains: bool) -> frozenset[int]:
     """Memory that is kept from the forward pass, as far as the part's own items keep it (see `lifetime`)."""
     entries = {item.region for item in program.items if item.needs_saved}
-    found = set()
+    found = set[int]()
     for item in program.items[NUM_BEFORE:]:
         if trains and item.runs_backward:
             found.update(s for s in item.saved if item.region < 0 or _region_of(program, s) != item.region)

@@ -621,9 +621,7 @@ class Lowering:
             )
         )
 
-    def _operator_price(
-        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
-    ) -> OperatorPrice:
+    def _operator_price(self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]) -> OperatorPrice:
         """That of a twin in an equal block with equal placements, if one is known."""
         key = self.twins.get(node.name, node.name)
         known, values = self.prices.operators.get(key), self.program.values

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from autopar.ir.graph import Graph, Node, map_references
-from autopar.ir.structure import block_paths
 from autopar.simulate.facts import GraphFacts
 
 ROOT_NODES = 24  # how many nodes of the program itself make a segment
@@ -145,4 +144,6 @@ def _inside(path: str, prefix: str) -> str:
     """A module's path as seen from inside another; of those around it, how many."""
     if prefix and f"{path}.".startswith(f"{prefix}."):
         return "*" + path[len(prefix) :]
-    return path if not prefix or not f"{prefix}.".startswith(f"{path}." if path else "") else "^" * (path.count(".") + 1)
+    return (
+        path if not prefix or not f"{prefix}.".startswith(f"{path}." if path else "") else "^" * (path.count(".") + 1)
+    )

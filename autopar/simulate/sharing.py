@@ -23,8 +23,8 @@ Send = Callable[[tuple[Step, ...], Sizes], tuple[Transmission, ...]]
 class Share(NamedTuple):
     """A bucket as one part sees it: slots of its own that are in it, in the bucket's order; the item that completes it
     and what is sent then, −1 and nothing if another part has it. whole_bytes: of all its gradients, where that is asked
-    for; scatter_bytes: of copies while they are scattered. is_begun: a later part has some of the gradients. comes, goes: whether later parts
-    and earlier ones have slots in it. lacks: an earlier part has slots in it that get no gradient."""
+    for; scatter_bytes: of copies while they are scattered. is_begun: a later part has some of the gradients. comes,
+    goes: whether later parts and earlier ones have slots in it. lacks: an earlier one has some that get no gradient."""
 
     slots: tuple[int, ...]
     completed_at: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
@@ -17,14 +17,25 @@ from autopar.simulate.differences import Differences, Key
 from autopar.simulate.engine import Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
-from autopar.simulate.parts import Arriving, Crossing, Gradients, Kept, Lowered, Marked, Part, PartLowering, Wanted
-from autopar.simulate.parts import kept_after
+from autopar.simulate.parts import (
+    Arriving,
+    Crossing,
+    Gradients,
+    Kept,
+    Lowered,
+    Marked,
+    Part,
+    PartLowering,
+    Wanted,
+    kept_after,
+)
 from autopar.simulate.player import Pass
 from autopar.simulate.program import Program, Transmission
 from autopar.simulate.repeats import segments_of
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways, ways_of
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
+
 
 class Gathered(NamedTuple):
     """What begins the step: parameters that are gathered once. ready: by part, of slots' values, when they are there;
@@ -190,10 +201,8 @@ class Variants:
         root_parts, root = self._root(parts)
         players = []
         for number, part in enumerate(parts):
-            ahead, behind = following[number], preceding[number]
             around = (
-                Ahead(parts[ahead[0]], ahead[1]) if ahead[0] >= 0 and _gathers_in(parts[ahead[0]], ahead[1]) else None,
-                Ahead(parts[behind[0]], behind[1]) if behind[0] >= 0 and _is_entered(parts[behind[0]], behind[1]) else None,
+                _ahead(parts, following[number], _gathers_in), _ahead(parts, preceding[number], _is_entered),
                 root if number == 0 or number in root_parts else None, number == 0,
                 frozenset(n for n in lent[number] if part.program.slots[n].value < part.lowered.num_entering),
             )  # fmt: skip
@@ -256,7 +265,7 @@ class Variants:
             lowered, slots, own = part.lowered, part.program.slots, dict[int, Key]()
             held = {n for buckets in part.orders.gathers.values() for bucket in buckets for n in bucket.slots}
             names = [(segment.made if leaf.is_made else segment.enters)[leaf.place] for leaf in segment.leaves]
-            crossing = [*zip(range(lowered.num_entering), lowered.before.values, itertools.repeat(segment.enters))]
+            crossing = [*zip(range(lowered.num_entering), lowered.before.values, itertools.repeat([*segment.enters]))]
             crossing += zip(lowered.leaving, lowered.after.values, itertools.repeat(names), strict=False)
             for value, crossed, tensors in crossing:
                 n, key = part.program.values[value].slot, (tensors[crossed.tensor], crossed.placement)
@@ -320,7 +329,7 @@ class Variants:
                 program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units))))
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
-        inside = {unit for (number, local), unit in units.items() if local in parts[number].orders.last}
+        inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
         begin = Begin(program, self.profile, inside)
         if is_plain:
             quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts)
@@ -331,8 +340,8 @@ class Variants:
             number, own = places[value]
             ready[number][own] = end
         arriving: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        for unit, found in begin.arriving_ns().items():
-            number, local = home[unit]
+        for at, found in begin.arriving_ns().items():
+            number, local = home[at]
             arriving[number][local] += found
         return Gathered(ready, arriving, begin.result(), begin.last_ns)
 
@@ -400,10 +409,15 @@ def _borrowed(
     return found
 
 
+def _ahead(parts: Sequence[Part], unit: tuple[int, int], counts: Callable[[Part, int], bool]) -> Ahead | None:
+    """A unit of another part, if there is one that counts."""
+    number, local = unit
+    return Ahead(parts[number], local) if number >= 0 and counts(parts[number], local) else None
+
+
 def _gathers_in(part: Part, unit: int) -> bool:
     return unit in part.orders.gathers
 
 
 def _is_entered(part: Part, unit: int) -> bool:
     return part.direction is not None and any(unit in units for units in part.direction.entered.values())
-

@@ -14,10 +14,9 @@ from autopar.errors import PlacementError
 from autopar.intraop.strategies import permitted
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import I, Placement, R, S, leaves_none_empty
-from autopar.ir.plan import NodePlan, Plan, Storage
-from autopar.ir.redistribution import cheapest_path, transfer_bytes
+from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step as Step
-from autopar.ir.plan import Redistribute
+from autopar.ir.redistribution import cheapest_path, transfer_bytes
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
 from autopar.planning import Part
@@ -74,7 +73,9 @@ class Proposer:
             if name in ends and any(type_.kind == "P" for type_ in placement):
                 return False
         pairs = zip((*node.operands, *node.results), (*plan.operands, *plan.results), strict=True)
-        if not all(leaves_none_empty(self.graph.tensors[name].shape, placement, self.axes) for name, placement in pairs):
+        if not all(
+            leaves_none_empty(self.graph.tensors[name].shape, placement, self.axes) for name, placement in pairs
+        ):
             return False
         return admits(self.part.whole, node, plan.operands, plan.results, self.axes) is None
 
@@ -84,9 +85,7 @@ class Proposer:
         if stored.name in self.graph.mutations:
             return None
         whole, dims = (I if tensor.differentiable else R), range(len(tensor.shape))
-        placement = tuple(
-            S(self._rng.choice(dims)) if dims and self._rng.random() < 0.5 else whole for _ in self.axes
-        )
+        placement = tuple(S(self._rng.choice(dims)) if dims and self._rng.random() < 0.5 else whole for _ in self.axes)
         if not leaves_none_empty(tensor.shape, placement, self.axes):
             return None
         flags = [(False, False), (True, True), (False, True)]
@@ -142,5 +141,6 @@ def _twins(graph: Graph, plan: Plan) -> dict[str, list[str]]:
     for names in nodes.values():
         for operands in zip(*(graph.node_by_name[name].operands for name in names), strict=True):
             if operands[0] in graph.stored_by_tensor:
-                found.update(dict.fromkeys(operands, [*dict.fromkeys(operands)]))
+                together = [*dict.fromkeys(operands)]
+                found.update((name, together) for name in operands)
     return found | {s.tensor: [s.tensor] for s in graph.stored if s.tensor not in found}
