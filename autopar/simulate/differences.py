@@ -41,6 +41,16 @@ class Differences:
         self._storage: list[Any] = [None] * len(self._stored)
         self._redistributes: tuple[Redistribute, ...] = ()
         self._changed_segments: set[int] = set()
+        self._changed_readers: set[int] = set()  # nodes that read something that is another, too
+        self._codes: list[int] = [-1] * len(self._names)
+        self._storage_codes: list[int] = [-1] * len(self._stored)
+        place_of = {name: place for place, name in enumerate(self._stored)}
+        self._keeps = [[place_of[name] for name in segment.keeps] for segment in segments]
+        self._begins = [*itertools.accumulate((len(segment.nodes) for segment in segments), initial=0)]
+        node_of = {name: number for number, name in enumerate(self._names)}
+        self._nodes_reading = {
+            name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
+        }  # fmt: skip
         self._changed_nodes: set[int] = set()
         self._changed_tensors: set[str] = set()
         self.steps: dict[Key, tuple[Step, ...]] = {}
@@ -55,6 +65,9 @@ class Differences:
     def numbers(self, plan: Plan) -> list[int]:
         """For each segment."""
         self.follow(plan)
+        for place in self._changed_readers:
+            self._codes[place] = self._code_of(place)
+        self._changed_readers = set()
         if self._changed_segments:
             self._known = [*self._known]
             for number in self._changed_segments:
@@ -91,10 +104,14 @@ class Differences:
                 self._follow_tensor(name, placement)
         self._last = plan
 
+    def _note(self, name: str) -> None:
+        self._changed_segments |= self._readers[name]
+        self._changed_readers |= self._nodes_reading[name]
+        self._changed_tensors.add(name)
+
     def _follow_tensor(self, name: str, placement: Placement) -> None:
         self.bases[name] = placement
-        self._changed_segments |= self._readers[name]
-        self._changed_tensors.add(name)
+        self._note(name)
 
     def _follow_nodes(self, plan: Plan) -> None:
         found = [*map(plan.nodes.__getitem__, self._names)]
@@ -102,6 +119,7 @@ class Differences:
             node, placed = self._graph.nodes[number], found[number]
             self._changed_segments.add(self._of_node[number])
             self._changed_nodes.add(number)
+            self._changed_readers.add(number)
             for name, placement in zip(node.results, placed.results, strict=True):
                 self._follow_tensor(name, placement)
             for name in node.operands:
@@ -115,6 +133,7 @@ class Differences:
         for number in _places_of_others(found, self._storage):
             self._follow_tensor(self._stored[number], found[number].placement)
             self._changed_storage.add(number)
+            self._storage_codes[number] = self._number(found[number])
         self._storage = found
 
     def _follow_steps(self, plan: Plan) -> None:
@@ -126,28 +145,29 @@ class Differences:
         for one in gone:
             if id(one) not in kept:
                 self.steps.pop((one.tensor, one.target), None)
-                self._changed_segments |= self._readers[one.tensor]
-                self._changed_tensors.add(one.tensor)
+                self._note(one.tensor)
         for one in come:
             if id(one) not in kept:
                 self.steps[one.tensor, one.target] = one.steps
-                self._changed_segments |= self._readers[one.tensor]
-                self._changed_tensors.add(one.tensor)
+                self._note(one.tensor)
         self._redistributes = new
 
     def _number_of(self, segment: Segment, plan: Plan) -> int:
-        bases, steps, number, of_nodes = self.bases, self.steps, self._number, plan.nodes
-        key = [segment.kind]
-        for node in segment.nodes:
-            placed = of_nodes[node.name]
-            key.append(number(placed))
-            for name, placement in zip(node.operands, placed.operands, strict=True):
-                if bases[name] != placement:
-                    way = steps.get((name, placement))
-                    key.append(-1 if way is None else number(way))
-        key += [number(plan.storage[name]) for name in segment.keeps]
-        content = tuple(key), self._read_elsewhere(segment, plan) if self._recomputes else ()
-        return self._numbers.setdefault(content, len(self._numbers))
+        begin, places = self._begins[segment.number], self._keeps[segment.number]
+        nodes = tuple(self._codes[begin : begin + len(segment.nodes)])
+        storage = tuple([self._storage_codes[place] for place in places])
+        read = self._read_elsewhere(segment, plan) if self._recomputes else ()
+        return self._numbers.setdefault((segment.kind, nodes, storage, read), len(self._numbers))
+
+    def _code_of(self, number: int) -> int:
+        """What the plan says of a node: its placements, and the ways of its operands that are converted."""
+        node, placed, bases, steps = self._graph.nodes[number], self._nodes[number], self.bases, self.steps
+        key = [self._number(placed)]
+        for name, placement in zip(node.operands, placed.operands, strict=True):
+            if bases[name] != placement:
+                way = steps.get((name, placement))
+                key.append(-1 if way is None else self._number(way))
+        return key[0] if len(key) == 1 else self._numbers.setdefault(tuple(key), len(self._numbers))
 
     def _number(self, content: Hashable) -> int:
         """One number for equal things; the same object is looked at once."""

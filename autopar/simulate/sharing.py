@@ -130,8 +130,11 @@ class OnWay:
         self.slots = tuple([moving.number for moving in moved])
         self.own = _together([_load(moving) for moving in moved])
         self.is_packed = self.crosses and all(self._is_packed(moving) for moving in moved)
+        self._is_touched = any(self._is_packed(moving) for moving in moved)
         self._passing: tuple[Share, ...] = ()
         self._known: dict[Open | None, tuple[tuple[Group, ...], Open | None]] = {}
+        self._shared: dict[tuple[int, Load | None], tuple[tuple[Share, ...], Load | None]] = {}  # by identity of groups
+        self._kept: set[int] = set()  # identities of groups that are kept in `_known`
 
     def _is_packed(self, moving: Moving) -> bool:
         return self.has_buffer or moving.slot.gradient_bytes < LONE_BYTES
@@ -146,6 +149,7 @@ class OnWay:
         known = self._known.get(before)
         if known is None:
             known = self._known[before] = self._filled(before)
+            self._kept.add(id(known[0]))
         return known
 
     def _filled(self, before: Open | None) -> tuple[tuple[Group, ...], Open | None]:
@@ -177,17 +181,23 @@ class OnWay:
             if not self._passing:
                 self._passing = (self._share(groups[0], rest, ways, send),)
             return self._passing, self.own if rest is None else self.own.plus(rest)
-        shares, added = list[Share](), None if self.is_touched(groups) else rest
+        if id(groups) not in self._kept:
+            return self._shares(groups, rest, ways, send)
+        known = self._shared.get((id(groups), rest))
+        if known is None:
+            known = self._shared[id(groups), rest] = self._shares(groups, rest, ways, send)
+        return known
+
+    def _shares(
+        self, groups: Sequence[Group], rest: Load | None, ways: Ways, send: Send
+    ) -> tuple[tuple[Share, ...], Load | None]:
+        shares, added = list[Share](), None if self._is_touched else rest
         for group in groups:
             more = rest if group.stays_open else None
             shares.append(self._share(group, more, ways, send))
             if group.before is not None:
                 added = group.own if more is None else group.own.plus(more)
         return tuple(shares), added
-
-    def is_touched(self, groups: Sequence[Group]) -> bool:
-        """Whether any of them is packed with others."""
-        return any(self._is_packed(moving) for moving in self.moved)
 
     def _only_passes(self, group: Group, rest: Load | None) -> bool:
         """Whether other parts begin and complete the bucket that all of this part's gradients are in."""

@@ -21,7 +21,12 @@ from benchmarks.soap.cases import CASES, Start, start
 from benchmarks.soap.delta import differences
 from benchmarks.soap.proposals import Proposer
 
-PROPOSALS = 14
+PROPOSALS = 17
+NAMES = (
+    "gpt, data and tensor, 2 microbatches", "gpt, tied, 4 microbatches", "gpt, all computed again", "gpt, slow host",
+    "gpt, CPU, ZeRO-3", "gpt, ZeRO-2", "gpt, tied, ZeRO-3, all computed again", "gpt, inference", "moe", "wide_resnet",
+    "mlp", "llama",
+)  # fmt: skip
 GPT = "gpt, large"
 
 
@@ -30,7 +35,7 @@ def begin(name: str) -> Start:
     return start(CASES[name])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", NAMES)
 def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> None:
     part, plan, profile = begin(name)
     incremental, proposer, rng = Incremental(part.graph, profile), Proposer(part, plan, seed=16), random.Random(16)
@@ -59,10 +64,10 @@ def test_plans_may_come_in_any_order() -> None:
         assert incremental.step_time_ns(plan) == expected[id(plan)]
 
 
-def test_the_bound_is_no_less_than_a_streams_work_without_what_travels_in_buckets() -> None:
-    part, plan, profile = begin(GPT)
-    work = simulate(part.graph, plan, profile).work_ns()
-    assert Incremental(part.graph, profile).least_time_ns(plan) >= work[0, "compute"]
+def test_the_bound_is_a_streams_work_but_for_hooks_of_gradients() -> None:
+    part, plan, profile = begin("gpt, data and tensor, 2 microbatches")
+    work = simulate(part.graph, plan, profile).work_ns()[0, "compute"]
+    assert 0.95 * work <= Incremental(part.graph, profile).least_time_ns(plan) <= work
 
 
 def test_only_what_changed_is_lowered_and_played(monkeypatch: pytest.MonkeyPatch) -> None:
