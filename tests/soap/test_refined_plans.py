@@ -1,0 +1,66 @@
+"""Plans after refinement: never slower, within constraints, explained, printed and kept in files."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+import autopar
+from autopar.cost import load_profile
+from autopar.ir import verifier
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.ops import admits
+from autopar.pipeline import placed
+from autopar.planning import Request, SearchBudget
+from autopar.refinement import refined
+from autopar.trace import find_blocks, trace
+from models import gpt
+
+MESH = autopar.Mesh("h100", nodes=2, devices_per_node=8)
+
+
+@cache
+def graph() -> Graph:
+    config = gpt.Config(
+        num_layers=4, hidden_size=512, num_heads=8, seq_len=256, vocab_size=8192, batch_size=64
+    )  # fmt: skip
+    with torch.device("meta"):
+        return trace(gpt.build(config), {k: v.to("meta") for k, v in gpt.example_inputs(config).items()})
+
+
+def both(*constraints: autopar.Constraint, proposals: int = 300) -> tuple[Plan, Plan]:
+    """What placements find, and that refined."""
+    budget = SearchBudget(5.0, stages=False, proposals=proposals, refine_seconds=60.0)
+    request = Request(MESH, "train", "adamw", None, constraints, budget)
+    first = placed(graph(), request)
+    return first, refined(graph(), find_blocks(graph()), request, load_profile("h100"), first)
+
+
+def test_a_gain_is_printed_explained_and_kept() -> None:
+    first, plan = both()
+    report = plan.search.refinement
+    assert report is not None
+    assert plan.predicted.step_time_ns == report.after_ns < report.before_ns == first.predicted.step_time_ns
+    verifier.verify(graph(), plan, admits)
+    assert f"by {len(report.moves)} changes that MCMC kept of 300 proposals" in str(plan)
+    move = report.moves[0]
+    assert move.gain_ns > 0
+    assert f"{move.before} (simulated)" in plan.explain(move.name)
+    assert autopar.Plan.from_json(plan.to_json()) == plan
+
+
+def test_constraints_hold() -> None:
+    pinned = autopar.Constraint("layers.1.mlp.up.weight", ("S(0)",), what="stored")
+    _, plan = both(pinned, autopar.Constraint(microbatches=2), proposals=100)
+    tensor = next(name for name, own in plan.parameters.items() if own == "layers.1.mlp.up.weight")
+    kept = [type_ for type_, axis in zip(plan.storage[tensor].placement, plan.axes, strict=True)
+            if axis.name != "microbatch"]  # fmt: skip
+    assert {str(type_) for type_ in kept} == {"S(0)"}
+    assert plan.microbatches == 2
+
+
+def test_without_proposals_the_plan_is_as_it_was() -> None:
+    first, plan = both(proposals=0)
+    assert plan is first
