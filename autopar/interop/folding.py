@@ -85,6 +85,7 @@ def _without(
     known = used | {item.tensor for item in stored}
     short = replace(
         graph, nodes=nodes, stored=stored, tensors={name: t for name, t in graph.tensors.items() if name in known},
+        mutations={buffer: name for buffer, name in graph.mutations.items() if name in known},
     )  # fmt: skip
     kept = {layer: number for number, layer in enumerate(n for n in range(layers.count) if n not in stands)}
     fixed = {name: kept[layer] for name, layer in layers.fixed.items() if layer in kept}

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.intraop.builder import Built, Representatives
 from autopar.intraop.strategies import Strategy
 from autopar.ir.graph import Graph, Tensor
-from autopar.ir.placement import Placement
+from autopar.ir.placement import I, Placement, R
 from autopar.ir.plan import NodePlan, Redistribute, Storage
 from autopar.ir.redistribution import Step
 
@@ -16,7 +16,7 @@ Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
 
 
 def extract(
-    graph: Graph, blocks: Representatives, built: Built, choice: Sequence[int], path: Path
+    graph: Graph, blocks: Representatives, built: Built, choice: Sequence[int], path: Path, num_axes: int
 ) -> tuple[dict[str, Placement], dict[str, Storage], dict[str, NodePlan], tuple[Redistribute, ...]]:
     """Inputs, storage, nodes and redistributions of the chosen plan. `path` gives a redistribution's steps."""
 
@@ -33,9 +33,9 @@ def extract(
         strategy = chosen("node", blocks.representative_node(node.name))
         assert isinstance(strategy, Strategy)
         nodes[node.name] = NodePlan(strategy.operands, strategy.results)
-    outputs: dict[str, Placement] = {
-        name: chosen("output", name) for name in (*graph.outputs, *graph.mutations.values())
-    }
+    outputs: dict[str, Placement] = {name: chosen("output", name) for name in graph.outputs}
+    for name in graph.mutations.values():  # a deeper graph has more of them than the problem's
+        outputs[name] = (I if graph.tensors[name].differentiable else R,) * num_axes
     return inputs, storage, nodes, _redistributes(graph, inputs, storage, nodes, outputs, path)
 
 

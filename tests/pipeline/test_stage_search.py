@@ -19,7 +19,7 @@ from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.trace import find_blocks, trace
-from models import gpt, mlp
+from models import gpt, mlp, wide_resnet
 
 MESH = autopar.Mesh("a100", nodes=2, devices_per_node=2)
 
@@ -122,6 +122,16 @@ def test_a_short_graph_stands_for_a_deep_one() -> None:
     total = sum(folded.copies.get(node.name, 1) for node in folded.graph.nodes)
     assert total == len(graph().nodes), "every node of the deep graph is stood for"
     assert replace(folded.graph, nodes=graph().nodes, stored=graph().stored, tensors=graph().tensors) == graph()
+
+
+def test_buffers_that_forward_updates_are_stood_for_as_well() -> None:
+    """Running statistics of blocks that the short graph lacks were asked for there: batch norm in four blocks or more
+    ended the search with a KeyError."""
+    config = wide_resnet.Config(depths=(6,), base_channels=8, batch_size=8)
+    model = trace(wide_resnet.build(config), wide_resnet.example_inputs(config))
+    plan = found(model=model)
+    verifier.verify(model, plan, admits)
+    assert len(model.mutations) > 4 * 3
 
 
 def test_a_block_that_a_constraint_is_about_is_still_read_in_a_short_graph() -> None:

@@ -32,7 +32,7 @@ class Drawn(nn.Module):
         draw = random.Random(seed)
         kinds = ("linear", "linear", "relu", "add", "mul", "turned")
         later = [
-            (draw.choice(kinds), draw.randint(max(0, n - 1), n), draw.randrange(1 + n)) for n in range(1, count - 1)
+            (draw.choice(kinds), draw.randint(max(1, n - 1), n), draw.randrange(1 + n)) for n in range(1, count - 1)
         ]
         self.steps = [("linear", 0, 0), *later]
         linear = [kind == "linear" for kind, _, _ in self.steps]
