@@ -111,9 +111,13 @@ def test_only_what_changed_is_lowered_and_played(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_conversion_is_refused_as_in_a_whole_simulation() -> None:
     part, plan, profile = begin(GPT)
-    lacking = replace(plan, redistributes=())
-    with pytest.raises(PlanError, match="expected a redistribution of"):
-        Incremental(part.graph, profile).step_time_ns(lacking)
+    lacking, incremental = replace(plan, redistributes=()), Incremental(part.graph, profile)
+    for ask in (incremental.least_time_ns, incremental.step_time_ns):
+        with pytest.raises(PlanError, match="expected a redistribution of"):
+            ask(lacking)
+    whole = simulate(part.graph, plan, profile)
+    assert incremental.step_time_ns(plan) == whole.step_time_ns, "what was refused leaves no trace"
+    assert incremental.least_time_ns(plan) == Incremental(part.graph, profile).least_time_ns(plan)
 
 
 def test_equal_layers_are_equal_segments() -> None:
