@@ -15,6 +15,7 @@ from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from autopar.cost.collectives import INSIDE, collective_time_ns
+from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Storage
@@ -63,8 +64,17 @@ class Bound:
         return len(self._known) > KEPT_TENSORS
 
     def least_ns(self, plan: Plan, optimizer_ns: int) -> int:
-        """At most the step time of a plan, and at least each stream's work."""
+        """At most the step time of a plan, and at least each stream's work. Raises PlanError as `simulate` does."""
         nodes, tensors = self._differences.changes(plan)
+        try:
+            self._follow(plan, nodes, tensors)
+        except PlanError:
+            self._differences.ask_again(nodes, tensors)
+            raise
+        compute, inside, across = self._total
+        return max(compute + optimizer_ns, inside, across)
+
+    def _follow(self, plan: Plan, nodes: set[int], tensors: set[str]) -> None:
         self._lowering.plan, self._lowering.steps = plan, self._differences.steps
         for number in nodes:
             new = self._node(self._graph.nodes[number], plan)
@@ -74,8 +84,6 @@ class Bound:
             new = self._tensor(name, plan)
             self._replace(self._of_tensor.get(name, NONE), new)
             self._of_tensor[name] = new
-        compute, inside, across = self._total
-        return max(compute + optimizer_ns, inside, across)
 
     def _tensor(self, name: str, plan: Plan) -> Work:
         """What its conversions come to: equal of equal tensors that are read alike."""

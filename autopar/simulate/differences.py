@@ -85,6 +85,11 @@ class Differences:
         self._changed_nodes, self._changed_tensors = set(), set()
         return found
 
+    def ask_again(self, nodes: set[int], tensors: set[str]) -> None:
+        """Takes changes back that could not be followed: they are told once more."""
+        self._changed_nodes |= nodes
+        self._changed_tensors |= tensors
+
     def changed_storage(self, plan: Plan) -> set[int]:
         """The stored tensors, by number, whose storage has changed since this was asked."""
         self.follow(plan)

@@ -128,7 +128,6 @@ class Exit(NamedTuple):
     of its own; ahead: whether the unit of another part is on its way, and what of it arrives packed."""
 
     done: Pass
-    columns: list[Any]  # of its changes of memory, once asked for (`timeline.columns_of`)
     last_ns: int
     host_ns: int
     waiting: str
@@ -332,7 +331,6 @@ class PartPlayer(Player):
             raise Unsupported("parameters are under way to a block that does not run")
         return Exit(
             done=done,
-            columns=[],
             last_ns=tasks[engine.last][3] - length,
             host_ns=engine.host_ns - length,
             waiting=engine.kind,

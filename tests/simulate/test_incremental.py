@@ -8,18 +8,23 @@ from functools import cache
 
 import pytest
 
+from autopar.cost import load_profile
 from autopar.errors import PlanError
 from autopar.ir import verifier
 from autopar.ops import admits
-from autopar.simulate import simulate
+from autopar.planning import divided
+from autopar.simulate import repeats, simulate
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.incremental import Incremental
 from autopar.simulate.part_player import PartPlayer
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.repeats import segments_of
+from autopar.trace import find_blocks
 from benchmarks.soap.cases import CASES, Start, start
 from benchmarks.soap.delta import differences
 from benchmarks.soap.proposals import Proposer
+from tests.random_programs.cases import cases_of
+from tests.random_programs.plans import draft_plan
 
 PROPOSALS = 17
 NAMES = (
@@ -45,6 +50,21 @@ def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> Non
         assert not differences(full, incremental.timeline(plan)), f"proposal {number}"
         plan = proposer.propose(plan, equal=rng.random() < 0.5, stores=0.3)
     assert incremental.num_whole == 0
+
+
+@pytest.mark.parametrize("seed", [3, 26])
+def test_random_plans_of_random_programs_in_segments_of_two_operators(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repeats, "ROOT_NODES", 2)
+    profile = replace(load_profile("cpu"), _shared={})
+    profile = replace(profile, facts=replace(profile.facts, overlap_slowdown=1.3), _shared={})
+    for case in cases_of(seed, 5):
+        part = divided(case.subject.graph, find_blocks(case.subject.graph), case.choices.microbatches)
+        plan, incremental = draft_plan(part, case.choices, case.subject.mode), Incremental(part.graph, profile)
+        full = simulate(part.graph, plan, profile)
+        assert incremental.least_time_ns(plan) <= full.step_time_ns, case.name
+        assert not differences(full, incremental.timeline(plan)), case.name
 
 
 def test_proposals_are_well_typed() -> None:
@@ -91,9 +111,13 @@ def test_only_what_changed_is_lowered_and_played(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_conversion_is_refused_as_in_a_whole_simulation() -> None:
     part, plan, profile = begin(GPT)
-    lacking = replace(plan, redistributes=())
-    with pytest.raises(PlanError, match="expected a redistribution of"):
-        Incremental(part.graph, profile).step_time_ns(lacking)
+    lacking, incremental = replace(plan, redistributes=()), Incremental(part.graph, profile)
+    for ask in (incremental.least_time_ns, incremental.step_time_ns):
+        with pytest.raises(PlanError, match="expected a redistribution of"):
+            ask(lacking)
+    whole = simulate(part.graph, plan, profile)
+    assert incremental.step_time_ns(plan) == whole.step_time_ns, "what was refused leaves no trace"
+    assert incremental.least_time_ns(plan) == Incremental(part.graph, profile).least_time_ns(plan)
 
 
 def test_equal_layers_are_equal_segments() -> None:
