@@ -61,7 +61,7 @@ for mesh in meshes:
 #
 # The devices are factors of a product: pipeline stages × ranks that share the batch × ranks that share matrices. The
 # plan has names for the axes only where people chose them; what an axis does is in the placements. An axis counts as
-# *data parallel* here when the embedded tokens are split by sample along it, else as *tensor parallel*.
+# *data parallel* here when most results of operators are split by sample along it, else as *tensor parallel*.
 
 
 # %%
