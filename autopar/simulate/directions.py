@@ -50,17 +50,18 @@ def find_directions(program: Program, orders: Orders, lifetimes: Lifetimes) -> d
     if program.splits:
         led, own = (sorted(numbers, reverse=True) for numbers in (program.led, program.own))
         return {
-            BACKWARD_INPUT: _direction(program, orders, lifetimes, BACKWARD_INPUT, led, frozenset()),
-            BACKWARD_WEIGHT: _direction(program, orders, lifetimes, BACKWARD_WEIGHT, own, program.led),
+            BACKWARD_INPUT: direction_of(program, orders, lifetimes, BACKWARD_INPUT, led, frozenset()),
+            BACKWARD_WEIGHT: direction_of(program, orders, lifetimes, BACKWARD_WEIGHT, own, program.led),
         }
     whole = [number for number in range(len(program.items) - 1, -1, -1) if program.items[number].runs_backward]
-    return {BACKWARD: _direction(program, orders, lifetimes, BACKWARD, whole, frozenset())}
+    return {BACKWARD: direction_of(program, orders, lifetimes, BACKWARD, whole, frozenset())}
 
 
-def _direction(
+def direction_of(
     program: Program, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
 ) -> Direction:
-    """Units and regions are for the first part to enter, if it has anything in them (`before`: its items)."""
+    """What these items do, in the order of the pass. Units and regions are for the first part to enter, if it
+    has anything in them (`before`: its items)."""
     items, entered = program.items, dict[int, tuple[int, ...]]()
     known = {unit for n in before for unit in orders.around[items[n].unit]}
     for n in numbers:

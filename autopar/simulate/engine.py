@@ -93,7 +93,7 @@ class Engine:
         self._slowdown = overlap_slowdown
         self.num_carried = 1
         self.host_ns = host_ns  # until when the host is busy launching what was submitted
-        self._kind = kind  # of the compute that waits for launches
+        self.kind = kind  # of the compute that waits for launches
 
     def carry(self, end_ns: int, kind: str) -> int:
         """A task of an earlier pass that ends after this one has begun, to depend on."""
@@ -105,12 +105,12 @@ class Engine:
         """The host launches the next task. A device that is idle until then counts as computing: it is launch-bound."""
         self.host_ns += issue_ns
         if self.host_ns > self.free_ns:
-            self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self._kind))
+            self.tasks.append((COMPUTE, "launch", self.free_ns, self.host_ns, self.kind))
             self.free_ns = self.host_ns
 
     def compute(self, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0) -> int:
         """Places a task on the compute stream; returns its number, for `after` of those that depend on it."""
-        self._kind = kind
+        self.kind = kind
         if issue_ns:
             self.launch(issue_ns)
         tasks, free = self.tasks, self.free_ns

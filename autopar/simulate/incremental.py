@@ -1,33 +1,97 @@
-"""Simulates many plans of one graph."""
+"""Simulates plans that differ little from those before: what is the same as in an earlier plan is not played again.
+
+A graph is cut into segments (`repeats`), each of which is lowered by itself (`parts`) and played on from where those
+before have left the streams (`part_player`). A segment with equal placements in an equal context is lowered once, and
+one that begins in an equal state is played once, wherever in the model it is and in whichever plan. FlexFlow's delta
+simulation (MLSys'19, 5.3) updates the times of tasks that a change reaches; here these are segments, and those that a
+change reaches without a difference are not played again either.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import OrderedDict
+from collections.abc import Hashable, Mapping
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.simulate.schedule import simulate
+from autopar.simulate.part_player import Unsupported
+from autopar.simulate.parted import Step
+from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate, without_collector
 from autopar.simulate.timeline import Timeline
+from autopar.simulate.variants import Variants
+
+KEPT_PLANS = 4
+KEPT_VARIANTS = 4
 
 
 class Incremental:
-    """Simulates plans of a graph, and remembers the last."""
+    """Simulates plans that differ little from those before; equal to `simulate` to the nanosecond and the byte.
+
+    Plans of several stages, with branches, on unlike devices or with unequal shares are simulated as a whole.
+    """
 
     def __init__(self, graph: Graph, profile: Profile | Mapping[str, Profile]) -> None:
-        self.graph, self.profile = graph, profile
-        self._known: tuple[Plan, Timeline] | None = None
-
-    def _timeline(self, plan: Plan) -> Timeline:
-        if self._known is None or self._known[0] is not plan:
-            self._known = plan, simulate(self.graph, plan, self.profile)
-        return self._known[1]
+        self._graph, self._profile = graph, profile
+        self._played: OrderedDict[int, tuple[Plan, Step | Timeline]] = OrderedDict()
+        self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
+        self.num_whole = 0  # of plans that were simulated as a whole
 
     def step_time_ns(self, plan: Plan) -> int:
-        return self._timeline(plan).step_time_ns
+        """As `simulate(graph, plan, profile).step_time_ns`."""
+        played = self._play(plan)
+        return played.end_ns if isinstance(played, Step) else played.step_time_ns
 
     def peak_bytes(self, plan: Plan) -> int:
-        return self._timeline(plan).peak_bytes
+        """As `simulate(graph, plan, profile).peak_bytes`."""
+        return self.timeline(plan).peak_bytes
+
+    def timeline(self, plan: Plan) -> Timeline:
+        """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
+        played = self._play(plan)
+        return played.timeline() if isinstance(played, Step) else played
 
     def least_time_ns(self, plan: Plan) -> int:
-        return 0
+        """At most the step time: no less than the compute stream's work, and each link's (`bound`). Takes a fraction of
+        `step_time_ns`, since nothing is played."""
+        if _is_whole(plan):
+            return self.step_time_ns(plan)
+        variants = self._variants_of(plan)
+        optimizer_ns = variants.optimizer(plan)[0] if variants.trains else 0
+        return variants.bound.least_ns(plan, optimizer_ns)
+
+    def _play(self, plan: Plan) -> Step | Timeline:
+        known = self._played.get(id(plan))
+        if known is None:
+            known = self._played[id(plan)] = plan, self._played_now(plan)
+            if len(self._played) > KEPT_PLANS:
+                self._played.popitem(last=False)
+        return known[1]
+
+    def _played_now(self, plan: Plan) -> Step | Timeline:
+        if not _is_whole(plan):
+            try:
+                return self._step(plan)
+            except Unsupported:
+                pass
+        self.num_whole += 1
+        return simulate(self._graph, plan, self._profile)
+
+    def _step(self, plan: Plan) -> Step:
+        with without_collector():
+            return Step(self._variants_of(plan), plan)
+
+    def _variants_of(self, plan: Plan) -> Variants:
+        key = plan.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks
+        known = self._variants.get(key)
+        if known is None or known.is_full:
+            (profile,) = profiles_of_stages(plan, self._profile)
+            known = self._variants[key] = Variants(self._graph, plan, profile)
+            if len(self._variants) > KEPT_VARIANTS:
+                self._variants.popitem(last=False)
+        return known
+
+
+def _is_whole(plan: Plan) -> bool:
+    """Whether it is simulated as a whole."""
+    return bool(plan.stages or plan.forks) or ranks_differ(plan)

@@ -43,8 +43,15 @@ class Lifetimes:
     received: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
 
-def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
-    """Plans the memory of one microbatch."""
+Buffers = dict[int, list[int]]
+"""By value, the buffer of its gradient: bytes, readers, and the first item that reads it in the second part, or −1."""
+
+
+def find_lifetimes(
+    program: Program, trains: bool, buffers: Buffers | None = None, own: Collection[int] | None = None
+) -> Lifetimes:
+    """Plans the memory of one microbatch. own: the items of a part of a program, whose others stand for what is outside
+    of it; buffers: of gradients when the part's backward pass begins, and after the call when it has ended."""
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
     entries = _entries(program)
@@ -59,11 +66,12 @@ def find_lifetimes(program: Program, trains: bool) -> Lifetimes:
         if trains and item.runs_backward and item.number_bytes:
             _place_number(lifetimes, program, number, item.number_bytes)
     if trains and program.splits:
-        _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT)
-        _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT)
+        _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT, {})
+        _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT, {})
     elif trains:
-        whole = [number for number, item in enumerate(program.items) if item.runs_backward]
-        _place_gradients(program, whole, lifetimes, BACKWARD)
+        numbers = range(len(program.items)) if own is None else own
+        whole = [number for number in numbers if program.items[number].runs_backward]
+        _place_gradients(program, whole, lifetimes, BACKWARD, {} if buffers is None else buffers)
     _place_workspace(program, lifetimes)
     return lifetimes
 
@@ -182,14 +190,15 @@ def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[
     lifetimes.backward[BACKWARD_WEIGHT].given[number] += size
 
 
-def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Lifetimes, direction: str) -> None:
+def _place_gradients(
+    program: Program, numbers: Collection[int], lifetimes: Lifetimes, direction: str, buffer: Buffers
+) -> None:
     """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on.
 
     numbers: the items of this direction. Buffers that the second part reads, too, are given back there. Gradients that
     come from other stages are in memory of their own, which is kept until a whole pass ends.
     """
     changes, kept = lifetimes.gradients[direction], program.own if direction == BACKWARD_INPUT else ()
-    buffer: dict[int, list[int]] = {}  # value -> [bytes, readers, the first item that reads it in the second part]
     for number in sorted(numbers, reverse=True):
         item = program.items[number]
         if item.is_send:
@@ -210,7 +219,7 @@ def _place_gradients(program: Program, numbers: Collection[int], lifetimes: Life
 
 
 def _receive(
-    program: Program, item: Item, number: int, buffer: dict[int, list[int]], changes: Changes, stays: bool
+    program: Program, item: Item, number: int, buffer: Buffers, changes: Changes, stays: bool
 ) -> int:  # fmt: skip
     """The gradient of what was sent, which takes nothing but what has come. Returns its bytes, if the pass's end gives
     them back, and not, as those of what the second part may read (`stays`), its last reader."""
@@ -229,7 +238,7 @@ def _contribute(
     number: int,
     value: int,
     held: list[list[int]],
-    buffer: dict[int, list[int]],
+    buffer: Buffers,
     changes: Changes,
 ) -> None:
     made = program.values[value]

@@ -95,10 +95,10 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
     for number, buckets in orders.complete_at.items():
         if number in program.first_of:  # a branch hands out all gradients in one order on all ranks
             continue
-        buckets.sort(key=lambda bucket: -_first_operand(program, number, bucket))
+        buckets.sort(key=lambda bucket: -first_operand(program, number, bucket))
 
 
-def _first_operand(program: Program, number: int, bucket: Bucket) -> int:
+def first_operand(program: Program, number: int, bucket: Bucket) -> int:
     """The place among an item's operands of the last slot of a bucket that has its gradient there: a bias, the last
     operand, has it before the weight, whose gradient autograd still transposes."""
     inputs = program.items[number].inputs

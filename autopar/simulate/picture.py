@@ -22,6 +22,7 @@ MEMORY_SAMPLES = 800  # of each lane: about a pixel each
 def picture(timeline: Timeline, most_samples: int = MEMORY_SAMPLES) -> dict[str, Any]:
     """The timeline as data; times in ns, sizes in bytes.
 
+    sample_ns: of each such interval, memory is the fullest moment.
     streams, names, kinds, labels: texts, which the rest refers to by position.
     passes: of each, columns of tasks in order of start: stream, name, start (from the pass's begin; each but the first
     as what it adds to the one before), duration, kind.
@@ -40,6 +41,7 @@ def picture(timeline: Timeline, most_samples: int = MEMORY_SAMPLES) -> dict[str,
         lanes.append(_lane(lane, placed, timeline.step_time_ns, most_samples))
     return {
         "step_time_ns": timeline.step_time_ns,
+        "sample_ns": -(-timeline.step_time_ns // most_samples),
         "passes": [_columns(tasks, streams, names, kinds) for tasks in passes],
         "lanes": lanes,
         "streams": [*streams],

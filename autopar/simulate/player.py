@@ -123,6 +123,7 @@ class Player:
             if program.reductions[number].has_buffer or program.slots[slot].shrinks
         }  # fmt: skip
         self._directions = find_directions(program, self.orders, self.lifetimes) if trains else {}
+        self._complete_at = self.orders.complete_at
         self._slowdown = profile.facts.overlap_slowdown
         self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
@@ -245,17 +246,23 @@ class Player:
         self._unpack(ROOT)
         if self.orders.visits:
             self._launch(self.orders.visits[0])
-        visits, entered = self.orders.visits, set[int]()
-        for number, item in enumerate(self.program.items):
+        self._run_forward(range(len(self.program.items)))
+        if not self.trains or self.program.is_stage:
+            self._end_microbatch()
+
+    def _run_forward(self, numbers: range) -> int:
+        """Runs items in order; returns the last one's last task."""
+        visits, entered, last = self.orders.visits, set[int](), LAST
+        for number in numbers:
+            item = self.program.items[number]
             units = self.orders.around[item.unit]
             for unit in (unit for unit in units if unit not in entered):
                 entered.add(unit)
                 self._enter(unit, visits[visits.index(unit) + 1 :][:1])
-            self._run(number, item, "forward", self.lifetimes.forward)
+            last = self._run(number, item, "forward", self.lifetimes.forward)
             for unit in (unit for unit in reversed(units) if number == self.orders.last[unit]):
                 self._release(unit)
-        if not self.trains or self.program.is_stage:
-            self._end_microbatch()
+        return last
 
     def _backward(self, direction: Direction) -> None:
         if self._kind.name == BACKWARD_WEIGHT and self.program.led:
@@ -264,6 +271,15 @@ class Player:
         elif self.program.is_stage:
             self._launch(ROOT)
             self._unpack(ROOT)
+        self._run_steps(direction)
+        for bucket in self._late:
+            self._send_home(bucket, [self.engine.last])
+        if direction.ends_microbatch or self.program.is_stage:
+            self._end_microbatch()
+        received = self.lifetimes.received.get(self._kind.name, 0)
+        self.engine.release(self.engine.last, received, "activation gradients", Moment.START)
+
+    def _run_steps(self, direction: Direction) -> None:
         left, visits = set(direction.regions), self.orders.visits
         later = {unit for units in direction.entered.values() for unit in units}
         for step in direction.steps:
@@ -276,12 +292,6 @@ class Player:
                 left.discard(region)
                 self._recompute(region)
             self._run_backward(step)
-        for bucket in self._late:
-            self._send_home(bucket, [self.engine.last])
-        if direction.ends_microbatch or self.program.is_stage:
-            self._end_microbatch()
-        received = self.lifetimes.received.get(self._kind.name, 0)
-        self.engine.release(self.engine.last, received, "activation gradients", Moment.START)
 
     def _end_microbatch(self) -> None:
         for unit in list(self._live):
@@ -299,7 +309,8 @@ class Player:
 
     # Items ----------------------------------------
 
-    def _run(self, number: int, item: Item, kind: str, memory: Changes) -> None:
+    def _run(self, number: int, item: Item, kind: str, memory: Changes) -> int:
+        """Runs an item forward; returns its last task."""
         ready = self._ready
         self._fetch(item)
         after = [ready[value] for value in item.inputs if value in ready]
@@ -313,6 +324,7 @@ class Player:
         for value in item.outputs:
             ready[value] = last
         self.engine.change(first, last, memory.taken.get(number, 0), memory.given.get(number, 0), "activations")
+        return last
 
     def _run_backward(self, step: BackwardStep) -> None:
         gradients, ready, engine, kind, item = self._gradients, self._ready, self.engine, self._kind, step.item
@@ -345,7 +357,7 @@ class Player:
             self._begin_gradient(slot, first)
         for slot, several in orders.ended_at.get(number, ()):
             self._end_gradient(slot, several, first, last)
-        for bucket in orders.complete_at.get(number, ()):
+        for bucket in self._complete_at.get(number, ()):
             if self.sums_early:
                 self._send_home(bucket)
             else:

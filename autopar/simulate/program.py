@@ -8,6 +8,7 @@ free conversions share their base's.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,12 @@ class Slot:
         self.shrinks = any(step.before.kind == "S" for step in self.steps)
         self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
 
+    def at(self, value: int, unit: int) -> Slot:
+        """The slot in another program."""
+        other = copy.copy(self)
+        other.value, other.unit = value, unit
+        return other
+
 
 @dataclass(slots=True)
 class Bucket:
@@ -228,11 +235,11 @@ def lower_stages(
     programs, batched = [], {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
         per_node = _devices_per_node(plan, index)
-        own = prices.setdefault((part.axes, per_node, profile), _Prices())
+        own = prices.setdefault((part.axes, per_node, profile), PriceTable())
         stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
         known = facts[profile.device_type]
         place = coordinates_of(part, rank)
-        programs.append(_Lowering(stage, part, profile, per_node, known, own, leaving, batched, is_split, place).run())
+        programs.append(Lowering(stage, part, profile, per_node, known, own, leaving, batched, is_split, place).run())
     return programs
 
 
@@ -250,7 +257,7 @@ def _leaving(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement,
     return found
 
 
-class _OperatorPrice(NamedTuple):
+class OperatorPrice(NamedTuple):
     """What an operator costs with some placements."""
 
     placements: NodePlan
@@ -275,7 +282,7 @@ class _SlotPrice(NamedTuple):
     scatter_bytes: int
 
 
-class _StoredPrice(NamedTuple):
+class StoredPrice(NamedTuple):
     """Bytes of a stored tensor, its optimizer state, what its update moves, and takes for a while."""
 
     stored_bytes: int
@@ -285,12 +292,12 @@ class _StoredPrice(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Prices:
+class PriceTable:
     """What is known of equal things on equal axes: nodes by their place in a repeated block, stored tensors by form."""
 
-    operators: dict[Hashable, _OperatorPrice] = field(default_factory=dict)
+    operators: dict[Hashable, OperatorPrice] = field(default_factory=dict)
     slots: dict[Hashable, _SlotPrice] = field(default_factory=dict)
-    stored: dict[Hashable, _StoredPrice] = field(default_factory=dict)
+    stored: dict[Hashable, StoredPrice] = field(default_factory=dict)
 
 
 class _Branch:
@@ -325,12 +332,12 @@ class _Branch:
         self.leaves = [*leaves]
 
 
-Prices = dict[tuple[LogicalMesh, int, Profile], _Prices]
+Prices = dict[tuple[LogicalMesh, int, Profile], PriceTable]
 
 
-class _Lowering:
+class Lowering:
     def __init__(
-        self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: _Prices,
+        self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: PriceTable,
         leaving: Mapping[str, tuple[Placement, ...]], batched: Mapping[str, int], is_split: bool,
         coordinates: Coordinates,
     ) -> None:  # fmt: skip
@@ -384,7 +391,7 @@ class _Lowering:
         if self.trains:
             loss = self.graph.loss
             sent = [program.sends[value] for value in self.graph.answered]
-            _mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
+            mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
             self._mark_regions()
         if program.splits:
             _mark_parts(program)
@@ -614,9 +621,7 @@ class _Lowering:
             )
         )
 
-    def _operator_price(
-        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
-    ) -> _OperatorPrice:
+    def _operator_price(self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]) -> OperatorPrice:
         """That of a twin in an equal block with equal placements, if one is known."""
         key = self.twins.get(node.name, node.name)
         known, values = self.prices.operators.get(key), self.program.values
@@ -637,7 +642,7 @@ class _Lowering:
                 times = split_norm_time_ns(size, self.profile)
                 split = split and split._replace(backward_ns=split_norm_backward_ns(size, self.profile))
             workspace = self._workspace(node, inputs, outputs, bool(inner))
-            known = _OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace, back, split)
+            known = OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace, back, split)
             self.prices.operators[key] = known
         return known
 
@@ -834,8 +839,12 @@ class _Lowering:
                 before = kept
                 tensors += 1
         if moved:
-            kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
-            self.program.optimizer_ns = optimizer_time_ns(moved, tensors, kernels, sharded, self.profile)
+            self.program.optimizer_ns = self.optimizer_ns(moved, tensors)
+
+    def optimizer_ns(self, moved_bytes: int, tensors: int) -> int:
+        """How long it takes to update so many tensors."""
+        kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
+        return optimizer_time_ns(moved_bytes, tensors, kernels, sharded, self.profile)
 
     def _scalar_bytes(self) -> int:
         """What the runtime keeps of single numbers: each microbatch's loss and its gradient, 1; what a mean divides by;
@@ -846,13 +855,13 @@ class _Lowering:
             held += (self.plan.microbatches + 1) * self.graph.tensors[loss].itemsize + COUNT_BYTES
         return held
 
-    def _stored_price(self, name: str) -> _StoredPrice:
+    def _stored_price(self, name: str) -> StoredPrice:
         tensor, optimizer = self.graph.kept(name), self.plan.optimizer
         key = (tensor.shape, tensor.dtype, self.plan.storage[name].placement)
         known = self.prices.stored.get(key)
         if known is None:
             shape = self._stored_shape(name)
-            known = self.prices.stored[key] = _StoredPrice(
+            known = self.prices.stored[key] = StoredPrice(
                 math.prod(shape) * tensor.itemsize,
                 optimizer_state_bytes(optimizer, shape, tensor.dtype),
                 optimizer_moved_bytes(optimizer, shape, tensor.dtype),
@@ -880,7 +889,7 @@ class _Lowering:
                 reversed(moved),
                 lambda n: self._way(n, slots[n].storage.regather),
                 lambda n: slots[n].gradient_bytes,
-                lambda n: _is_summed_first(slots[n]),
+                lambda n: is_summed_first(slots[n]),
             )
         )
         return [self._bucket(group, forward) for group in groups]
@@ -904,7 +913,7 @@ class _Lowering:
         columns = zip(*rows, strict=True) if len(rows) > 1 else ()
         sizes = [(sum(a for a, _ in column), sum(b for _, b in column)) for column in columns] or rows[0]
         sent = self._transmissions(first.steps, sizes, 0 if forward else 1)
-        has_buffer = not forward and _is_summed_first(first)
+        has_buffer = not forward and is_summed_first(first)
         return Bucket(slots, sent, has_buffer, self._convert_ns(slots) if forward and sent else 0)
 
     def _convert_ns(self, slots: list[int]) -> int:
@@ -928,13 +937,13 @@ def copied_bytes(step: Step, num_bytes: int, direction: int) -> int:
     return num_bytes * sum(dim > 0 for dim in dims) if kind else 0
 
 
-def _is_summed_first(slot: Slot) -> bool:
+def is_summed_first(slot: Slot) -> bool:
     """Whether the gradient's first step home is a sum over an axis that leaves its shape."""
     step = slot.steps[-1]
     return (step.before.kind, step.after.kind) == ("I", "R")
 
 
-def _mark_gradients(program: Program, ends: list[int]) -> None:
+def mark_gradients(program: Program, ends: list[int]) -> None:
     """Which values have a gradient: those that an end (the loss, what is sent) depends on and that lead to a parameter
     or input."""
     for value in ends:

@@ -45,22 +45,22 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     redistribution.
     """
     with without_collector():
-        if not plan.stages and (plan.forks or _differ(plan)):
+        if not plan.stages and (plan.forks or ranks_differ(plan)):
             from autopar.simulate.unlike import play_unlike  # which is made of this module's parts
 
             known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
             return play_unlike(graph, plan, known, sums_early)
-        step = _Step(graph, plan, _profiles(plan, profile), sums_early)
+        step = _Step(graph, plan, profiles_of_stages(plan, profile), sums_early)
         step.run()
         return step.timeline()
 
 
-def _differ(plan: Plan) -> bool:
+def ranks_differ(plan: Plan) -> bool:
     """Whether ranks of one stage differ, in their devices or in their shares."""
     return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.axes)
 
 
-def _profiles(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
+def profiles_of_stages(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
     """The profile of each stage's devices, slowed down where those of a node share its cores."""
     groups = [plan.mesh.group_of(stage.ranks) for stage in plan.stages] or [plan.mesh.group_of()]
     known = {group.profile: profile if isinstance(profile, Profile) else profile[group.profile] for group in groups}

@@ -25,10 +25,36 @@ function filled(node, attributes, children) {
 // A table of texts or elements; columns whose heading ends with "#" hold numbers.
 function table(headings, rows, attributes = {}) {
   const number = headings.map((heading) => heading.endsWith('#'));
-  const cell = (tag, content, column) => el(tag, { class: number[column] && 'number', scope: tag === 'th' && 'col' }, content);
-  return el('div', { class: 'scroll' }, el('table', attributes,
-    el('thead', {}, el('tr', {}, headings.map((heading, column) => cell('th', heading.replace(/#$/, ''), column)))),
-    el('tbody', {}, rows.map((row) => el('tr', {}, row.map((content, column) => cell('td', content, column)))))));
+  const cell = (tag, content, column) =>
+    el(tag, { class: number[column] && 'number', scope: tag === 'th' && 'col' }, content);
+  return el(
+    'div',
+    { class: 'scroll' },
+    el(
+      'table',
+      attributes,
+      el(
+        'thead',
+        {},
+        el(
+          'tr',
+          {},
+          headings.map((heading, column) => cell('th', heading.replace(/#$/, ''), column)),
+        ),
+      ),
+      el(
+        'tbody',
+        {},
+        rows.map((row) =>
+          el(
+            'tr',
+            {},
+            row.map((content, column) => cell('td', content, column)),
+          ),
+        ),
+      ),
+    ),
+  );
 }
 
 // Colours as the current theme has them, for canvases.

@@ -8,21 +8,32 @@ class MemoryView {
     Object.assign(this, { plan, lane, state, actions });
     let now = 0;
     this.times = lane.memory.times.map((more) => (now += more));
-    this.kinds = Object.keys(lane.memory.kinds).sort((a, b) => Math.max(...lane.memory.kinds[b]) - Math.max(...lane.memory.kinds[a]));
+    this.kinds = Object.keys(lane.memory.kinds).sort(
+      (a, b) => Math.max(...lane.memory.kinds[b]) - Math.max(...lane.memory.kinds[a]),
+    );
     this.totals = this.times.map((_, at) => this.kinds.reduce((sum, kind) => sum + lane.memory.kinds[kind][at], 0));
     this.tip = el('div', { class: 'tip', role: 'status', hidden: true });
     this.canvas = el('canvas', {
-      class: 'memory', role: 'img', 'aria-label': `memory of ${laneName(plan, lane)} over the step, at most ${bytes(lane.peak_bytes)}`,
-      onpointermove: (event) => this.point(event), onpointerleave: () => { this.tip.hidden = true; },
+      class: 'memory',
+      role: 'img',
+      'aria-label': `memory of ${laneName(plan, lane)} over the step, at most ${bytes(lane.peak_bytes)}`,
+      onpointermove: (event) => this.point(event),
+      onpointerleave: () => {
+        this.tip.hidden = true;
+      },
     });
     this.canvas.style.height = `${MEMORY_HEIGHT}px`;
     this.element = el('div', { class: 'canvas' }, this.canvas, this.tip);
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
-  get range() { return this.state.range; }
+  get range() {
+    return this.state.range;
+  }
 
-  x(ns) { return GUTTER + ((ns - this.range[0]) * (this.width - GUTTER)) / (this.range[1] - this.range[0]); }
+  x(ns) {
+    return GUTTER + ((ns - this.range[0]) * (this.width - GUTTER)) / (this.range[1] - this.range[0]);
+  }
 
   draw() {
     const ratio = window.devicePixelRatio || 1;
@@ -35,7 +46,10 @@ class MemoryView {
     context.font = '11px system-ui, sans-serif';
     context.textBaseline = 'middle';
     const isSmall = this.lane.peak_bytes * 5 < this.plan.memory_limit;
-    const most = Math.max(isSmall ? 1.25 * this.lane.peak_bytes : 1.06 * Math.max(this.plan.memory_limit, this.lane.peak_bytes), 1);
+    const most = Math.max(
+      isSmall ? 1.25 * this.lane.peak_bytes : 1.06 * Math.max(this.plan.memory_limit, this.lane.peak_bytes),
+      1,
+    );
     const y = (size) => MEMORY_HEIGHT - ((MEMORY_HEIGHT - RULER) * size) / most;
     ruler(context, this, MEMORY_HEIGHT);
     context.save();
@@ -75,7 +89,8 @@ class MemoryView {
   drawScale(context, y, most) {
     context.textAlign = 'right';
     context.fillStyle = colour('faint');
-    for (const size of [0, most / 4, most / 2, (3 * most) / 4]) context.fillText(bytes(size), GUTTER - 6, Math.min(y(size), MEMORY_HEIGHT - 7));
+    for (const size of [0, most / 4, most / 2, (3 * most) / 4])
+      context.fillText(bytes(size), GUTTER - 6, Math.min(y(size), MEMORY_HEIGHT - 7));
     if (!this.plan.memory_limit || this.plan.memory_limit > most) return;
     context.fillStyle = colour('bad');
     context.fillRect(GUTTER, y(this.plan.memory_limit), this.width - GUTTER, 1.5);
@@ -89,8 +104,14 @@ class MemoryView {
     const at = above(this.times, ns) - 1;
     this.tip.hidden = x < GUTTER || at < 0;
     if (this.tip.hidden) return;
-    const rows = this.kinds.filter((kind) => this.lane.memory.kinds[kind][at]).map((kind) => el('div', {}, swatch(memoryColour(kind)), ` ${kind} ${bytes(this.lane.memory.kinds[kind][at])}`));
-    this.tip.replaceChildren(el('b', {}, `${grouped(this.totals[at])} B (${bytes(this.totals[at])})`), el('div', { class: 'note' }, `at ${grouped(this.times[at])} ns, the fullest moment about here`), ...rows);
+    const rows = this.kinds
+      .filter((kind) => this.lane.memory.kinds[kind][at])
+      .map((kind) => el('div', {}, swatch(memoryColour(kind)), ` ${kind} ${bytes(this.lane.memory.kinds[kind][at])}`));
+    this.tip.replaceChildren(
+      el('b', {}, `${grouped(this.totals[at])} B (${bytes(this.totals[at])})`),
+      el('div', { class: 'note' }, `at ${grouped(this.times[at])} ns, the fullest moment about here`),
+      ...rows,
+    );
     this.tip.style.left = `${x + 316 > this.width ? Math.max(0, x - 316) : x + 16}px`;
     this.tip.style.top = '24px';
   }
@@ -98,13 +119,24 @@ class MemoryView {
 
 function memory(plan, state, actions) {
   if (!plan.timeline) {
-    return el('div', {}, memoryBar(plan, plan.predicted.memory, plan.predicted.peak_bytes), howToGetATimeline(plan, 'memory over time'));
+    return el(
+      'div',
+      {},
+      memoryBar(plan, plan.predicted.memory, plan.predicted.peak_bytes),
+      howToGetATimeline(plan, 'memory over time'),
+    );
   }
   const number = chosenLane(plan, state, (lane) => lane.peak_bytes);
   const view = new MemoryView(plan, number, state, actions);
   actions.views.push(view);
   const lane = plan.timeline.lanes[number];
-  return el('div', {}, laneButtons(plan, number, actions), view.element,
+  return el(
+    'div',
+    {},
+    laneButtons(plan, number, actions),
+    view.element,
     el('p', { class: 'note' }, `At its peak ${laneName(plan, lane)} holds ${grouped(lane.peak_bytes)} B:`),
-    memoryBar(plan, lane.memory_at_peak, lane.peak_bytes));
+    memoryBar(plan, lane.memory_at_peak, lane.peak_bytes),
+    el('p', { class: 'note' }, `Drawn is the fullest moment of every ${time(plan.timeline.sample_ns)}.`),
+  );
 }

@@ -13,22 +13,45 @@ function meshPicture(plan, row, layout) {
   const real = layout.map((axis, position) => ({ ...axis, position })).filter((axis) => !isMicrobatch(axis));
   if (!placement || !real.length) return null;
   const types = parsed(placement);
-  const shape = row.type ? row.type.slice(row.type.indexOf('[') + 1, -1).split(', ').filter(Boolean).map(Number) : null;
+  const shape = row.type
+    ? row.type
+        .slice(row.type.indexOf('[') + 1, -1)
+        .split(', ')
+        .filter(Boolean)
+        .map(Number)
+    : null;
   const stage = plan.stages[row.stages[0]];
   const caption = el('p', { class: 'note caption', 'aria-live': 'polite' }, 'Point at a device to see what it holds.');
   const [outer, rows, columns] = real.length > 2 ? real : real.length === 2 ? [null, ...real] : [null, null, real[0]];
-  const grid = el('div', { class: 'grids', tabindex: 0, 'aria-label': 'devices; arrow keys move', onkeydown: (event) => move(event) });
-  for (const block of outer ? drawn(outer.size) : [0]) grid.append(block === null ? el('span', { class: 'gap' }, '…') : blockOf(block));
-  return el('div', { class: 'mesh' },
+  const grid = el('div', {
+    class: 'grids',
+    tabindex: 0,
+    'aria-label': 'devices; arrow keys move',
+    onkeydown: (event) => move(event),
+  });
+  for (const block of outer ? drawn(outer.size) : [0])
+    grid.append(block === null ? el('span', { class: 'gap' }, '…') : blockOf(block));
+  return el(
+    'div',
+    { class: 'mesh' },
     el('h4', {}, `Over the devices of stage ${row.stages[0]}`.replace(plan.stages.length > 1 ? '' : / of stage 0/, '')),
-    el('p', { class: 'note' }, [outer && `a box each ${axisText(outer)}`, rows && `down ${axisText(rows)}`, `across ${axisText(columns)}`].filter(Boolean).join(', ')),
-    grid, caption);
+    el(
+      'p',
+      { class: 'note' },
+      [outer && `a box each ${axisText(outer)}`, rows && `down ${axisText(rows)}`, `across ${axisText(columns)}`]
+        .filter(Boolean)
+        .join(', '),
+    ),
+    grid,
+    caption,
+  );
 
   function blockOf(block) {
     const across = drawn(columns.size);
     const box = el('div', { class: 'grid', style: { 'grid-template-columns': `repeat(${across.length}, auto)` } });
     for (const down of rows ? drawn(rows.size) : [0]) {
-      for (const index of across) box.append(down === null || index === null ? el('span', { class: 'gap' }, '…') : cell(block, down, index));
+      for (const index of across)
+        box.append(down === null || index === null ? el('span', { class: 'gap' }, '…') : cell(block, down, index));
     }
     return box;
   }
@@ -41,7 +64,11 @@ function meshPicture(plan, row, layout) {
     const [number, count] = sliceNumber(types, layout, coordinate);
     const sums = types.some((type) => type.kind === 'P');
     const share = count > 1 ? number / (count - 1) : 0;
-    const node = el('span', { class: `device${sums ? ' P' : ''}${share > 0.5 ? ' deep' : ''}`, style: { '--share': share } }, sums ? '+' : String(number));
+    const node = el(
+      'span',
+      { class: `device${sums ? ' P' : ''}${share > 0.5 ? ' deep' : ''}`, style: { '--share': share } },
+      sums ? '+' : String(number),
+    );
     node.addEventListener('mouseenter', () => tell(node, coordinate));
     return node;
   }
@@ -50,7 +77,8 @@ function meshPicture(plan, row, layout) {
     grid.querySelectorAll('.here').forEach((other) => other.classList.remove('here'));
     node.classList.add('here');
     const rank = stage.ranks[0] + real.reduce((sum, axis) => sum + axis.stride * coordinate[axis.position], 0);
-    caption.textContent = `rank ${rank} (${real.map((axis) => `${axis.name}=${coordinate[axis.position]}`).join(', ')}): ${held(shape, types, layout, coordinate, row)}`;
+    const place = real.map((axis) => `${axis.name}=${coordinate[axis.position]}`).join(', ');
+    caption.textContent = `rank ${rank} (${place}): ${held(shape, types, layout, coordinate, row)}`;
   }
 
   function move(event) {
@@ -79,11 +107,17 @@ function sliceNumber(types, layout, coordinate) {
 function held(shape, types, layout, coordinate, row) {
   const sum = types.some((type, axis) => type.kind === 'P' && !isMicrobatch(layout[axis])) ? 'a summand of ' : '';
   if (!shape) {
-    const cuts = types.map((type, axis) => (type.kind === 'S' ? `slice ${coordinate[axis]} of ${layout[axis].size} along dim ${type.dim}` : null));
+    const cuts = types.map((type, axis) =>
+      type.kind === 'S' ? `slice ${coordinate[axis]} of ${layout[axis].size} along dim ${type.dim}` : null,
+    );
     return sum + (cuts.filter((text, axis) => text && !isMicrobatch(layout[axis])).join(', ') || 'the whole tensor');
   }
   const cut = sliceAt(shape, types, layout, coordinate, row.kind === 'parameter');
-  const ranges = cut.map(([start, length], dim) => (length === shape[dim] ? ':' : length ? `${start}:${start + length}` : 'nothing'));
-  const micro = types.some((type, axis) => type.kind === 'S' && isMicrobatch(layout[axis])) ? ' in the first microbatch' : '';
+  const ranges = cut.map(([start, length], dim) =>
+    length === shape[dim] ? ':' : length ? `${start}:${start + length}` : 'nothing',
+  );
+  const micro = types.some((type, axis) => type.kind === 'S' && isMicrobatch(layout[axis]))
+    ? ' in the first microbatch'
+    : '';
   return `${sum}[${ranges.join(', ')}] of ${row.type}${micro}`;
 }

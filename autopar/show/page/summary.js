@@ -9,71 +9,145 @@ const SPENT = [
 ];
 
 const MEMORY_COLOURS = {
-  parameters: 'm0', gradients: 'm1', optimizer: 'm2', activations: 'm3', 'activation gradients': 'm4', gathered: 'm5',
-  'gradients under way': 'm6', 'between stages': 'm7', constants: 'm8', workspace: 'm9', inputs: 'm10',
+  parameters: 'm0',
+  gradients: 'm1',
+  optimizer: 'm2',
+  activations: 'm3',
+  'activation gradients': 'm4',
+  gathered: 'm5',
+  'gradients under way': 'm6',
+  'between stages': 'm7',
+  constants: 'm8',
+  workspace: 'm9',
+  inputs: 'm10',
 };
 const memoryColour = (kind) => MEMORY_COLOURS[kind] || 'm11';
 
 function summary(plan) {
   const { predicted } = plan;
   const worst = SPENT.reduce((most, row) => (predicted.breakdown[row[0]] > predicted.breakdown[most[0]] ? row : most));
-  return el('div', {},
+  return el(
+    'div',
+    {},
     el('p', { class: 'sentence' }, sentence(plan)),
-    el('div', { class: 'figures' },
+    el(
+      'div',
+      { class: 'figures' },
       figure('step time', time(predicted.step_time_ns), `most of it: ${worst[1]}`),
-      figure('peak memory of a device', bytes(predicted.peak_bytes),
-        plan.memory_limit ? `${percent(predicted.peak_bytes, plan.memory_limit)} of ${bytes(plan.memory_limit)}` : 'no limit'),
-      figure('computing', percent(predicted.breakdown.compute_ns, predicted.step_time_ns), 'of the step, on the device that ends last'),
-      figure('lower bound', time(predicted.lower_bound_ns), 'work of the busiest stream; nothing can hide more')),
+      figure(
+        'peak memory of a device',
+        bytes(predicted.peak_bytes),
+        plan.memory_limit
+          ? `${percent(predicted.peak_bytes, plan.memory_limit)} of ${bytes(plan.memory_limit)}`
+          : 'no limit',
+      ),
+      figure(
+        'computing',
+        percent(predicted.breakdown.compute_ns, predicted.step_time_ns),
+        'of the step, on the device that ends last',
+      ),
+      figure('lower bound', time(predicted.lower_bound_ns), 'work of the busiest stream; nothing can hide more'),
+    ),
     el('h3', {}, 'Where the time of a step goes'),
-    stacked(SPENT.map(([key, label, shade]) => [label, predicted.breakdown[key], shade]), predicted.step_time_ns, time),
+    stacked(
+      SPENT.map(([key, label, shade]) => [label, predicted.breakdown[key], shade]),
+      predicted.step_time_ns,
+      time,
+    ),
     el('h3', {}, 'What is in memory at the peak'),
-    memoryBar(plan, predicted.memory, predicted.peak_bytes));
+    memoryBar(plan, predicted.memory, predicted.peak_bytes),
+  );
 }
 
 // Against the limit, unless the peak would be a sliver of it.
 function memoryBar(plan, kinds, peak) {
   const isSmall = peak * 5 < plan.memory_limit;
-  return el('div', {}, stacked(byKind(kinds), isSmall ? peak : Math.max(plan.memory_limit, peak), bytes, 'free under the limit'),
-    isSmall ? el('p', { class: 'note' }, `All of it is ${percent(peak, plan.memory_limit)} of the limit of ${bytes(plan.memory_limit)}.`) : null);
+  return el(
+    'div',
+    {},
+    stacked(byKind(kinds), isSmall ? peak : Math.max(plan.memory_limit, peak), bytes, 'free under the limit'),
+    isSmall
+      ? el(
+          'p',
+          { class: 'note' },
+          `All of it is ${percent(peak, plan.memory_limit)} of the limit of ${bytes(plan.memory_limit)}.`,
+        )
+      : null,
+  );
 }
 
 function byKind(memory) {
-  return Object.entries(memory).sort((a, b) => b[1] - a[1]).map(([kind, size]) => [kind, size, memoryColour(kind)]);
+  return Object.entries(memory)
+    .sort((a, b) => b[1] - a[1])
+    .map(([kind, size]) => [kind, size, memoryColour(kind)]);
 }
 
 function sentence(plan) {
+  const forks = plan.forks.map(([text, count]) => text + (count > 1 ? ` ×${count}` : ''));
   const stages = plan.stages.length;
   const layout = plan.layouts[0].filter((axis) => !isMicrobatch(axis));
   const same = plan.layouts.length === 1 ? `${stages > 1 ? 'each ' : ''}${meshText(layout)}` : 'of different shapes';
-  const parts = stages > 1
-    ? `cut into ${stages} pipeline stages (${plan.schedule}), ${same}`
-    : `seen as ${meshText(layout)}`;
-  return `${plan.mode === 'train' ? 'One training step' : 'One inference batch'} of ${plan.model} on `
-    + `${plural(plan.num_devices, 'device')} (${plan.mesh}), ${parts}, in ${plural(plan.microbatches, 'microbatch').replace(/hs$/, 'hes')}`
-    + `${plan.precision ? `, ${plan.precision}` : ''}${plan.mode === 'train' ? `, ${plan.optimizer}` : ''}.`
-    + `${plan.recompute ? ` Computed again in the backward pass: ${plan.recompute}.` : ''}`
-    + `${plan.forks.length ? ` Branches run beside each other: ${plan.forks.map(([text, count]) => text + (count > 1 ? ` ×${count}` : '')).join('; ')}.` : ''}`
-    + `${plan.shares.length ? ` Unequal ${plan.shares.join('; ')}.` : ''}`;
+  const parts =
+    stages > 1 ? `cut into ${stages} pipeline stages (${plan.schedule}), ${same}` : `seen as ${meshText(layout)}`;
+  return (
+    `${plan.mode === 'train' ? 'One training step' : 'One inference batch'} of ${plan.model} on ` +
+    `${plural(plan.num_devices, 'device')} (${plan.mesh}), ${parts}, ` +
+    `in ${plural(plan.microbatches, 'microbatch').replace(/hs$/, 'hes')}` +
+    `${plan.precision ? `, ${plan.precision}` : ''}${plan.mode === 'train' ? `, ${plan.optimizer}` : ''}.` +
+    `${plan.recompute ? ` Computed again in the backward pass: ${plan.recompute}.` : ''}` +
+    `${forks.length ? ` Branches run beside each other: ${forks.join('; ')}.` : ''}` +
+    `${plan.shares.length ? ` Unequal ${plan.shares.join('; ')}.` : ''}`
+  );
 }
 
 function figure(label, value, note) {
-  return el('div', { class: 'figure' }, el('span', { class: 'label' }, label), el('span', { class: 'value' }, value),
-    el('span', { class: 'note' }, note));
+  return el(
+    'div',
+    { class: 'figure' },
+    el('span', { class: 'label' }, label),
+    el('span', { class: 'value' }, value),
+    el('span', { class: 'note' }, note),
+  );
 }
 
 // A bar of parts of a whole, and the list of them with their numbers; `rest` names what is left.
 function stacked(parts, whole, format, rest) {
   const shown = parts.filter((part) => part[1] > 0);
   const left = whole - shown.reduce((sum, part) => sum + part[1], 0);
-  const bars = shown.map(([label, size, shade]) => el('div', {
-    class: 'part', title: `${label}: ${format(size)}, ${percent(size, whole)}`,
-    style: { width: `${(100 * size) / whole}%`, background: `var(--${shade})` },
-  }));
-  const items = shown.map(([label, size, shade]) => el('li', {}, swatch(shade), el('span', {}, label),
-    el('b', {}, format(size)), el('span', { class: 'note' }, percent(size, whole))));
-  if (rest && left > 0) items.push(el('li', {}, swatch('ground'), el('span', {}, rest), el('b', {}, format(left)), el('span', { class: 'note' }, percent(left, whole))));
-  return el('div', { class: 'stacked' }, el('div', { class: 'bar', 'aria-hidden': 'true' }, bars), el('ul', { class: 'legend' }, items));
+  const bars = shown.map(([label, size, shade]) =>
+    el('div', {
+      class: 'part',
+      title: `${label}: ${format(size)}, ${percent(size, whole)}`,
+      style: { width: `${(100 * size) / whole}%`, background: `var(--${shade})` },
+    }),
+  );
+  const items = shown.map(([label, size, shade]) =>
+    el(
+      'li',
+      {},
+      swatch(shade),
+      el('span', {}, label),
+      el('b', {}, format(size)),
+      el('span', { class: 'note' }, percent(size, whole)),
+    ),
+  );
+  if (rest && left > 0)
+    items.push(
+      el(
+        'li',
+        {},
+        swatch('ground'),
+        el('span', {}, rest),
+        el('b', {}, format(left)),
+        el('span', { class: 'note' }, percent(left, whole)),
+      ),
+    );
+  return el(
+    'div',
+    { class: 'stacked' },
+    el('div', { class: 'bar', 'aria-hidden': 'true' }, bars),
+    el('ul', { class: 'legend' }, items),
+  );
 }
 
 function swatch(shade) {
@@ -88,18 +162,48 @@ function stages(plan) {
   const rows = parts.map((stage, number) => {
     const lane = lanes.find((other) => other.ranks[0] === stage.ranks[0]);
     const busy = lane ? lane.breakdown.compute_ns + lane.breakdown.recompute_ns + lane.breakdown.optimizer_ns : 0;
-    return [unlike ? '0' : String(number), el('span', { class: 'nowrap' }, ranksText(stage.ranks)), meshText(plan.layouts[stage.layout].filter((axis) => !isMicrobatch(axis))),
-      stage.blocks || 'the whole model', grouped(stage.operators),
+    return [
+      unlike ? '0' : String(number),
+      el('span', { class: 'nowrap' }, ranksText(stage.ranks)),
+      meshText(plan.layouts[stage.layout].filter((axis) => !isMicrobatch(axis))),
+      stage.blocks || 'the whole model',
+      grouped(stage.operators),
       lane ? meter(busy, plan.timeline.step_time_ns, 'compute', percent(busy, plan.timeline.step_time_ns)) : '–',
-      lane ? meter(lane.peak_bytes, plan.memory_limit || lane.peak_bytes, 'm3', bytes(lane.peak_bytes)) : '–'];
+      lane ? meter(lane.peak_bytes, plan.memory_limit || lane.peak_bytes, 'm3', bytes(lane.peak_bytes)) : '–',
+    ];
   });
-  return el('div', {}, table(['stage', 'devices', 'as', 'runs', 'operators#', 'busy', 'peak memory'], rows),
-    el('p', { class: 'note' }, 'Axes: ', plan.layouts[0].map((axis) => el('span', { class: 'axis' }, axisText(axis),
-      isMicrobatch(axis) ? ', one after another' : `, ${linkText(axis)}`))));
+  return el(
+    'div',
+    {},
+    table(['stage', 'devices', 'as', 'runs', 'operators#', 'busy', 'peak memory'], rows),
+    el(
+      'p',
+      { class: 'note' },
+      'Axes: ',
+      plan.layouts[0].map((axis) =>
+        el(
+          'span',
+          { class: 'axis' },
+          axisText(axis),
+          isMicrobatch(axis) ? ', one after another' : `, ${linkText(axis)}`,
+        ),
+      ),
+    ),
+  );
 }
 
 function meter(part, whole, shade, text) {
-  return el('div', { class: 'meter' }, el('div', { class: 'track' }, el('div', {
-    class: 'fill', style: { width: `${Math.min(100, (100 * part) / whole)}%`, background: `var(--${shade})` },
-  })), el('span', {}, text));
+  return el(
+    'div',
+    { class: 'meter' },
+    el(
+      'div',
+      { class: 'track' },
+      el('div', {
+        class: 'fill',
+        style: { width: `${Math.min(100, (100 * part) / whole)}%`, background: `var(--${shade})` },
+      }),
+    ),
+    el('span', {}, text),
+  );
 }

@@ -8,30 +8,53 @@ const MEANING = {
 };
 
 function parsed(placement) {
-  return placement.split(' ').filter(Boolean).map((text) => ({ kind: text[0], dim: text[0] === 'S' ? Number(text.slice(2, -1)) : -1 }));
+  return placement
+    .split(' ')
+    .filter(Boolean)
+    .map((text) => ({ kind: text[0], dim: text[0] === 'S' ? Number(text.slice(2, -1)) : -1 }));
 }
 
 function tiles(placement, layout) {
   const types = parsed(placement);
   const text = types.map((type, axis) => `${layout[axis].name}: ${tileText(type)}`).join(', ');
-  return el('span', { class: 'tiles', role: 'img', 'aria-label': text || 'one device' }, types.map((type, axis) => tile(type, layout[axis])));
+  return el(
+    'span',
+    { class: 'tiles', role: 'img', 'aria-label': text || 'one device' },
+    types.map((type, axis) => tile(type, layout[axis])),
+  );
 }
 
 function tile(type, axis) {
-  return el('span', {
-    class: `tile ${type.kind}${type.kind === 'S' ? ` d${Math.min(type.dim, 3)}` : ''}${isMicrobatch(axis) ? ' micro' : ''}`,
-    title: `${axisText(axis)}: ${tileText(type)}, ${isMicrobatch(axis) && type.kind === 'S' ? 'cut into microbatches' : MEANING[type.kind](type.dim)}`,
-  }, tileText(type));
+  const isCut = isMicrobatch(axis) && type.kind === 'S';
+  const dim = type.kind === 'S' ? ` d${Math.min(type.dim, 3)}` : '';
+  return el(
+    'span',
+    {
+      class: `tile ${type.kind}${dim}${isMicrobatch(axis) ? ' micro' : ''}`,
+      title: `${axisText(axis)}: ${tileText(type)}, ${isCut ? 'cut into microbatches' : MEANING[type.kind](type.dim)}`,
+    },
+    tileText(type),
+  );
 }
 
 const tileText = (type) => (type.kind === 'S' ? `S${type.dim}` : type.kind);
 
 function legend(layout) {
   const axis = { name: 'axis', size: 1, near: 1 };
-  const shown = [['S', 0], ['S', 1], ['S', 2], ['R', -1], ['I', -1], ['P', -1]];
-  return el('div', { class: 'key' },
+  const shown = [
+    ['S', 0],
+    ['S', 1],
+    ['S', 2],
+    ['R', -1],
+    ['I', -1],
+    ['P', -1],
+  ];
+  return el(
+    'div',
+    { class: 'key' },
     el('span', {}, 'Tiles from left to right are the mesh axes ', el('b', {}, meshText(layout)), '. '),
-    shown.map(([kind, dim]) => el('span', { class: 'entry' }, tile({ kind, dim }, axis), ` ${MEANING[kind](dim)}`)));
+    shown.map(([kind, dim]) => el('span', { class: 'entry' }, tile({ kind, dim }, axis), ` ${MEANING[kind](dim)}`)),
+  );
 }
 
 // How a chunk of a dim is cut: what torch.chunk gives part `index`, or an axis with shares; [start, length].

@@ -10,78 +10,6 @@ const ROW = { compute: 20, other: 10 };
 const GAP = 10;
 const MIN_WINDOW_NS = 200;
 
-function kindColour(kind) {
-  if (kind.startsWith('forward')) return 'forward';
-  if (kind.startsWith('backward weight') || kind === 'backward_weight') return 'weight';
-  if (kind.startsWith('backward')) return 'backward';
-  const known = ['recompute', 'optimizer', 'activation', 'parameter', 'gradient', 'operator', 'send'];
-  return known.find((name) => kind.startsWith(name)) || 'quiet';
-}
-
-// The lists as they are drawn from: absolute starts, tasks by stream, lanes with their rows.
-function decoded(picture) {
-  const passes = picture.passes.map(([streams, names, added, lengths, kinds]) => {
-    let start = 0;
-    const rows = new Map();
-    streams.forEach((stream, number) => {
-      start += added[number];
-      if (!rows.has(stream)) rows.set(stream, { starts: [], ends: [], names: [], kinds: [], latest: 0, bins: new Map() });
-      const row = rows.get(stream);
-      row.starts.push(start);
-      row.ends.push(start + lengths[number]);
-      row.names.push(names[number]);
-      row.kinds.push(kinds[number]);
-      row.latest = Math.max(row.latest, start + lengths[number]);
-    });
-    return rows;
-  });
-  const lanes = picture.lanes.map((lane) => {
-    const [added, numbers, labels] = lane.passes;
-    let begin = 0;
-    const placed = added.map((more, at) => ({ begin: (begin += more), rows: passes[numbers[at]], label: labels[at] }));
-    const streams = [...new Set(placed.flatMap((one) => [...one.rows.keys()]))];
-    streams.sort((a, b) => (picture.streams[a] === 'compute' ? -1 : picture.streams[b] === 'compute' ? 1 : a - b));
-    return streams.map((stream) => {
-      const own = placed.filter((one) => one.rows.has(stream)).map((one) => ({ begin: one.begin, label: one.label, tasks: one.rows.get(stream) }));
-      return { name: picture.streams[stream], placed: own, longest: Math.max(...own.map((one) => one.tasks.latest)) };
-    });
-  });
-  return lanes;
-}
-
-// The position of the first item of which the key is above the value.
-function above(items, value, key = (item) => item) {
-  let [low, high] = [0, items.length];
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (key(items[middle]) > value) high = middle;
-    else low = middle + 1;
-  }
-  return low;
-}
-
-// Of a pass's stream: nanoseconds of each kind in bins of a power of two, made when they are first asked for.
-function binned(tasks, nsPerPixel, numKinds) {
-  const level = Math.max(0, Math.floor(Math.log2(nsPerPixel)));
-  if (!tasks.bins.has(level)) {
-    const width = 2 ** level;
-    const first = Math.floor(tasks.starts[0] / width);
-    const bins = new Float64Array((Math.floor(tasks.latest / width) - first + 1) * numKinds);
-    tasks.starts.forEach((start, number) => spread(start, tasks.ends[number], width, (bin, ns) => { bins[(bin - first) * numKinds + tasks.kinds[number]] += ns; }));
-    tasks.bins.set(level, { width, first, bins });
-  }
-  return tasks.bins.get(level);
-}
-
-// Shares an interval out over bins.
-function spread(start, end, width, take) {
-  for (let bin = Math.floor(start / width), at = start; at < end; bin += 1) {
-    const stop = Math.min(end, (bin + 1) * width);
-    take(bin, stop - at);
-    at = stop;
-  }
-}
-
 class Timeline {
   constructor(plan, state, actions) {
     Object.assign(this, { plan, state, actions, picture: plan.timeline });
@@ -99,22 +27,38 @@ class Timeline {
     });
     this.tip = el('div', { class: 'tip', role: 'status', hidden: true });
     this.canvas = el('canvas', {
-      class: 'timeline', tabindex: 0, role: 'application',
+      class: 'timeline',
+      tabindex: 0,
+      role: 'application',
       'aria-label': `timeline of ${plan.model}: plus and minus zoom, arrows move, 0 shows the whole step`,
-      onwheel: (event) => this.wheel(event), onpointerdown: (event) => this.grab(event), onpointermove: (event) => this.point(event),
-      onpointerup: () => { this.grabbed = null; }, onpointerleave: () => { this.tip.hidden = true; },
-      ondblclick: (event) => this.zoomToPass(event), onkeydown: (event) => this.key(event),
+      onwheel: (event) => this.wheel(event),
+      onpointerdown: (event) => this.grab(event),
+      onpointermove: (event) => this.point(event),
+      onpointerup: () => {
+        this.grabbed = null;
+      },
+      onpointerleave: () => {
+        this.tip.hidden = true;
+      },
+      ondblclick: (event) => this.zoomToPass(event),
+      onkeydown: (event) => this.key(event),
     });
     this.canvas.style.height = `${this.height}px`;
     this.element = el('div', { class: 'canvas' }, this.canvas, this.tip);
     new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
-  get range() { return this.state.range; }
+  get range() {
+    return this.state.range;
+  }
 
-  x(ns) { return GUTTER + ((ns - this.range[0]) * (this.width - GUTTER)) / (this.range[1] - this.range[0]); }
+  x(ns) {
+    return GUTTER + ((ns - this.range[0]) * (this.width - GUTTER)) / (this.range[1] - this.range[0]);
+  }
 
-  ns(x) { return this.range[0] + ((x - GUTTER) * (this.range[1] - this.range[0])) / (this.width - GUTTER); }
+  ns(x) {
+    return this.range[0] + ((x - GUTTER) * (this.range[1] - this.range[0])) / (this.width - GUTTER);
+  }
 
   draw() {
     const ratio = window.devicePixelRatio || 1;
@@ -161,18 +105,32 @@ class Timeline {
           if (start + width <= 0 || start > length) continue;
           for (let kind = 0; kind < numKinds; kind += 1) {
             const share = bins[bin * numKinds + kind] / width;
-            if (share) spread(Math.max(0, start), Math.min(length, start + width), this.nsPerPixel, (column, ns) => { columns[column * numKinds + kind] += share * ns; });
+            if (share)
+              spread(Math.max(0, start), Math.min(length, start + width), this.nsPerPixel, (column, ns) => {
+                columns[column * numKinds + kind] += share * ns;
+              });
           }
         }
         isShared = true;
       } else {
-        for (let number = Math.max(0, above(tasks.ends, this.range[0] - begin)); number < tasks.starts.length; number += 1) {
+        for (
+          let number = Math.max(0, above(tasks.ends, this.range[0] - begin));
+          number < tasks.starts.length;
+          number += 1
+        ) {
           const [start, end] = [begin + tasks.starts[number], begin + tasks.ends[number]];
           if (start > this.range[1]) break;
           const wide = (end - start) / this.nsPerPixel;
           if (wide >= 1) boxes.push([start, end, tasks.kinds[number], tasks.names[number], label]);
           else {
-            spread(Math.max(0, start - this.range[0]), Math.min(length, end - this.range[0]), this.nsPerPixel, (column, ns) => { columns[column * numKinds + tasks.kinds[number]] += ns; });
+            spread(
+              Math.max(0, start - this.range[0]),
+              Math.min(length, end - this.range[0]),
+              this.nsPerPixel,
+              (column, ns) => {
+                columns[column * numKinds + tasks.kinds[number]] += ns;
+              },
+            );
             isShared = true;
           }
         }
@@ -183,9 +141,13 @@ class Timeline {
   }
 
   // Passes on a stream that may reach into the window.
-  * visible(stream) {
+  *visible(stream) {
     const { placed } = stream;
-    for (let at = above(placed, this.range[0] - stream.longest, (one) => one.begin); at < placed.length && placed[at].begin <= this.range[1]; at += 1) {
+    for (
+      let at = above(placed, this.range[0] - stream.longest, (one) => one.begin);
+      at < placed.length && placed[at].begin <= this.range[1];
+      at += 1
+    ) {
       const one = placed[at];
       if (one.begin + one.tasks.latest > this.range[0] && one.begin + one.tasks.starts[0] < this.range[1]) yield one;
     }
@@ -217,7 +179,11 @@ class Timeline {
       context.rect(left, row.y, wide - 3, row.height);
       context.clip();
       context.textAlign = 'left';
-      context.fillText(`${this.picture.names[name]} ${this.picture.labels[label]}`, left + 4, row.y + row.height / 2 + 0.5);
+      context.fillText(
+        `${this.picture.names[name]} ${this.picture.labels[label]}`,
+        left + 4,
+        row.y + row.height / 2 + 0.5,
+      );
       context.restore();
     }
   }
@@ -229,7 +195,8 @@ class Timeline {
     const at = this.ns(x);
     let best = null;
     for (const { begin, label, tasks } of this.visible(row.stream)) {
-      if (begin + tasks.starts[0] > at + 3 * this.nsPerPixel || begin + tasks.latest < at - 3 * this.nsPerPixel) continue;
+      if (begin + tasks.starts[0] > at + 3 * this.nsPerPixel || begin + tasks.latest < at - 3 * this.nsPerPixel)
+        continue;
       const next = above(tasks.starts, at - begin);
       for (const number of [next - 1, next]) {
         if (number < 0 || number >= tasks.starts.length) continue;
@@ -258,16 +225,24 @@ class Timeline {
   }
 
   tipText({ row, at, tasks, number, begin, label }) {
-    const where = `${laneName(this.plan, this.picture.lanes[row.lane])}, ${ranksText(this.picture.lanes[row.lane].ranks)}, ${row.stream.name.replaceAll('_', ' ')}`;
-    if (!tasks) return [el('b', {}, 'idle'), el('div', {}, `at ${grouped(at)} ns`), el('div', { class: 'note' }, where)];
+    const lane = this.picture.lanes[row.lane];
+    const where = [laneName(this.plan, lane), ranksText(lane.ranks), row.stream.name.replaceAll('_', ' ')].join(', ');
+    if (!tasks)
+      return [el('b', {}, 'idle'), el('div', {}, `at ${grouped(at)} ns`), el('div', { class: 'note' }, where)];
     const [start, end] = [tasks.starts[number], tasks.ends[number]];
     const micro = this.picture.labels[label];
     return [
       el('b', {}, this.picture.names[tasks.names[number]] || 'launch'),
-      el('div', {}, swatch(kindColour(this.picture.kinds[tasks.kinds[number]])), ` ${this.picture.kinds[tasks.kinds[number]].replaceAll('_', '-')}${micro ? `, microbatch ${micro}` : ''}`),
+      el(
+        'div',
+        {},
+        swatch(kindColour(this.picture.kinds[tasks.kinds[number]])),
+        ` ${this.picture.kinds[tasks.kinds[number]].replaceAll('_', '-')}${micro ? `, microbatch ${micro}` : ''}`,
+      ),
       el('div', {}, `${grouped(end - start)} ns (${time(end - start)})`),
       el('div', { class: 'note' }, `from ${grouped(begin + start)} to ${grouped(begin + end)} ns`),
-      el('div', { class: 'note' }, where)];
+      el('div', { class: 'note' }, where),
+    ];
   }
 
   wheel(event) {
@@ -293,7 +268,8 @@ class Timeline {
   zoomToPass(event) {
     const box = this.canvas.getBoundingClientRect();
     const found = this.found(event.clientX - box.left, event.clientY - box.top);
-    if (found && found.tasks) this.actions.range([found.begin + found.tasks.starts[0], found.begin + found.tasks.latest]);
+    if (found && found.tasks)
+      this.actions.range([found.begin + found.tasks.starts[0], found.begin + found.tasks.latest]);
   }
 
   // Four passes on, from the one that the first lane makes half-way.
@@ -312,8 +288,14 @@ class Timeline {
 
   key(event) {
     const act = {
-      '+': () => this.zoom(0.5), '=': () => this.zoom(0.5), '-': () => this.zoom(2), 0: () => this.actions.range(null), Home: () => this.actions.range(null),
-      ArrowLeft: () => this.pan(-0.2), ArrowRight: () => this.pan(0.2), Escape: () => this.canvas.blur(),
+      '+': () => this.zoom(0.5),
+      '=': () => this.zoom(0.5),
+      '-': () => this.zoom(2),
+      0: () => this.actions.range(null),
+      Home: () => this.actions.range(null),
+      ArrowLeft: () => this.pan(-0.2),
+      ArrowRight: () => this.pan(0.2),
+      Escape: () => this.canvas.blur(),
     }[event.key];
     if (!act) return;
     act();
@@ -339,20 +321,32 @@ function ruler(context, view, height) {
 
 // A time in the unit of the steps between lines, with the digits that tell neighbours apart.
 function scaleText(ns, step) {
-  const [unit, factor] = [['s', 1e9], ['ms', 1e6], ['µs', 1e3], ['ns', 1]].find(([, size]) => step >= size / 10 || size === 1);
+  const [unit, factor] = [
+    ['s', 1e9],
+    ['ms', 1e6],
+    ['µs', 1e3],
+    ['ns', 1],
+  ].find(([, size]) => step >= size / 10 || size === 1);
   const digits = Math.max(0, -Math.floor(Math.log10(step / factor) + 1e-9));
-  return `${(ns / factor).toLocaleString('en-US', { minimumFractionDigits: digits, maximumFractionDigits: digits })} ${unit}`;
+  const exact = { minimumFractionDigits: digits, maximumFractionDigits: digits };
+  return `${(ns / factor).toLocaleString('en-US', exact)} ${unit}`;
 }
 
 function timelineLegend(plan) {
   const shades = new Map();
   plan.timeline.kinds.forEach((kind) => {
     const shade = kindColour(kind);
-    const name = ['activation', 'parameter', 'gradient', 'operator'].includes(shade) ? `${shade}s on the wire`.replace('operators on', 'inside operators, on') : words(kind);
+    const name = ['activation', 'parameter', 'gradient', 'operator'].includes(shade)
+      ? `${shade}s on the wire`.replace('operators on', 'inside operators, on')
+      : words(kind);
     if (!shades.has(shade)) shades.set(shade, name);
   });
-  return el('ul', { class: 'legend inline' }, [...shades].map(([shade, name]) => el('li', {}, swatch(shade), el('span', {}, name))),
-    el('li', {}, swatch('ground'), el('span', {}, 'idle')));
+  return el(
+    'ul',
+    { class: 'legend inline' },
+    [...shades].map(([shade, name]) => el('li', {}, swatch(shade), el('span', {}, name))),
+    el('li', {}, swatch('ground'), el('span', {}, 'idle')),
+  );
 }
 
 function timeline(plan, state, actions) {
@@ -360,18 +354,44 @@ function timeline(plan, state, actions) {
   const view = new Timeline(plan, state, actions);
   actions.views.push(view);
   const button = (text, label, act) => el('button', { type: 'button', 'aria-label': label, onclick: act }, text);
-  return el('div', {},
-    el('div', { class: 'tools', role: 'group', 'aria-label': 'timeline' },
-      button('+', 'zoom in', () => view.zoom(0.5)), button('−', 'zoom out', () => view.zoom(2)), button('◂', 'earlier', () => view.pan(-0.3)), button('▸', 'later', () => view.pan(0.3)),
-      button('whole step', 'show the whole step', () => actions.range(null)), button('a few passes', 'show a few passes in the middle', () => view.zoomToPasses()),
+  return el(
+    'div',
+    {},
+    el(
+      'div',
+      { class: 'tools', role: 'group', 'aria-label': 'timeline' },
+      button('+', 'zoom in', () => view.zoom(0.5)),
+      button('−', 'zoom out', () => view.zoom(2)),
+      button('◂', 'earlier', () => view.pan(-0.3)),
+      button('▸', 'later', () => view.pan(0.3)),
+      button('whole step', 'show the whole step', () => actions.range(null)),
+      button('a few passes', 'show a few passes in the middle', () => view.zoomToPasses()),
       el('span', { class: 'window note' }),
-      el('span', { class: 'note' }, 'Drag to move; ctrl and wheel, or the wheel after a click, to zoom; double-click fills the window with a pass. plan.timeline().save("trace.json") writes it for Perfetto.')),
-    view.element, timelineLegend(plan), laneTable(plan));
+      el(
+        'span',
+        { class: 'note' },
+        'Drag to move; ctrl and wheel, or the wheel after a click, to zoom; double-click fills the window with a ' +
+          'pass. plan.timeline().save("trace.json") writes it for Perfetto.',
+      ),
+    ),
+    view.element,
+    timelineLegend(plan),
+    laneTable(plan),
+  );
 }
 
 // The timeline in numbers, for those who cannot see it and those who want to add up.
 function laneTable(plan) {
-  const rows = plan.timeline.lanes.map((lane) => [laneName(plan, lane), ranksText(lane.ranks),
-    ...SPENT.map(([key]) => time(lane.breakdown[key])), bytes(lane.peak_bytes)]);
-  return el('details', {}, el('summary', {}, 'The lanes in numbers'), table(['lane', 'devices', ...SPENT.map(([, label]) => `${label}#`), 'peak memory#'], rows));
+  const rows = plan.timeline.lanes.map((lane) => [
+    laneName(plan, lane),
+    ranksText(lane.ranks),
+    ...SPENT.map(([key]) => time(lane.breakdown[key])),
+    bytes(lane.peak_bytes),
+  ]);
+  return el(
+    'details',
+    {},
+    el('summary', {}, 'The lanes in numbers'),
+    table(['lane', 'devices', ...SPENT.map(([, label]) => `${label}#`), 'peak memory#'], rows),
+  );
 }

@@ -26,7 +26,11 @@ function openAtFirst(plan) {
 function notable(plan, module) {
   return module.rows.filter((row) => {
     if (row.kind !== 'operator') return row.kind !== 'received';
-    return row.at || (row.moves || []).some(isSent) || (plan.timeline ? workOf(plan, row) * 2000 > plan.timeline.step_time_ns : row.choice);
+    return (
+      row.at ||
+      (row.moves || []).some(isSent) ||
+      (plan.timeline ? workOf(plan, row) * 2000 > plan.timeline.step_time_ns : row.choice)
+    );
   });
 }
 
@@ -66,12 +70,23 @@ function rowText(row, module) {
 
 function tree(plan, state, actions) {
   const query = state.query.trim().toLowerCase();
-  const list = el('div', { class: 'tree', role: 'tree', 'aria-label': `modules of ${plan.model}`, onkeydown: (event) => treeKey(event, actions) });
+  const list = el('div', {
+    class: 'tree',
+    role: 'tree',
+    'aria-label': `modules of ${plan.model}`,
+    onkeydown: (event) => treeKey(event, actions),
+  });
   const matches = query ? matching(plan.tree, query) : null;
   draw(plan.tree, 0, false);
   const first = list.querySelector('.row.selected') || list.querySelector('.row');
   if (first) first.tabIndex = 0;
-  const found = matches ? el('p', { class: 'note', role: 'status' }, `${plural(matches.hits, 'row')} found for “${state.query}”, equal blocks once`) : null;
+  const found = matches
+    ? el(
+        'p',
+        { class: 'note', role: 'status' },
+        `${plural(matches.hits, 'row')} found for “${state.query}”, equal blocks once`,
+      )
+    : null;
   return el('div', { class: 'modules' }, found, list);
 
   // Inside a fold, stages are those of the fold, not of the block that stands for all.
@@ -82,7 +97,11 @@ function tree(plan, state, actions) {
     list.append(moduleRow(plan, module, depth, open, state, actions, isFolded));
     if (!open) return;
     const inFold = isFolded || module.count > 1;
-    const rows = matches ? module.rows.filter((row) => matches.rows.has(row)) : state.every.has(key) ? module.rows : notable(plan, module);
+    const rows = matches
+      ? module.rows.filter((row) => matches.rows.has(row))
+      : state.every.has(key)
+        ? module.rows
+        : notable(plan, module);
     rows.forEach((row) => list.append(tensorRow(plan, row, module, depth + 1, state, actions, inFold)));
     const hidden = module.rows.length - rows.length;
     if (hidden && !matches) list.append(moreRow(key, hidden, depth + 1, actions));
@@ -106,71 +125,128 @@ function matching(root, query) {
 }
 
 function treeRow(attributes, depth, ...content) {
-  return el('div', { role: 'treeitem', 'aria-level': depth + 1, tabindex: -1, ...attributes, style: { '--depth': depth } }, ...content);
+  return el(
+    'div',
+    { role: 'treeitem', 'aria-level': depth + 1, tabindex: -1, ...attributes, style: { '--depth': depth } },
+    ...content,
+  );
 }
 
 function moduleRow(plan, module, depth, open, state, actions, isFolded) {
   const key = module.path || '(model)';
   const operators = module.rows.filter((row) => row.kind === 'operator').length;
   const leaf = !module.rows.length && !module.modules.length;
-  return treeRow({
-    class: `row module${state.selected === key ? ' selected' : ''}`, 'data-key': key, 'aria-expanded': leaf ? null : String(open),
-    onclick: () => actions.toggle(key),
-  }, depth,
-    el('span', { class: 'name' }, el('span', { class: 'twisty', 'aria-hidden': 'true' }, leaf ? '' : open ? '▾' : '▸'),
-      el('b', {}, module.name), module.count > 1 && el('span', { class: 'count' }, `×${grouped(module.count)}`),
-      module.recomputed && el('span', { class: 'badge' }, 'recomputed')),
-    el('span', { class: 'extra' }, operators && open ? plural(operators, 'operator') : '', workText(moduleWork(plan, module)), isFolded ? null : stageText(plan, module.stages), differs(key, plan, actions)));
+  return treeRow(
+    {
+      class: `row module${state.selected === key ? ' selected' : ''}`,
+      'data-key': key,
+      'aria-expanded': leaf ? null : String(open),
+      onclick: () => actions.toggle(key),
+    },
+    depth,
+    el(
+      'span',
+      { class: 'name' },
+      el('span', { class: 'twisty', 'aria-hidden': 'true' }, leaf ? '' : open ? '▾' : '▸'),
+      el('b', {}, module.name),
+      module.count > 1 && el('span', { class: 'count' }, `×${grouped(module.count)}`),
+      module.recomputed && el('span', { class: 'badge' }, 'recomputed'),
+    ),
+    el(
+      'span',
+      { class: 'extra' },
+      operators && open ? plural(operators, 'operator') : '',
+      workText(moduleWork(plan, module)),
+      isFolded ? null : stageText(plan, module.stages),
+      differs(key, plan, actions),
+    ),
+  );
 }
 
 function stageText(plan, stages) {
   if (plan.stages.length < 2 || stages.length === plan.stages.length) return '';
   const last = stages[stages.length - 1];
-  return el('span', { class: 'stage' }, stages.length === 1 ? `stage ${stages[0]}` : last - stages[0] === stages.length - 1
-    ? `stages ${stages[0]}–${last}` : `stages ${stages.join(', ')}`);
+  return el(
+    'span',
+    { class: 'stage' },
+    stages.length === 1
+      ? `stage ${stages[0]}`
+      : last - stages[0] === stages.length - 1
+        ? `stages ${stages[0]}–${last}`
+        : `stages ${stages.join(', ')}`,
+  );
 }
 
 function tensorRow(plan, row, module, depth, state, actions, isFolded) {
   const key = `${module.path}/${row.kind}/${row.name}`;
-  return treeRow({
-    class: `row ${row.kind}${state.selected === key ? ' selected' : ''}`, 'data-key': key, 'aria-selected': String(state.selected === key),
-    onclick: () => actions.select(key),
-  }, depth,
-    el('span', { class: 'name' }, el('span', { class: 'label' }, row.label), row.type ? el('span', { class: 'type' }, row.type) : null,
+  return treeRow(
+    {
+      class: `row ${row.kind}${state.selected === key ? ' selected' : ''}`,
+      'data-key': key,
+      'aria-selected': String(state.selected === key),
+      onclick: () => actions.select(key),
+    },
+    depth,
+    el(
+      'span',
+      { class: 'name' },
+      el('span', { class: 'label' }, row.label),
+      row.type ? el('span', { class: 'type' }, row.type) : null,
       row.kind === 'received' ? el('span', { class: 'badge' }, 'from another stage') : null,
       row.kind === 'input' ? el('span', { class: 'badge' }, 'input') : null,
-      row.at ? el('span', { class: 'badge' }, `at ${row.at} alone`) : null),
+      row.at ? el('span', { class: 'badge' }, `at ${row.at} alone`) : null,
+    ),
     el('span', { class: 'placed' }, rowTiles(plan, row)),
-    el('span', { class: 'extra' }, chips(row.moves || []), workText(workOf(plan, row)),
-      isFolded ? null : stageText(plan, row.stages), differs(key, plan, actions)));
+    el(
+      'span',
+      { class: 'extra' },
+      chips(row.moves || []),
+      workText(workOf(plan, row)),
+      isFolded ? null : stageText(plan, row.stages),
+      differs(key, plan, actions),
+    ),
+  );
 }
 
 function rowTiles(plan, row) {
   const layout = plan.layouts[row.layout];
   if (row.kind === 'operator') {
-    return [joined(row.in || [], layout), el('span', { class: 'results' }, el('span', { class: 'arrow' }, '→ '), joined(row.out || [], layout))];
+    return [
+      joined(row.in || [], layout),
+      el('span', { class: 'results' }, el('span', { class: 'arrow' }, '→ '), joined(row.out || [], layout)),
+    ];
   }
   if (!row.used) return tiles(row.stored || '', layout);
   const used = row.used.filter((text) => text !== row.stored);
-  return [tiles(row.stored || '', layout), used.length ? [el('span', { class: 'arrow', title: 'used as' }, '→'), joined(used, layout)] : null];
+  return [
+    tiles(row.stored || '', layout),
+    used.length ? [el('span', { class: 'arrow', title: 'used as' }, '→'), joined(used, layout)] : null,
+  ];
 }
 
 // Equal operands are drawn once.
 function joined(placements, layout) {
   const counts = new Map();
   placements.forEach((text) => counts.set(text, (counts.get(text) || 0) + 1));
-  return [...counts].map(([text, count]) => [tiles(text, layout), count > 1 ? el('span', { class: 'count' }, `×${count}`) : null]);
+  return [...counts].map(([text, count]) => [
+    tiles(text, layout),
+    count > 1 ? el('span', { class: 'count' }, `×${count}`) : null,
+  ]);
 }
 
 // The communication that follows, each kind once: "all-gather ×2".
 function chips(moves) {
   const counts = new Map();
   moves.filter(isSent).forEach((move) => {
-    const [forward, backward] = [3, 4].map((column) => [...new Set(move.steps.map((step) => step[column]).filter(Boolean))].join(' + '));
+    const [forward, backward] = [3, 4].map((column) =>
+      [...new Set(move.steps.map((step) => step[column]).filter(Boolean))].join(' + '),
+    );
     const text = forward || `backward ${backward}`;
     counts.set(text, (counts.get(text) || 0) + 1);
   });
-  return [...counts].map(([text, count]) => el('span', { class: 'chip' }, text.replaceAll('_', '-'), count > 1 ? ` ×${count}` : ''));
+  return [...counts].map(([text, count]) =>
+    el('span', { class: 'chip' }, text.replaceAll('_', '-'), count > 1 ? ` ×${count}` : ''),
+  );
 }
 
 // Of one block where several are folded, with all that is below it.
@@ -180,17 +256,24 @@ function moduleWork(plan, module) {
 }
 
 function workText(work) {
-  return work ? el('span', { class: 'work', title: 'of compute in a step, forward and backward, all microbatches' }, time(work)) : null;
+  return work
+    ? el('span', { class: 'work', title: 'of compute in a step, forward and backward, all microbatches' }, time(work))
+    : null;
 }
 
 function moreRow(key, hidden, depth, actions) {
-  return treeRow({ class: 'row more', 'data-key': `${key}/more`, onclick: () => actions.showEvery(key) }, depth,
-    el('span', { class: 'name' }, `… and ${plural(hidden, 'more row')}`));
+  return treeRow(
+    { class: 'row more', 'data-key': `${key}/more`, onclick: () => actions.showEvery(key) },
+    depth,
+    el('span', { class: 'name' }, `… and ${plural(hidden, 'more row')}`),
+  );
 }
 
 // A sign on what another plan places in another way.
 function differs(key, plan, actions) {
-  return actions.differs(key, plan) ? el('span', { class: 'differs', title: 'the other plan has this in another way' }, '≠') : null;
+  return actions.differs(key, plan)
+    ? el('span', { class: 'differs', title: 'the other plan has this in another way' }, '≠')
+    : null;
 }
 
 function treeKey(event, actions) {
@@ -201,55 +284,14 @@ function treeKey(event, actions) {
   const open = row.getAttribute('aria-expanded');
   if (step) rows[rows.indexOf(row) + step]?.focus();
   else if (event.key === 'Enter' || event.key === ' ') row.click();
-  else if ((event.key === 'ArrowRight' && open === 'false') || (event.key === 'ArrowLeft' && open === 'true')) row.click();
-  else if (event.key === 'ArrowLeft') rows.slice(0, rows.indexOf(row)).reverse().find((other) => Number(other.getAttribute('aria-level')) < Number(row.getAttribute('aria-level')))?.focus();
+  else if ((event.key === 'ArrowRight' && open === 'false') || (event.key === 'ArrowLeft' && open === 'true'))
+    row.click();
+  else if (event.key === 'ArrowLeft')
+    rows
+      .slice(0, rows.indexOf(row))
+      .reverse()
+      .find((other) => Number(other.getAttribute('aria-level')) < Number(row.getAttribute('aria-level')))
+      ?.focus();
   else return;
   event.preventDefault();
-}
-
-// A dotted name that may go on in the next line after a dot.
-function breakable(name) {
-  return name.split(/(?<=\.)/).map((text) => [text, el('wbr')]);
-}
-
-// What a row of the tree says in full.
-function details(plan, key) {
-  const found = [...walk(plan.tree)].find((item) => item.key === key);
-  if (!found || !found.row) return el('p', { class: 'note' }, 'Choose a tensor or an operator: how it lies on the devices, what moves it, and what else it could have been.');
-  const { row, module } = found;
-  const layout = plan.layouts[row.layout];
-  return el('div', {},
-    el('h3', {}, breakable(row.kind === 'parameter' ? row.name : `${module.path ? `${module.path}: ` : ''}${row.label}`)),
-    el('p', { class: 'note' }, [row.kind === 'operator' ? `operator ${row.name}` : row.kind === 'received' ? 'made by another stage' : row.kind,
-      row.type, row.source, row.at && `runs at ${row.at} alone`, row.note].filter(Boolean).join(' · ')),
-    el('dl', {}, facts(row, layout)),
-    meshPicture(plan, row, layout),
-    row.moves ? [el('h4', {}, 'Then moved'), row.moves.map((move) => moveText(move, layout))] : null,
-    decision(row.choice, layout.some(isMicrobatch)));
-}
-
-function facts(row, layout) {
-  const pairs = row.kind === 'operator'
-    ? [['operands', (row.in || []).map((text) => tiles(text, layout))], ['results', (row.out || []).map((text) => tiles(text, layout))]]
-    : [[row.used ? 'stored' : 'placed', tiles(row.stored || '', layout)], ['used', row.used && row.used.map((text) => tiles(text, layout))]];
-  return pairs.filter(([, content]) => content && (!Array.isArray(content) || content.length)).map(([name, content]) => [el('dt', {}, name), el('dd', {}, content)]);
-}
-
-function moveText(move, layout) {
-  const steps = move.steps.map(([axis, before, after, sent, back]) => el('li', {}, el('b', {}, axis), ` ${before} → ${after}: `,
-    axis === 'microbatch' ? 'nothing sent, microbatches follow each other' : sent ? sent.replaceAll('_', '-') : 'nothing sent', back ? `, backward ${back.replaceAll('_', '-')}` : ''));
-  return el('div', { class: 'move' }, el('span', {}, 'to ', tiles(move.to, layout)), el('ul', {}, steps));
-}
-
-function decision(choice, hasMicrobatches) {
-  if (!choice) return null;
-  const rows = choice.alternatives.map(([option, ns, size, isForbidden]) => [option,
-    isForbidden ? 'against a constraint' : signed(ns, time), size ? signed(size, bytes) : '–']);
-  const hidden = choice.num_options - 1 - rows.length;
-  return el('div', {}, el('h4', {}, 'Why so'),
-    el('p', {}, `Chosen of ${plural(choice.num_options, 'option')}: ${choice.chosen}${choice.cost_ns ? `, which costs ${time(choice.cost_ns)} a step` : ''}`
-      + `${choice.count > 1 ? `, in ${choice.count} equal blocks together` : ''}.`
-      + `${hasMicrobatches ? ' (The microbatch axis, which comes first in the tiles, is left out here.)' : ''}`),
-    rows.length ? table(['instead', 'time#', 'memory#'], rows) : el('p', { class: 'note' }, 'Nothing else is possible.'),
-    hidden > 0 ? el('p', { class: 'note' }, `and ${hidden} more, which cost no less. Every other decision stays as it is.`) : null);
 }

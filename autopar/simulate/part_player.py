@@ -1,0 +1,517 @@
+"""Plays one part of a pass on from where the parts before have left the device's streams.
+
+All times count from the part's begin. What a part depends on is its `Entry`; equal parts with equal entries do the
+same, which makes of a model of many equal layers a few that are played.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from autopar.cost import Profile
+from autopar.runtime.packing import MAX_IN_FLIGHT
+from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment
+from autopar.simulate.orders import Orders, first_operand
+from autopar.simulate.parts import NUM_BEFORE, Part
+from autopar.simulate.passes import BACKWARD, FORWARD
+from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing
+from autopar.simulate.program import Bucket, Program, Slot, Transmission, is_summed_first
+from autopar.simulate.sharing import Share
+
+Ends = tuple[tuple[int, str], ...]
+"""Of tasks: when they end, and their kinds."""
+
+NO_STANDING = Standing()
+
+
+class Unsupported(Exception):
+    """The plan is not one that is simulated in parts."""
+
+
+class LooksBack(Exception):
+    """A collective waits for nothing that the part itself does: it begins when its link is free, which may be before
+    the part does, and asks for all of the links' past."""
+
+
+class Ahead(NamedTuple):
+    """A unit of another part that this one asks for ahead."""
+
+    part: Part
+    unit: int
+
+
+class RootBucket(NamedTuple):
+    """Slots that are gathered together: of each its part, by place among those of a `Root`, and number."""
+
+    slots: tuple[tuple[int, int], ...]
+    transmissions: tuple[Transmission, ...]
+    convert_ns: int
+
+
+class Root(NamedTuple):
+    """Regathered slots that belong to no unit."""
+
+    parts: tuple[Part, ...]
+    buckets: tuple[RootBucket, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes where they are used."""
+        slots = (self.parts[place].program.slots[n] for bucket in self.buckets for place, n in bucket.slots)
+        return sum(slot.used_bytes for slot in slots if not slot.is_alias)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of all buckets."""
+        return sum(len(bucket.slots) for bucket in self.buckets)
+
+
+LENT = -1  # the unit of slots that belong to those of other parts
+FOLLOWING, PRECEDING = -1, -2  # whose a slot is: of the unit ahead forward, or backward
+
+
+class Travelling(NamedTuple):
+    """Gradients on their way to smaller shards (as `Journey`). new_bytes: of shards that take the place of no others,
+    which are there at the end where they were summed in a buffer before."""
+
+    end_ns: int
+    kind: str
+    copied_bytes: int
+    added_bytes: int
+    new_bytes: int
+    whole_bytes: int
+    has_buffer: bool
+
+
+class Entry(NamedTuple):
+    """All that a part of a pass depends on.
+
+    last_ns: when the compute stream's latest task ended; host_ns: until when the host is busy; waiting: the kind of
+    compute that waits for it. links, in_flight: as in `Carried`. ready: of values that come in, by number, of slots,
+    and of what was sent inside an operator; gradients: of values that leave, contributions that are under way; others:
+    of each share, when the last gradient of other parts was there. live, arriving, pinned, whole, journeys: as in
+    `Standing`; root: how many gradients are missing of what belongs to no unit. awaited: what compute waits for. held:
+    stored tensors, by place, that have memory for their gradients; transient: of slots that leave, whose gradients wait
+    to be added to that. arrivals: bytes of other parts' shards in each share, those that are new and those added.
+    """
+
+    kind: PassKind
+    last_ns: int = 0
+    host_ns: int = 0
+    waiting: str = ""
+    links: tuple[tuple[str, int], ...] = ()
+    in_flight: tuple[tuple[int, int], ...] = ()
+    ready: tuple[tuple[int, int, str], ...] = ()
+    gradients: tuple[tuple[int, Ends], ...] = ()
+    others: tuple[int, ...] = ()
+    held: frozenset[int] = frozenset()
+    transient: frozenset[int] = frozenset()
+    live: frozenset[int] = frozenset()
+    arriving: tuple[tuple[int, int, int], ...] = ()
+    pinned: frozenset[int] = frozenset()
+    whole: frozenset[int] = frozenset()
+    root: int = -1
+    awaited: Ends = ()
+    journeys: tuple[Travelling, ...] = ()
+    arrivals: tuple[tuple[int, int], ...] = ()
+
+
+class Exit(NamedTuple):
+    """What a part of a pass leaves. latest_ns: when its last item ended; the times of streams count from where its
+    compute does. made: by place, of values of its own that later parts read, when they are there; ready: of slots, and
+    of results of operators that send inside. gradients: contributions to values that came in; home: of gradients on
+    their way; own: of each share, when the last gradient of this part was there, −1 for none. live, pinned, whole:
+    of its own; ahead: whether the unit of another part is on its way, and what of it arrives packed."""
+
+    done: Pass
+    columns: list[Any]  # of its changes of memory, once asked for (`timeline.columns_of`)
+    last_ns: int
+    host_ns: int
+    waiting: str
+    latest_ns: int
+    made: tuple[tuple[int, int, str], ...]
+    ready: tuple[tuple[int, int, str], ...]
+    gradients: tuple[tuple[int, Ends], ...]
+    home: Ends
+    own: tuple[int, ...]
+    sent: tuple[int, ...]  # shares that went home
+    held: frozenset[int]
+    transient: frozenset[int]
+    live: frozenset[int]
+    left_bytes: int  # of units that stay gathered to the end of the pass
+    pinned: frozenset[int]
+    whole: frozenset[int]
+    ahead: frozenset[int]
+    arriving: tuple[tuple[int, int, int], ...]
+    root: int
+    awaited: Ends
+    journeys: tuple[Travelling, ...]
+    is_calm: bool  # nothing is under way when it ends
+
+
+class Forward:
+    """What is known of a part's forward pass, whatever buckets its gradients travel in. calm: of one that begins when
+    nothing is under way."""
+
+    def __init__(self) -> None:
+        self.known: dict[Any, Exit] = {}
+        self.calm: Exit | None = None
+
+
+class PartPlayer(Player):
+    """One part's state while it is played, with its shares of the buckets that gradients go home in."""
+
+    def __init__(
+        self, part: Part, profile: Profile, trains: bool, shares: tuple[Share, ...], following: Ahead | None = None,
+        preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False,
+        lent: frozenset[int] = frozenset(),
+    ) -> None:  # fmt: skip
+        """following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
+        self.lent = lent
+        self.part, self.trains, self.sums_early, self.is_first = part, trains, True, is_first
+        self.program = copy.copy(part.program)
+        self.program.reductions = [
+            Bucket(list(share.slots), share.transmissions, share.has_buffer) for share in shares
+        ]  # fmt: skip
+        self._collective_ns = profile.host.collective_ns if profile.host else 0
+        self.orders, self.lifetimes, self.direction = part.orders, part.lifetimes, part.direction
+        self.foreign: dict[int, tuple[int, int]] = {}  # values of other parts' slots -> whose, and their numbers there
+        self.following = self.preceding = -1  # the numbers here of their units
+        self.has_root = root is not None
+        if following or preceding or root:
+            self._look_around(following, preceding, root)
+        self._slowdown = profile.facts.overlap_slowdown
+        slots = self.program.slots
+        self._number = {slot.value: number for number, slot in enumerate(slots)}
+        self._meet = None
+        self.shares = shares
+        self._bucket_of = {slot: number for number, share in enumerate(shares) for slot in share.slots}
+        self._moved = {
+            number for number, slot in enumerate(slots)
+            if slot.requires_grad and slot.steps and (slot.shrinks or is_summed_first(slot))
+        }  # fmt: skip
+        self._complete_at = self._completing()
+        self.known: dict[Any, Exit] = {}
+        self.forward: Forward = part.forward.setdefault((following, preceding, root, is_first, lent), Forward())
+        self.waits = tuple(
+            (index, share.way) for index, share in enumerate(shares) if share.completed_at >= 0 and share.comes
+        )
+        lowered, items = part.lowered, part.program.items
+        self.shrinks_with_others = tuple([
+            (index, way) for index, way in self.waits if slots[shares[index].slots[0]].shrinks
+        ])  # fmt: skip
+        self.joins_others = tuple([(index, share) for index, share in enumerate(shares) if share.comes or share.goes])
+        self.reads = tuple(sorted({
+            value for item in items[NUM_BEFORE : part.end] for value in item.inputs if value < lowered.num_entering
+        }))  # fmt: skip
+        self.recomputes = any(item.region >= 0 for item in items[NUM_BEFORE : part.end])
+        self.levels = self._levels()
+        self.looks_back = {FORWARD: False, BACKWARD: False}  # whether collectives may begin before the part does
+
+    def _look_around(self, following: Ahead | None, preceding: Ahead | None, root: Root | None) -> None:
+        """Adds what this part gathers of others."""
+        program = self.program
+        program.slots, orders = [*program.slots], copy.copy(self.orders)
+        orders.gathers, orders.last = defaultdict(list, orders.gathers), dict(orders.last)
+        orders.visits = [*orders.visits]
+        count = len(program.units)
+        if following is not None:
+            self.following = count
+            orders.visits.append(count)
+            self._add_unit(orders, following, count, FOLLOWING)
+        if preceding is not None and self.direction is not None:
+            self.preceding = count + 1
+            orders.visits.insert(0, count + 1)
+            self._add_unit(orders, preceding, count + 1, PRECEDING)
+            entered = self.direction.entered | {-1: (self.preceding,)}
+            self.direction = replace(self.direction, entered=entered)
+        if root is not None:
+            orders.gathers[ROOT] = [self._own_bucket(bucket, root) for bucket in root.buckets]
+        self.orders = orders
+
+    def _add_unit(self, orders: Orders, ahead: Ahead, unit: int, whose: int) -> None:
+        orders.last[unit] = -1
+        for bucket in ahead.part.orders.gathers[ahead.unit]:
+            numbers = [self._add_slot(ahead.part, number, unit, whose) for number in bucket.slots]
+            orders.gathers[unit].append(replace(bucket, slots=numbers))
+
+    def _add_slot(self, part: Part, number: int, unit: int, whose: int) -> int:
+        slots, value = self.program.slots, len(self.program.values) + len(self.foreign)
+        self.foreign[value] = whose, part.program.slots[number].value
+        slots.append(part.program.slots[number].at(value, unit))
+        return len(slots) - 1
+
+    def _own_bucket(self, bucket: RootBucket, root: Root) -> Bucket:
+        numbers = [
+            n if root.parts[place] is self.part else self._add_slot(root.parts[place], n, ROOT, place)
+            for place, n in bucket.slots
+        ]  # fmt: skip
+        return Bucket(numbers, bucket.transmissions, False, bucket.convert_ns)
+
+    def _levels(self) -> tuple[str, ...]:
+        """The levels of links that something is sent on."""
+        items = self.program.items[NUM_BEFORE : self.part.end]
+        sent = [one for item in items for one in (*item.forward, *item.backward, *item.inner, *item.inner_backward)]
+        sent += [one for share in self.shares for one in share.transmissions]
+        sent += [one for buckets in self.orders.gathers.values() for bucket in buckets for one in bucket.transmissions]
+        return tuple(sorted({one.level for one in sent}))
+
+    def _completing(self) -> dict[int, list[Bucket]]:
+        """By item, the buckets that it completes, in the order in which they go home."""
+        found: dict[int, list[Bucket]] = defaultdict(list)
+        for share, bucket in zip(self.shares, self.program.reductions, strict=True):
+            if share.completed_at >= 0:
+                found[share.completed_at].append(bucket)
+        for number, buckets in found.items():
+            buckets.sort(key=lambda bucket: -first_operand(self.program, number, bucket))
+        return found
+
+    def play_part(self, entry: Entry) -> Exit:
+        """The part of the pass that begins so."""
+        self._begin(entry)
+        latest = LAST
+        if entry.kind.name == FORWARD:
+            if self.is_first:
+                self._launch(ROOT)
+                self._unpack(ROOT)
+                if self.orders.visits:
+                    self._launch(self.orders.visits[0])
+            latest = self._run_forward(range(NUM_BEFORE, self.part.end))
+        elif self.direction is not None:
+            self._run_steps(self.direction)
+        return self._exit(latest, entry)
+
+    def _begin(self, entry: Entry) -> None:
+        kind, num_shares = entry.kind, len(self.shares)
+        self.engine = engine = Engine(
+            self._slowdown, Carried(entry.links, entry.in_flight), entry.host_ns, entry.waiting
+        )  # fmt: skip
+        engine.tasks[LAST] = (COMPUTE, "", entry.last_ns, entry.last_ns, "")
+        self._kind, self._late, self.comm_bytes = kind, [], defaultdict(int)
+        self._ready = {value: engine.carry(end, cause) for value, end, cause in entry.ready}
+        self._live, self._launched, self._pinned = set(entry.live), set(entry.live), set(entry.pinned)
+        self._arriving = defaultdict(list)
+        for unit, end, num_bytes in entry.arriving:
+            self._arriving[unit].append((engine.carry(end, "parameter"), num_bytes))
+        self._undone = {
+            unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
+        }
+        if self.has_root:
+            self._undone[ROOT] = entry.root
+        self._awaited = [engine.carry(end, cause) for end, cause in entry.awaited]
+        self._travelling = [(engine.carry(one.end_ns, one.kind), one) for one in entry.journeys]
+        self._home = []
+        self._gradients = defaultdict(list)
+        for value, ends in entry.gradients:
+            self._gradients[value] = [engine.carry(end, cause) for end, cause in ends]
+        self._held = {self.part.lowered.keeps[place] for place in entry.held}
+        self._transient = {self._number[value] for value in entry.transient}
+        self._whole = set(entry.whole)
+        is_later = kind.name == BACKWARD and not kind.is_first
+        self._buffered = {n for n, share in enumerate(self.shares) if self._is_buffered(share, is_later)}
+        self._others = [engine.carry(end, "gradient") if end > 0 else LAST for end in entry.others or (0,) * num_shares]
+        self._arrivals = entry.arrivals or ((0, 0),) * num_shares
+        self._sent: list[int] = []
+
+    def _is_buffered(self, share: Share, is_later: bool) -> bool:
+        slot = self.program.slots[share.slots[0]]
+        return share.is_begun or (is_later and not (slot.shrinks and slot.reduces_each))
+
+    def _exit(self, latest: int, entry: Entry) -> Exit:
+        engine, lowered = self.engine, self.part.lowered
+        tasks, length, is_forward = engine.tasks, engine.free_ns, self._kind.name == FORWARD
+        done = finished(self._kind, engine, dict(self.comm_bytes))
+        entering = range(lowered.num_entering)
+        ahead = {self.following, self.preceding} & self._live
+        own_live = self._live - ahead - {ROOT}
+        if any(self._arriving.get(unit) for unit in own_live):
+            raise Unsupported("parameters are under way to a block that does not run")
+        return Exit(
+            done=done,
+            columns=[],
+            last_ns=tasks[engine.last][3] - length,
+            host_ns=engine.host_ns - length,
+            waiting=engine.kind,
+            latest_ns=tasks[latest][3],
+            made=tuple([
+                (place, *self._end(self._ready[value]))
+                for place, value in enumerate(lowered.leaving)
+                if value >= lowered.num_entering and value in self._ready
+            ]) if is_forward else (),
+            ready=self._still_coming(length),
+            gradients=tuple([
+                (value, tuple([self._end(task) for task in self._gradients[value] if task >= engine.num_carried]))
+                for value in entering if value in self._gradients
+            ]),
+            home=tuple([self._end(task) for task in self._home]),
+            own=tuple([self._last_gradient(share) for share in self.shares]),
+            sent=tuple(self._sent),
+            held=frozenset(place for place, name in enumerate(lowered.keeps) if name in self._held),
+            transient=frozenset(value for value in entering if self._number.get(value, -1) in self._transient),
+            live=frozenset(own_live),
+            left_bytes=sum(
+                self._copied_bytes(bucket) for unit in own_live for bucket in self.orders.gathers[unit]
+            ),
+            pinned=frozenset(self._pinned),
+            whole=frozenset(self._whole),
+            ahead=frozenset(ahead),
+            arriving=tuple([
+                (unit, tasks[task][3], num_bytes)
+                for unit in sorted(ahead) for task, num_bytes in self._arriving.get(unit, ())
+            ]),
+            root=self._undone.get(ROOT, -1) if self.has_root and ROOT in self._live else -1,
+            awaited=tuple([self._end(task) for task in self._awaited]),
+            is_calm=self._is_calm(length),
+            journeys=tuple([
+                one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling
+            ]),
+        )  # fmt: skip
+
+    def _is_calm(self, length: int) -> bool:
+        engine = self.engine
+        return (
+            engine.tasks[engine.last][3] == length
+            and all(end <= length for end in engine.links.values())
+            and all(engine.tasks[task][3] <= length for task in self._ready.values())
+            and not (self._live or self._pinned or self._awaited or self._travelling or self._whole or self.has_root)
+            and self._kind.name == FORWARD
+        )
+
+    def _end(self, task: int) -> tuple[int, str]:
+        _, _, _, end, kind = self.engine.tasks[task]
+        return end, kind
+
+    def _still_coming(self, length: int) -> tuple[tuple[int, int, str], ...]:
+        """Slots, and results of operators that send inside, which arrive after the part has ended."""
+        tasks, ready = self.engine.tasks, self._ready
+        late = {value for value, task in ready.items() if task >= self.engine.num_carried and tasks[task][3] > length}
+        if not late:
+            return ()
+        if not self.recomputes:
+            sent = {value for item in self.program.items if item.inner for value in item.outputs}
+            late &= sent | self._number.keys()
+        return tuple([(value, *self._end(ready[value])) for value in sorted(late)])
+
+    def _last_gradient(self, share: Share) -> int:
+        values = (self.program.slots[number].value for number in share.slots)
+        tasks = (task for value in values for task in self._gradients.get(value, ()))
+        return max((self.engine.tasks[task][3] for task in tasks), default=-1)
+
+    def _transmit(
+        self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
+    ) -> tuple[int, int]:
+        after, tasks = [*after], self.engine.tasks
+        if not self.looks_back[self._kind.name] and all(tasks[task][3] < 0 for task in after):
+            self.looks_back[self._kind.name] = True
+            raise LooksBack
+        return super()._transmit(name, purpose, transmissions, after)
+
+    def _unit_of(self, slot: Slot) -> int:
+        return LENT if self._number.get(slot.value, -1) in self.lent else super()._unit_of(slot)
+
+    def _send_home(self, bucket: Bucket, after: Sequence[int] = ()) -> None:
+        index, slot = self._bucket_of[bucket.slots[0]], self.program.slots[bucket.slots[0]]
+        if slot.reduces_each or self._kind.is_last:
+            self._sent.append(index)
+        super()._send_home(bucket, [*after, self._others[index]])
+
+    def _whole_bytes(self, index: int) -> int:
+        return self.shares[index].whole_bytes
+
+    def _go_on(self, shrinks: bool) -> None:
+        for journey in [j for j in self._travelling if j[1].has_buffer]:
+            self._end_travelling(journey)
+        while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
+            self._end_travelling(self._travelling[0])
+
+    def _begin_journey(self, index: int, task: int) -> None:
+        share, engine = self.shares[index], self.engine
+        engine.allocate(engine.last, share.scatter_bytes, UNDER_WAY, Moment.SEND)
+        new, added = self._arrivals[index]
+        for slot in (self.program.slots[number] for number in share.slots):
+            if slot.tensor in self._held:
+                added += slot.stored_bytes
+            else:
+                new += slot.stored_bytes
+            self._held.add(slot.tensor)
+        if not share.has_buffer:
+            engine.allocate(engine.last, new, "gradients", Moment.SEND)
+            engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
+        one = Travelling(0, "", share.scatter_bytes, added, new, share.whole_bytes, share.has_buffer)
+        self._travelling.append((task, one))
+        self._whole.difference_update(share.slots)
+        self._buffered.discard(index)
+
+    def _end_travelling(self, journey: tuple[int, Travelling]) -> None:
+        task, one = journey
+        self._travelling.remove(journey)
+        self._awaited.append(task)
+        end = self.engine.tasks[self.engine.later(task, self.engine.last)][3]
+        self.engine.allocations += ending(one, end, Moment.ARRIVE, Moment.ARRIVED)
+
+
+def ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Change]:
+    """What a journey's end does to memory."""
+    shards = [(end_ns, one.new_bytes, "gradients", arrive), (end_ns, one.added_bytes, UNDER_WAY, arrive)]
+    kind = "gradients" if one.has_buffer else UNDER_WAY
+    changes = [
+        *(shards if one.has_buffer else ()),
+        (end_ns, -one.copied_bytes - one.added_bytes, UNDER_WAY, arrived),
+        (end_ns, -one.whole_bytes, kind, arrived),
+    ]
+    return [change for change in changes if change[1]]
+
+
+class Begin(Player):
+    """The begin of a step: parameters that are gathered once. units: those that something runs in."""
+
+    def __init__(self, program: Program, profile: Profile, units: set[int]) -> None:
+        self.program, self._meet = program, None
+        self._collective_ns = profile.host.collective_ns if profile.host else 0
+        self._slowdown = profile.facts.overlap_slowdown
+        self.orders = Orders(last=dict.fromkeys(units, -1))
+        self.engine = Engine(self._slowdown, Carried(), 0, "forward")
+        self.comm_bytes = defaultdict(int)
+        self._ready, self._arriving, self._pinned, self._awaited = {}, defaultdict(list), set(), []
+
+    def gather(self) -> None:
+        """Asks for all of them."""
+        for bucket in self.program.gathers:
+            self._convert(bucket, ())
+
+    def ready_ns(self) -> dict[int, tuple[int, str]]:
+        """By value, when it is there, and the kind of task that it waits for."""
+        tasks = self.engine.tasks
+        return {value: (tasks[task][3], tasks[task][4]) for value, task in self._ready.items()}
+
+    def arriving_ns(self) -> dict[int, list[tuple[int, int]]]:
+        """By unit, when what is packed is there, and its bytes."""
+        tasks = self.engine.tasks
+        return {unit: [(tasks[task][3], size) for task, size in found] for unit, found in self._arriving.items()}
+
+    @property
+    def last_ns(self) -> int:
+        """When the latest computation ended, from where compute is free."""
+        return self.engine.tasks[self.engine.last][3] - self.engine.free_ns
+
+    def result(self) -> Pass:
+        """The pass as it ran."""
+        return finished(PassKind("begin"), self.engine, dict(self.comm_bytes))
+
+
+def finished(kind: PassKind, engine: Engine, sent: dict[str, int]) -> Pass:
+    """What an engine has played, as a pass. sent: bytes by collective."""
+    tasks, length = engine.tasks, engine.free_ns
+    spent: dict[str, int] = defaultdict(int)
+    for stream, _, start, end, cause in tasks[engine.num_carried :]:
+        if stream == COMPUTE:
+            spent[cause] += end - start
+    return Pass(
+        kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, length,
+        engine.links, [span for span in engine.in_flight if span[1] > length],
+        tasks[engine.last][3] - tasks[engine.last][2], NO_STANDING, {},
+    )  # fmt: skip

@@ -1,0 +1,472 @@
+"""One segment's part of a program, lowered by itself: what it does depends on little of what is around it.
+
+Four walks over the segments carry that little from one to the next; each of their steps is known by what goes into it:
+
+| walk                | carries                                                                                     |
+|---------------------|---------------------------------------------------------------------------------------------|
+| `lower`, forward    | tensors' placements, what they have been converted to, which of them share memory           |
+| `mark`, backward    | which values later parts want the gradient of, how often; what they read, and keep          |
+| `keep`, forward     | what earlier parts keep for the backward pass                                               |
+| `finish`, backward  | buffers that gradients are in when the backward pass comes                                  |
+
+In a part's program, an item stands for what is before and makes what comes in, a second for earlier readers; those at
+the end for later ones.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from autopar.cost import Profile
+from autopar.ir.graph import Graph, Node
+from autopar.ir.placement import Placement
+from autopar.ir.plan import NodePlan, Plan
+from autopar.ir.redistribution import Step
+from autopar.simulate.copies import Copies
+from autopar.simulate.directions import Direction, direction_of
+from autopar.simulate.facts import GraphFacts
+from autopar.simulate.lifetime import Buffers, Lifetimes, find_lifetimes
+from autopar.simulate.orders import Orders, find_orders
+from autopar.simulate.passes import BACKWARD
+from autopar.simulate.program import (
+    Bucket,
+    Item,
+    Lowering,
+    Memory,
+    OperatorPrice,
+    PriceTable,
+    Program,
+    StoredPrice,
+    Transmission,
+    mark_gradients,
+)
+from autopar.simulate.recomputation import Call
+from autopar.simulate.repeats import Segment
+from autopar.simulate.shapes import LocalShapes
+
+if TYPE_CHECKING:
+    from autopar.simulate.sharing import OnWay
+
+BEFORE, EARLIER = 0, 1  # the items that stand for what is before
+NUM_BEFORE = 2
+
+
+class Crossing(NamedTuple):
+    """A value that comes into a part: of which tensor, by its place among those that do; as what; in what memory.
+
+    is_made: by an operator that runs in each microbatch, or a conversion. steps: of a stored tensor, from where it is
+    kept. num_bytes: of the value.
+    """
+
+    tensor: int
+    placement: Placement
+    storage: int
+    is_made: bool
+    num_bytes: int
+    steps: tuple[Step, ...] | None
+
+
+class Arriving(NamedTuple):
+    """What comes into a part: where each tensor was made, values, and memory: its bytes and whether an item made it."""
+
+    bases: tuple[Placement, ...] = ()
+    values: tuple[Crossing, ...] = ()
+    memory: tuple[tuple[int, bool], ...] = ()
+
+
+class Wanted(NamedTuple):
+    """What later parts do with each value: whether they want its gradient, how many read it in the backward pass,
+    whether any does forward; and of each piece of memory, whether one keeps it."""
+
+    gradients: tuple[bool, ...] = ()
+    readers: tuple[int, ...] = ()
+    reads: tuple[bool, ...] = ()
+    kept: tuple[bool, ...] = ()
+
+
+class Kept(NamedTuple):
+    """What earlier parts do: of each piece of memory, whether one keeps it for the backward pass; of each value,
+    whether one reads it there."""
+
+    memory: tuple[bool, ...] = ()
+    read: tuple[bool, ...] = ()
+
+
+class Gradients(NamedTuple):
+    """Gradients that later parts have made: by value the buffer, −1 for none; and of each its bytes and readers."""
+
+    buffer_of: tuple[int, ...] = ()
+    buffers: tuple[tuple[int, int], ...] = ()
+
+
+@dataclass(eq=False, slots=True)
+class Lowered:
+    """A part as lowered. leaving: by value that the next begins with, its number here; storages: by piece of memory
+    that does, its number here; constants: bytes of what is computed once and read here."""
+
+    program: Program
+    calls: list[tuple[int, Call | None]]
+    before: Arriving
+    leaving: tuple[int, ...]
+    storages: tuple[int, ...]
+    after: Arriving
+    loss: int  # the value, −1 for none
+    constants: dict[int, int]
+    keeps: tuple[str, ...]  # the stored tensors that it reads
+    marked: dict[int, tuple[Marked, int]] = field(default_factory=dict)  # by the number of what is wanted
+
+    @property
+    def num_entering(self) -> int:
+        return len(self.before.values)
+
+    @property
+    def num_memory(self) -> int:
+        return len(self.before.memory)
+
+
+@dataclass(eq=False, slots=True)
+class Marked:
+    """A part with gradients marked. kept: the memory that its own items keep."""
+
+    lowered: Lowered
+    program: Program
+    wanted: Wanted
+    before: Wanted
+    kept: frozenset[int]
+    read: tuple[int, ...]  # entering values that the backward pass reads
+    after: dict[int, int] = field(default_factory=dict)  # what is kept, by number
+    finished: dict[tuple[int, int], tuple[Part, int]] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """A part as it is played. freed_bytes: given back where the forward pass ends; end: one past its last item."""
+
+    program: Program
+    orders: Orders
+    lifetimes: Lifetimes
+    direction: Direction | None
+    marked: Marked
+    end: int
+    freed_bytes: int
+    before: Gradients
+    ways: tuple[OnWay, ...] | None = None
+    players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
+    forward: dict[Any, Any] = field(default_factory=dict)
+    regathers: bool = field(init=False)
+    unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
+    first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins
+    first_sent: tuple[int, ...] = field(init=False)  # those that something is sent for
+    first_bytes: int = field(init=False)
+    first_sent_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        slots, count = self.program.slots, self.lowered.num_entering
+        held = {n for buckets in self.orders.gathers.values() for bucket in buckets for n in bucket.slots}
+        moved = [n for n, slot in enumerate(slots) if slot.steps and slot.value >= count]
+        self.unhoused = tuple([n for n in moved if slots[n].storage.regather and n not in held])
+        self.first = tuple([n for n in moved if not slots[n].storage.regather])
+        self.regathers = any(slot.storage.regather for slot in slots)
+        self.first_sent = tuple([n for n in self.first if any(step.transfers[0].collective for step in slots[n].steps)])
+        self.first_bytes, self.first_sent_bytes = (
+            sum(slots[n].used_bytes for n in numbers if not slots[n].is_alias)
+            for numbers in (self.first, self.first_sent)
+        )  # fmt: skip
+
+    @property
+    def lowered(self) -> Lowered:
+        return self.marked.lowered
+
+
+class PartLowering(Lowering):
+    """Lowers segments of a graph one by one; what it knows of one plan it keeps for the next."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts,
+        batched: Mapping[str, int],
+    ) -> None:  # fmt: skip
+        super().__init__(graph, plan, profile, per_node, facts, PriceTable(), {}, batched, False, {})
+        self.shapes = LocalShapes(graph, plan)
+        self.copies = Copies(graph, plan, profile.device_type, self.shapes)
+        self._operators: dict[object, OperatorPrice] = {}
+
+    def lower(
+        self, segment: Segment, plan: Plan, steps: dict[tuple[str, Placement], tuple[Step, ...]], before: Arriving
+    ) -> Lowered:
+        """The segment's part. steps: of the plan's conversions by tensor and target."""
+        self.plan, self.steps = plan, steps
+        self.program = program = Program()
+        self.known, self.placements, self.units, self.places = {}, {}, {}, {}
+        self.constants, self.calls = {}, []
+        self._unit("")
+        self._enter_values(segment, before)
+        program.items += [
+            Item("before", (), tuple(n for n, value in enumerate(before.values) if value.is_made)),
+            Item("earlier", (), ()),
+        ]
+        for node in segment.nodes:
+            self._operator(node)
+        leaving, storages, after = self._leave(segment, before)
+        loss = self.graph.loss
+        made = loss is not None and loss in segment.made
+        assert loss is not None or not made
+        return Lowered(
+            program, self.calls, before, leaving, storages, after,
+            self.known[loss, self.placements[loss]] if made and loss is not None else -1, self.constants,
+            segment.keeps,
+        )  # fmt: skip
+
+    def _enter_values(self, segment: Segment, before: Arriving) -> None:
+        storages = [self._memory(*((0, BEFORE) if is_made else (size, -1))) for size, is_made in before.memory]
+        self.placements.update(zip(segment.enters, before.bases, strict=True))
+        for tensor in segment.keeps:
+            self.placements[tensor] = self.plan.storage[tensor].placement
+        for value in before.values:
+            name = segment.enters[value.tensor]
+            if value.steps is not None:
+                self.steps[name, value.placement] = value.steps
+                self._slot(name, value.placement)
+            else:
+                local = self.shapes.local(name, value.placement)[0], value.num_bytes
+                item = BEFORE if value.is_made else -1
+                self._value(name, value.placement, local, storages[value.storage], item)
+
+    def _leave(self, segment: Segment, before: Arriving) -> tuple[tuple[int, ...], tuple[int, ...], Arriving]:
+        """What the next segment begins with."""
+        names = [(segment.made if leaf.is_made else segment.enters)[leaf.place] for leaf in segment.leaves]
+        places, program = {name: place for place, name in enumerate(names)}, self.program
+        leaving = tuple(n for n, value in enumerate(program.values) if value.tensor in places)
+        storages = tuple(dict.fromkeys(program.values[n].storage for n in leaving))
+        number_of = {storage: number for number, storage in enumerate(storages)}
+        memory = tuple(
+            before.memory[s] if s < len(before.memory) else (program.memory[s].num_bytes, program.memory[s].owner >= 0)
+            for s in storages
+        )
+        values = []
+        for n in leaving:
+            value = program.values[n]
+            placement = before.values[n].placement if n < len(before.values) else self._placement_of(n)
+            steps = program.slots[value.slot].steps if value.slot >= 0 else None
+            values.append(
+                Crossing(
+                    places[value.tensor], placement, number_of[value.storage], value.item >= 0, value.num_bytes, steps
+                )
+            )
+        bases = tuple(
+            self.plan.storage[name].placement if name in self.plan.storage else self.placements[name] for name in names
+        )
+        return leaving, storages, Arriving(bases, tuple(values), memory)
+
+    def _placement_of(self, number: int) -> Placement:
+        return next(placement for (_, placement), known in self.known.items() if known == number)
+
+    def _operator_price(
+        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
+    ) -> OperatorPrice:  # fmt: skip
+        """That of a twin with equal placements, whichever plan had it."""
+        key = self.twins.get(node.name, node.name), placements
+        known = self._operators.get(key)
+        if known is None:
+            known = self._operators[key] = super()._operator_price(node, placements, inputs, outputs)
+        return known
+
+    def _own_gathers(self, program: Program, num_entering: int) -> list[Bucket]:
+        """Regathered slots of the part's units."""
+        around = program.around()
+        units = {unit for item in program.items for unit in around[item.unit]}
+        moved = [
+            number for number, slot in enumerate(program.slots)
+            if slot.steps and slot.storage.regather and slot.value >= num_entering and slot.unit in units - {0}
+        ]  # fmt: skip
+        return [self._bucket(group, True) for group in self._gathers(moved)]
+
+    def price(self, node: Node, placed: NodePlan) -> OperatorPrice:
+        """What an operator costs with some placements."""
+        known = self._operators.get((self.twins.get(node.name, node.name), placed))
+        if known is not None:
+            return known
+        self.program, self.known = Program(), {}
+        constants, producers = self.facts.constants, self.graph.producers
+        inputs = []
+        for name, placement in zip(node.operands, placed.operands, strict=True):
+            item = BEFORE if name in producers and name not in constants else -1
+            inputs.append(self._value(name, placement, self.shapes.local(name, placement), 0, item))
+        item = -1 if constants.issuperset(node.results) else BEFORE
+        outputs = [
+            self._value(name, placement, self.shapes.local(name, placement), 0, item)
+            for name, placement in zip(node.results, placed.results, strict=True)
+        ]
+        price: OperatorPrice = self._operator_price(node, placed, inputs, outputs)
+        return price
+
+    def stored_price(self, tensor: str) -> StoredPrice:
+        """What a stored tensor takes, and its update."""
+        return self._stored_price(tensor)
+
+    def route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
+        """The steps of a conversion. Raises PlanError where the plan has none."""
+        return self._route(tensor, target)
+
+    def bytes_of_steps(self, tensor: str, steps: tuple[Step, ...]) -> tuple[tuple[int, int], ...]:
+        """Bytes of each step, forward and backward."""
+        return self._step_bytes(tensor, steps)
+
+    def conversion_work(
+        self, tensor: str, steps: tuple[Step, ...], direction: int
+    ) -> tuple[int, tuple[Transmission, ...]]:
+        """What a conversion of an activation takes of the compute stream, and sends, forward (0) or backward."""
+        sizes = self._step_bytes(tensor, steps)
+        sent = self._transmissions(steps, sizes, direction)
+        views = self.profile.facts.view_ns
+        return self._handling_ns(steps, sizes, direction) if sent else views[direction], sent
+
+    def gathers_of(self, program: Program) -> list[Bucket]:
+        """The buckets that a program's slots are gathered in."""
+        self.program = program
+        return self._buckets(forward=True)
+
+    def transmissions_of(
+        self, steps: tuple[Step, ...], sizes: Sequence[tuple[int, int]], direction: int
+    ) -> tuple[Transmission, ...]:
+        """What a bucket sends on its way, forward (0) or backward."""
+        return self._transmissions(steps, sizes, direction)
+
+    # Gradients ----------------------------------------
+
+    def mark(self, lowered: Lowered, wanted: Wanted) -> Marked:
+        """The part with what later ones want of it."""
+        program = self.program = copy.copy(lowered.program)
+        program.values = [copy.copy(value) for value in program.values]
+        program.items = [copy.copy(item) for item in program.items]
+        if self.trains:
+            ends = [n for n, wants in zip(lowered.leaving, wanted.gradients, strict=True) if wants]
+            mark_gradients(program, ends if lowered.loss < 0 else [lowered.loss, *ends])
+            program.items[BEFORE].runs_backward = False
+            self.calls = lowered.calls
+            self._mark_regions()
+        kept = _kept(program, self.trains)
+        read = tuple(n for n, count in enumerate(_backward_reads(program, lowered.num_entering)) if count)
+        return Marked(lowered, program, wanted, _before(program, lowered, wanted, kept), kept, read)
+
+    def finish(self, marked: Marked, kept: Kept, gradients: Gradients) -> Part:
+        """The part with all that is derived of it."""
+        lowered, program = marked.lowered, copy.copy(marked.program)
+        end = len(program.items)
+        earlier = Item("earlier", tuple(n for n, read in enumerate(kept.read) if read), (), runs_backward=True)
+        program.items = [program.items[BEFORE], earlier, *program.items[NUM_BEFORE:], *_later(lowered, marked.wanted)]
+        program.memory = [
+            Memory(size if is_made and storage in marked.kept and not kept.memory[storage] else 0, memory.owner)
+            for storage, ((size, is_made), memory) in enumerate(
+                zip(lowered.before.memory, program.memory, strict=False)
+            )
+        ] + program.memory[lowered.num_memory :]
+        self.program = program
+        program.gathers = self._own_gathers(program, len(lowered.before.values))
+        orders = find_orders(program, self.profile)
+        buffers = _buffers(lowered, gradients)
+        own = range(NUM_BEFORE, end)
+        lifetimes = find_lifetimes(program, self.trains, buffers, own)
+        direction = None
+        if self.trains:
+            numbers = [n for n in reversed(own) if program.items[n].runs_backward]
+            direction = direction_of(program, orders, lifetimes, BACKWARD, numbers, frozenset())
+        freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
+        return Part(program, orders, lifetimes, direction, marked, end, freed, _gradients(lowered, buffers))
+
+
+def _later(lowered: Lowered, wanted: Wanted) -> list[Item]:
+    """Items that stand for later readers: as many in the backward pass as there are, the first of which saves."""
+    saved = tuple(storage for storage, kept in zip(lowered.storages, wanted.kept, strict=True) if kept)
+    counts = dict(zip(lowered.leaving, wanted.readers, strict=True))
+    read = tuple(n for n, is_read in zip(lowered.leaving, wanted.reads, strict=True) if is_read)
+    items = [Item("later", read, ())]
+    for place in range(max([*counts.values(), int(bool(saved))], default=0)):
+        readers = tuple(n for n, count in counts.items() if count > place)
+        items.append(Item("later", readers, (), saved=saved if place == 0 else (), runs_backward=True))
+    return items
+
+
+def _backward_reads(program: Program, num_entering: int) -> list[int]:
+    counts = [0] * num_entering
+    for item in program.items:
+        if item.runs_backward:
+            for value in item.inputs:
+                if value < num_entering and program.values[value].wants_gradient:
+                    counts[value] += 1
+    return counts
+
+
+def _kept(program: Program, trains: bool) -> frozenset[int]:
+    """Memory that is kept from the forward pass, as far as the part's own items keep it (see `lifetime`)."""
+    entries = {item.region for item in program.items if item.needs_saved}
+    found = set[int]()
+    for item in program.items[NUM_BEFORE:]:
+        if trains and item.runs_backward:
+            found.update(s for s in item.saved if item.region < 0 or _region_of(program, s) != item.region)
+        if item.region >= 0 and item.region in entries:
+            storages = {program.values[value].storage for value in (*item.inputs, *item.outputs)}
+            found.update(storage for storage in storages if _region_of(program, storage) != item.region)
+    return frozenset(found)
+
+
+def _region_of(program: Program, storage: int) -> int:
+    owner = program.memory[storage].owner
+    return program.items[owner].region if owner >= 0 else -1
+
+
+def _before(program: Program, lowered: Lowered, wanted: Wanted, kept: frozenset[int]) -> Wanted:
+    """What this part and later ones do with what comes in."""
+    count, local = lowered.num_entering, _backward_reads(program, lowered.num_entering)
+    place_of = {n: place for place, n in enumerate(lowered.leaving)}
+    memory_of = {storage: place for place, storage in enumerate(lowered.storages)}
+    read = {value for item in program.items[NUM_BEFORE:] for value in item.inputs}
+    places = [place_of.get(n, -1) for n in range(count)]
+    return Wanted(
+        tuple([value.wants_gradient for value in program.values[:count]]),
+        tuple([local[n] + (wanted.readers[place] if place >= 0 else 0) for n, place in enumerate(places)]),
+        tuple([n in read or (place >= 0 and wanted.reads[place]) for n, place in enumerate(places)]),
+        tuple([
+            storage in kept or (storage in memory_of and wanted.kept[memory_of[storage]])
+            for storage in range(lowered.num_memory)
+        ]),
+    )  # fmt: skip
+
+
+def kept_after(marked: Marked, before: Kept) -> Kept:
+    """What this part and earlier ones do with what leaves it."""
+    lowered, readers = marked.lowered, set(marked.read)
+    memory = tuple([
+        storage in marked.kept or (storage < lowered.num_memory and before.memory[storage])
+        for storage in lowered.storages
+    ])  # fmt: skip
+    if not any(before.read) and not readers and not any(n >= lowered.num_entering for n in lowered.leaving):
+        return Kept(memory, (False,) * len(lowered.leaving))
+    own = {
+        value for item in marked.program.items[NUM_BEFORE:] if item.runs_backward for value in item.inputs
+        if marked.program.values[value].wants_gradient
+    }  # fmt: skip
+    return Kept(memory, tuple([n in own or (n < lowered.num_entering and before.read[n]) for n in lowered.leaving]))
+
+
+def _buffers(lowered: Lowered, gradients: Gradients) -> Buffers:
+    made = [[num_bytes, readers, -1] for num_bytes, readers in gradients.buffers]
+    pairs = zip(lowered.leaving, gradients.buffer_of, strict=True)
+    return {n: made[number] for n, number in pairs if number >= 0}
+
+
+def _gradients(lowered: Lowered, buffers: Buffers) -> Gradients:
+    numbers: dict[int, int] = {}
+    found, buffer_of = list[tuple[int, int]](), list[int]()
+    for n in range(lowered.num_entering):
+        buffer = buffers.get(n)
+        if buffer is None:
+            buffer_of.append(-1)
+            continue
+        if id(buffer) not in numbers:
+            numbers[id(buffer)] = len(found)
+            found.append((buffer[0], buffer[1]))
+        buffer_of.append(numbers[id(buffer)])
+    return Gradients(tuple(buffer_of), tuple(found))

@@ -1,0 +1,423 @@
+"""Plans of one graph that differ in placements alone, as parts that are lowered once wherever they are equal."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from autopar.cost import Profile
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.ir.redistribution import Step
+from autopar.ir.structure import batch_inputs
+from autopar.simulate.bound import Bound
+from autopar.simulate.differences import Differences, Key
+from autopar.simulate.engine import Moment
+from autopar.simulate.facts import graph_facts
+from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
+from autopar.simulate.parts import (
+    Arriving,
+    Crossing,
+    Gradients,
+    Kept,
+    Lowered,
+    Marked,
+    Part,
+    PartLowering,
+    Wanted,
+    kept_after,
+)
+from autopar.simulate.player import Pass
+from autopar.simulate.program import Program, Transmission
+from autopar.simulate.repeats import segments_of
+from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways, ways_of
+
+KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
+
+
+class Gathered(NamedTuple):
+    """What begins the step: parameters that are gathered once. ready: by part, of slots' values, when they are there;
+    arriving: by part, of its units, when what is packed is there, and its bytes."""
+
+    ready: Mapping[int, Mapping[int, tuple[int, str]]]
+    arriving: Mapping[int, Mapping[int, list[tuple[int, int]]]]
+    done: Pass
+    last_ns: int
+
+
+class Joined(NamedTuple):
+    """A plan's parts as they are played, with what joins them: for each part, the unit that is entered after its own,
+    and the one before them; of which parts regathered slots belong to no unit; slots that are lent to others."""
+
+    players: tuple[PartPlayer, ...]
+    following: Sequence[tuple[int, int]]
+    preceding: Sequence[tuple[int, int]]
+    root_parts: tuple[int, ...]
+    root: Root | None
+    gathered: Gathered
+    lent: Sequence[Mapping[int, Key]]
+    regathers: bool
+
+
+class Variants:
+    """Lowers plans by what is new in them."""
+
+    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
+        self.graph, self.profile = graph, profile
+        facts = graph_facts(graph, profile.device_type)
+        self.segments = segments_of(graph, facts, frozenset(plan.recompute))
+        batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
+        self.lowering = PartLowering(graph, plan, profile, plan.mesh.devices_per_node, facts, batched)
+        self.trains = self.lowering.trains
+        self.differences = Differences(graph, self.segments, plan)
+        self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
+        self._shared = [
+            [(place, name) for place, name in enumerate(segment.keeps) if name not in segment.stored]
+            for segment in self.segments
+        ]  # fmt: skip
+        self._numbers: dict[Hashable, int] = {}
+        self._contents: list[Any] = []
+        self._lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
+        self._ways = Ways()
+        self._joined: dict[tuple[PartPlayer, ...], Joined] = {}
+        self._gathered: dict[Hashable, Gathered] = {}
+        self._calm_begin: Gathered | None = None
+        self._moved = [0] * len(graph.stored)
+        self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
+        self._updated = 0, 0
+        self.bound = Bound(graph, plan, self.lowering, self.differences)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it knows too much."""
+        return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full
+
+    def _number(self, content: Hashable) -> int:
+        """One number for equal things."""
+        number = self._numbers.setdefault(content, len(self._contents))
+        if number == len(self._contents):
+            self._contents.append(content)
+        return number
+
+    # Lowering ----------------------------------------
+
+    def parts(self, plan: Plan) -> list[Part]:
+        """The plan's parts: see `parts` for the four walks."""
+        lowered = self._lowered_parts(plan)
+        marked = self._marked_parts(lowered)
+        first = marked[0].lowered
+        before = self._number(Kept((False,) * first.num_memory, (False,) * first.num_entering))
+        keeping = []
+        for one in marked:
+            keeping.append(before)
+            after = one.after.get(before)
+            if after is None:
+                after = one.after[before] = self._number(kept_after(one, self._contents[before]))
+            before = after
+        wanted = self._number(Gradients((-1,) * len(lowered[-1].leaving), ()))
+        parts: list[Part] = []
+        for one, kept in zip(reversed(marked), reversed(keeping), strict=True):
+            known = one.finished.get((kept, wanted))
+            if known is None:
+                part = self.lowering.finish(one, self._contents[kept], self._contents[wanted])
+                known = one.finished[kept, wanted] = part, self._number(part.before)
+            parts.append(known[0])
+            wanted = known[1]
+        return parts[::-1]
+
+    def _lowered_parts(self, plan: Plan) -> list[Lowered]:
+        numbers = self.differences.numbers(plan)
+        before, found = self._number(self._begin(plan)), []
+        for segment, number in zip(self.segments, numbers, strict=True):
+            known = self._lowered.get((segment.kind, number, before))
+            if known is None:
+                part = self.lowering.lower(segment, plan, dict(self.differences.steps), self._contents[before])
+                known = self._lowered[segment.kind, number, before] = part, self._number(part.after)
+            found.append(known[0])
+            before = known[1]
+        return found
+
+    def _begin(self, plan: Plan) -> Arriving:
+        names = self.segments[0].enters
+        bases = tuple([plan.inputs[name] for name in names])
+        values = tuple([
+            Crossing(n, base, n, False, self.lowering.shapes.local(name, base)[1], None)
+            for n, (name, base) in enumerate(zip(names, bases, strict=True))
+        ])  # fmt: skip
+        return Arriving(bases, values, tuple([(value.num_bytes, False) for value in values]))
+
+    def _marked_parts(self, lowered: Sequence[Lowered]) -> list[Marked]:
+        last = lowered[-1]
+        count = len(last.leaving)
+        wanted = self._number(
+            Wanted((False,) * count, (0,) * count, (True,) * count, (False,) * len(last.storages))
+        )  # fmt: skip
+        found = []
+        for part in reversed(lowered):
+            known = part.marked.get(wanted)
+            if known is None:
+                marked = self.lowering.mark(part, self._contents[wanted])
+                known = part.marked[wanted] = marked, self._number(marked.before)
+            found.append(known[0])
+            wanted = known[1]
+        return found[::-1]
+
+    # Joining ----------------------------------------
+
+    def joined(self, plan: Plan) -> Joined:
+        """The plan's parts, as they are played."""
+        parts = self.parts(plan)
+        shares = self._shares(parts)
+        regathers = any(part.regathers for part in parts)
+        if regathers:
+            return self._join_regathering(parts, shares)
+        players = tuple([
+            self._player(part, own, (None, None, None, number == 0, frozenset()))
+            for number, (part, own) in enumerate(zip(parts, shares, strict=True))
+        ])  # fmt: skip
+        known = self._joined.get(players)
+        if known is None:
+            nothing = ((-1, -1),) * len(parts)
+            known = self._joined[players] = Joined(
+                players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False
+            )  # fmt: skip
+        return known
+
+    def _player(self, part: Part, own: tuple[Share, ...], around: tuple[Any, ...]) -> PartPlayer:
+        known = part.players.get((own, around))
+        if known is None:
+            if any(one.lacks and part.program.slots[one.slots[0]].shrinks for one in own):
+                raise Unsupported("shards of a tensor without gradient travel with others'")
+            known = part.players[own, around] = PartPlayer(
+                part, self.profile, self.trains, own, *around
+            )  # fmt: skip
+        return known
+
+    def _join_regathering(self, parts: Sequence[Part], shares: Sequence[tuple[Share, ...]]) -> Joined:
+        lent = self._lent(parts)
+        following, preceding = _neighbours(parts)
+        root_parts, root = self._root(parts)
+        players = []
+        for number, part in enumerate(parts):
+            around = (
+                _ahead(parts, following[number], _gathers_in), _ahead(parts, preceding[number], _is_entered),
+                root if number == 0 or number in root_parts else None, number == 0,
+                frozenset(n for n in lent[number] if part.program.slots[n].value < part.lowered.num_entering),
+            )  # fmt: skip
+            players.append(self._player(part, shares[number], around))
+        key = tuple(players)
+        if key not in self._joined:
+            borrowed = [_borrowed(player, number, preceding, parts, lent) for number, player in enumerate(players)]
+            together = [{**own, **others} for own, others in zip(lent, borrowed, strict=True)]
+            self._joined[key] = Joined(
+                key, following, preceding, root_parts, root, self._gathers(parts), together, True
+            )  # fmt: skip
+        return self._joined[key]
+
+    def _shares(self, parts: Sequence[Part]) -> list[tuple[Share, ...]]:
+        """For each part, its shares of buckets: filled in the order of the backward pass, then told of what earlier
+        parts add."""
+        if not self.trains:
+            return [()] * len(parts)
+        opened: dict[int, Open | None] = {}
+        filled = []
+        for part in reversed(parts):
+            if part.ways is None:
+                part.ways = ways_of(part, self._ways)
+            of_part = []
+            for on_way in part.ways:
+                groups, after = on_way.fill(opened.get(on_way.way) if on_way.crosses else None)
+                of_part.append(groups)
+                if on_way.crosses:
+                    opened[on_way.way] = after
+            filled.append(of_part)
+        added, found = dict[int, Load | None](), list[tuple[Share, ...]]()
+        for part, of_part in zip(parts, reversed(filled), strict=True):
+            own: tuple[Share, ...] = ()
+            for on_way, groups in zip(part.ways or (), of_part, strict=True):
+                shares, rest = on_way.share(groups, added.get(on_way.way), self._ways, self._sent)
+                own += shares
+                if on_way.crosses:
+                    added[on_way.way] = rest
+            found.append(own)
+        return found
+
+    def _sent(self, steps: tuple[Step, ...], sizes: Sizes) -> tuple[Transmission, ...]:
+        return self.lowering.transmissions_of(steps, sizes, 1)
+
+    def tracked(self, microbatches: int) -> Sequence[Sequence[tuple[int, str]]]:
+        """By segment, the stored tensors, with their places, that may have memory for their gradients when it begins:
+        after the first microbatch all of them."""
+        return self._all if microbatches > 1 else self._shared
+
+    # What is regathered ----------------------------------------
+
+    def _lent(self, parts: Sequence[Part]) -> list[dict[int, Key]]:
+        """For each part, by number, the regathered slots that several parts read and that a unit of the first holds.
+
+        Raises Unsupported where that unit may be asked for ahead by another reader.
+        """
+        units: dict[Key, int] = {}
+        found: list[dict[int, Key]] = []
+        for number, (part, segment) in enumerate(zip(parts, self.segments, strict=True)):
+            lowered, slots, own = part.lowered, part.program.slots, dict[int, Key]()
+            held = {n for buckets in part.orders.gathers.values() for bucket in buckets for n in bucket.slots}
+            names = [(segment.made if leaf.is_made else segment.enters)[leaf.place] for leaf in segment.leaves]
+            crossing = [*zip(range(lowered.num_entering), lowered.before.values, itertools.repeat([*segment.enters]))]
+            crossing += zip(lowered.leaving, lowered.after.values, itertools.repeat(names), strict=False)
+            for value, crossed, tensors in crossing:
+                n, key = part.program.values[value].slot, (tensors[crossed.tensor], crossed.placement)
+                if n >= 0 and slots[n].storage.regather and slots[n].steps and key[0] in segment.keeps:
+                    if n in held:
+                        units[key] = number
+                    if key in units:
+                        own[n] = key
+                        if 0 < number - units[key] < 2:
+                            raise Unsupported("a gathered parameter is read by the next block")
+            found.append(own)
+        return found
+
+    def _root(self, parts: Sequence[Part]) -> tuple[tuple[int, ...], Root | None]:
+        """Regathered slots of no unit."""
+        found = [(number, n) for number, part in enumerate(parts) if part.regathers for n in part.unhoused]
+        if not found:
+            return (), None
+        numbers = tuple(dict.fromkeys(number for number, _ in found))
+        members = tuple(parts[number] for number in numbers)
+        if len(set(members)) < len(members):
+            raise Unsupported("equal parts have parameters of no block")
+        place, units = {number: at for at, number in enumerate(numbers)}, dict[tuple[int, int], int]()
+        program = self.lowering.program = Program()
+        for at, (number, n) in enumerate(found):
+            slot = parts[number].program.slots[n]
+            unit = (number, slot.unit) if slot.unit else (0, 0)
+            program.slots.append(slot.at(at, units.setdefault(unit, len(units))))
+        buckets = [
+            RootBucket(
+                tuple((place[found[n][0]], found[n][1]) for n in bucket.slots), bucket.transmissions, bucket.convert_ns
+            )
+            for bucket in self.lowering.gathers_of(program)
+        ]  # fmt: skip
+        return numbers, Root(members, tuple(buckets))
+
+    # The step's begin and end ----------------------------------------
+
+    def _gathers(self, parts: Sequence[Part]) -> Gathered:
+        """Plays the begin of the step, without what stays."""
+        if not any(part.first_sent for part in parts):
+            sizes = sum(part.first_bytes for part in parts)
+            begin = Begin(Program(), self.profile, set())
+            begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
+            return Gathered({}, {}, begin.result(), 0)
+        key = tuple(parts)
+        known = self._gathered.get(key)
+        if known is None:
+            known = self._gathered[key] = self._played_gathers(parts)
+        return known
+
+    def _played_gathers(self, parts: Sequence[Part]) -> Gathered:
+        places, program = list[tuple[int, int]](), Program()
+        units: dict[tuple[int, int], int] = {(0, 0): 0}
+        is_plain = self.profile.runtime is None  # then what sends nothing is there at once
+        for number, part in enumerate(parts):
+            for n in part.first_sent if is_plain else part.first:
+                slot = part.program.slots[n]
+                unit = (number, slot.unit) if slot.unit else (0, 0)
+                places.append((number, slot.value))
+                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units))))
+        program.gathers = self.lowering.gathers_of(program)
+        home = {unit: where for where, unit in units.items()}
+        inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
+        begin = Begin(program, self.profile, inside)
+        if is_plain:
+            quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts)
+            begin.engine.allocate(0, quiet, "gathered", Moment.SEND)
+        begin.gather()
+        ready: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
+        for value, end in begin.ready_ns().items():
+            number, own = places[value]
+            ready[number][own] = end
+        arriving: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
+        for at, found in begin.arriving_ns().items():
+            number, local = home[at]
+            arriving[number][local] += found
+        return Gathered(ready, arriving, begin.result(), begin.last_ns)
+
+    def optimizer(self, plan: Plan) -> tuple[int, int]:
+        """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
+        changed = self.differences.changed_storage(plan)
+        if changed:
+            self._update(plan, changed)
+        return self._updated
+
+    def _update(self, plan: Plan, changed: set[int]) -> None:
+        lowering, stored = self.lowering, self.graph.stored
+        lowering.plan = plan
+        for number in changed:
+            price = lowering.stored_price(stored[number].tensor) if stored[number].requires_grad else None
+            self._moved[number], self._workspace[number] = (price.moved_bytes, price.workspace) if price else (0, None)
+        moved, most, before, count = sum(self._moved), 0, 0, 0
+        for workspace in self._workspace:
+            if workspace is not None:
+                most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
+        self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
+
+    def residents(self, plan: Plan, parts: Sequence[Part]) -> list[tuple[int, str]]:
+        """Bytes that stay through the step, with their kinds."""
+        lowering, loss = self.lowering, self.graph.loss
+        lowering.plan, lowering.program = plan, Program()
+        lowering.placements = {} if loss is None else {loss: ()}
+        constants: dict[object, int] = {}
+        entering: list[object] = [(-1, n) for n in range(parts[0].lowered.num_memory)]
+        for number, lowered in enumerate(part.lowered for part in parts):
+            names: dict[int, object] = {s: (number, s) for s in (*lowered.constants, *lowered.storages)}
+            names |= dict(enumerate(entering))
+            constants.update((names[storage], size) for storage, size in lowered.constants.items())
+            entering = [names[storage] for storage in lowered.storages]
+        lowering.constants = dict(enumerate(constants.values()))
+        lowering._residents()
+        return lowering.program.residents
+
+
+def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """For each part, the unit that is entered after its own, and the one before them: part and number there."""
+    following, preceding = [(-1, -1)] * len(parts), [(-1, -1)] * len(parts)
+    last = -1
+    for number, part in enumerate(parts):
+        if part.orders.visits:
+            if last >= 0:
+                following[last] = number, part.orders.visits[0]
+                preceding[number] = last, parts[last].orders.visits[-1]
+            elif number:
+                following[0] = number, part.orders.visits[0]
+            last = number
+    return following, preceding
+
+
+def _borrowed(
+    player: PartPlayer, number: int, preceding: Sequence[tuple[int, int]], parts: Sequence[Part],
+    lent: Sequence[Mapping[int, Key]],
+) -> dict[int, Key]:  # fmt: skip
+    """Lent slots that this part asks for ahead, by their numbers here."""
+    at, found = preceding[number][0], dict[int, Key]()
+    for n, slot in enumerate(player.program.slots):
+        whose, value = player.foreign.get(slot.value, (0, -1))
+        if whose == PRECEDING and (key := lent[at].get(parts[at].program.values[value].slot)):
+            found[n] = key
+    return found
+
+
+def _ahead(parts: Sequence[Part], unit: tuple[int, int], counts: Callable[[Part, int], bool]) -> Ahead | None:
+    """A unit of another part, if there is one that counts."""
+    number, local = unit
+    return Ahead(parts[number], local) if number >= 0 and counts(parts[number], local) else None
+
+
+def _gathers_in(part: Part, unit: int) -> bool:
+    return unit in part.orders.gathers
+
+
+def _is_entered(part: Part, unit: int) -> bool:
+    return part.direction is not None and any(unit in units for units in part.direction.entered.values())

@@ -1,0 +1,107 @@
+"""Measured on 4 CPU ranks: the plan that the default search finds, beside the templates that are predicted best.
+
+    python -m benchmarks.quality.measured [--models gpt llama moe unet] [--templates 5] [--rounds 9]
+
+For this host's own `cpu` profile. Of the whole grid of templates (dp × tp × pp × microbatches up to 4 × ZeRO ×
+schedule, without recomputation, which nothing here needs), all that fit are predicted, and the `--templates` best of
+different predicted step times are emitted and timed in turns with the plan that was found (`benchmarks.side_by_side`).
+So the best measured template is that of these; templates that are predicted slower are not run.
+Written to measured.json with command, machine and date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.pipeline import planned, template_of_graph
+from autopar.planning import Request, SearchBudget
+from autopar.trace import trace
+from benchmarks.quality.run import grid
+from benchmarks.runtime.run import machine
+from benchmarks.side_by_side import ratios, side_by_side
+from models import gpt, llama, moe, unet
+
+HERE = Path(__file__).parent
+MESH = autopar.Mesh("cpu", devices_per_node=4)
+MICROBATCHES = 4
+MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt": (gpt, gpt.Config(num_layers=4, hidden_size=256, num_heads=4, seq_len=64, vocab_size=2048)),
+    "llama": (llama, llama.Config(num_layers=4, hidden_size=256, mlp_size=768, vocab_size=2048)),
+    "moe": (moe, moe.Config(num_layers=4, hidden_size=256, num_heads=4, seq_len=64, vocab_size=2048)),
+    "unet": (unet, unet.Config(image_size=16, base_channels=32)),
+}
+
+
+def build(name: str) -> tuple[torch.nn.Module, Any]:
+    """The model and its batch."""
+    torch.manual_seed(0)
+    module, config = MODELS[name]
+    return module.build(config), module.example_inputs(config)
+
+
+def templates(graph: Any, count: int) -> list[tuple[str, autopar.Plan]]:
+    """The best of the grid that fit, one for each predicted step time."""
+    found: dict[int, tuple[str, autopar.Plan]] = {}
+    for choice in grid(MESH):
+        if choice["microbatches"] > MICROBATCHES or choice["recompute"] != "none":
+            continue
+        try:
+            plan = template_of_graph(graph, MESH, **choice)
+        except AutoparError:
+            continue
+        if plan.predicted.peak_bytes <= plan.memory_limit:
+            text = ", ".join(f"{key}={value}" for key, value in choice.items() if key != "recompute")
+            found.setdefault(plan.predicted.step_time_ns, (text, plan))
+    return [found[step] for step in sorted(found)[:count]]
+
+
+def measured(name: str, count: int, rounds: int) -> dict[str, Any]:
+    """One row."""
+    model, batch = build(name)
+    graph = trace(model, batch)
+    ours = planned(graph, Request(MESH, "train", "adamw", None, (), SearchBudget()))
+    plans = {"found": ours, **dict(templates(graph, count))}
+    sources = {key: autopar.parallelize(model, MESH, batch, plan=plan).source for key, plan in plans.items()}
+    times = side_by_side(partial(build, name), sources, MESH.num_devices, rounds)
+    best = min((key for key in plans if key != "found"), key=lambda key: times[key].median())
+    over = ratios(times["found"], times[best])
+    return {
+        "model": name, "best_template": best, "measured_ratio": statistics.median(over),
+        "quartiles": statistics.quantiles(over, n=4),
+        "predicted_ms": {key: plan.predicted.step_time_ns / 1e6 for key, plan in plans.items()},
+        "measured_ms": {key: found.median() for key, found in times.items()},
+        "others": {key: statistics.median(found.others) for key, found in times.items()},
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measures the models, and writes the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=[*MODELS])
+    parser.add_argument("--templates", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    rows = []
+    for name in options.models:
+        rows.append(measured(name, options.templates, options.rounds))
+        print(json.dumps(rows[-1], indent=1), flush=True)
+    facts = {
+        "command": " ".join(["python -m benchmarks.quality.measured", *sys.argv[1:]]), "machine": machine(),
+        "date": datetime.date.today().isoformat(), "rounds": options.rounds, "target": 1.03, "rows": rows,
+    }  # fmt: skip
+    (HERE / "measured.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Simulation by differences: equal to the whole one to the nanosecond and the byte, whatever is proposed."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from autopar.errors import PlanError
+from autopar.ir import verifier
+from autopar.ops import admits
+from autopar.simulate import simulate
+from autopar.simulate.facts import graph_facts
+from autopar.simulate.incremental import Incremental
+from autopar.simulate.part_player import PartPlayer
+from autopar.simulate.parts import PartLowering
+from autopar.simulate.repeats import segments_of
+from benchmarks.soap.cases import CASES, Start, start
+from benchmarks.soap.delta import differences
+from benchmarks.soap.proposals import Proposer
+
+PROPOSALS = 17
+NAMES = (
+    "gpt, data and tensor, 2 microbatches", "gpt, tied, 4 microbatches", "gpt, all computed again", "gpt, slow host",
+    "gpt, CPU, ZeRO-3", "gpt, ZeRO-2", "gpt, tied, ZeRO-3, all computed again", "gpt, inference", "moe", "wide_resnet",
+    "mlp", "llama",
+)  # fmt: skip
+GPT = "gpt, large"
+
+
+@cache
+def begin(name: str) -> Start:
+    return start(CASES[name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> None:
+    part, plan, profile = begin(name)
+    incremental, proposer, rng = Incremental(part.graph, profile), Proposer(part, plan, seed=16), random.Random(16)
+    for number in range(PROPOSALS):
+        full = simulate(part.graph, plan, profile)
+        assert incremental.least_time_ns(plan) <= full.step_time_ns, f"proposal {number}"
+        assert not differences(full, incremental.timeline(plan)), f"proposal {number}"
+        plan = proposer.propose(plan, equal=rng.random() < 0.5, stores=0.3)
+    assert incremental.num_whole == 0
+
+
+def test_proposals_are_well_typed() -> None:
+    part, plan, _ = begin("gpt, data and tensor, 2 microbatches")
+    proposer = Proposer(part, plan)
+    for _ in range(5):
+        plan = proposer.propose(plan)
+        verifier.verify(part.whole, part.on_all_axes(plan), admits)
+
+
+def test_plans_may_come_in_any_order() -> None:
+    part, first, profile = begin(GPT)
+    proposer, incremental = Proposer(part, first, seed=2), Incremental(part.graph, profile)
+    plans = [first, *(proposer.propose(first, equal=number % 2 == 0, stores=0.3) for number in range(6))]
+    expected = {id(plan): simulate(part.graph, plan, profile).step_time_ns for plan in plans}
+    for plan in random.Random(3).choices(plans, k=30):
+        assert incremental.step_time_ns(plan) == expected[id(plan)]
+
+
+def test_the_bound_is_a_streams_work_but_for_hooks_of_gradients() -> None:
+    part, plan, profile = begin("gpt, data and tensor, 2 microbatches")
+    work = simulate(part.graph, plan, profile).work_ns()[0, "compute"]
+    assert 0.95 * work <= Incremental(part.graph, profile).least_time_ns(plan) <= work
+
+
+def test_only_what_changed_is_lowered_and_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    part, plan, profile = begin(GPT)
+    incremental = Incremental(part.graph, profile)
+    incremental.step_time_ns(plan)
+    lowered, played = list[object](), list[object]()
+    lower, play = PartLowering.lower, PartPlayer.play_part
+    monkeypatch.setattr(PartLowering, "lower", lambda *args: (lowered.append(args[1]), lower(*args))[1])
+    monkeypatch.setattr(PartPlayer, "play_part", lambda *args: (played.append(args[0]), play(*args))[1])
+    incremental.step_time_ns(replace(plan, nodes=dict(plan.nodes)))
+    assert not lowered and not played, "an equal plan is known"
+    name = next(node.name for node in part.graph.nodes if "gelu" in node.op)
+    whole = plan.nodes[name].operands[0]
+    cut = Proposer(part, plan, seed=1)
+    while (changed := cut.propose(plan, stores=0.0)).nodes[name].operands[0] == whole:
+        pass
+    incremental.step_time_ns(changed)
+    assert 1 <= len(lowered) <= 2 and 1 <= len(played) <= 8
+
+
+def test_a_missing_conversion_is_refused_as_in_a_whole_simulation() -> None:
+    part, plan, profile = begin(GPT)
+    lacking = replace(plan, redistributes=())
+    with pytest.raises(PlanError, match="expected a redistribution of"):
+        Incremental(part.graph, profile).step_time_ns(lacking)
+
+
+def test_equal_layers_are_equal_segments() -> None:
+    part, plan, _ = begin("gpt, tied, 4 microbatches")
+    segments = segments_of(part.graph, graph_facts(part.graph, "cuda"), frozenset(plan.recompute))
+    assert [len(segment.nodes) for segment in segments] == [4, 23, 23, 23, 23, 5]
+    assert len({segment.kind for segment in segments[1:-1]}) == 1
+    assert [node for segment in segments for node in segment.nodes] == list(part.graph.nodes)
