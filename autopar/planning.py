@@ -66,7 +66,7 @@ class SearchBudget:
     stages: bool = True
     substitutions: bool = False
     proposals: int = 1_000
-    refine_seconds: float = 5.0
+    refine_seconds: float = 4.0
 
 
 @dataclass(frozen=True)

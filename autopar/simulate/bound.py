@@ -11,13 +11,13 @@ it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Storage
 from autopar.ir.redistribution import Step
 from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.differences import Differences
@@ -25,6 +25,7 @@ from autopar.simulate.parts import PartLowering
 from autopar.simulate.program import Transmission
 from autopar.simulate.traffic import reached_tensors
 
+KEPT_TENSORS = 1 << 16
 ENDLESS = 1 << 50  # bytes: more than any bucket has
 
 
@@ -51,7 +52,15 @@ class Bound:
         self._of_node: list[Work] = [Work()] * len(graph.nodes)
         self._of_tensor: dict[str, Work] = {}
         self._total = [0, 0, 0]
+        numbers: dict[Hashable, int] = {}
+        self._kinds = {name: numbers.setdefault(self._kind(name), len(numbers)) for name in graph.tensors}
+        self._known: dict[tuple[int, Storage | None, tuple[int, ...]], Work] = {}
         self._rates: dict[tuple[str, int], float] = {}
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it keeps too much."""
+        return len(self._known) > KEPT_TENSORS
 
     def least_ns(self, plan: Plan, optimizer_ns: int) -> int:
         """At most the step time of a plan, and at least each stream's work."""
@@ -62,11 +71,28 @@ class Bound:
             self._replace(self._of_node[number], new)
             self._of_node[number] = new
         for name in tensors:
-            new = self._stored(name, plan) if name in plan.storage else self._conversions(name, plan)
+            new = self._tensor(name, plan)
             self._replace(self._of_tensor.get(name, NONE), new)
             self._of_tensor[name] = new
         compute, inside, across = self._total
         return max(compute + optimizer_ns, inside, across)
+
+    def _tensor(self, name: str, plan: Plan) -> Work:
+        """What its conversions come to: equal of equal tensors that are read alike."""
+        storage = plan.storage.get(name)
+        key = self._kinds[name], storage, self._differences.seen(name)
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._conversions(name, plan) if storage is None else self._stored(name, plan)
+        return known
+
+    def _kind(self, name: str) -> Hashable:
+        """All that a tensor's conversions depend on beside the plan."""
+        graph, tensor, stored = self._graph, self._graph.tensors[name], self._graph.stored_by_tensor.get(name)
+        readers = tuple([(self._goes_back[node.name], at) for node, at in graph.consumers[name]])
+        trained = stored is not None and stored.requires_grad
+        is_folded = name in self._facts.folded
+        return tensor.shape, graph.itemsizes(name), tensor.differentiable, trained, is_folded, readers
 
     def _replace(self, old: Work, new: Work) -> None:
         if old is not new:

@@ -48,14 +48,20 @@ class Differences:
         self._keeps = [[place_of[name] for name in segment.keeps] for segment in segments]
         self._begins = [*itertools.accumulate((len(segment.nodes) for segment in segments), initial=0)]
         node_of = {name: number for number, name in enumerate(self._names)}
-        self._nodes_reading = {
-            name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
+        self._places_reading = {
+            name: [node_of[node.name] for node, _ in uses] for name, uses in graph.consumers.items()
         }  # fmt: skip
+        self._nodes_reading = {name: frozenset(places) for name, places in self._places_reading.items()}
         self._changed_nodes: set[int] = set()
         self._changed_tensors: set[str] = set()
         self.steps: dict[Key, tuple[Step, ...]] = {}
         self.bases: dict[str, Placement] = {}
         self._changed_storage: set[int] = set()
+
+    def seen(self, name: str) -> tuple[int, ...]:
+        """What the plan says of a tensor, in numbers: its placement, and all of the operators that read it."""
+        codes = self._codes
+        return (self._number(self.bases[name]), *[codes[place] for place in self._places_reading[name]])
 
     @property
     def is_full(self) -> bool:
@@ -65,9 +71,6 @@ class Differences:
     def numbers(self, plan: Plan) -> list[int]:
         """For each segment."""
         self.follow(plan)
-        for place in self._changed_readers:
-            self._codes[place] = self._code_of(place)
-        self._changed_readers = set()
         if self._changed_segments:
             self._known = [*self._known]
             for number in self._changed_segments:
@@ -102,6 +105,9 @@ class Differences:
         for name, placement in plan.inputs.items():
             if self.bases.get(name) != placement:
                 self._follow_tensor(name, placement)
+        for place in self._changed_readers:
+            self._codes[place] = self._code_of(place)
+        self._changed_readers = set()
         self._last = plan
 
     def _note(self, name: str) -> None:

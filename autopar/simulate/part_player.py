@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment
+from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment, Sent
 from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.passes import BACKWARD, FORWARD
@@ -291,7 +291,7 @@ class PartPlayer(Player):
             self._slowdown, Carried(entry.links, entry.in_flight), entry.host_ns, entry.waiting
         )  # fmt: skip
         engine.tasks[LAST] = (COMPUTE, "", entry.last_ns, entry.last_ns, "")
-        self._kind, self._late, self.comm_bytes = kind, [], defaultdict(int)
+        self._kind, self._late, self.comm_bytes, self.along = kind, [], defaultdict(int), {}
         self._ready = {value: engine.carry(end, cause) for value, end, cause in entry.ready}
         self._live, self._launched, self._pinned = set(entry.live), set(entry.live), set(entry.pinned)
         self._arriving = defaultdict(list)
@@ -324,7 +324,7 @@ class PartPlayer(Player):
     def _exit(self, latest: int, entry: Entry) -> Exit:
         engine, lowered = self.engine, self.part.lowered
         tasks, length, is_forward = engine.tasks, engine.free_ns, self._kind.name == FORWARD
-        done = finished(self._kind, engine, dict(self.comm_bytes))
+        done = finished(self._kind, engine, dict(self.comm_bytes), self.along)
         entering = range(lowered.num_entering)
         ahead = {self.following, self.preceding} & self._live
         own_live = self._live - ahead - {ROOT}
@@ -475,7 +475,7 @@ class Begin(Player):
         self._slowdown = profile.facts.overlap_slowdown
         self.orders = Orders(last=dict.fromkeys(units, -1))
         self.engine = Engine(self._slowdown, Carried(), 0, "forward")
-        self.comm_bytes = defaultdict(int)
+        self.comm_bytes, self.along = defaultdict(int), {}
         self._ready, self._arriving, self._pinned, self._awaited = {}, defaultdict(list), set(), []
 
     def gather(self) -> None:
@@ -500,18 +500,18 @@ class Begin(Player):
 
     def result(self) -> Pass:
         """The pass as it ran."""
-        return finished(PassKind("begin"), self.engine, dict(self.comm_bytes))
+        return finished(PassKind("begin"), self.engine, dict(self.comm_bytes), self.along)
 
 
-def finished(kind: PassKind, engine: Engine, sent: dict[str, int]) -> Pass:
-    """What an engine has played, as a pass. sent: bytes by collective."""
+def finished(kind: PassKind, engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], Sent]) -> Pass:
+    """What an engine has played, as a pass. sent: bytes by collective; along: the same by axis and kind."""
     tasks, length = engine.tasks, engine.free_ns
     spent: dict[str, int] = defaultdict(int)
     for stream, _, start, end, cause in tasks[engine.num_carried :]:
         if stream == COMPUTE:
             spent[cause] += end - start
     return Pass(
-        kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, length,
+        kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, along, length,
         engine.links, [span for span in engine.in_flight if span[1] > length],
         tasks[engine.last][3] - tasks[engine.last][2], NO_STANDING, {},
     )  # fmt: skip

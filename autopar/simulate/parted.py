@@ -408,7 +408,7 @@ class Step:
         task = engine.compute("optimizer", "optimizer", self.optimizer_ns, after)
         engine.allocate(task, taken, "workspace")
         engine.release(task, taken, "workspace")
-        self.pieces.append((self.now, finished(PassKind("optimizer"), engine, {})))
+        self.pieces.append((self.now, finished(PassKind("optimizer"), engine, {}, {})))
         self.now += engine.free_ns
 
     # Results ----------------------------------------

@@ -41,6 +41,7 @@ from autopar.simulate.program import (
     Program,
     StoredPrice,
     Transmission,
+    Value,
     mark_gradients,
 )
 from autopar.simulate.recomputation import Call
@@ -116,6 +117,7 @@ class Lowered:
     loss: int  # the value, −1 for none
     constants: dict[int, int]
     keeps: tuple[str, ...]  # the stored tensors that it reads
+    is_marked: bool = False
     marked: dict[int, tuple[Marked, int]] = field(default_factory=dict)  # by the number of what is wanted
 
     @property
@@ -339,8 +341,9 @@ class PartLowering(Lowering):
     def mark(self, lowered: Lowered, wanted: Wanted) -> Marked:
         """The part with what later ones want of it."""
         program = self.program = copy.copy(lowered.program)
-        program.values = [copy.copy(value) for value in program.values]
-        program.items = [copy.copy(item) for item in program.items]
+        if lowered.is_marked:
+            program.values, program.items = _unmarked(program)
+        lowered.is_marked = True
         if self.trains:
             ends = [n for n, wants in zip(lowered.leaving, wanted.gradients, strict=True) if wants]
             mark_gradients(program, ends if lowered.loss < 0 else [lowered.loss, *ends])
@@ -375,6 +378,17 @@ class PartLowering(Lowering):
             direction = direction_of(program, orders, lifetimes, BACKWARD, numbers, frozenset())
         freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
         return Part(program, orders, lifetimes, direction, marked, end, freed, _gradients(lowered, buffers))
+
+
+def _unmarked(program: Program) -> tuple[list[Value], list[Item]]:
+    """Values and items as they were lowered; the first to mark them takes the originals."""
+    values = [copy.copy(value) for value in program.values]
+    items = [copy.copy(item) for item in program.items]
+    for value in values:
+        value.wants_gradient = False
+    for item in items:
+        item.runs_backward, item.region = False, -1
+    return values, items
 
 
 def _later(lowered: Lowered, wanted: Wanted) -> list[Item]:

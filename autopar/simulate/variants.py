@@ -92,7 +92,7 @@ class Variants:
     @property
     def is_full(self) -> bool:
         """Whether it knows too much."""
-        return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full
+        return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full or self.bound.is_full
 
     def _number(self, content: Hashable) -> int:
         """One number for equal things."""

@@ -27,7 +27,7 @@ from autopar.soap.space import Draft, Space
 
 HOT, COLD = 0.03, 0.0003  # temperature, as parts of the best cost
 ROUNDS = 4
-JUMPS = 0.03  # of proposals, where there are any
+JUMPS = 0.015  # of proposals, where there are any
 _TRACED = 200  # points of a trace at most
 _OVER = 10  # how much dearer a plan is by each part of its limit that it is over
 

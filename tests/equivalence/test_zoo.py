@@ -50,5 +50,5 @@ def check_split(graph: Graph, plan: Plan) -> None:
             assert any(kind == "S" and len(graph.tensors[name].shape) > 1 for name, kind in kinds.items())
     devices = plan.mesh.num_devices
     share = planned.work_share(graph, plan)
-    most = 0.5 if plan.forks else 1.15 / devices  # three branches on four ranks, say
+    most = 0.55 if plan.forks else 1.15 / devices  # three branches on four ranks, say
     assert share <= most, f"a rank of {devices} computes {share:.0%} of the matrix products"
