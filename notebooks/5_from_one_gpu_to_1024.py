@@ -14,7 +14,7 @@
 # %% [markdown]
 # # From one GPU to 1,024: what changes in the plan
 #
-# One model, one batch, more and more H100s. The model is a GPT of 1.4 billion parameters; a step trains on 1,024
+# One model, one batch, more and more H100s. The model is a GPT of 1.4 billion parameters; a step trains on 512
 # sequences of 1,024 tokens, however many GPUs there are. Nothing here needs a GPU, and the weights are never
 # allocated. The times are predictions from data sheets.
 
@@ -35,7 +35,7 @@ from models import gpt
 plt.style.use("tableau-colorblind10")
 plt.rcParams.update({"figure.dpi": 80, "axes.spines.top": False, "axes.spines.right": False})
 
-config = gpt.Config(50257, 1024, num_layers=24, hidden_size=2048, num_heads=16, batch_size=1024)
+config = gpt.Config(50257, 1024, num_layers=24, hidden_size=2048, num_heads=16, batch_size=512)
 with torch.device("meta"):
     model = gpt.build(config)
 batch = {name: tensor.to("meta") for name, tensor in gpt.example_inputs(config).items()}
@@ -61,7 +61,7 @@ for mesh in meshes:
 #
 # The devices are factors of a product: pipeline stages × ranks that share the batch × ranks that share matrices. The
 # plan has names for the axes only where people chose them; what an axis does is in the placements. An axis counts as
-# *data parallel* here when the embedded tokens are split by sample along it, else as *tensor parallel*.
+# *data parallel* here when most results of operators are split by sample along it, else as *tensor parallel*.
 
 
 # %%
