@@ -36,6 +36,7 @@ from autopar.zero import recomputable
 _SAID_EVERY = 500  # proposals
 _RESCHEDULED = 0.2  # of proposals to a border between stages
 _SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
+_NEVER = 2**62
 
 
 def refined(
@@ -376,24 +377,32 @@ def _along(placement: Placement, origin: Sequence[tuple[int, ...]]) -> Placement
 
 @dataclass(frozen=True, eq=False)
 class _Staged:
-    """The simulator of plans that are cut into stages."""
+    """The simulator of plans that are cut into stages. What cannot be cut so costs more than anything."""
 
     graph: Graph
     profile: Profile
     cut: Callable[[Plan], Plan]
 
-    last: list[tuple[Plan, Timeline]] = field(default_factory=list)
+    last: list[tuple[Plan, Timeline | None]] = field(default_factory=list)
 
     def step_time_ns(self, plan: Plan) -> int:
-        return self._timeline(plan).step_time_ns
+        played = self._timeline(plan)
+        return _NEVER if played is None else played.step_time_ns
 
     def peak_bytes(self, plan: Plan) -> int:
-        return self._timeline(plan).peak_bytes
+        played = self._timeline(plan)
+        return 0 if played is None else played.peak_bytes
 
-    def _timeline(self, plan: Plan) -> Timeline:
+    def _timeline(self, plan: Plan) -> Timeline | None:
         if not self.last or self.last[0][0] is not plan:
-            self.last[:] = [(plan, simulate(self.graph, self.cut(plan), self.profile))]
+            self.last[:] = [(plan, self._played(plan))]
         return self.last[0][1]
+
+    def _played(self, plan: Plan) -> Timeline | None:
+        try:
+            return simulate(self.graph, self.cut(plan), self.profile)
+        except PlanError:
+            return None
 
     def least_time_ns(self, plan: Plan) -> int:
         return 0
