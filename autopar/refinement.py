@@ -61,7 +61,8 @@ def refined(
     if found.world is worlds.first and not report.moves:
         return replace(plan, search=replace(plan.search, refinement=report))
     stated = worlds.stated(found.world, found.plan, report.moves)
-    if stated.predicted.step_time_ns >= plan.predicted.step_time_ns and _fits(plan):
+    is_better = _fits(stated) and stated.predicted.step_time_ns < plan.predicted.step_time_ns
+    if _fits(plan) and not is_better:
         return replace(plan, search=replace(plan.search, refinement=report))
     return replace(stated, search=replace(plan.search, refinement=report))
 

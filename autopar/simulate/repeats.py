@@ -62,7 +62,8 @@ def segments_of(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> 
         crossing = (name for name in (*enters, *made, *begun) if last.get(name, -1) > number)
         after = tuple(sorted(crossing, key=lambda name: -last[name]))
         leaves = tuple(places[name] for name in after)
-        form = _form(graph, facts, run, enters, leaves, (*made, *begun), stored, (number == 0, number == len(runs) - 1))
+        ends = number == 0, number == len(runs) - 1
+        form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends)
         kind = kinds.setdefault(form, len(kinds))
         keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
         found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, kind))
@@ -99,21 +100,24 @@ def _is_shared(graph: Graph, name: str) -> bool:
 
 
 def _form(
-    graph: Graph, facts: GraphFacts, nodes: tuple[Node, ...], enters: tuple[str, ...], leaves: tuple[Enters, ...],
-    made: tuple[str, ...], stored: tuple[str, ...], ends: tuple[bool, bool],
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], nodes: tuple[Node, ...], enters: tuple[str, ...],
+    leaves: tuple[Enters, ...], made: tuple[str, ...], stored: tuple[str, ...], ends: tuple[bool, bool],
 ) -> Hashable:  # fmt: skip
     """All that lowering asks of a segment's graph, by places instead of names."""
     codes = {name: ("enters", place) for place, name in enumerate(enters)}
     codes |= {name: ("made", place) for place, name in enumerate(made)}
     codes |= {name: ("stored", place) for place, name in enumerate(stored)}
     prefix = _common(nodes)
-    coded = tuple(_coded(node, codes, prefix) for node in nodes)
+    coded = tuple(_coded(node, codes, prefix, recomputed) for node in nodes)
     described = tuple(_described(graph, facts, name, prefix) for name in (*enters, *made, *stored))
-    return repr((coded, described, leaves, ends))
+    units = [facts.block_of(node.scope.module, recomputed) for node in nodes]
+    units += [facts.block_of(graph.stored_by_tensor[name].name, recomputed) for name in stored]
+    return repr((coded, described, leaves, ends, tuple(_inside(unit, prefix) for unit in units)))
 
 
-def _coded(node: Node, codes: Mapping[str, Any], prefix: str) -> Any:
-    scope = tuple((_inside(path, prefix), kind) for path, kind in node.scope.path)
+def _coded(node: Node, codes: Mapping[str, Any], prefix: str, recomputed: frozenset[str]) -> Any:
+    """The node by places, and of each module around it, whether that is computed again."""
+    scope = tuple((_inside(path, prefix), kind, path in recomputed) for path, kind in node.scope.path)
     args = map_references(node.args, codes.__getitem__)
     kwargs = tuple((key, map_references(value, codes.__getitem__)) for key, value in node.kwargs)
     return node.op, args, kwargs, tuple(codes.get(name or "") for name in node.outputs), scope

@@ -52,6 +52,16 @@ def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> Non
     assert incremental.num_whole == 0
 
 
+def test_equal_layers_of_which_some_are_computed_again_are_told_apart() -> None:
+    """What one layer took was taken for all: a plan that did not fit was said to."""
+    part, plan, profile = begin("gpt, data and tensor, 2 microbatches")
+    paths = [path for group in plan.blocks for path in group]
+    incremental = Incremental(part.graph, profile)
+    for again in ((), (paths[0],), (paths[1],), (f"{paths[1]}.attention",), (paths[0], f"{paths[1]}.attention")):
+        other = replace(plan, recompute=again)
+        assert not differences(simulate(part.graph, other, profile), incremental.timeline(other)), again
+
+
 @pytest.mark.parametrize("seed", [3, 26])
 def test_random_plans_of_random_programs_in_segments_of_two_operators(
     seed: int, monkeypatch: pytest.MonkeyPatch
