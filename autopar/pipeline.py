@@ -17,7 +17,7 @@ from torch import nn
 from autopar import interrupt
 from autopar.cost import load_profile, profiles_of
 from autopar.emit import emit
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.ir import verifier
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.graph import Graph
@@ -46,6 +46,8 @@ from autopar.template import template_axes, template_constraints, template_ranks
 from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages
 
+_SEVERAL_STARTS = 5_000
+"""With so many proposals, refinement begins at expert plans and at a drawn one, too."""
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01, proposals=0),
@@ -133,9 +135,26 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
 def _refined(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> Plan:
     if not request.mesh.is_homogeneous:
         return plan
-    return refined(
-        graph, find_blocks(graph, request.constraints), request, load_profile(request.mesh.profile), plan, progress
-    )
+    others = _expert_plans(graph, request) if request.budget.proposals >= _SEVERAL_STARTS else []
+    blocks, profile = find_blocks(graph, request.constraints), load_profile(request.mesh.profile)
+    return refined(graph, blocks, request, profile, plan, progress, others)
+
+
+def _expert_plans(graph: Graph, request: Request) -> list[tuple[str, Plan]]:
+    """Templates to begin with, too, as far as the model and constraints allow them: data parallel, whole and sharded,
+    and beside tensor parallel inside a node."""
+    devices, inner = request.mesh.num_devices, request.mesh.devices_per_node
+    found = []
+    choices: list[dict[str, int]] = [{"dp": devices}, {"dp": devices, "zero": 3}, {"dp": devices // inner, "tp": inner}]
+    for choice in choices:
+        with contextlib.suppress(AutoparError):
+            plan = template_of_graph(
+                graph, request.mesh, dp=choice["dp"], tp=choice.get("tp", 1), zero=choice.get("zero", 0),
+                mode=request.mode, optimizer=request.optimizer, precision=request.precision,
+                memory_limit=request.memory_limit, constraints=request.constraints,
+            )  # fmt: skip
+            found.append((f"template {', '.join(f'{key}={value}' for key, value in choice.items())}", plan))
+    return found
 
 
 def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:

@@ -28,7 +28,7 @@ from autopar.planning import Place, Request, divided, pinned_nodes
 from autopar.progress import Report, reporting
 from autopar.simulate import Incremental, Timeline, simulate
 from autopar.simulate.schedule import without_collector
-from autopar.soap import INPUT, STORAGE, Budget, Jump, Score, Space, Start, Watch, World, refine
+from autopar.soap import INPUT, STORAGE, Budget, Jump, Proposals, Score, Space, Start, Watch, World, refine
 from autopar.staging import cut
 from autopar.trace import Blocks
 from autopar.zero import recomputable
@@ -37,13 +37,15 @@ _SAID_EVERY = 500  # proposals
 _RESCHEDULED = 0.2  # of proposals to a border between stages
 _SCHEDULES = ("gpipe", "1f1b", "zero_bubble")
 _NEVER = 2**62
+_WALKED = 200  # proposals that a random start is away
 
 
 def refined(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan, progress: Report | None = None,
     others: Sequence[tuple[str, Plan]] = (),
 ) -> Plan:  # fmt: skip
-    """The plan, or a faster one that MCMC finds around it, or from other plans, which have a name each.
+    """The plan, or a faster one that MCMC finds around it, or from other plans, which have a name each; where there are
+    such, from a drawn one as well.
 
     A plan whose stages are placed apart, or that is for devices of several kinds, is returned as it is.
     """
@@ -55,6 +57,8 @@ def refined(
         starts = [worlds.start(name, one) for name, one in [("the plan", plan), *others]]
     except PlanError:
         return plan
+    if others:
+        starts.append(worlds.drawn(starts[0], budget.seed))
     chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
     with without_collector(), reporting(progress, max(1, budget.proposals // _SAID_EVERY)) as say:
         found, report = refine(starts, chances, worlds.jumps(), _watch(say))
@@ -168,6 +172,14 @@ class Worlds:
     def start(self, name: str, plan: Plan) -> Start:
         """Where a chain may begin. Raises PlanError where that is not in any world."""
         return Start(name, self.at(self.outer(plan)), self.unstaged(plan))
+
+    def drawn(self, first: Start, seed: int) -> Start:
+        """A random start: where a walk ends that takes every typed proposal."""
+        random, space, draft = Random(seed), first.world.space, first.world.space.draft(first.plan)
+        proposals = Proposals(space)
+        for _ in range(0 if proposals.is_empty() else _WALKED):
+            draft = space.changed(draft, proposals.draw(draft, random)) or draft
+        return Start("a drawn plan", first.world, draft.plan)
 
     def unstaged(self, plan: Plan) -> Plan:
         """One microbatch's placements, all stages' in one. Raises PlanError where stages place alike things apart."""

@@ -12,7 +12,7 @@ from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
-from autopar.pipeline import placed
+from autopar.pipeline import placed, planned
 from autopar.planning import Request, SearchBudget
 from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
@@ -64,3 +64,13 @@ def test_constraints_hold() -> None:
 def test_without_proposals_the_plan_is_as_it_was() -> None:
     first, plan = both(proposals=0)
     assert plan is first
+
+
+def test_a_long_search_begins_at_expert_plans_and_at_a_drawn_one_too() -> None:
+    budget = SearchBudget(5.0, stages=False, proposals=5_000, refine_seconds=4.0)
+    request = Request(autopar.Mesh("h100", devices_per_node=4), "train", "adamw", None, (), budget)
+    report = planned(graph(), request).search.refinement
+    assert report is not None
+    assert [*report.starts] == ["the plan", "template dp=4", "template dp=4, zero=3", "template dp=1, tp=4",
+                                "a drawn plan"]  # fmt: skip
+    assert report.after_ns <= 1.002 * min(best for _, best in report.starts.values())
