@@ -22,9 +22,8 @@ import numpy as np
 from autopar.intraop.builder import Built, Kept, Variable
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Int64Array, Problem
 from autopar.intraop.strategies import Strategy
-from autopar.ir.placement import Placement, format_placement
 from autopar.ir.plan import Alternative, Choice
-from autopar.ir.text import storage_text
+from autopar.ir.text import bracketed, storage_text, strategy_text
 
 MAX_ALTERNATIVES = 5
 
@@ -135,11 +134,7 @@ def _choice(variable: Variable, priced: _Priced, chosen: int) -> Choice:
 
 def _text(option: Any) -> str:
     if isinstance(option, Kept):
-        return f"stored {storage_text(option.storage)}, used {_bracketed((option.use,))}"
+        return f"stored {storage_text(option.storage)}, used {bracketed((option.use,))}"
     if isinstance(option, Strategy):
-        return f"{_bracketed(option.operands)} -> {_bracketed(option.results)}"
-    return _bracketed((option,))
-
-
-def _bracketed(placements: tuple[Placement, ...]) -> str:
-    return ", ".join(f"[{format_placement(placement)}]" for placement in placements)
+        return strategy_text(option)
+    return bracketed((option,))

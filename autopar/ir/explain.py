@@ -11,7 +11,7 @@ from autopar.ir.branches import homes
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
 from autopar.ir.shares import share_lines
-from autopar.ir.text import bytes_text, fork_text, runners_up, storage_text, time_text, used_placements
+from autopar.ir.text import bytes_text, fork_text, runners_up, storage_text, strategy_text, time_text, used_placements
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4
@@ -113,9 +113,7 @@ def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
     for name, node in plan.nodes.items():
         module, op, source = plan.scopes.get(name, "||").split("|")
         if _matches(module, pattern) or _matches(name, pattern):
-            operands = ", ".join(f"[{format_placement(p)}]" for p in node.operands)
-            results = ", ".join(f"[{format_placement(p)}]" for p in node.results)
-            line, home = f"{module}: {op} {name}: {operands} -> {results}  # {source}", branched.get(name)
+            line, home = f"{module}: {op} {name}: {strategy_text(node)}  # {source}", branched.get(name)
             if home is not None:  # decided with its whole branch
                 yield f"{line}, at {home.axis}={home.coordinate} alone", None
             else:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import format_placement
+from autopar.ir.placement import Placement, format_placement
 from autopar.ir.plan import Breakdown, Fork, Plan, Prediction, Stage, Storage
 from autopar.ir.shares import axis_text, share_lines
 
@@ -238,6 +238,25 @@ def used_placements(plan: Plan) -> dict[str, set[str]]:
     for tensor, storage in plan.storage.items():
         found.setdefault(tensor, {f"[{format_placement(storage.placement)}]"})
     return found
+
+
+class _Placed(Protocol):
+    """An operator's placements: a node of a plan, or a strategy of the search."""
+
+    @property
+    def operands(self) -> tuple[Placement, ...]: ...
+    @property
+    def results(self) -> tuple[Placement, ...]: ...
+
+
+def strategy_text(placed: _Placed) -> str:
+    """ "[S(0)], [R] -> [S(0)]": what an operator reads, and what it makes."""
+    return f"{bracketed(placed.operands)} -> {bracketed(placed.results)}"
+
+
+def bracketed(placements: Iterable[Placement]) -> str:
+    """ "[S(0) R], [R R]"."""
+    return ", ".join(f"[{format_placement(placement)}]" for placement in placements)
 
 
 def storage_text(storage: Storage) -> str:

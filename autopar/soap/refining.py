@@ -16,9 +16,8 @@ from functools import cached_property
 from random import Random
 from typing import NamedTuple
 
-from autopar.ir.placement import format_placement
 from autopar.ir.plan import Move, NodePlan, Plan, Refinement, Storage
-from autopar.ir.text import storage_text
+from autopar.ir.text import bracketed, storage_text, strategy_text
 from autopar.soap.annealing import Chain, Jump, Scored, Watch, World, anneal, joined_trace
 from autopar.soap.proposals import INPUT, RECOMPUTE, STORAGE, Option
 from autopar.soap.space import Change, Space
@@ -210,12 +209,8 @@ def _option(plan: Plan, name: str) -> Option:
 def option_text(option: Option) -> str:
     """ "[S(0) R], [R R] -> [S(0) R]": an option as `plan.explain` writes it."""
     if isinstance(option, NodePlan):
-        return f"{_bracketed(option.operands)} -> {_bracketed(option.results)}"
-    return f"stored {storage_text(option)}" if isinstance(option, Storage) else _bracketed((option,))
-
-
-def _bracketed(placements: Sequence[tuple[object, ...]]) -> str:
-    return ", ".join(f"[{format_placement(placement)}]" for placement in placements)  # type: ignore[arg-type]
+        return strategy_text(option)
+    return f"stored {storage_text(option)}" if isinstance(option, Storage) else bracketed((option,))
 
 
 __all__ = ["Budget", "Start", "refine"]
