@@ -6,6 +6,7 @@ Each candidate (a graph, a logical mesh, stages) is scored by the one simulator;
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,6 +24,17 @@ from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
+from autopar.jointly import (
+    NEARBY_S,
+    Entry,
+    Setting,
+    entries_near,
+    planned_near,
+    reported,
+    setting_of,
+    settings_near,
+    taken,
+)
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
 from autopar.planning import (
@@ -42,6 +54,7 @@ from autopar.shares import SharedBatch, best_mixed_plan
 from autopar.simulate import Timeline, simulate
 from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
+from autopar.substitute import Candidate
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages
@@ -50,9 +63,9 @@ _SEVERAL_STARTS = 5_000
 """With so many proposals, refinement begins at expert plans and at a drawn one, too."""
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
-    "fast": SearchBudget(10.0, gap=0.01, proposals=0),
+    "fast": SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0),
     "default": SearchBudget(20.0),
-    "thorough": SearchBudget(300.0, gap=0.0, substitutions=True, proposals=50_000, refine_seconds=120.0),
+    "thorough": SearchBudget(300.0, gap=0.0, everywhere=True, proposals=50_000, refine_seconds=120.0),
 }
 
 
@@ -106,15 +119,53 @@ def planned_jointly(
     passes = passes or Passes(progress)
     best = graph, placed(graph, request, progress)
     passes.ended("place", _step_text(best[1]))
-    for candidate in rewrites(graph, request) if not interrupt.is_asked() else ():
-        with contextlib.suppress(InfeasibleError):
-            plan = replace(placed(candidate.graph, request, progress), substitutions=candidate.steps)
-            best = min(best, (candidate.graph, plan), key=lambda found: found[1].predicted.step_time_ns)
-        passes.ended("substitute", _step_text(best[1]))
+    if _looks_for_graphs(request):
+        best = _best_graph(*best, request, progress)
+        passes.ended("substitute", f"{_step_text(best[1])}, {_graphs_text(best[1])}")
     if request.budget.proposals:
         best = best[0], _refined(*best, request, progress)
         passes.ended("refine", _step_text(best[1]))
     return best
+
+
+def _looks_for_graphs(request: Request) -> bool:
+    """Whether equal graphs are looked for. On devices of several kinds there is no setting to plan them near."""
+    budget = request.budget
+    return budget.substitutions and (budget.everywhere or request.mesh.is_homogeneous) and not interrupt.is_asked()
+
+
+def _best_graph(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> tuple[Graph, Plan]:
+    """The graph to take of the model's own, whose plan is given, and those that substitutions make; with its plan."""
+    began = time.monotonic()
+    found, settings = rewrites(graph, request), settings_near(plan)
+    given = Entry(Candidate(graph, (), found.before_ns), settings[0] if settings else None, plan)
+    if request.budget.everywhere:
+        entries = [given, *(_placed_anywhere(candidate, request, progress) for candidate in found.candidates)]
+    else:
+        profile, deadline = load_profile(request.mesh.profile), began + NEARBY_S
+
+        def near(candidate: Candidate, setting: Setting) -> Plan | None:
+            return planned_near(candidate.graph, plan, setting, request, profile)
+
+        def is_over() -> bool:
+            return interrupt.is_asked() or time.monotonic() > deadline
+
+        entries = entries_near(given, found.candidates, settings, near, is_over)
+    best = taken(entries)
+    return best.candidate.graph, reported(entries, best, found, time.monotonic() - began)
+
+
+def _placed_anywhere(candidate: Candidate, request: Request, progress: Report | None) -> Entry:
+    try:
+        plan = placed(candidate.graph, request, progress)
+    except InfeasibleError:
+        return Entry(candidate, None, None)
+    return Entry(candidate, setting_of(plan), plan)
+
+
+def _graphs_text(plan: Plan) -> str:
+    assert plan.search.rewriting is not None
+    return f"{len(plan.search.rewriting.graphs)} graphs planned"
 
 
 def _said_if_interrupted(plan: Plan) -> Plan:

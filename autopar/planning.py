@@ -55,7 +55,9 @@ class SearchBudget:
 
     gap: the search of a mesh stops once (cost − lower bound) / cost is at most this; the plan states which.
     stages: plans of several pipeline stages are looked for, too; if not, only where constraints pin their number.
-    substitutions: equal graphs are looked for and planned as well, and the fastest plan of all wins.
+    substitutions: equal graphs are looked for and planned as well, near the plan of the model's own graph: on logical
+    meshes and in numbers of stages and microbatches that were good there. The fastest plan of all wins.
+    everywhere: equal graphs are looked for longer, and planned in all ways; this takes a multiple of the time.
     proposals: what the SOAP search by MCMC may try around the plan that was found, 0 for none; refine_seconds: its time
     at most, where the machine is so slow that this is less.
     """
@@ -64,7 +66,8 @@ class SearchBudget:
     seed: int = 0
     gap: float = 0.002
     stages: bool = True
-    substitutions: bool = False
+    substitutions: bool = True
+    everywhere: bool = False
     proposals: int = 1_000
     refine_seconds: float = 4.0
 
@@ -238,6 +241,16 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
     return part.on_all_axes(replace(best, search=replace(best.search, tried=plan.search.tried)))
 
 
+def plan_in(place: Place, seconds: float, is_branched: bool) -> Plan:
+    """The best plan of one place, stated for the step. is_branched: operators may run beside each other, too.
+
+    Raises InfeasibleError.
+    """
+    deadline = time.monotonic() + seconds
+    plan = place.fit(seconds)
+    return place.part.on_all_axes(_in_branches(place, plan, deadline) if is_branched else plan)
+
+
 def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
     own, left = place.profile.shared_by(place.request.mesh.devices_per_node), deadline - time.monotonic()
     representative = place.part.blocks.representative_node
@@ -333,7 +346,7 @@ def microbatch_counts(graph: Graph, request: Request) -> list[int]:
 def _candidate(place: Place, fit: Fit, seconds: float, tried: list[dict[str, Any]], report: Report) -> Plan | None:
     """The plan in one place, noted in `tried`; None when none was found that fits."""
     count = place.part.microbatches
-    row: dict[str, Any] = {"mesh": "x".join(str(axis.size) for axis in place.axes) or "1", "microbatches": count}
+    row: dict[str, Any] = {"mesh": sizes_text(place.axes), "microbatches": count}
     tried.append(row)
     started = time.monotonic()
     try:
@@ -350,6 +363,11 @@ def _candidate(place: Place, fit: Fit, seconds: float, tried: list[dict[str, Any
     what += f", {len(plan.recompute)} modules recomputed" if plan is not None and plan.recompute else ""
     report(f"mesh {row['mesh']}{f' in {count} microbatches' if count > 1 else ''}: {what} ({row['seconds']} s)")
     return plan
+
+
+def sizes_text(axes: LogicalMesh) -> str:
+    """ "2x4", or "1" without axes: how reports call a logical mesh."""
+    return "x".join(str(axis.size) for axis in axes) or "1"
 
 
 @dataclass(frozen=True, eq=False)

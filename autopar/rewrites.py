@@ -2,12 +2,16 @@
 
 What is best depends on how much there is to do: folding an adapter into its weight pays where many samples go through
 it, and not where each of eight ranks has an eighth of them. So substitutions are looked for on both.
+
+What gains less than a profile can tell apart is not looked at further; and fused weights that are taken apart are, gain
+or not, for what that is worth shows only where they are sharded.
 """
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from autopar.cost import Profile, load_profile
 from autopar.errors import PlanError
@@ -16,6 +20,7 @@ from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import microbatch_types, one_microbatch
 from autopar.planning import Request, pinned_tensors
 from autopar.substitute import Candidate, Substituted, load_rules, replayed, substituted
+from autopar.substitute.joint import MOST, PATIENCE
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
@@ -23,30 +28,49 @@ from autopar.trace import find_blocks
 
 _SHARE_OF_TIME = 0.25
 """Of the search budget, for each of the two searches."""
+_SHORT_S = 1.5
+"""What each may take where graphs are not planned everywhere. Mostly it ends before, by counts."""
+_LONG_PATIENCE = 10 * PATIENCE
 
 
-def rewrites(graph: Graph, request: Request) -> list[Candidate]:
+class Rewrites(NamedTuple):
+    """Graphs equal to a traced model's that may be faster, the fastest on one device first; what the model's own takes
+    there (ns); how many graphs were met, and why the search for more ended."""
+
+    candidates: tuple[Candidate, ...]
+    before_ns: int
+    seen: int
+    stop: str
+
+
+def rewrites(graph: Graph, request: Request) -> Rewrites:
     """Graphs equal to a traced model's that may be faster. What constraints speak of stays as it is."""
-    if not request.budget.substitutions:
-        return []
     pinned = pinned_tensors(graph, request.constraints)
-    plainer, masks = _without_masks(graph, request, pinned)
-    found = [*_search(plainer, request, pinned).candidates]
+    pricer = Pricer(_profile(request), request.mode == "train")
+    plainer, masks = _without_masks(graph, pricer, pinned)
+    searches = [_search(plainer, request, pinned)]
+    found = [*searches[0].candidates]
     share = _share(plainer, request.mesh.num_devices)
     if share is not None:
-        found += _on_whole(plainer, _search(share, request, pinned).best)
+        searches.append(_search(share, request, pinned))
+        found += _on_whole(plainer, searches[1].best, pricer)
     distinct = {candidate.graph.fingerprint: candidate for candidate in reversed(found)}
     distinct.pop(graph.fingerprint, None)
     ordered = sorted(distinct.values(), key=lambda candidate: candidate.cost_ns)
-    return [replace(candidate, steps=(*masks, *candidate.steps)) for candidate in ordered]
+    return Rewrites(
+        tuple(replace(candidate, steps=(*masks, *candidate.steps)) for candidate in ordered),
+        pricer(lifted(graph)),
+        sum(search.seen for search in searches),
+        "; ".join(dict.fromkeys(part for search in searches for part in search.stop.split("; "))),
+    )
 
 
-def _without_masks(graph: Graph, request: Request, pinned: set[str]) -> tuple[Graph, tuple[Substitution, ...]]:
+def _without_masks(graph: Graph, pricer: Pricer, pinned: set[str]) -> tuple[Graph, tuple[Substitution, ...]]:
     """The graph whose attention operators know that they are causal, and the substitution that says so."""
     names = [name for name in under_causal_masks(graph) if pinned.isdisjoint(graph.node_by_name[name].results)]
     if not names:
         return graph, ()
-    plainer, pricer = without_masks(graph, names), Pricer(_profile(request), request.mode == "train")
+    plainer = without_masks(graph, names)
     modules = tuple(graph.node_by_name[name].scope.module for name in names)
     gain_ns = pricer(lifted(graph)) - pricer(lifted(plainer))
     return plainer, (Substitution(RULE, STATEMENT, "proved", "", modules, tuple(names), {}, gain_ns),)
@@ -57,10 +81,14 @@ def _profile(request: Request) -> Profile:
 
 
 def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
-    blocks = find_blocks(graph, request.constraints)
+    blocks, budget = find_blocks(graph, request.constraints), request.budget
+    seconds = _SHARE_OF_TIME * budget.seconds
+    limits: dict[str, Any] = {"seconds": min(seconds, _SHORT_S), "most": MOST}
+    if budget.everywhere:
+        limits = {"seconds": seconds, "patience": _LONG_PATIENCE}
     return substituted(
         graph, blocks.paths, blocks.node_representative, load_rules(), _profile(request),
-        trains=request.mode == "train", seconds=request.budget.seconds * _SHARE_OF_TIME, pinned=pinned,
+        trains=request.mode == "train", pinned=pinned, **limits,
     )  # fmt: skip
 
 
@@ -74,10 +102,13 @@ def _share(graph: Graph, num_devices: int) -> Graph | None:
         return None
 
 
-def _on_whole(graph: Graph, found: Candidate) -> list[Candidate]:
+def _on_whole(graph: Graph, found: Candidate, pricer: Pricer) -> list[Candidate]:
     """What was found for a part of the batch, for all of it; nothing where it speaks of the part's sizes."""
+    if not found.steps:
+        return []
     with contextlib.suppress(PlanError):
-        return [Candidate(_replayed(graph, found.steps), found.steps, found.cost_ns)] if found.steps else []
+        whole = _replayed(graph, found.steps)
+        return [Candidate(whole, found.steps, pricer(lifted(whole)))]
     return []
 
 

@@ -120,10 +120,41 @@ class Refinement:
 
 
 @dataclass(frozen=True)
+class GraphPlan:
+    """An equal graph of the model, near which setting it was planned, and what came of it.
+
+    rules: of the substitutions that make it, how often each was applied; none for the model's own graph. one_device_ns:
+    a step of it on one device, by the profile. step_time_ns: of its fastest plan; None where none was found.
+    """
+
+    rules: Mapping[str, int]
+    one_device_ns: int
+    mesh: str
+    stages: int
+    microbatches: int
+    step_time_ns: int | None
+    outcome: str
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """How equal graphs were looked for and planned, and which was taken (`autopar.jointly`).
+
+    seen: graphs that substitutions led to; stop_reason: why the search for more ended. seconds: of all.
+    """
+
+    seen: int
+    stop_reason: str
+    seconds: float
+    graphs: tuple[GraphPlan, ...] = ()
+
+
+@dataclass(frozen=True)
 class SearchReport:
     """How the plan was found: the objective, its bound, why the search stopped, and what else was looked at.
 
-    refinement: what came after it, if anything did; cost and bound are those of before.
+    rewriting: of graphs equal to the model's, where they were looked for. refinement: what came after it, if anything
+    did; cost and bound are those of before.
     """
 
     method: str = "given"
@@ -133,6 +164,7 @@ class SearchReport:
     seconds: float = 0.0
     seed: int = 0
     tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
+    rewriting: Rewriting | None = None
     refinement: Refinement | None = None
 
 

@@ -22,12 +22,14 @@ from autopar.ir.plan import (
     Breakdown,
     Choice,
     Fork,
+    GraphPlan,
     Move,
     NodePlan,
     Plan,
     Prediction,
     Redistribute,
     Refinement,
+    Rewriting,
     SearchReport,
     Stage,
     Storage,
@@ -72,9 +74,7 @@ def to_json(plan: Plan) -> str:
 
 def _search_to_json(search: SearchReport) -> dict[str, Any]:
     data = asdict(search)
-    if search.refinement is None:
-        del data["refinement"]
-    return data
+    return {name: value for name, value in data.items() if value is not None}
 
 
 def _substitution_to_json(step: Substitution) -> dict[str, Any]:
@@ -185,10 +185,17 @@ def _substitution(row: dict[str, Any]) -> Substitution:
 
 
 def _search(data: dict[str, Any]) -> SearchReport:
-    refined = data.get("refinement")
-    return SearchReport(
-        **{**data, "tried": tuple(data["tried"]), "refinement": None if refined is None else _refinement(refined)}
-    )
+    refined, rewritten = data.get("refinement"), data.get("rewriting")
+    told = {
+        "tried": tuple(data["tried"]),
+        "refinement": None if refined is None else _refinement(refined),
+        "rewriting": None if rewritten is None else _rewriting(rewritten),
+    }
+    return SearchReport(**{**data, **told})
+
+
+def _rewriting(data: dict[str, Any]) -> Rewriting:
+    return Rewriting(**{**data, "graphs": tuple(GraphPlan(**row) for row in data["graphs"])})
 
 
 def _refinement(data: dict[str, Any]) -> Refinement:

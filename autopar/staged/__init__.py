@@ -50,6 +50,17 @@ def best_staged_plan(
         return finalists.best(*_of_one_stage(graph, blocks, search.request, profile, progress, finalists))
 
 
+def staged_plan_near(
+    graph: Graph, blocks: Blocks, request: Request, profile: Profile, size: int, mesh: str, microbatches: int
+) -> Plan | None:
+    """The fastest plan that fits, of equal stages on submeshes of so many devices seen as one logical shape, such as
+    "2x4", in so many microbatches; None where none was found."""
+    with without_collector():
+        search = Search(Layered(graph, blocks, request, profile))
+        finalists = Finalists(search, search.near(size, mesh, microbatches))
+        return finalists.best(None, None) if finalists.plans else None
+
+
 def _of_one_stage(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None, than: Finalists
 ) -> tuple[Plan | None, InfeasibleError | None]:  # fmt: skip
@@ -68,4 +79,4 @@ def _of_one_stage(
         return None, error
 
 
-__all__ = ["best_staged_plan"]
+__all__ = ["best_staged_plan", "staged_plan_near"]

@@ -16,7 +16,7 @@ from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.stages import makes_rounds
-from autopar.planning import Place
+from autopar.planning import Place, sizes_text
 from autopar.progress import Report
 from autopar.staged.layered import Layered
 from autopar.staged.ways import Candidate, Setting, Way, hidden_bubble, interleaved_estimate, largest_peak
@@ -99,6 +99,13 @@ class Search:
         found += self._templates(found, deadline)
         found.sort(key=lambda candidate: candidate.step_ns)
         return found
+
+    def near(self, size: int, mesh: str, microbatches: int) -> list[Candidate]:
+        """What is found on logical shapes of one name in so many microbatches, freely and around templates."""
+        shapes = [(n, axes) for n, axes in self.shapes if n == size and sizes_text(axes) == mesh]
+        settings = [Setting(axes, n, self.request.mesh.num_devices // n, microbatches) for n, axes in shapes]
+        every = [named for setting in settings for named in (setting, *_as_templates(setting))]
+        return [candidate for setting in every for candidate in self._look(setting).found]
 
     def _templates(self, found: Sequence[Candidate], deadline: float) -> list[Candidate]:
         """Templates on the best setting of each logical shape, and on those of half and twice as many microbatches.

@@ -12,6 +12,7 @@ import numpy as np
 from autopar.interop import StageKind, in_flight
 from autopar.intraop import TradeOff
 from autopar.ir.mesh import LogicalMesh
+from autopar.planning import sizes_text
 
 RECOMPUTE = ("none", "block", "full")
 
@@ -72,7 +73,7 @@ class Candidate:
     def row(self) -> dict[str, Any]:
         """For `SearchReport.tried`."""
         return {
-            "mesh": " + ".join(dict.fromkeys(_sizes(way.setting.axes) for way in self.ways)),
+            "mesh": " + ".join(dict.fromkeys(sizes_text(way.setting.axes) for way in self.ways)),
             "stages": self.num_submeshes,
             "microbatches": self.microbatches,
             "schedule": self.schedule,
@@ -80,10 +81,6 @@ class Candidate:
             "estimated_ns": self.step_ns,
             "estimated_bytes": self.peak_bytes,
         }
-
-
-def _sizes(axes: LogicalMesh) -> str:
-    return "x".join(str(axis.size) for axis in axes) or "1"
 
 
 def _counted(recompute: Sequence[str]) -> str:

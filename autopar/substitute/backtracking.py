@@ -103,8 +103,12 @@ class Backtracking:
         return Outcome(_simplest(found), min(found, key=_order), stop, len(seen), time.monotonic() - limits.begin)
 
     def _next(self, now: Found, seen: set[int]) -> Iterator[Found | None]:
-        """The graphs that one substitution makes; None for one that was met before."""
-        for matcher in self.matchers:
+        """The graphs that one substitution makes; None for one that was met before.
+
+        The rule that was applied last comes first: what it gained at one place it mostly gains at the next, too.
+        """
+        last = now.matches[-1].rule if now.matches else None
+        for matcher in sorted(self.matchers, key=lambda matcher: matcher.rule is not last):
             for match in matcher.matches(now.values):
                 values = rewritten(now.values, match)
                 if values is None:

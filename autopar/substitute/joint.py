@@ -27,8 +27,12 @@ from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.terms import Apply, Rule, Term, subterms, variables
 
-PATIENCE = 2000
-"""How many substitutions are tried without a gain before the search of a region ends."""
+PATIENCE = 200
+"""How many substitutions are tried without a gain before the search of a region ends: ten times as many found nothing
+better in any of the models that were looked at (benchmarks/substitution)."""
+
+MOST = 1_000
+"""Graphs that the search of all regions meets at most: what is left of a large graph is left to a longer search."""
 
 SEARCHING = 0.8
 """Share of the time that the search may take; the rest is for making whole graphs of what it found."""
@@ -60,12 +64,13 @@ class Substituted:
 
 def substituted(
     graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
-    profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA,
-    pinned: Collection[str] = (),
+    profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA, patience: int = PATIENCE,
+    most: int = 1 << 30, pinned: Collection[str] = (),
 ) -> Substituted:  # fmt: skip
     """Graphs equal to the model's that are faster on one device of the profile, or easier to shard.
 
     paths, representatives: of equal blocks (`trace.find_blocks`). seconds: for all regions together.
+    patience: substitutions without a gain before a region is left. most: graphs that are met in all regions together.
     pinned: tensors that stay as they are, computed in the same way and stored by themselves.
     Of the rules, those that are proved are used: tests have passed rules that more tests have refuted.
     """
@@ -74,7 +79,7 @@ def substituted(
     if any(graph.tensors[item.tensor].dtype in ("bfloat16", "float16") for item in graph.parameters):
         rules = [rule for rule in rules if not sums_weights(rule)]
     search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
-    outcomes = search.outcomes(begin + SEARCHING * seconds)
+    outcomes = search.outcomes(begin + SEARCHING * seconds, patience, most)
     best = search.candidate([outcome.best for outcome in outcomes])
     apart = search.candidate([search.apart(twins) for twins in search.regions])
     given = Candidate(graph, (), search.cost(search.plain))
@@ -101,13 +106,15 @@ class _Search:
         """Of a whole graph without identity nodes."""
         return self.pricer(lifted(graph))
 
-    def outcomes(self, deadline: float) -> list[Outcome]:
-        """What is found for each region: each may take an equal share of the time that is left."""
-        found = []
+    def outcomes(self, deadline: float, patience: int, most: int) -> list[Outcome]:
+        """What is found for each region: each may take an equal share of the time and of the graphs that are left."""
+        found = list[Outcome]()
         for number, twins in enumerate(self.regions):
-            seconds = max(0.0, deadline - time.monotonic()) / (len(self.regions) - number)
+            regions_left = len(self.regions) - number
+            seconds = max(0.0, deadline - time.monotonic()) / regions_left
+            graphs = (most - sum(outcome.seen for outcome in found)) // regions_left
             backtracking = Backtracking(self.matchers, self.pricer, self.alpha)
-            found.append(backtracking.run(self._values(twins), seconds, patience=PATIENCE))
+            found.append(backtracking.run(self._values(twins), seconds, graphs, patience))
         return found
 
     def _values(self, twins: Twins) -> Values:
