@@ -20,7 +20,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
+from autopar.interop.submeshes import logical_shapes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import GraphPlan, Plan, Rewriting
@@ -35,7 +36,7 @@ from autopar.trace import Blocks, find_blocks
 NEAR = 1.1
 """Settings in which a plan takes so many times the best one's step are near enough for an equal graph to be better."""
 _MOST_SETTINGS = 3
-NEARBY_S = 4.0
+NEARBY_S = 5.0
 """Seconds, from the begin of the search for equal graphs, after which planning of no more of them begins."""
 
 
@@ -77,15 +78,17 @@ def _fits(row: Mapping[str, Any], limit: int) -> bool:
 
 
 def planned_near(graph: Graph, plan: Plan, setting: Setting, request: Request, profile: Profile) -> Plan | None:
-    """The fastest plan of a graph in a setting; None where none fits. plan: of an equal graph; its recomputation is
-    taken, and operators run beside each other where some of its do."""
+    """The fastest plan of a graph in a setting; None where there is none that fits.
+
+    plan: of an equal graph; its recomputation is taken, and operators run beside each other where some of its do.
+    """
     blocks = find_blocks(graph, request.constraints)
     try:
         if setting.stages > 1:
             size = request.mesh.num_devices // setting.stages
             return staged_plan_near(graph, blocks, request, profile, size, setting.mesh, setting.microbatches)
         return _planned_as_one(graph, blocks, plan, setting, request, profile)
-    except InfeasibleError:
+    except (InfeasibleError, PlanError):  # it may not be cut into so many stages or microbatches
         return None
 
 
@@ -94,7 +97,9 @@ def _planned_as_one(
 ) -> Plan | None:
     part = divided(graph, blocks, setting.microbatches)
     again = replace(request, recompute=plan.recompute)
-    shapes = [axes for axes in logical_meshes(request.mesh) if sizes_text(axes) == setting.mesh]
+    mesh = request.mesh
+    every = {*logical_meshes(mesh), *logical_shapes(mesh.num_devices, mesh.devices_per_node)}
+    shapes = [axes for axes in sorted(every) if sizes_text(axes) == setting.mesh]
     plans = [plan_in(Place(part, axes, again, profile), NEARBY_S, bool(plan.forks)) for axes in shapes]
     return min(plans, key=lambda found: found.predicted.step_time_ns, default=None)
 

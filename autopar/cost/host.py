@@ -62,8 +62,12 @@ def measure_profile(
 def cache_path() -> Path:
     """Where this host's profile is kept."""
     key = f"{cpu_model()}|{num_cores()}|{version('torch')}|{FORMAT}.{REVISION}"
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "autopar" / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+    return cache_folder() / f"cpu-{hashlib.sha256(key.encode()).hexdigest()[:12]}.json"
+
+
+def cache_folder() -> Path:
+    """Where this user's autopar keeps what took long to find out."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
 
 
 def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 0.0) -> dict[str, Any]:

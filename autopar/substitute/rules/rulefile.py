@@ -1,11 +1,13 @@
 """The rule file: rules as data, checked when written and again when read.
 
 Reading checks the schema, each term, sorts and sizes, the digest of each rule, and computes both sides of each rule on
-random instances once more: a file that was changed by hand is refused, even where its digests were made anew.
+random instances once more: a file that was changed by hand is refused, even where its digests were made anew. That
+takes seconds, so the shipped text, once it has passed, is remembered by its hash and read without that next time.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections import Counter
@@ -16,6 +18,7 @@ from typing import Any
 
 import jsonschema
 
+from autopar.cost.host import cache_folder
 from autopar.errors import PlanError
 from autopar.substitute.rules.instances import counterexample
 from autopar.substitute.rules.terms import Rule, parse_term
@@ -34,7 +37,15 @@ def schema() -> Any:
 @lru_cache(maxsize=1)
 def load_rules() -> tuple[Rule, ...]:
     """The rules that autopar ships. Raises PlanError where the file was changed."""
-    return read_rules(files("autopar.substitute.rules").joinpath("rules.json").read_text(encoding="utf-8"))
+    text = files("autopar.substitute.rules").joinpath("rules.json").read_text(encoding="utf-8")
+    passed = cache_folder() / f"rules-{hashlib.sha256(text.encode()).hexdigest()[:32]}.passed"
+    if passed.exists():
+        return _rules(json.loads(text))
+    rules = read_rules(text)
+    with contextlib.suppress(OSError):  # where nothing can be kept, they are checked each time
+        passed.parent.mkdir(parents=True, exist_ok=True)
+        passed.touch()
+    return rules
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:
@@ -43,14 +54,17 @@ def read_rules(text: str) -> tuple[Rule, ...]:
     Raises PlanError naming the first rule that does not fit the schema, cannot be read, is ill formed, is not what its
     digest says, or is false on a random instance.
     """
-    data = _parsed(text)
-    rules = tuple(_rule(entry, data["axioms"]) for entry in data["rules"])
+    rules = _rules(_parsed(text))
     twice = [name for name, count in Counter(rule.name for rule in rules).items() if count > 1]
     if twice:
         raise PlanError(f"the rule file names {twice[0]} twice; {_REMEDY}")
     for rule in {_claim(rule): rule for rule in rules}.values():
         check_rule(rule, INSTANCES_ON_LOAD)
     return rules
+
+
+def _rules(data: Any) -> tuple[Rule, ...]:
+    return tuple(_rule(entry, data["axioms"]) for entry in data["rules"])
 
 
 def _claim(rule: Rule) -> object:
