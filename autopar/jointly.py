@@ -14,7 +14,6 @@ takes little more than planning one. `SearchBudget.everywhere` plans each graph 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.interop.submeshes import logical_shapes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import logical_meshes
-from autopar.ir.plan import GraphPlan, Plan, Rewriting
+from autopar.ir.plan import GraphPlan, Plan, Rewriting, rule_counts
 from autopar.microbatch import one_microbatch_plan
 from autopar.planning import Place, Request, divided, plan_in, sizes_text
 from autopar.rewrites import Rewrites
@@ -172,12 +171,9 @@ def reported(entries: Sequence[Entry], best: Entry, found: Rewrites, seconds: fl
 
 def _row(entry: Entry, best: Entry) -> GraphPlan:
     mesh, stages, microbatches = entry.setting or Setting("", 0, 0)
-    rules = Counter[str]()
-    for step in entry.candidate.steps:
-        rules[step.rule] += len(step.modules)
     step_ns = None if entry.plan is None else entry.plan.predicted.step_time_ns
-    outcome = _outcome(entry, best)
-    return GraphPlan(dict(rules), entry.candidate.cost_ns, mesh, stages, microbatches, step_ns, outcome)
+    rules, outcome = rule_counts(entry.candidate.steps), _outcome(entry, best)
+    return GraphPlan(rules, entry.candidate.cost_ns, mesh, stages, microbatches, step_ns, outcome)
 
 
 def _outcome(entry: Entry, best: Entry) -> str:

@@ -7,11 +7,14 @@ import difflib
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from autopar.jointly import Entry
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 RANKS_FIXTURE = "rank_pool"
@@ -23,24 +26,29 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds --refresh-golden and --substitutions."""
     parser.addoption("--refresh-golden", action="store_true", help="rewrite tests/golden/ with what tests print")
-    parser.addoption("--substitutions", action="store_true", help="search plans over substituted graphs, too")
+    parser.addoption("--substitutions", action="store_true", help="take substituted graphs wherever there are any")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses --refresh-golden where nobody would read the difference."""
     _take_the_shipped_profile_of_cpus()
     if config.getoption("--substitutions"):
-        _search_over_substitutions()
+        _take_substituted_graphs()
     if config.getoption("--refresh-golden") and os.environ.get("CI"):
         raise pytest.UsageError("--refresh-golden is for people, who read what changed; CI only compares")
 
 
-def _search_over_substitutions() -> None:
-    """Whatever searches by default also looks for equal graphs, plans them, and takes the fastest."""
+def _take_substituted_graphs() -> None:
+    """Whatever searches by default takes a graph that substitutions make, gain or not, where one was planned."""
     from autopar import pipeline
 
-    budgets = pipeline._BUDGETS
-    budgets["default"] = replace(budgets["default"], substitutions=True)
+    chosen = pipeline.taken
+
+    def taken(entries: Sequence[Entry]) -> Entry:
+        rewritten = [entry for entry in entries if entry.candidate.steps and entry.plan is not None]
+        return min(rewritten, key=lambda entry: entry.step_ns, default=chosen(entries))
+
+    pipeline.taken = taken
 
 
 def _take_the_shipped_profile_of_cpus() -> None:

@@ -11,7 +11,16 @@ from autopar.ir.branches import homes
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
 from autopar.ir.shares import share_lines
-from autopar.ir.text import bytes_text, fork_text, runners_up, storage_text, strategy_text, time_text, used_placements
+from autopar.ir.text import (
+    bytes_text,
+    fork_text,
+    graphs_text,
+    runners_up,
+    storage_text,
+    strategy_text,
+    time_text,
+    used_placements,
+)
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4
@@ -42,6 +51,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions) - len(rewritten)) // max(1, len(found)) - 1
     others = runners_up(plan)
     lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
+    lines += [f"Of equal graphs, by a step: {graphs}."] if (graphs := graphs_text(plan)) else []
     lines += [_HEADER, *told]
     if plan.microbatches > 1:
         lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")

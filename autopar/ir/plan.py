@@ -7,7 +7,8 @@ and result placements, each redistribution with its steps, each parameter's stor
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -254,6 +255,14 @@ class Substitution:
     roots: tuple[str, ...]
     binding: Mapping[str, Any]
     gain_ns: int = 0
+
+
+def rule_counts(steps: Iterable[Substitution]) -> dict[str, int]:
+    """How often each rule is applied, in all equal parts."""
+    counts = Counter[str]()
+    for step in steps:
+        counts[step.rule] += len(step.modules)
+    return dict(counts)
 
 
 class Alternative(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, format_placement
-from autopar.ir.plan import Breakdown, Fork, Plan, Prediction, Stage, Storage
+from autopar.ir.plan import Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
 from autopar.ir.shares import axis_text, share_lines
 
 
@@ -56,15 +57,36 @@ def refinement_text(plan: Plan) -> str:
 
 
 def substitutions_text(plan: Plan) -> str:
-    """ "merge-linears ×64 (all proved), saving 3.1 ms on one device": rules, and how often each was applied."""
-    counts = Counter[str]()
-    for step in plan.substitutions:
-        counts[step.rule] += len(step.modules)
-    rules = ", ".join(f"{rule} ×{count}" if count > 1 else rule for rule, count in counts.items())
+    """ "merge-linears ×64 (all proved), saving 3.1 ms on one device; without, a step takes 9.7 ms": rules, how often
+    each was applied, and the plan of the model's own graph before it was refined, where that is known."""
     tested = {step.rule for step in plan.substitutions if step.status != "proved"}
     proved = "all proved" if not tested else f"{', '.join(sorted(tested))} tested only"
-    saved = time_text(sum(step.gain_ns for step in plan.substitutions))
-    return f"{rules} ({proved}), saving {saved} on one device"
+    gain_ns, searched = sum(step.gain_ns for step in plan.substitutions), plan.search.rewriting
+    gain = f"saving {time_text(gain_ns)}" if gain_ns >= 0 else f"costing {time_text(-gain_ns)}"
+    step_ns = searched.graphs[0].step_time_ns if searched and searched.graphs else None
+    without = f"; without, a step takes {time_text(step_ns)}" if step_ns is not None else ""
+    return f"{rules_text(rule_counts(plan.substitutions))} ({proved}), {gain} on one device{without}"
+
+
+def rules_text(counts: Mapping[str, int]) -> str:
+    """ "merge-linears ×64, causal-mask", or "the graph as it is" for none."""
+    texts = [f"{rule} ×{count}" if count > 1 else rule for rule, count in counts.items()]
+    return ", ".join(texts) or "the graph as it is"
+
+
+def graphs_text(plan: Plan) -> str:
+    """ "the graph as it is: 9.73 ms, slower by 27.1%; merge-affines ×16: 7.65 ms, taken": each equal graph that was
+    planned, by its fastest plan; "" where none was."""
+    searched = plan.search.rewriting
+    if searched is None or len(searched.graphs) < 2:
+        return ""
+    fastest: dict[str, GraphPlan] = {}
+    for found in sorted(searched.graphs, key=lambda found: (found.outcome != "taken", found.step_time_ns or math.inf)):
+        fastest.setdefault(rules_text(found.rules), found)
+    return "; ".join(
+        f"{rules}: " + (f"{time_text(found.step_time_ns)}, " if found.step_time_ns is not None else "") + found.outcome
+        for rules, found in fastest.items()
+    )
 
 
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:

@@ -87,6 +87,7 @@ def _search(plan: Plan) -> Data:
         "seconds": search.seconds,
         "seed": search.seed,
         "tried": [dict(row) for row in search.tried],
+        "rewriting": None if search.rewriting is None else asdict(search.rewriting),
         "refinement": _refinement(search.refinement),
     }
 

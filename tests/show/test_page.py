@@ -14,7 +14,7 @@ import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import coordinates
 from autopar.ir.placement import local_shape
-from autopar.ir.plan import Move, Plan, Refinement, Substitution
+from autopar.ir.plan import GraphPlan, Move, Plan, Refinement, Rewriting, Substitution
 from autopar.ir.text import bytes_text, time_text
 from autopar.pipeline import template_of_graph
 from autopar.show import report
@@ -244,6 +244,9 @@ def test_a_plan_from_a_file_shows_all_but_its_step_and_says_how_to_get_that(page
 HOSTILE = "<script>hacked = 1</script><img src=x onerror='hacked = 1'>"
 
 
+GRAPHS = GraphPlan({}, 9, "2", 1, 1, 8, HOSTILE), GraphPlan({HOSTILE: 2}, 7, HOSTILE, 2, 4, None, "")
+
+
 def hostile() -> Plan:
     """Every name that a plan may bring is a page of its own."""
     plan = staged()
@@ -259,7 +262,12 @@ def hostile() -> Plan:
         substitutions=(
             Substitution(HOSTILE, HOSTILE, HOSTILE, HOSTILE, (HOSTILE,), (HOSTILE,), {HOSTILE: HOSTILE}, 5),
         ),
-        search=replace(plan.search, method=HOSTILE, tried=({HOSTILE: HOSTILE, "step_time_ns": 5},)),
+        search=replace(
+            plan.search,
+            method=HOSTILE,
+            tried=({HOSTILE: HOSTILE, "step_time_ns": 5},),
+            rewriting=Rewriting(3, HOSTILE, 0.5, GRAPHS),
+        ),
     )
 
 
@@ -271,6 +279,13 @@ def test_names_in_a_plan_are_text_and_never_run(page: Page) -> None:
     assert page.all("img") == [] and len(page.all("main script")) == 0
     assert page.one("h1").text.startswith(HOSTILE)
     assert HOSTILE in page.one("#substitutions").text and HOSTILE in page.one("#search").text
+
+
+@shows(hostile)
+def test_equal_graphs_that_were_planned_are_shown_with_what_came_of_them(page: Page) -> None:
+    text = page.one("#substitutions .graphs").text
+    assert "the graph as it is" in text and "×2" in text and "2 stages, 4 microbatches" in text
+    assert "led to 3 graphs" in text
 
 
 def one_device() -> Plan:

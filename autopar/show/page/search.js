@@ -1,6 +1,39 @@
 // Substitutions, and how the plan was found.
 
 function substitutions(plan) {
+  return el('div', {}, rewrites(plan), plan.search.rewriting ? graphs(plan.search.rewriting) : null);
+}
+
+// The graphs that were planned, the model's own first, and why each was not taken.
+function graphs(found) {
+  const most = Math.max(...found.graphs.map((graph) => graph.step_time_ns || 0), 1);
+  const rows = found.graphs.map((graph) => [
+    Object.entries(graph.rules)
+      .map(([rule, count]) => (count > 1 ? `${rule} ×${grouped(count)}` : rule))
+      .join(', ') || 'the graph as it is',
+    time(graph.one_device_ns),
+    `${graph.mesh}${graph.stages > 1 ? `, ${graph.stages} stages` : ''}` +
+      `${graph.microbatches > 1 ? `, ${graph.microbatches} microbatches` : ''}`,
+    graph.step_time_ns === null
+      ? '–'
+      : meter(graph.step_time_ns, most, graph.outcome === 'taken' ? 'compute' : 'quiet', time(graph.step_time_ns)),
+    graph.outcome,
+  ]);
+  return el(
+    'div',
+    { class: 'graphs' },
+    el('h3', {}, `Equal graphs that were planned (${grouped(found.graphs.length)})`),
+    el(
+      'p',
+      {},
+      `Substitutions led to ${plural(found.seen, 'graph')}; stopped: ${found.stop_reason}. ` +
+        `Finding and planning them took ${seconds(found)}.`,
+    ),
+    table(['graph', 'on one device#', 'planned on', 'a step', ''], rows),
+  );
+}
+
+function rewrites(plan) {
   if (!plan.substitutions.length)
     return el('p', {}, "The model's graph is planned as it was traced: nothing in it was rewritten.");
   const rows = plan.substitutions.map((step) => [
