@@ -47,6 +47,10 @@ class Setting(NamedTuple):
     stages: int
     microbatches: int
 
+    def __str__(self) -> str:
+        text = f"mesh {self.mesh}" if self.stages == 1 else f"{self.stages} stages of {self.mesh}"
+        return text if self.microbatches == 1 else f"{text} in {self.microbatches} microbatches"
+
 
 def settings_near(plan: Plan) -> list[Setting]:
     """The setting of a plan and the next best that fitted when it was looked for, the best first.

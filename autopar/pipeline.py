@@ -23,7 +23,8 @@ from autopar.ir import verifier
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, rule_counts
+from autopar.ir.text import rules_text
 from autopar.jointly import (
     NEARBY_S,
     Entry,
@@ -47,7 +48,7 @@ from autopar.planning import (
     fit_or_refuse_over,
 )
 from autopar.program import PlannedProgram, model_state
-from autopar.progress import Passes, Report
+from autopar.progress import Passes, Report, reporting
 from autopar.refinement import refined
 from autopar.rewrites import graph_of, rewrites
 from autopar.shares import SharedBatch, best_mixed_plan
@@ -142,17 +143,22 @@ def _best_graph(graph: Graph, plan: Plan, request: Request, progress: Report | N
     if request.budget.everywhere:
         entries = [given, *(_placed_anywhere(candidate, request, progress) for candidate in found.candidates)]
     else:
-        profile, deadline = load_profile(request.mesh.profile), began + NEARBY_S
-
-        def near(candidate: Candidate, setting: Setting) -> Plan | None:
-            return planned_near(candidate.graph, plan, setting, request, profile)
-
-        def is_over() -> bool:
-            return interrupt.is_asked() or time.monotonic() > deadline
-
-        entries = entries_near(given, found.candidates, settings, near, is_over)
+        with reporting(progress, len(found.candidates) + len(settings)) as report:
+            near = partial(_planned_near, plan, request, report)
+            entries = entries_near(given, found.candidates, settings, near, partial(_is_over, began + NEARBY_S))
     best = taken(entries)
     return best.candidate.graph, reported(entries, best, found, time.monotonic() - began)
+
+
+def _is_over(deadline: float) -> bool:
+    return interrupt.is_asked() or time.monotonic() > deadline
+
+
+def _planned_near(plan: Plan, request: Request, report: Report, candidate: Candidate, setting: Setting) -> Plan | None:
+    found = planned_near(candidate.graph, plan, setting, request, load_profile(request.mesh.profile))
+    step = "no plan found that fits" if found is None else _step_text(found)
+    report(f"{rules_text(rule_counts(candidate.steps))} on {setting}: {step}")
+    return found
 
 
 def _placed_anywhere(candidate: Candidate, request: Request, progress: Report | None) -> Entry:

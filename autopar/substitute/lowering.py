@@ -11,6 +11,7 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor, common_scope, reading
@@ -209,7 +210,7 @@ class Lowering:
             users = [found[user] for user in self.values.readers.get(name, ()) if user in found]
             if users:
                 scopes = tuple(dict.fromkeys(scope for _, scopes, _ in users for scope in scopes))
-                first = min(users)
+                first = min(users, key=itemgetter(0))
                 found[name] = first[0], scopes, first[2]
         return found
 
@@ -218,7 +219,7 @@ class Lowering:
             return Scope(()), ""
         served = [self._serves[name] for name in names]
         scopes = [scope for _, scopes, _ in served for scope in scopes]
-        return common_scope(scopes), min(served)[2]
+        return common_scope(scopes), min(served, key=itemgetter(0))[2]
 
     def _places(self) -> dict[str, int]:
         """The place in the given graph of what each value serves."""
