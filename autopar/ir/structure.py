@@ -55,13 +55,19 @@ def constant_tensors(graph: Graph) -> set[str]:
 
 
 def folded_tensors(graph: Graph) -> set[str]:
-    """Those that in inference are made of parameters: when these are loaded, and never by a step after that."""
+    """Those that in inference are made of parameters, or only for such: when these are loaded, never by a step after
+    that."""
     if not graph.inference:
         return set()
     parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
     constant, found = constant_tensors(graph), set(parameters)
     for node in graph.nodes:
         if constant.issuperset(node.results) and not found.isdisjoint(node.operands):
+            found.update(node.results)
+    ends = {*graph.outputs, *graph.mutations.values()}
+    for node in reversed(graph.nodes):
+        readers = {name for result in node.results for user, _ in graph.consumers[result] for name in user.results}
+        if constant.issuperset(node.results) and ends.isdisjoint(node.results) and readers and readers <= found:
             found.update(node.results)
     return found - parameters
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -105,14 +106,17 @@ def test_a_place_where_the_rule_does_not_apply_is_refused() -> None:
 
 def test_a_plan_lists_its_substitutions_and_makes_the_same_program_again() -> None:
     model, batch = zoo.build(MODEL)
-    budget = SearchBudget(seconds=4.0, stages=False, substitutions=True)
+    budget = SearchBudget(seconds=4.0, stages=False, proposals=0)
     program = autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, search=budget)
     plan = Plan.from_json(program.plan.to_json())
     assert plan.substitutions == program.plan.substitutions != ()
+    assert plan.search == program.plan.search
     assert autopar.parallelize(model, plan.mesh, batch, plan=plan).source == program.source
     autopar.verify(plan, model, batch)
     assert "rewritten" in str(plan)
-    assert f"substitution {plan.substitutions[0].rule}" in plan.explain("layers.0.attention")
+    explained = plan.explain("layers.0.attention")
+    assert f"substitution {plan.substitutions[0].rule}" in explained
+    assert re.search(r"Of equal graphs, by a step: .*, taken; the graph as it is: .*, slower by", explained)
     lost = json.loads(plan.to_json()) | {"substitutions": []}
     with pytest.raises(PlanError):
         autopar.verify(Plan.from_json(json.dumps(lost)), model, batch)
@@ -121,7 +125,7 @@ def test_a_plan_lists_its_substitutions_and_makes_the_same_program_again() -> No
 def test_what_constraints_speak_of_stays() -> None:
     with torch.device("meta"):
         model, batch = gpt.build(gpt.Config()), gpt.example_inputs(gpt.Config())
-    mesh, budget = autopar.Mesh("h100", devices_per_node=2), SearchBudget(4.0, stages=False, substitutions=True)
+    mesh, budget = autopar.Mesh("h100", devices_per_node=2), SearchBudget(4.0, stages=False, proposals=0)
     rules = [Constraint("layers.*.attention.key.weight", ("I",), "stored")]
     plan = autopar.parallelize(model, mesh, batch, search=budget, constraints=rules).plan
     assert "layers.0.attention.key.weight" in plan.parameters.values()
