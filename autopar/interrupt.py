@@ -12,6 +12,10 @@ from types import FrameType
 _asked = threading.Event()
 
 
+class Interrupted(KeyboardInterrupt):
+    """A search was asked to end before it had a plan. One that has a plan of another graph goes on with that."""
+
+
 @contextmanager
 def caught() -> Iterator[None]:
     """Takes interrupts while inside; only in the main thread, where Python delivers them."""
@@ -39,7 +43,7 @@ def is_asked() -> bool:
 
 
 def ends(has_plan: bool) -> bool:
-    """Whether a search that has a plan, or has none yet, ends here. Raises KeyboardInterrupt where it has none."""
+    """Whether a search that has a plan, or has none yet, ends here. Raises Interrupted where it has none."""
     if _asked.is_set() and not has_plan:
-        raise KeyboardInterrupt
+        raise Interrupted
     return _asked.is_set()

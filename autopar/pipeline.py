@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import torch
@@ -141,7 +142,8 @@ def _best_graph(graph: Graph, plan: Plan, request: Request, progress: Report | N
     found, settings = rewrites(graph, request), settings_near(plan)
     given = Entry(Candidate(graph, (), found.before_ns), settings[0] if settings else None, plan)
     if request.budget.everywhere:
-        entries = [given, *(_placed_anywhere(candidate, request, progress) for candidate in found.candidates)]
+        wanted = takewhile(lambda _: not interrupt.is_asked(), found.candidates)
+        entries = [given, *(_placed_anywhere(candidate, request, progress) for candidate in wanted)]
     else:
         with reporting(progress, len(found.candidates) + len(settings)) as report:
             near = partial(_planned_near, plan, request, report)
@@ -164,7 +166,7 @@ def _planned_near(plan: Plan, request: Request, report: Report, candidate: Candi
 def _placed_anywhere(candidate: Candidate, request: Request, progress: Report | None) -> Entry:
     try:
         plan = placed(candidate.graph, request, progress)
-    except InfeasibleError:
+    except (InfeasibleError, interrupt.Interrupted):
         return Entry(candidate, None, None)
     return Entry(candidate, setting_of(plan), plan)
 

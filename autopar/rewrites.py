@@ -81,7 +81,10 @@ def _profile(request: Request) -> Profile:
 
 
 def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
-    blocks, budget = find_blocks(graph, request.constraints), request.budget
+    """What is found for the blocks that are equal whatever constraints say: plans are replayed without these. So what is
+    pinned in one of them stays as it is in all."""
+    blocks, budget = find_blocks(graph), request.budget
+    pinned = pinned | {blocks.representative_tensor(name) for name in pinned}
     seconds = _SHARE_OF_TIME * budget.seconds
     limits: dict[str, Any] = {"seconds": min(seconds, _SHORT_S), "most": MOST}
     if budget.everywhere:

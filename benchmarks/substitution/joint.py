@@ -2,11 +2,11 @@
 
     python -m benchmarks.substitution.joint [--cases lora@h100:8 …] [--seconds 20]
 
-Each case is a model on a mesh. All graphs that substitutions lead to (`autopar.rewrites`) are planned in the same way;
-"then" is the plan of the graph that the search chooses for one device, "jointly" the fastest of all. Step times are
-simulated. The search leaves away what gains less than a profile can tell on one device (2%); with the batch divided
-among eight, the same substitution may gain more, which is what the joint choice sees.
-Printed and written to joint.json and joint.md with command, machine and date.
+Each case is a model on a mesh. "as it is": the plan of the model's own graph; "then": that of the graph which is best
+on one device; both planned in all settings. "jointly": what `autopar.parallelize` takes by default, of all graphs that
+it planned near the first of these. Step times are simulated, before refinement, which comes after each of them. Seconds
+are those of planning the model's own graph, and those that finding and planning the others took after that. Printed and
+written to joint.json and joint.md with command, machine and date.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import sys
-from collections import Counter
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -27,17 +27,17 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost import load_profile
 from autopar.cost.host import cpu_model
-from autopar.pipeline import planned
+from autopar.ir.graph import Graph
+from autopar.ir.plan import GraphPlan
+from autopar.ir.text import rules_text
+from autopar.pipeline import placed, planned_jointly
 from autopar.planning import Request
 from autopar.rewrites import rewrites
-from autopar.substitute import Candidate
-from autopar.substitute.lifting import lifted
-from autopar.substitute.pricing import Pricer
+from autopar.substitute import load_rules
 from autopar.trace import trace
 from benchmarks.substitution.graphs import build
-from models import gpt, llama, llama_lora
+from models import gpt, llama, llama_lora, lstm
 
 HERE = Path(__file__).parent
 
@@ -65,31 +65,38 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "gpt2-wide": lambda: _gpt2(2, 4096, 32, 8, 1024),
     "gpt": _of(gpt, gpt.Config(50304, 512, 4, 1024, 16, batch_size=16)),
     "llama": _of(llama, llama.Config(32000, 512, 4, 1024, 16, 4, 2816, batch_size=16)),
+    "gpt-2-layers": _of(gpt, gpt.Config(32000, 512, 2, 1024, 16, batch_size=16)),
+    "gpt-32-layers": _of(gpt, gpt.Config(32000, 512, 32, 1024, 16, batch_size=16)),
+    "bert": lambda: build("bert", "train"),
+    "lstm": _of(lstm, lstm.Config()),
     "llama-1": _of(llama, llama.Config(2048, 16, 2, 1024, 8, 8, 2816, batch_size=4)),
     "nas_rnn": lambda: build("nas_rnn", "train"),
 }
 CASES = (
-    "lora@h100:8",
-    "lora@cpu:4",
-    "gpt2@h100:8",
-    "gpt@h100:8",
     "llama@h100:8",
+    "gpt@h100:8",
+    "lora@h100:8",
+    "gpt2@h100:8",
+    "bert@h100:4",
+    "lstm@h100:4",
     "nas_rnn@h100:4",
-    "lora-7b-block@h100:8",
+    "lora@cpu:4",
+    "gpt-2-layers@a100:8",
+    "gpt-32-layers@a100:8",
 )
 
 
 @dataclass(frozen=True)
 class Row:
-    """Simulated milliseconds of a step: of the graph as it is, of the best of one device, and of the joint choice."""
+    """Simulated milliseconds of a step, and seconds that planning took. graphs: those that were planned jointly."""
 
     case: str
-    alone_ms: tuple[float, ...]  # of each graph on one device, the given one first
-    rules: tuple[dict[str, int], ...]
-    sharded_ms: tuple[float, ...]
+    graphs: tuple[GraphPlan, ...]
     given_ms: float
     then_ms: float
     jointly_ms: float
+    given_s: float
+    others_s: float
 
     @property
     def gain(self) -> float:
@@ -97,60 +104,60 @@ class Row:
         return self.then_ms / self.jointly_ms
 
 
-def _candidates(case: str, seconds: float) -> tuple[Request, list[Candidate], int]:
-    """What is asked for, all graphs, the given one first, and which of them is best on one device."""
+def _asked(case: str, seconds: float) -> tuple[Graph, Request]:
     name, _, where = case.partition("@")
     profile, _, devices = where.partition(":")
     with torch.device("meta"):
         model, batch = MODELS[name]()
-    graph = trace(model, batch)
+    budget = autopar.SearchBudget(seconds, proposals=0)
     mesh = autopar.Mesh(profile, devices_per_node=int(devices))
-    request = Request(mesh, "train", "adamw", None, (), autopar.SearchBudget(seconds, substitutions=True))
-    price = Pricer(load_profile(profile), trains=True)
-    one = replace(request, mesh=autopar.Mesh(profile, devices_per_node=1))
-    given = Candidate(graph, (), price(lifted(graph)))
-    chosen = min([given, *rewrites(graph, one)], key=lambda candidate: candidate.cost_ns)
-    graphs = list({each.graph.fingerprint: each for each in (given, chosen, *rewrites(graph, request))}.values())
-    return request, graphs, [candidate.graph.fingerprint for candidate in graphs].index(chosen.graph.fingerprint)
+    return trace(model, batch), Request(mesh, "train", "adamw", None, (), budget)
+
+
+def _then(graph: Graph, request: Request) -> autopar.Plan | None:
+    """The plan of the graph that is best on one device; None if that is the model's own."""
+    found = rewrites(graph, replace(request, mesh=autopar.Mesh(request.mesh.profile, devices_per_node=1)))
+    best = min(found.candidates, key=lambda candidate: candidate.cost_ns, default=None)
+    if best is None or best.cost_ns >= found.before_ns:
+        return None
+    return replace(placed(best.graph, request), substitutions=best.steps)
 
 
 def chosen_plans(case: str, seconds: float) -> dict[str, autopar.Plan]:
     """The plans of the graph as it is, of the best graph of one device, and of the joint choice."""
-    request, graphs, best = _candidates(case, seconds)
-    plans = [replace(planned(each.graph, request), substitutions=each.steps) for each in graphs]
-    jointly = min(plans, key=lambda plan: plan.predicted.step_time_ns)
-    return {"as it is": plans[0], "then": plans[best], "jointly": jointly}
+    graph, request = _asked(case, seconds)
+    given = placed(graph, request)
+    return {"as it is": given, "then": _then(graph, request) or given, "jointly": planned_jointly(graph, request)[1]}
 
 
 def row(case: str, seconds: float) -> Row:
-    request, graphs, best = _candidates(case, seconds)
-    price = Pricer(load_profile(request.mesh.profile), trains=True)
-    alone = [price(lifted(candidate.graph)) for candidate in graphs]
-    sharded = [planned(candidate.graph, request).predicted.step_time_ns for candidate in graphs]
-    return Row(
-        case,
-        tuple(round(ns / 1e6, 3) for ns in alone),
-        tuple(dict(Counter(step.rule for step in candidate.steps)) for candidate in graphs),
-        tuple(round(ns / 1e6, 3) for ns in sharded),
-        sharded[0] / 1e6,
-        sharded[best] / 1e6,
-        min(sharded) / 1e6,
-    )
+    graph, request = _asked(case, seconds)
+    load_rules()
+    began = time.perf_counter()
+    jointly = planned_jointly(graph, request)[1]
+    took, searched = time.perf_counter() - began, jointly.search.rewriting
+    assert searched is not None
+    given_ms = (searched.graphs[0].step_time_ns or 0) / 1e6
+    then = _then(graph, request)
+    then_ms = given_ms if then is None else then.predicted.step_time_ns / 1e6
+    jointly_ms = jointly.predicted.step_time_ns / 1e6
+    return Row(case, searched.graphs, given_ms, then_ms, jointly_ms, took - searched.seconds, searched.seconds)
+
+
+def _graph_text(graph: GraphPlan) -> str:
+    step = "nothing fits" if graph.step_time_ns is None else f"{graph.step_time_ns / 1e6:.3f} ({graph.outcome})"
+    return f"{rules_text(graph.rules)} on {graph.stages} × {graph.mesh}: {graph.one_device_ns / 1e6:.3f} → {step}"
 
 
 def table(rows: list[Row]) -> str:
     lines = [
-        "| model and mesh | graphs: ms on one device → ms sharded | as it is | then | jointly | gain |",
-        "|---" * 6 + "|",
+        "| model and mesh | graphs: ms on one device → ms sharded | as it is | then | jointly | gain | planning, s |",
+        "|---" * 7 + "|",
     ]
     for each in rows:
-        graphs = "; ".join(
-            f"{', '.join(f'{rule} ×{count}' for rule, count in rules.items()) or 'as it is'}: {one:.3f} → {many:.3f}"
-            for rules, one, many in zip(each.rules, each.alone_ms, each.sharded_ms, strict=True)
-        )
         lines.append(
-            f"| {each.case} | {graphs} | {each.given_ms:.3f} | {each.then_ms:.3f} | {each.jointly_ms:.3f} "
-            f"| {each.gain:.3f} |"
+            f"| {each.case} | {'; '.join(map(_graph_text, each.graphs))} | {each.given_ms:.3f} | {each.then_ms:.3f} "
+            f"| {each.jointly_ms:.3f} | {each.gain:.3f} | {each.given_s:.1f} + {each.others_s:.1f} |"
         )
     return "\n".join(lines)
 

@@ -133,6 +133,19 @@ def test_what_constraints_speak_of_stays() -> None:
     assert "layers.0.attention.key.weight" not in touched
 
 
+def test_what_constraints_say_of_one_layer_leaves_its_equals_alone_and_the_plan_is_replayed() -> None:
+    """Layers that constraints told apart were once rewritten apart; replay, which knows no constraints, found none."""
+    with torch.device("meta"):
+        config = gpt.Config(num_layers=3)
+        model, batch = gpt.build(config), gpt.example_inputs(config)
+    mesh, budget = autopar.Mesh("h100", devices_per_node=2), SearchBudget(4.0, stages=False, proposals=0)
+    rules = [Constraint("layers.1.attention.key.weight", ("I",), "stored")]
+    plan = autopar.parallelize(model, mesh, batch, search=budget, constraints=rules).plan
+    assert {step.modules for step in plan.substitutions} == {("layers.0", "layers.1", "layers.2")}
+    assert {f"layers.{layer}.attention.key.weight" for layer in range(3)} <= {*plan.parameters.values()}
+    autopar.verify(Plan.from_json(plan.to_json()), model, batch)
+
+
 def test_templates_take_rewritten_graphs() -> None:
     plan = template_of_graph(best(MODEL).graph, autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
     given = template_of_graph(planned.graph(MODEL), autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
