@@ -81,7 +81,7 @@ def _profile(request: Request) -> Profile:
 
 
 def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
-    """What is found for the blocks that are equal whatever constraints say: plans are replayed without these. So what is
+    """What is found for blocks that are equal whatever constraints say, since plans are replayed without these: what is
     pinned in one of them stays as it is in all."""
     blocks, budget = find_blocks(graph), request.budget
     pinned = pinned | {blocks.representative_tensor(name) for name in pinned}
