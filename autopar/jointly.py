@@ -101,10 +101,11 @@ def _planned_as_one(
     part = divided(graph, blocks, setting.microbatches)
     again = replace(request, recompute=plan.recompute)
     mesh = request.mesh
-    every = {*logical_meshes(mesh), *logical_shapes(mesh.num_devices, mesh.devices_per_node)}
-    shapes = [axes for axes in sorted(every) if sizes_text(axes) == setting.mesh]
-    plans = [plan_in(Place(part, axes, again, profile), NEARBY_S, bool(plan.forks)) for axes in shapes]
-    return min(plans, key=lambda found: found.predicted.step_time_ns, default=None)
+    every = [*logical_meshes(mesh), *logical_shapes(mesh.num_devices, mesh.devices_per_node)]
+    shapes = [axes for axes in every if sizes_text(axes) == setting.mesh]
+    if not shapes:
+        return None
+    return plan_in(Place(part, shapes[0], again, profile), NEARBY_S, bool(plan.forks))
 
 
 # The choice ----------------------------------------
