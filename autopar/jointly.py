@@ -35,7 +35,7 @@ from autopar.trace import Blocks, find_blocks
 NEAR = 1.1
 """Settings in which a plan takes so many times the best one's step are near enough for an equal graph to be better."""
 _MOST_SETTINGS = 3
-NEARBY_S = 5.0
+NEARBY_S = 6.0
 """Seconds, from the begin of the search for equal graphs, after which planning of no more of them begins."""
 
 

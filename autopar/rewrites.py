@@ -28,7 +28,7 @@ from autopar.trace import find_blocks
 
 _SHARE_OF_TIME = 0.25
 """Of the search budget, for each of the two searches."""
-_SHORT_S = 2.5
+_SHORT_S = 4.0
 """What each may take where graphs are not planned everywhere. Mostly it ends long before, by counts."""
 _LONG_PATIENCE = 10 * PATIENCE
 
