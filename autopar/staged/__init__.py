@@ -53,8 +53,8 @@ def best_staged_plan(
 def staged_plan_near(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, size: int, mesh: str, microbatches: int
 ) -> Plan | None:
-    """The fastest plan that fits, of stages on submeshes of so many devices seen as one logical shape, such as "2x4", in
-    so many microbatches; None where none was found."""
+    """The fastest plan that fits, of stages on submeshes of so many devices seen as one logical shape, such as "2x4",
+    in so many microbatches; None where none was found."""
     with without_collector():
         search = Search(Layered(graph, blocks, request, profile))
         found = search.near(size, mesh, microbatches)
