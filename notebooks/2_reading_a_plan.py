@@ -17,6 +17,8 @@
 # A plan says how a model is split, why, and what that is predicted to cost. This one is for GPT-2 XL (1.6 billion
 # parameters) on four H100s in one server. Planning needs neither the GPUs nor the weights: the model is on torch's
 # `meta` device, where tensors have shapes and no data.
+# It has one stage, and the model's graph as it was written: by default, query, key and value would be one product
+# ([substitutions](../docs/guide.md#substitutions)).
 
 # %%
 import sys
@@ -42,7 +44,7 @@ with torch.device("meta"):
 batch = {name: tensor.to("meta") for name, tensor in batch.items()}
 mesh = autopar.Mesh("h100", devices_per_node=4)
 
-one_stage = autopar.SearchBudget(seconds=10.0, gap=0.01, stages=False, proposals=0)
+one_stage = autopar.SearchBudget(seconds=10.0, gap=0.01, stages=False, substitutions=False, proposals=0)
 plan = autopar.parallelize(model, mesh, batch, precision="bf16", search=one_stage).plan
 print(plan)
 
