@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -127,7 +128,16 @@ def _in_lists(value: Any) -> bool:
     return not isinstance(value, Tensor) and next(_tensors(value), None) is not None
 
 
-Record = Callable[[Callable[[Row], None], Sequence[Tensor], Mapping[int, str]], Recorder]
+class Record(Protocol):
+    """Makes what writes down a block's calls; with `ahead`, what follows those of another (`evidence.Follower`)."""
+
+    def __call__(
+        self,
+        write: Callable[[Row], None],
+        inputs: Sequence[Tensor],
+        state: Mapping[int, str],
+        ahead: Callable[[], Iterable[Row]] | None = None,
+    ) -> Recorder: ...
 
 
 def export_between_markers(call: Call, state: State, record: Record) -> tuple[Any, Tape]:
@@ -161,7 +171,8 @@ def run_aside(call: Call, pattern: State, record: Record, tapes: Iterable[Tape])
         others = [*call.inputs, *state.seen]
         before = _versions(others)
         with shown(call.block, {path: x for path, (_, x) in state.own.items()}):
-            outputs = call.run(record(comparison.check, call.inputs, state.known), call.inputs)
+            recorder = record(comparison.check, call.inputs, state.known, comparison.ahead)
+            outputs = call.run(recorder, call.inputs)
         if _versions(others) != before:
             raise DiffersError
     tape = comparison.result()
@@ -184,6 +195,10 @@ class _Comparison:
         self.num_rows += 1
         if not self.tapes:
             raise DiffersError
+
+    def ahead(self) -> Iterable[Row]:
+        """What comes next on one of the tapes that are left."""
+        return islice(self.tapes[0].rows, self.num_rows, None)
 
     def result(self) -> Tape:
         for tape in self.tapes:
