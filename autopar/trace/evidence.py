@@ -162,7 +162,7 @@ class Follower(Recorder):
 
 def _next_result(rows: Iterable[Row]) -> tuple[list[Row], Any]:
     """The rows of what a call returned, and in what; none where other things happened before it did."""
-    results = []
+    results: list[Row] = []
     for row in rows:
         if row[0] != "result":
             return (results, row[1]) if row[0] == "returned" else ([], None)
