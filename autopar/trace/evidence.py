@@ -16,7 +16,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._mode_utils import no_dispatch
 
 _OWN_ROOT = str(Path(__file__).parent)
 _PLAIN = (bool, int, float, complex, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -157,7 +159,10 @@ class Follower(Recorder):
             if any(name in found and _looks(found[name]) != looks for _, name, looks in results):
                 with torch.no_grad():  # it changes the looks of a tensor in place, and that may be one that stands in
                     return func(*args, **kwargs)
-            return _built(structure, iter([found[n] if n in found else _stand_in(looks) for _, n, looks in results]))
+            like = self.kept[0]
+            return _built(
+                structure, iter([found[n] if n in found else stand_in(like, *looks[:5]) for _, n, looks in results])
+            )
 
 
 def _next_result(rows: Iterable[Row]) -> tuple[list[Row], Any]:
@@ -189,11 +194,6 @@ def _built(structure: Any, tensors: Iterator[Tensor]) -> Any:
     return items if kind is list else kind(items)  # a tuple, or one of torch's with names, which take a sequence
 
 
-def _stand_in(looks: Row) -> Tensor:
-    shape, stride, dtype, device, requires_grad, *_ = looks
-    return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
-
-
 def _tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
@@ -202,6 +202,15 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
             yield from _tensors_in(item)
     elif isinstance(value, dict):
         yield from _tensors_in(tuple(value.values()))
+
+
+def stand_in(like: Tensor, shape: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> Tensor:
+    """A new tensor of the kind of another: where that is fake, one that no mode is asked for, which takes longer."""
+    if not isinstance(like, FakeTensor):
+        return torch.empty_strided(shape, stride, dtype=dtype, device=device, requires_grad=requires_grad)
+    with no_dispatch():
+        meta = torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+    return FakeTensor(like.fake_mode, meta, device).requires_grad_(requires_grad)
 
 
 def _looks(x: Tensor) -> Row:

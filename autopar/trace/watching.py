@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from autopar.trace.evidence import DiffersError, Recorder, Row, UnclearError
+from autopar.trace.evidence import DiffersError, Recorder, Row, UnclearError, stand_in
 from autopar.trace.hidden import shown
 from autopar.trace.markers import entered, left, repeated
 
@@ -46,9 +46,10 @@ class State:
     def twins(self) -> State:
         """With other tensors of the same looks in place of the block's: another that reads those is told apart."""
         made: dict[str, Tensor] = {}
-        for name, x in self.own.values():
-            if name.startswith(".") and name not in made:
-                made[name] = _twin(x)
+        with torch._C.DisableTorchFunction():  # export's modes look at each call and attribute
+            for name, x in self.own.values():
+                if name.startswith(".") and name not in made:
+                    made[name] = _twin(x)
         own = {path: (name, made.get(name, x)) for path, (name, x) in self.own.items()}
         return State(own, self.names, [*self.seen, *made.values()])
 
@@ -209,8 +210,10 @@ class _Comparison:
 
 def _twin(x: Tensor) -> Tensor:
     """Another tensor of the same looks."""
-    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return nn.Parameter(twin, x.requires_grad) if isinstance(x, nn.Parameter) else twin.requires_grad_(x.requires_grad)
+    twin = stand_in(x, x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    if isinstance(x, nn.Parameter):
+        twin._is_param = True  # what nn.Parameter makes of a fake tensor's detached copy
+    return twin
 
 
 def _is_simple(x: Tensor) -> bool:
