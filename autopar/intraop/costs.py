@@ -188,7 +188,9 @@ class ProfiledCosts:
         forward, backward = self._routes(tensor).times(sources, targets)
         again = min((self._share(reader) for reader, _ in self.graph.consumers[tensor.name]), default=0.0)
         total = (forward + backward + np.rint(again * forward).astype(np.int64)) * self.microbatches
-        unequal = np.array([[source != target for target in targets] for source in sources])
+        number = {placement: position for position, placement in enumerate((*sources, *targets))}
+        left, right = (np.array([number[placement] for placement in some]) for some in (sources, targets))
+        unequal = left[:, None] != right
         if tensor.name in self._folded:
             total = np.zeros_like(total)
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
