@@ -73,6 +73,7 @@ class ProfiledCosts:
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
+        self._converted: dict[Hashable, Times] = {}
         self._passes: dict[Hashable, tuple[Strategies, list[tuple[int, int]]]] = {}
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
 
@@ -81,7 +82,7 @@ class ProfiledCosts:
         other = copy.copy(self)
         other.__dict__.pop("_saved", None)
         other.__dict__.pop("_folded", None)
-        other._passes = {}
+        other._passes, other._converted = {}, {}
         other.graph = graph
         return other
 
@@ -185,8 +186,16 @@ class ProfiledCosts:
         return [name for name, maker in makers if self.again.is_entered(node.scope.module, maker.scope.module)]
 
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:
-        forward, backward = self._routes(tensor).times(sources, targets)
         again = min((self._share(reader) for reader, _ in self.graph.consumers[tensor.name]), default=0.0)
+        like = tensor.shape, tensor.differentiable, self.graph.itemsizes(tensor.name), tensor.name in self._folded
+        key = (*like, again, tuple(sources), tuple(targets))
+        if key not in self._converted:
+            self._converted[key] = self._convert_ns(tensor, sources, targets, again)
+        return self._converted[key]
+
+    def _convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement], again: float) -> Times:
+        """again: the part of the tensor's uses that run again for the backward pass."""
+        forward, backward = self._routes(tensor).times(sources, targets)
         total = (forward + backward + np.rint(again * forward).astype(np.int64)) * self.microbatches
         number = {placement: position for position, placement in enumerate((*sources, *targets))}
         left, right = (np.array([number[placement] for placement in some]) for some in (sources, targets))
