@@ -82,6 +82,7 @@ class Built:
     variables: tuple[Variable, ...]
     index: dict[tuple[str, str], int]  # (kind, representative name) -> variable
     storages: Mapping[str, tuple[Storage, ...]]  # of each stored tensor, those that are dearer and larger, too
+    compute_ns: tuple[Matrix, ...]  # of the options of each variable, what operators take themselves
 
 
 def build(
@@ -121,6 +122,7 @@ class _Builder:
         self.index: dict[tuple[str, str], int] = {}
         self.storages: dict[str, tuple[Storage, ...]] = {}
         self.unary: list[Matrix] = []
+        self.compute_ns: list[Matrix] = []
         self.usage: list[Matrix] = []
         self.edges: Counter[tuple[int, int, int, int, str]] = Counter()
 
@@ -143,7 +145,7 @@ class _Builder:
             edge_costs=[np.minimum(matrix, INFINITE) for matrix in matrices.values()],
             usage_limit=memory_limit,
         )
-        return Built(problem, tuple(self.variables), self.index, self.storages)
+        return Built(problem, tuple(self.variables), self.index, self.storages, tuple(self.compute_ns))
 
     # variables
 
@@ -151,6 +153,7 @@ class _Builder:
         self.index[kind, name] = len(self.variables)
         self.variables.append(Variable(name, kind, tuple(options), count))
         self.unary.append(np.array(cost, dtype=np.int64))
+        self.compute_ns.append(self.unary[-1] if kind == "node" else np.zeros(len(cost), dtype=np.int64))
         self.usage.append(np.array(usage, dtype=np.int64))
 
     def _stored(self) -> None:
