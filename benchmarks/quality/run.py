@@ -108,8 +108,8 @@ def compared(name: str, seconds: float) -> dict[str, Any]:
     verifier.verify(graph, ours, admits)
     started = time.perf_counter()
     bound = Bound(graph, mesh)
-    ordered = sorted(((bound.least_ns(choice), number, choice) for number, choice in enumerate(grid(mesh))))
-    choices = [(least_ns, choice) for least_ns, _, choice in ordered if least_ns is not None]
+    every = [(bound.least_ns(choice), choice) for choice in grid(mesh)]
+    choices = sorted(((ns, choice) for ns, choice in every if ns is not None), key=lambda pair: pair[0])
     best, fitting, ran, is_whole = None, 0, 0, False
     for least_ns, choice in choices:
         if is_whole := best is not None and least_ns >= best[0]:
@@ -128,7 +128,7 @@ def compared(name: str, seconds: float) -> dict[str, Any]:
     row = {
         "pair": name, "planning_seconds": round(planning, 2), "step_ms": ours.predicted.step_time_ns / 1e6,
         "plan": _described(ours), "peak_bytes": ours.predicted.peak_bytes, "memory_limit": ours.memory_limit,
-        "templates": len(ordered), "possible": len(choices), "ran": ran, "fitting": fitting, "is_whole": is_whole,
+        "templates": len(every), "possible": len(choices), "ran": ran, "fitting": fitting, "is_whole": is_whole,
         "next_bound_ms": None if is_whole else choices[ran][0] / 1e6,
     }  # fmt: skip
     if best is not None:
