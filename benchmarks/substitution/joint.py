@@ -174,7 +174,8 @@ def main() -> None:
         print(rows[-1], flush=True)
     facts = {
         "command": " ".join(["python -m benchmarks.substitution.joint", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, "
+        f"load {os.getloadavg()[0]:.1f}",
         "date": date.today().isoformat(),
     }
     options.output.mkdir(parents=True, exist_ok=True)
