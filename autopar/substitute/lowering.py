@@ -209,8 +209,8 @@ class Lowering:
             users = [found[user] for user in self.values.readers.get(name, ()) if user in found]
             if users:
                 scopes = tuple(dict.fromkeys(scope for _, scopes, _ in users for scope in scopes))
-                first = min(users)
-                found[name] = first[0], scopes, first[2]
+                earliest, source = min((number, source) for number, _, source in users)
+                found[name] = earliest, scopes, source
         return found
 
     def _origin(self, names: Iterable[str]) -> tuple[Scope, str]:
@@ -218,7 +218,7 @@ class Lowering:
             return Scope(()), ""
         served = [self._serves[name] for name in names]
         scopes = [scope for _, scopes, _ in served for scope in scopes]
-        return common_scope(scopes), min(served)[2]
+        return common_scope(scopes), min((number, source) for number, _, source in served)[1]
 
     def _places(self) -> dict[str, int]:
         """The place in the given graph of what each value serves."""
