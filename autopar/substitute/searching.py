@@ -1,0 +1,125 @@
+"""The search of one region, whatever its size: its parts (`cutting`), then what they come to together.
+
+Small graphs are searched twice, as a first gain decides what others are met: once with the rules in their order, which
+begins with the merging of products, once with those first that say most. An adapter folds into its weight as long as
+its products are not merged with others'.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from autopar.ir.graph import Graph, Ref, map_references
+from autopar.substitute.backtracking import ALPHA, Backtracking, Found, Outcome, cheaper, simplest
+from autopar.substitute.cutting import MOST_NODES, Part, parts, renamed_match, together
+from autopar.substitute.defined import Values
+from autopar.substitute.lifting import lifted
+from autopar.substitute.matching import Matcher
+from autopar.substitute.regions import in_twin, names_in
+from autopar.substitute.rules.terms import Apply, Rule, subterms
+
+PATIENCE = 2000
+"""How many substitutions are tried without a gain before the search of a region that is not cut ends."""
+
+PART_PATIENCE = 500
+"""The same for each of the parts of one that is, and for what crosses the cuts."""
+
+SHARE_OF_PARTS = 0.6
+"""Share of a region's time that its parts may take."""
+
+
+class Searcher:
+    """Searches regions with the same rules and costs."""
+
+    def __init__(
+        self, matchers: Sequence[Matcher], cost: Callable[[Values], int], alpha: float = ALPHA,
+        most_nodes: int = MOST_NODES,
+    ) -> None:  # fmt: skip
+        self.cost, self.most_nodes = cost, most_nodes
+        self.matchers = matchers
+        self.pinned = matchers[0].pinned if matchers else frozenset()
+        specific = sorted(matchers, key=lambda matcher: -_operators(matcher.rule))
+        known: dict[int, int] = {}
+        self.orders = [Backtracking(order, cost, alpha, known) for order in (matchers, specific)]
+
+    def run(self, values: Values, seconds: float) -> Outcome:
+        """The cheapest graphs that are reached in some seconds."""
+        begin = time.monotonic()
+        given = Found(values, (), (), self.cost(values))
+        cuts = parts(values, self.matchers, self.most_nodes)
+        if len(cuts) == 1:
+            return self._twice(given, seconds, PATIENCE)
+        found = self._parts(cuts, begin + SHARE_OF_PARTS * seconds)
+        start = together(values, found, self.cost)
+        left = begin + seconds - time.monotonic()
+        outcome = self.orders[0].on(min(start, given, key=cheaper), left, patience=PART_PATIENCE)
+        return replace(
+            outcome,
+            best=simplest((given, outcome.best, outcome.cheapest)),
+            seen=outcome.seen + sum(part.outcome.seen for part in found),
+            seconds=time.monotonic() - begin,
+        )
+
+    def _twice(self, start: Found, seconds: float, patience: int) -> Outcome:
+        """With the rules in both orders, unless the first finds no gain at all."""
+        begin = time.monotonic()
+        one = self.orders[0].on(start, seconds / 2, patience=patience)
+        if one.cheapest is start:
+            return one
+        other = self.orders[1].on(start, seconds - one.seconds, patience=patience)
+        return Outcome(
+            simplest((one.best, other.best)), min(one.cheapest, other.cheapest, key=cheaper),
+            "; ".join(dict.fromkeys((one.stop, other.stop))), one.seen + other.seen, time.monotonic() - begin,
+        )  # fmt: skip
+
+    def _parts(self, cuts: Sequence[Graph], deadline: float) -> list[Part]:
+        """What is found for each part; equal ones are searched once."""
+        known: dict[object, Part] = {}
+        found = []
+        distinct = {self._form(graph): graph for graph in cuts}
+        for graph in cuts:
+            form = self._form(graph)
+            if form not in known:
+                seconds = max(0.0, deadline - time.monotonic()) / (len(distinct) - len(known))
+                values = lifted(graph)
+                start = Found(values, (), (), self.cost(values))
+                known[form] = Part(values, self._twice(start, seconds, PART_PATIENCE))
+            found.append(_for_twin(known[form], graph))
+        return found
+
+    def _form(self, graph: Graph) -> object:
+        """Equal for graphs that differ in names alone, none of which is pinned in one and not in the other."""
+        numbers: dict[str, int] = {}
+
+        def number(name: str) -> int:
+            return numbers.setdefault(name, len(numbers))
+
+        nodes = []
+        for node in graph.nodes:
+            args = map_references((node.args, node.kwargs), lambda name: Ref(str(number(name))))
+            nodes.append((node.op, repr(args), tuple(name and number(name) for name in node.outputs)))
+        tensors = [graph.tensors[name] for name in numbers]
+        facts = tuple(
+            (tensor.shape, tensor.dtype, tensor.differentiable, tensor.name in self.pinned) for tensor in tensors
+        )
+        kept = tuple(numbers.get(name) for name in graph.outputs)
+        stored = tuple((numbers.get(item.tensor), item.kind) for item in graph.stored)
+        return tuple(nodes), facts, kept, stored
+
+
+def _operators(rule: Rule) -> int:
+    """How many operators the source of a rule has."""
+    return sum(isinstance(term, Apply) for source in rule.source for term in subterms(source))
+
+
+def _for_twin(part: Part, graph: Graph) -> Part:
+    """What was found for a part, for one that differs in names alone."""
+    first = part.values.graph
+    if graph is first:
+        return part
+    names = names_in(first.nodes, graph.nodes)
+    best = part.outcome.best
+    matches = tuple(renamed_match(match, lambda name: in_twin(name, names)) for match in best.matches)
+    return Part(lifted(graph), replace(part.outcome, best=replace(best, matches=matches), seen=0))
