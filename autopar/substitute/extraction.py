@@ -18,10 +18,10 @@ import networkx
 from ortools.sat.python import cp_model
 
 from autopar.ir.graph import Tensor
-from autopar.substitute.backtracking import Found
+from autopar.substitute.backtracking import Found, cheaper
 from autopar.substitute.defined import OPAQUE, Definition, Values
 from autopar.substitute.lowering import PARTS, WRITERS
-from autopar.substitute.matching import Match, Matcher, attribute
+from autopar.substitute.matching import Binding, Match, Matcher, attribute
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.generation import GENERATED
@@ -77,6 +77,7 @@ class Extraction:
                 model.add_hint(takes[node], self.egraph.find(name) in needs)
         solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds, solver.parameters.num_workers = seconds, 1
+        solver.parameters.linearization_level = 2  # the bound of the relaxation is what proves a choice best
         if solver.solve(model) not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
             return None
         return {self.egraph.find(self.egraph.nodes[n]): n for n, take in takes.items() if solver.value(take)}
@@ -193,14 +194,20 @@ class Extraction:
     # the way there
 
     def found(self, chosen: Mapping[str, ENode], start: Found) -> Found:
-        """The graph after the substitutions that the choice needs, in the order in which they were met.
+        """The graph after the substitutions that make what is chosen of the graph as it is.
 
-        One that does not apply, as its source is another form by then, is left out; what the graph costs tells.
+        First those that make it at once, then all that brought it, in the order in which they were met. One that does
+        not apply, as its source is another form by then, is left out; of the graphs on the way, the cheapest is taken.
         """
-        values, now = self.egraph.values, start
-        names = {name: self.egraph.find(name) for name in values.live}
-        left = self._needed(chosen)
-        while True:
+        names = {name: self.egraph.find(name) for name in self.egraph.values.live}
+        direct, names = self._after(self._direct(chosen), start, names)
+        brought, _ = self._after(self._needed(chosen), direct, names)
+        return min(direct, brought, key=cheaper)
+
+    def _after(self, numbers: list[int], start: Found, names: dict[str, str]) -> tuple[Found, dict[str, str]]:
+        """The graph after applications, each as soon as it applies, and the classes of its values."""
+        now, left = start, numbers
+        while left:
             missed = []
             for number in left:
                 step = self._step(now.values, number, names)
@@ -212,8 +219,35 @@ class Extraction:
                 cost_ns = self.pricer(after)
                 now = Found(after, (*now.matches, match), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns)
             if len(missed) == len(left):
-                return now
+                break
             left = missed
+        return now, names
+
+    def _direct(self, chosen: Mapping[str, ENode]) -> list[int]:
+        """Applications whose targets are what is chosen for their roots, and not what is given."""
+        find, given = self.egraph.find, self.egraph.given
+        found = []
+        for number, application in enumerate(self.egraph.applications):
+            wanted = [chosen.get(find(root)) for root in application.roots]
+            tops = [self._top(term, application.binding) for term in application.rule.target]
+            if wanted == tops and not any(top in given for top in tops):
+                found.append(number)
+        return found
+
+    def _top(self, term: Term, binding: Binding) -> ENode | None:
+        """The node of a term that an application has added; None for a variable."""
+        if isinstance(term, Variable):
+            return None
+        attributes = tuple(attribute(item, self.egraph, binding) for item in term.attributes)
+        operands = tuple(self._class_of(operand, binding) for operand in term.operands)
+        return ENode(term.op, attributes, operands)  # type: ignore[arg-type] # what a rule has added is bound
+
+    def _class_of(self, term: Term, binding: Binding) -> str:
+        top = self._top(term, binding)
+        if top is not None:
+            return self.egraph.find(self.egraph.nodes[top])
+        assert isinstance(term, Variable)
+        return self.egraph.find(binding[term.name])
 
     def _needed(self, chosen: Mapping[str, ENode]) -> list[int]:
         """The applications that brought what is chosen where it is read, and those that these needed."""
@@ -266,20 +300,12 @@ class Extraction:
 
     def _named(self, number: int, match: Match, after: Values, names: Mapping[str, str]) -> dict[str, str]:
         """The classes of values, with those that a substitution made."""
-        egraph, known = self.egraph, dict(names)
-        binding = egraph.applications[number].binding
-
-        def class_of(term: Term) -> str:
-            if isinstance(term, Variable):
-                return egraph.find(binding[term.name])
-            attributes = tuple(attribute(item, egraph, binding) for item in term.attributes)
-            return egraph.find(egraph.nodes[ENode(term.op, attributes, tuple(map(class_of, term.operands)))])  # type: ignore[arg-type] # all are bound
-
+        known, binding = dict(names), self.egraph.applications[number].binding
         stack: list[tuple[Term, str]] = list(zip(match.rule.target, match.roots, strict=True))
         while stack:
             term, name = stack.pop()
             if isinstance(term, Apply) and name in after.definitions:
-                known[name] = class_of(term)
+                known[name] = self._class_of(term, binding)
                 stack += zip(term.operands, after.definitions[name].operands, strict=True)
         return known
 
