@@ -109,11 +109,13 @@ class Extraction:
     ) -> cp_model.LinearExpr:
         terms, together = [], dict[tuple[object, ...], tuple[cp_model.IntVar, int]]()
         for node, take in takes.items():
-            cost_ns = self._node_ns(node)
+            cost_ns = self.node_ns(node)
             kind = self._at_once(node)
             if kind is None:
                 terms.append(cost_ns * take)
-            elif cost_ns:
+            else:
+                if node.op in PARTS and self.pricer.trains:
+                    cost_ns += self.pricer.sum_ns(self.egraph.tensor(self._cut_from(node)))
                 once, most = together.setdefault(kind, (model.new_bool_var(""), 0))
                 together[kind] = once, max(most, cost_ns)
                 model.add_implication(take, once)
@@ -126,7 +128,17 @@ class Extraction:
         """Equal for nodes that are paid once: results of one operator, and parts of one tensor along one dim."""
         if node.op == OPAQUE:
             return OPAQUE, node.attributes[1]
-        return (PARTS, self.egraph.find(node.operands[0]), node.attributes[0]) if node.op in PARTS else None
+        return (PARTS, self._cut_from(node), node.attributes[0]) if node.op in PARTS else None
+
+    def _cut_from(self, node: ENode) -> str:
+        """What a part is cut from in the end: parts of a part are cut from the whole, with the part."""
+        seen, name = set[str](), self.egraph.find(node.operands[0])
+        while name not in seen:
+            seen.add(name)
+            outer = (each for each in self.classes.get(name, ()) if each.op in PARTS)
+            same = next((each for each in outer if each.attributes[0] == node.attributes[0]), None)
+            name = name if same is None else self.egraph.find(same.operands[0])
+        return name
 
     def _sums(
         self, takes: Mapping[ENode, cp_model.IntVar], needs: Mapping[str, cp_model.IntVar]
@@ -140,7 +152,8 @@ class Extraction:
             if sum_ns[name]:
                 yield -sum_ns[name] * need
 
-    def _node_ns(self, node: ENode) -> int:
+    def node_ns(self, node: ENode) -> int:
+        """Time of a node by itself."""
         if node.op in MOVING and self._is_stored(node):
             return 0
         name = self.egraph.find(self.egraph.nodes[node])
@@ -200,16 +213,17 @@ class Extraction:
         not apply, as its source is another form by then, is left out; of the graphs on the way, the cheapest is taken.
         """
         names = {name: self.egraph.find(name) for name in self.egraph.values.live}
-        direct, names = self._after(self._direct(chosen), start, names)
-        brought, _ = self._after(self._needed(chosen), direct, names)
-        return min(direct, brought, key=cheaper)
+        way = [start]
+        for numbers in (self._direct(chosen), self._needed(chosen)):
+            names = self._go(numbers, way, names)
+        return min(way, key=cheaper)
 
-    def _after(self, numbers: list[int], start: Found, names: dict[str, str]) -> tuple[Found, dict[str, str]]:
-        """The graph after applications, each as soon as it applies, and the classes of its values."""
-        now, left = start, numbers
+    def _go(self, left: list[int], way: list[Found], names: dict[str, str]) -> dict[str, str]:
+        """Adds to the way the graph after each application, as soon as it applies; returns the classes of values."""
         while left:
             missed = []
             for number in left:
+                now = way[-1]
                 step = self._step(now.values, number, names)
                 if step is None:
                     missed.append(number)
@@ -217,11 +231,11 @@ class Extraction:
                 match, after = step
                 names = self._named(number, match, after, names)
                 cost_ns = self.pricer(after)
-                now = Found(after, (*now.matches, match), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns)
+                way.append(Found(after, (*now.matches, match), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns))
             if len(missed) == len(left):
                 break
             left = missed
-        return now, names
+        return names
 
     def _direct(self, chosen: Mapping[str, ENode]) -> list[int]:
         """Applications whose targets are what is chosen for their roots, and not what is given."""

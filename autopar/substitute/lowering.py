@@ -223,7 +223,7 @@ class Lowering:
     def _places(self) -> dict[str, int]:
         """The place in the given graph of what each value serves."""
         found = {name: served[0] for name, served in self._serves.items()}
-        return found | {name: found[value] for name, (value, _) in self.inner.items()}
+        return found | {name: found[value] for name, (value, _) in self.inner.items() if value in found}
 
 
 def lowered(values: Values) -> Graph:

@@ -2,21 +2,24 @@
 
 Small graphs are searched twice, as a first gain decides what others are met: once with the rules in their order, which
 begins with the merging of products, once with those first that say most. An adapter folds into its weight as long as
-its products are not merged with others'.
+its products are not merged with others'. What is cheapest then is the beginning of an equality saturation, whose result
+is taken where it is cheaper still.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.ir.graph import Graph, Ref, map_references
 from autopar.substitute.backtracking import ALPHA, Backtracking, Found, Outcome, cheaper, simplest
 from autopar.substitute.cutting import MOST_NODES, Part, parts, renamed_match, together
 from autopar.substitute.defined import Values
+from autopar.substitute.extraction import saturated
 from autopar.substitute.lifting import lifted
 from autopar.substitute.matching import Matcher
+from autopar.substitute.pricing import Pricer
 from autopar.substitute.regions import in_twin, names_in
 from autopar.substitute.rules.terms import Apply, Rule, subterms
 
@@ -26,7 +29,13 @@ PATIENCE = 2000
 PART_PATIENCE = 500
 """The same for each of the parts of one that is, and for what crosses the cuts."""
 
-SHARE_OF_PARTS = 0.6
+SHARE_OF_ORDER = 0.4
+"""Share of a small graph's time that backtracking may take with the rules in one order."""
+
+SATURATION_S = 1.5
+"""Seconds that saturation may take for a small graph, at most."""
+
+SHARE_OF_PARTS = 0.7
 """Share of a region's time that its parts may take."""
 
 
@@ -34,7 +43,7 @@ class Searcher:
     """Searches regions with the same rules and costs."""
 
     def __init__(
-        self, matchers: Sequence[Matcher], cost: Callable[[Values], int], alpha: float = ALPHA,
+        self, matchers: Sequence[Matcher], cost: Pricer, alpha: float = ALPHA,
         most_nodes: int = MOST_NODES,
     ) -> None:  # fmt: skip
         self.cost, self.most_nodes = cost, most_nodes
@@ -50,7 +59,7 @@ class Searcher:
         given = Found(values, (), (), self.cost(values))
         cuts = parts(values, self.matchers, self.most_nodes)
         if len(cuts) == 1:
-            return self._twice(given, seconds, PATIENCE)
+            return self._small(given, seconds, PATIENCE)
         found = self._parts(cuts, begin + SHARE_OF_PARTS * seconds)
         start = together(values, found, self.cost)
         left = begin + seconds - time.monotonic()
@@ -62,16 +71,21 @@ class Searcher:
             seconds=time.monotonic() - begin,
         )
 
-    def _twice(self, start: Found, seconds: float, patience: int) -> Outcome:
-        """With the rules in both orders, unless the first finds no gain at all."""
+    def _small(self, start: Found, seconds: float, patience: int) -> Outcome:
+        """By backtracking with the rules in both orders, unless the first finds no gain at all, and by saturation."""
         begin = time.monotonic()
-        one = self.orders[0].on(start, seconds / 2, patience=patience)
-        if one.cheapest is start:
-            return one
-        other = self.orders[1].on(start, seconds - one.seconds, patience=patience)
+        outcomes = [self.orders[0].on(start, seconds * SHARE_OF_ORDER, patience=patience)]
+        if outcomes[0].cheapest is not start:
+            outcomes.append(self.orders[1].on(start, seconds * SHARE_OF_ORDER, patience=patience))
+        found = [item for outcome in outcomes for item in (outcome.best, outcome.cheapest)]
+        if self.pinned.isdisjoint(start.values.graph.tensors):
+            left = begin + seconds - time.monotonic()
+            found.append(
+                saturated(min(found, key=cheaper), self.orders[1].matchers, self.cost, min(left, SATURATION_S))
+            )
         return Outcome(
-            simplest((one.best, other.best)), min(one.cheapest, other.cheapest, key=cheaper),
-            "; ".join(dict.fromkeys((one.stop, other.stop))), one.seen + other.seen, time.monotonic() - begin,
+            simplest(found), min(found, key=cheaper), "; ".join(dict.fromkeys(outcome.stop for outcome in outcomes)),
+            sum(outcome.seen for outcome in outcomes), time.monotonic() - begin,
         )  # fmt: skip
 
     def _parts(self, cuts: Sequence[Graph], deadline: float) -> list[Part]:
@@ -85,7 +99,7 @@ class Searcher:
                 seconds = max(0.0, deadline - time.monotonic()) / (len(distinct) - len(known))
                 values = lifted(graph)
                 start = Found(values, (), (), self.cost(values))
-                known[form] = Part(values, self._twice(start, seconds, PART_PATIENCE))
+                known[form] = Part(values, self._small(start, seconds, PART_PATIENCE))
             found.append(_for_twin(known[form], graph))
         return found
 
