@@ -16,7 +16,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
 from autopar.substitute.backtracking import ALPHA, Found, Outcome
-from autopar.substitute.cutting import MOST_NODES
 from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import PARTS
@@ -27,7 +26,7 @@ from autopar.substitute.regions import Twins, find_regions
 from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.terms import Apply, Rule, Term, subterms, variables
-from autopar.substitute.searching import Searcher
+from autopar.substitute.searching import Limits, Searcher
 
 SEARCHING = 0.8
 """Share of the time that the search may take; the rest is for making whole graphs of what it found."""
@@ -60,20 +59,20 @@ class Substituted:
 def substituted(
     graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
     profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA,
-    pinned: Collection[str] = (), most_nodes: int = MOST_NODES,
+    pinned: Collection[str] = (), limits: Limits = Limits(),
 ) -> Substituted:  # fmt: skip
     """Graphs equal to the model's that are faster on one device of the profile, or easier to shard.
 
     paths, representatives: of equal blocks (`trace.find_blocks`). seconds: for all regions together.
     pinned: tensors that stay as they are, computed in the same way and stored by themselves.
-    most_nodes: of what is searched at once; larger parts of the model are cut.
+    limits: of what is searched at once.
     Of the rules, those that are proved are used: tests have passed rules that more tests have refuted.
     """
     begin = time.monotonic()
     rules = [rule for rule in rules if rule.status == "proved" and not (trains and rule.inference)]
     if any(graph.tensors[item.tensor].dtype in ("bfloat16", "float16") for item in graph.parameters):
         rules = [rule for rule in rules if not sums_weights(rule)]
-    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, most_nodes)
+    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, limits)
     outcomes = search.outcomes(begin + SEARCHING * seconds)
     best = search.candidate([outcome.best for outcome in outcomes])
     apart = search.candidate([search.apart(twins) for twins in search.regions])
@@ -89,13 +88,13 @@ class _Search:
 
     def __init__(
         self, plain: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
-        pricer: Pricer, alpha: float, pinned: Collection[str], most_nodes: int,
+        pricer: Pricer, alpha: float, pinned: Collection[str], limits: Limits,
     ) -> None:  # fmt: skip
         self.plain, self.pricer = plain, pricer
         self.regions = find_regions(plain, paths, representatives)
         self.rules = {rule.name: rule for rule in rules}
         self.matchers = [Matcher(rule, frozenset(pinned)) for rule in rules]
-        self.searcher = Searcher(self.matchers, pricer, alpha, most_nodes)
+        self.searcher = Searcher(self.matchers, pricer, alpha, limits)
         self.splitting = [matcher for matcher in self.matchers if is_splitting(matcher.rule)]
 
     def cost(self, graph: Graph) -> int:

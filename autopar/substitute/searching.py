@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.ir.graph import Graph, Ref, map_references
 from autopar.substitute.backtracking import ALPHA, Backtracking, Found, Outcome, cheaper, simplest
@@ -32,21 +33,24 @@ PART_PATIENCE = 500
 SHARE_OF_ORDER = 0.4
 """Share of a small graph's time that backtracking may take with the rules in one order."""
 
-SATURATION_S = 1.5
-"""Seconds that saturation may take for a small graph, at most."""
-
 SHARE_OF_PARTS = 0.7
 """Share of a region's time that its parts may take."""
+
+
+class Limits(NamedTuple):
+    """Larger graphs than of `most_nodes` are cut; saturation takes so many seconds of a small one's at most."""
+
+    most_nodes: int = MOST_NODES
+    saturation_s: float = 1.5
 
 
 class Searcher:
     """Searches regions with the same rules and costs."""
 
     def __init__(
-        self, matchers: Sequence[Matcher], cost: Pricer, alpha: float = ALPHA,
-        most_nodes: int = MOST_NODES,
-    ) -> None:  # fmt: skip
-        self.cost, self.most_nodes = cost, most_nodes
+        self, matchers: Sequence[Matcher], cost: Pricer, alpha: float = ALPHA, limits: Limits = Limits()
+    ) -> None:
+        self.cost, self.limits = cost, limits
         self.matchers = matchers
         self.pinned = matchers[0].pinned if matchers else frozenset()
         specific = sorted(matchers, key=lambda matcher: -_operators(matcher.rule))
@@ -57,7 +61,7 @@ class Searcher:
         """The cheapest graphs that are reached in some seconds."""
         begin = time.monotonic()
         given = Found(values, (), (), self.cost(values))
-        cuts = parts(values, self.matchers, self.most_nodes)
+        cuts = parts(values, self.matchers, self.limits.most_nodes)
         if len(cuts) == 1:
             return self._small(given, seconds, PATIENCE)
         found = self._parts(cuts, begin + SHARE_OF_PARTS * seconds)

@@ -18,7 +18,7 @@ from autopar.substitute.lowering import lowered
 from autopar.substitute.matching import Matcher
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.rewriting import rewritten
-from autopar.substitute.searching import Searcher
+from autopar.substitute.searching import Limits, Searcher
 from autopar.trace import trace
 
 RULES = ("merge-linears", "linear-after-linear", "scale-of-scale", "relu-twice", "adapter-folded-scaled")
@@ -96,8 +96,8 @@ def test_what_is_found_for_parts_is_found_for_the_whole() -> None:
 
 def test_a_cut_region_costs_no_more_than_one_that_is_searched_whole() -> None:
     values = lifted(cells(6))
-    cut = Searcher(matchers(), pricer(), most_nodes=20).run(values, 20.0)
-    whole = Searcher(matchers(), pricer(), most_nodes=1000).run(values, 20.0)
+    cut = Searcher(matchers(), pricer(), limits=Limits(20)).run(values, 20.0)
+    whole = Searcher(matchers(), pricer(), limits=Limits(1000)).run(values, 20.0)
     assert cut.best.cost_ns <= whole.best.cost_ns < pricer()(values)
     assert cut.seen < whole.seen
 
@@ -106,7 +106,7 @@ def test_pinned_tensors_of_one_of_equal_parts_stay() -> None:
     """Equal parts are searched once, but for what is pinned in one of them."""
     graph = cells(6)
     weight = next(node for node in graph.nodes[len(graph.nodes) // 2 :] if node.op == "aten.linear.default").operands[1]
-    search = Searcher(matchers(frozenset((weight,))), pricer(), most_nodes=20)
+    search = Searcher(matchers(frozenset((weight,))), pricer(), limits=Limits(20))
     outcome = search.run(lifted(graph), 20.0)
     assert outcome.best.matches
     assert all(weight not in match.binding.values() for match in outcome.best.matches)
