@@ -26,7 +26,7 @@ from autopar.substitute.regions import Twins, find_regions
 from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.terms import Apply, Rule, Term, subterms, variables
-from autopar.substitute.searching import Limits, Searcher
+from autopar.substitute.searching import LIMITS, Limits, Searcher
 
 SEARCHING = 0.8
 """Share of the time that the search may take; the rest is for making whole graphs of what it found."""
@@ -59,7 +59,7 @@ class Substituted:
 def substituted(
     graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
     profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA,
-    pinned: Collection[str] = (), limits: Limits = Limits(),
+    pinned: Collection[str] = (), limits: Limits = LIMITS,
 ) -> Substituted:  # fmt: skip
     """Graphs equal to the model's that are faster on one device of the profile, or easier to shard.
 

@@ -44,11 +44,14 @@ class Limits(NamedTuple):
     saturation_s: float = 1.5
 
 
+LIMITS = Limits()
+
+
 class Searcher:
     """Searches regions with the same rules and costs."""
 
     def __init__(
-        self, matchers: Sequence[Matcher], cost: Pricer, alpha: float = ALPHA, limits: Limits = Limits()
+        self, matchers: Sequence[Matcher], cost: Pricer, alpha: float = ALPHA, limits: Limits = LIMITS
     ) -> None:
         self.cost, self.limits = cost, limits
         self.matchers = matchers
@@ -83,10 +86,8 @@ class Searcher:
             outcomes.append(self.orders[1].on(start, seconds * SHARE_OF_ORDER, patience=patience))
         found = [item for outcome in outcomes for item in (outcome.best, outcome.cheapest)]
         if self.pinned.isdisjoint(start.values.graph.tensors):
-            left = begin + seconds - time.monotonic()
-            found.append(
-                saturated(min(found, key=cheaper), self.orders[1].matchers, self.cost, min(left, SATURATION_S))
-            )
+            left = min(begin + seconds - time.monotonic(), self.limits.saturation_s)
+            found.append(saturated(min(found, key=cheaper), self.orders[1].matchers, self.cost, left))
         return Outcome(
             simplest(found), min(found, key=cheaper), "; ".join(dict.fromkeys(outcome.stop for outcome in outcomes)),
             sum(outcome.seen for outcome in outcomes), time.monotonic() - begin,
