@@ -2,7 +2,7 @@
 
     python -m benchmarks.substitution.generation [--operators 3 4] [--instances 1000] [--workers 2]
 
-What is not run anew keeps its numbers. No rule file is written: `python -m autopar.substitute.rules.generate` does that.
+What is not run anew keeps its numbers. The rule file is written by `python -m autopar.substitute.rules.generate`.
 """
 
 from __future__ import annotations
