@@ -160,8 +160,9 @@ class Extraction:
         if not self.pricer.trains and name in self.stored:
             return 0
         given = self.egraph.given.get(node)
-        made = None if given is None else self.egraph.values.definitions[given].node
-        if made is not None and made.results == (given,):
+        definition = None if given is None else self.egraph.values.definitions[given]
+        made = None if definition is None else definition.node
+        if made is not None and definition is not None and made.results == (given,) and not definition.through:
             return self.pricer.of_node_ns(made, self.egraph.values.graph.tensors)
         if node.op == OPAQUE or node.op not in (*WRITERS, *PARTS):
             assert made is not None, "rules make no such operators"

@@ -85,7 +85,7 @@ class Searcher:
         if outcomes[0].cheapest is not start:
             outcomes.append(self.orders[1].on(start, seconds * SHARE_OF_ORDER, patience=patience))
         found = [item for outcome in outcomes for item in (outcome.best, outcome.cheapest)]
-        if self.pinned.isdisjoint(start.values.graph.tensors):
+        if self.pinned.isdisjoint(start.values.live):
             left = min(begin + seconds - time.monotonic(), self.limits.saturation_s)
             found.append(saturated(min(found, key=cheaper), self.orders[1].matchers, self.cost, left))
         return Outcome(
