@@ -127,6 +127,8 @@ def main() -> None:
             f"{row['quartiles'][1]:.3f} |"
             for name, row in rows.items()
         ]
+    bounds = ", ".join(f"{rows['no adapters']['gain']:.3f} in {mode}" for mode, rows in found.items())
+    lines += ["", f"No equal form that leaves the frozen products as they are gains more than what has none: {bounds}."]
     (HERE / "adapters.json").write_text(json.dumps({**facts, "forms": found}, indent=1) + "\n", encoding="utf-8")
     (HERE / "adapters.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
     print("\n".join(lines))
