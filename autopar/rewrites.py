@@ -20,17 +20,16 @@ from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import microbatch_types, one_microbatch
 from autopar.planning import Request, pinned_tensors
 from autopar.substitute import Candidate, Substituted, load_rules, replayed, substituted
-from autopar.substitute.joint import MOST, PATIENCE
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
+from autopar.substitute.searching import SHORT
 from autopar.trace import find_blocks
 
 _SHARE_OF_TIME = 0.25
 """Of the search budget, for each of the two searches."""
 _SHORT_S = 4.0
 """What each may take where graphs are not planned everywhere. Mostly it ends long before, by counts."""
-_LONG_PATIENCE = 10 * PATIENCE
 
 
 class Rewrites(NamedTuple):
@@ -86,9 +85,9 @@ def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
     blocks, budget = find_blocks(graph), request.budget
     pinned = pinned | {blocks.representative_tensor(name) for name in pinned}
     seconds = _SHARE_OF_TIME * budget.seconds
-    limits: dict[str, Any] = {"seconds": min(seconds, _SHORT_S), "most": MOST}
+    limits: dict[str, Any] = {"seconds": min(seconds, _SHORT_S), "limits": SHORT}
     if budget.everywhere:
-        limits = {"seconds": seconds, "patience": _LONG_PATIENCE}
+        limits = {"seconds": seconds}
     return substituted(
         graph, blocks.paths, blocks.node_representative, load_rules(), _profile(request),
         trains=request.mode == "train", pinned=pinned, **limits,

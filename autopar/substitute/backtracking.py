@@ -25,6 +25,9 @@ ALPHA = 1.05
 RESOLUTION = 0.02
 """Costs that differ by less are taken for equal: medians of repeated timings of one call differ by as much."""
 
+GIVEN_UP = 0.1
+"""Share of a gain that fewer substitutions are worth."""
+
 
 @dataclass(frozen=True)
 class Found:
@@ -40,7 +43,7 @@ class Found:
 class Outcome:
     """What a search found. `stop`: why it ended. `seen`: graphs met.
 
-    cheapest: by the profile. best: of the graphs that a profile cannot tell from it, that of the fewest substitutions.
+    cheapest: by the profile. best: of the graphs that are as good, that of the fewest substitutions (`simplest`).
     """
 
     best: Found
@@ -70,16 +73,23 @@ class _Limits(NamedTuple):
 class Backtracking:
     """The search over graphs that rules lead to."""
 
-    def __init__(self, matchers: Sequence[Matcher], cost: Callable[[Values], int], alpha: float = ALPHA) -> None:
+    def __init__(
+        self, matchers: Sequence[Matcher], cost: Callable[[Values], int], alpha: float = ALPHA,
+        known: dict[int, int] | None = None,
+    ) -> None:  # fmt: skip
         self.matchers, self.cost, self.alpha = matchers, cost, alpha
+        self.known = {} if known is None else known  # costs by key, which several searches may share
 
     def run(self, values: Values, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached within limits.
 
         seconds: of time. most: of graphs met. patience: of substitutions tried since the best graph was met.
         """
-        limits = _Limits(time.monotonic(), seconds, most, patience)
-        start = Found(values, (), (), self.cost(values))
+        return self.on(Found(values, (), (), self.cost(values)), seconds, most, patience)
+
+    def on(self, start: Found, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
+        """The cheapest graphs that are reached from one that was found before."""
+        values, limits = start.values, _Limits(time.monotonic(), seconds, most, patience)
         seen, found, tried, last, stop = {key(values)}, [start], 0, 0, ""
         best = start.cost_ns
         queue = [(start.cost_ns, 0, start, self._next(start, seen))]
@@ -100,7 +110,7 @@ class Backtracking:
                 queue = [entry for entry in queue if entry[2] is not now]
                 heapq.heapify(queue)
         stop = stop or "every graph within the threshold was looked at"
-        return Outcome(_simplest(found), min(found, key=_order), stop, len(seen), time.monotonic() - limits.begin)
+        return Outcome(simplest(found), min(found, key=cheaper), stop, len(seen), time.monotonic() - limits.begin)
 
     def _next(self, now: Found, seen: set[int]) -> Iterator[Found | None]:
         """The graphs that one substitution makes; None for one that was met before.
@@ -118,18 +128,27 @@ class Backtracking:
                     yield None
                     continue
                 seen.add(form)
-                cost_ns = self.cost(values)
+                cost_ns = self.known.get(form)
+                if cost_ns is None:
+                    cost_ns = self.known[form] = self.cost(values)
                 gains = (*now.gains_ns, now.cost_ns - cost_ns)
                 yield Found(values, (*now.matches, match), gains, cost_ns)
 
 
-def _order(found: Found) -> tuple[int, int]:
+def cheaper(found: Found) -> tuple[int, int]:
+    """What graphs are compared by: cost, then how many substitutions it takes."""
     return found.cost_ns, len(found.matches)
 
 
-def _simplest(found: Sequence[Found]) -> Found:
-    """Of the graphs within `RESOLUTION` of the cheapest, the one of the fewest substitutions, the cheapest of these."""
-    most = min(item.cost_ns for item in found) * (1 + RESOLUTION)
+def simplest(found: Sequence[Found]) -> Found:
+    """Of the graphs that are as good as the cheapest, the one of the fewest substitutions, the cheapest of these.
+
+    As good is what no profile can tell from it, and what gives up little of a gain that one can tell.
+    """
+    least = min(item.cost_ns for item in found)
+    gained = found[0].cost_ns + sum(found[0].gains_ns) - least
+    told = RESOLUTION * least
+    most = least + (told if gained <= told else min(told, GIVEN_UP * gained))
     return min((item for item in found if item.cost_ns <= most), key=lambda item: (len(item.matches), item.cost_ns))
 
 

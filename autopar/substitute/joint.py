@@ -1,6 +1,6 @@
 """The graphs that go on to placement: the given one, and for each the substitutions that lead to it.
 
-Each distinct region is searched once (`backtracking`); what is found serves its twins. The best graph of one device
+Each distinct region is searched once (`searching`); what is found serves its twins. The best graph of one device
 need not be the best one sharded (Unger et al., Unity, 2022): columns of fused weights belong to several tensors, and
 heads can be sharded where these are apart. So several graphs go on, and simulated sharded step time decides.
 """
@@ -15,7 +15,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
-from autopar.substitute.backtracking import ALPHA, Backtracking, Found, Outcome
+from autopar.substitute.backtracking import ALPHA, Found, Outcome
 from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import PARTS
@@ -26,13 +26,7 @@ from autopar.substitute.regions import Twins, find_regions
 from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.terms import Apply, Rule, Term, subterms, variables
-
-PATIENCE = 200
-"""How many substitutions are tried without a gain before the search of a region ends: ten times as many found nothing
-better in any of the models that were looked at (benchmarks/substitution)."""
-
-MOST = 1_000
-"""Graphs that the search of all regions meets at most: what is left of a large graph is left to a longer search."""
+from autopar.substitute.searching import LIMITS, Limits, Searcher
 
 SEARCHING = 0.8
 """Share of the time that the search may take; the rest is for making whole graphs of what it found."""
@@ -64,22 +58,22 @@ class Substituted:
 
 def substituted(
     graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
-    profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA, patience: int = PATIENCE,
-    most: int = 1 << 30, pinned: Collection[str] = (),
+    profile: Profile, *, trains: bool = True, seconds: float = 10.0, alpha: float = ALPHA,
+    pinned: Collection[str] = (), limits: Limits = LIMITS,
 ) -> Substituted:  # fmt: skip
     """Graphs equal to the model's that are faster on one device of the profile, or easier to shard.
 
     paths, representatives: of equal blocks (`trace.find_blocks`). seconds: for all regions together.
-    patience: substitutions without a gain before a region is left. most: graphs that are met in all regions together.
     pinned: tensors that stay as they are, computed in the same way and stored by themselves.
+    limits: of what is searched at once, and for how long.
     Of the rules, those that are proved are used: tests have passed rules that more tests have refuted.
     """
     begin = time.monotonic()
     rules = [rule for rule in rules if rule.status == "proved" and not (trains and rule.inference)]
     if any(graph.tensors[item.tensor].dtype in ("bfloat16", "float16") for item in graph.parameters):
         rules = [rule for rule in rules if not sums_weights(rule)]
-    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned)
-    outcomes = search.outcomes(begin + SEARCHING * seconds, patience, most)
+    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, limits)
+    outcomes = search.outcomes(begin + SEARCHING * seconds)
     best = search.candidate([outcome.best for outcome in outcomes])
     apart = search.candidate([search.apart(twins) for twins in search.regions])
     given = Candidate(graph, (), search.cost(search.plain))
@@ -94,27 +88,27 @@ class _Search:
 
     def __init__(
         self, plain: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str], rules: Sequence[Rule],
-        pricer: Pricer, alpha: float, pinned: Collection[str],
+        pricer: Pricer, alpha: float, pinned: Collection[str], limits: Limits,
     ) -> None:  # fmt: skip
-        self.plain, self.pricer, self.alpha = plain, pricer, alpha
+        self.plain, self.pricer = plain, pricer
         self.regions = find_regions(plain, paths, representatives)
         self.rules = {rule.name: rule for rule in rules}
         self.matchers = [Matcher(rule, frozenset(pinned)) for rule in rules]
+        self.limits, self.searcher = limits, Searcher(self.matchers, pricer, alpha, limits)
         self.splitting = [matcher for matcher in self.matchers if is_splitting(matcher.rule)]
 
     def cost(self, graph: Graph) -> int:
         """Of a whole graph without identity nodes."""
         return self.pricer(lifted(graph))
 
-    def outcomes(self, deadline: float, patience: int, most: int) -> list[Outcome]:
+    def outcomes(self, deadline: float) -> list[Outcome]:
         """What is found for each region: each may take an equal share of the time and of the graphs that are left."""
         found = list[Outcome]()
         for number, twins in enumerate(self.regions):
             regions_left = len(self.regions) - number
             seconds = max(0.0, deadline - time.monotonic()) / regions_left
-            graphs = (most - sum(outcome.seen for outcome in found)) // regions_left
-            backtracking = Backtracking(self.matchers, self.pricer, self.alpha)
-            found.append(backtracking.run(self._values(twins), seconds, graphs, patience))
+            most = (self.limits.most - sum(outcome.seen for outcome in found)) // regions_left
+            found.append(self.searcher.run(self._values(twins), seconds, most))
         return found
 
     def _values(self, twins: Twins) -> Values:

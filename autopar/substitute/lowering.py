@@ -11,7 +11,6 @@ import heapq
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
-from operator import itemgetter
 from typing import Any, NamedTuple
 
 from autopar.ir.graph import Graph, Node, Ref, Scope, Tensor, common_scope, reading
@@ -210,8 +209,8 @@ class Lowering:
             users = [found[user] for user in self.values.readers.get(name, ()) if user in found]
             if users:
                 scopes = tuple(dict.fromkeys(scope for _, scopes, _ in users for scope in scopes))
-                first = min(users, key=itemgetter(0))
-                found[name] = first[0], scopes, first[2]
+                earliest, source = min((number, source) for number, _, source in users)
+                found[name] = earliest, scopes, source
         return found
 
     def _origin(self, names: Iterable[str]) -> tuple[Scope, str]:
@@ -219,12 +218,12 @@ class Lowering:
             return Scope(()), ""
         served = [self._serves[name] for name in names]
         scopes = [scope for _, scopes, _ in served for scope in scopes]
-        return common_scope(scopes), min(served, key=itemgetter(0))[2]
+        return common_scope(scopes), min((number, source) for number, _, source in served)[1]
 
     def _places(self) -> dict[str, int]:
         """The place in the given graph of what each value serves."""
         found = {name: served[0] for name, served in self._serves.items()}
-        return found | {name: found[value] for name, (value, _) in self.inner.items()}
+        return found | {name: found[value] for name, (value, _) in self.inner.items() if value in found}
 
 
 def lowered(values: Values) -> Graph:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from autopar.errors import PlanError
+from autopar.ir.graph import Tensor
 from autopar.substitute.defined import Values
 from autopar.substitute.fitting import Misfit, Shape, dim_of
 from autopar.substitute.rules.expressions import Guard, Symbol, parse_guard, solve, symbols
@@ -18,6 +19,12 @@ from autopar.substitute.rules.terms import Apply, Attribute, Rule, Size, Sort, T
 COMMUTATIVE = frozenset({"add", "mul"})
 Binding = Mapping[str, Any]
 """Variables by name to values, unknowns by "?name" to attributes."""
+
+
+class HasTensors(Protocol):
+    """Values, or classes of them, whose shapes and dtypes are known."""
+
+    def tensor(self, name: str) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -40,7 +47,7 @@ class Matcher:
     def matches(self, values: Values) -> Iterator[Match]:
         """Every match, in an order that follows from the values' order alone."""
         for roots, binding in self._roots(values, 0, (), {}):
-            solved = _solved(self.guards, values, binding) if self._is_free(values, roots, binding) else None
+            solved = solved_binding(self.guards, values, binding) if self._is_free(values, roots, binding) else None
             if solved is not None:
                 yield Match(self.rule, roots, solved)
 
@@ -56,7 +63,7 @@ class Matcher:
         for number, root in enumerate(roots):
             if not any(True for _ in self._term(self.rule.source[number], root, values, binding)):
                 raise PlanError(f"expected {self.rule.source[number]} at {root}, found another computation")
-        if len(roots) != len(self.rule.source) or _solved(self.guards, values, binding) is None:
+        if len(roots) != len(self.rule.source) or solved_binding(self.guards, values, binding) is None:
             raise PlanError(f"expected a place where the guards of {self.rule.name} hold, found {', '.join(roots)}")
         return Match(self.rule, roots, binding)
 
@@ -91,7 +98,7 @@ class Matcher:
             if term.name in binding:
                 if binding[term.name] == name:
                     yield binding
-            elif _is_of_sort(values.tensor(name).shape, self.rule.sorts.get(term.name, "matrix")):
+            elif is_of_sort(values.tensor(name).shape, self.rule.sorts.get(term.name, "matrix")):
                 yield {**binding, term.name: name}
             return
         made = values.definitions.get(name)
@@ -115,7 +122,7 @@ class Matcher:
         for inner, operand in zip(term.operands, operands, strict=True):
             found = [new for old in found for new in self._term(inner, operand, values, old)]
         for one in found:
-            bound = _attributes(term.attributes, attributes, values, one)
+            bound = bound_attributes(term.attributes, attributes, values, one)
             if bound is not None:
                 yield bound
 
@@ -126,9 +133,10 @@ def _may_turn(operands: tuple[str, ...], values: Values) -> bool:
     return first == second and operands[0] != operands[1]
 
 
-def _attributes(
-    wanted: tuple[Attribute, ...], found: tuple[Attribute, ...], values: Values, binding: Binding
+def bound_attributes(
+    wanted: tuple[Attribute, ...], found: tuple[Attribute, ...], values: HasTensors, binding: Binding
 ) -> Binding | None:
+    """The binding with what unknown attributes are; None where an attribute is another one."""
     if len(wanted) != len(found):
         return None
     bound = dict(binding)
@@ -141,7 +149,7 @@ def _attributes(
     return bound
 
 
-def attribute(wanted: Attribute, values: Values, binding: Binding) -> Attribute | None:
+def attribute(wanted: Attribute, values: HasTensors, binding: Binding) -> Attribute | None:
     """What an attribute of a rule stands for under a binding; None for an unknown that is not bound."""
     if isinstance(wanted, Unknown):
         found: Attribute | None = binding.get(str(wanted))
@@ -151,7 +159,7 @@ def attribute(wanted: Attribute, values: Values, binding: Binding) -> Attribute 
     return wanted
 
 
-def size_of(size: Size, values: Values, binding: Binding) -> int | None:
+def size_of(size: Size, values: HasTensors, binding: Binding) -> int | None:
     """The length of a bound variable along an axis."""
     if size.variable not in binding:
         return None
@@ -171,11 +179,12 @@ _RANKS: dict[Sort, Callable[[Shape], bool]] = {
 }
 
 
-def _is_of_sort(shape: Shape, sort: Sort) -> bool:
+def is_of_sort(shape: Shape, sort: Sort) -> bool:
+    """Whether a variable of the sort may stand for a tensor of the shape."""
     return _RANKS[sort](shape)
 
 
-def _solved(guards: Sequence[Guard], values: Values, binding: Binding) -> Binding | None:
+def solved_binding(guards: Sequence[Guard], values: HasTensors, binding: Binding) -> Binding | None:
     """The binding with what guards define; None where one does not hold."""
     if not guards:
         return binding
@@ -189,7 +198,7 @@ def _solved(guards: Sequence[Guard], values: Values, binding: Binding) -> Bindin
     return {**binding, **{str(symbol): value for symbol, value in found.items() if isinstance(symbol, Unknown)}}
 
 
-def _fact(symbol: Size, values: Values, binding: Binding) -> Any:
+def _fact(symbol: Size, values: HasTensors, binding: Binding) -> Any:
     """What a guard reads of a variable: a length, or its dtype."""
     if symbol.axis == "dtype":
         return values.tensor(binding[symbol.variable]).dtype

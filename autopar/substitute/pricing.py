@@ -9,6 +9,7 @@ neither does what is made of parameters alone and kept (`ir.structure.made_once`
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost import Profile, node_time_ns
@@ -39,14 +40,18 @@ class Pricer:
         nodes = list(lowering.nodes()) if self.trains else lowering.ordered()
         reads = Counter(name for node in nodes for name in node.operands)
         reads.update(values.ends)
-        free = self._rearranged(values, nodes, reads) if self.trains else self._made_once(lowering, nodes)
+        free = self._rearranged(lowering, nodes, reads) if self.trains else self._made_once(lowering, nodes)
         total = sum(self._node_ns(node, lowering) for node in nodes if node.name not in free)
         return total + (self._sums_ns(lowering, reads) if self.trains else 0)
 
-    def _rearranged(self, values: Values, nodes: list[Node], reads: Counter[str]) -> set[str]:
-        """Nodes that move elements of parameters alone, which nothing else reads."""
-        stored = {s.tensor for s in values.graph.stored if s.kind == "parameter"}
-        moving = [node for node in nodes if node.op in REARRANGING]
+    def _rearranged(self, lowering: Lowering, nodes: list[Node], reads: Counter[str]) -> set[str]:
+        """Nodes that move elements of parameters alone, which nothing else reads: all trained, or all frozen."""
+        stored = {s.tensor for s in lowering.values.graph.stored if s.kind == "parameter"}
+        moving = [
+            node
+            for node in nodes
+            if node.op in REARRANGING and len({lowering.tensor(name).differentiable for name in node.operands}) == 1
+        ]
         free: set[str] = set()
         while True:
             found = [
@@ -69,12 +74,15 @@ class Pricer:
 
     def _sums_ns(self, lowering: Lowering, reads: Counter[str]) -> int:
         """Time to add up the gradients of what several nodes read."""
-        total = 0
-        for name, count in reads.items():
-            tensor = lowering.tensor(name)
-            if count > 1 and tensor.differentiable:
-                total += (count - 1) * pointwise_time_ns(3 * tensor.num_bytes, self.profile)
-        return total
+        return sum((count - 1) * self.sum_ns(lowering.tensor(name)) for name, count in reads.items() if count > 1)
+
+    def sum_ns(self, tensor: Tensor) -> int:
+        """Time to add up two gradients of a tensor."""
+        return pointwise_time_ns(3 * tensor.num_bytes, self.profile) if tensor.differentiable else 0
+
+    def of_node_ns(self, node: Node, tensors: Mapping[str, Tensor]) -> int:
+        """Time of one operator by itself."""
+        return self._time_ns(node, [tensors[name] for name in node.operands], [tensors[name] for name in node.results])
 
     def _node_ns(self, node: Node, lowering: Lowering) -> int:
         known = self._given.get(id(node))

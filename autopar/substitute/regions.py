@@ -33,26 +33,30 @@ class Region:
 
     def graph(self, whole: Graph) -> Graph:
         """The region as a graph of its own: what it reads comes in, and what others read goes out."""
-        nodes = self.nodes(whole)
-        own = {name for node in nodes for name in node.results}
-        read = dict.fromkeys(name for node in nodes for name in node.operands if name not in own)
-        members = {node.name for node in nodes}
-        ends = {*whole.outputs, *whole.mutations.values()}
-        outputs = [
-            name
-            for node in nodes
-            for name in node.results
-            if name in ends or any(user.name not in members for user, _ in whole.consumers[name])
-        ]
-        return replace(
-            whole,
-            inputs=tuple(name for name in read if name not in whole.stored_by_tensor),
-            stored=tuple(whole.stored_by_tensor[name] for name in read if name in whole.stored_by_tensor),
-            nodes=nodes,
-            outputs=tuple(outputs),
-            mutations={},
-            loss=whole.loss if whole.loss in outputs else None,
-        )
+        return subgraph(whole, self.nodes(whole))
+
+
+def subgraph(whole: Graph, nodes: Sequence[Node]) -> Graph:
+    """Some nodes as a graph of their own: what they read comes in, and what others read goes out."""
+    own = {name for node in nodes for name in node.results}
+    read = dict.fromkeys(name for node in nodes for name in node.operands if name not in own)
+    members = {node.name for node in nodes}
+    ends = {*whole.outputs, *whole.mutations.values()}
+    outputs = [
+        name
+        for node in nodes
+        for name in node.results
+        if name in ends or any(user.name not in members for user, _ in whole.consumers[name])
+    ]
+    return replace(
+        whole,
+        inputs=tuple(name for name in read if name not in whole.stored_by_tensor),
+        stored=tuple(whole.stored_by_tensor[name] for name in read if name in whole.stored_by_tensor),
+        nodes=tuple(nodes),
+        outputs=tuple(outputs),
+        mutations={},
+        loss=whole.loss if whole.loss in outputs else None,
+    )
 
 
 @dataclass(frozen=True)

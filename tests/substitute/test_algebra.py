@@ -125,6 +125,21 @@ def test_equalities_are_solved_so_that_what_is_left_can_be_drawn() -> None:
     assert all(value_of(left, binding) == value_of(right, binding) for left, right in solved)
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "found"),
+    [
+        ("x.col + x.col", "y.col + y.col", [("x.col", "y.col")]),
+        ("x.col + x.col", "y.col + y.col + y.col", [("x.col + x.col", "y.col + y.col + y.col")]),
+        ("2", "x.col + x.col", [("1", "x.col")]),
+        ("3", "x.col + x.col", [("3", "x.col + x.col")]),
+        ("x.col + 1", "x.col", [("1", "0")]),
+    ],
+)
+def test_no_equality_is_lost_where_none_can_be_solved(left: str, right: str, found: list[tuple[str, str]]) -> None:
+    solved, _ = eliminated([(parse_expression(left), parse_expression(right))])
+    assert {frozenset(map(str, sides)) for sides in solved} == {frozenset(sides) for sides in found}
+
+
 def test_instances_have_groups_uneven_sizes_zeros_and_negative_values() -> None:
     text = "r: scale[?c](conv[?s, ?p, ?d, ?g](i, k)) => conv[?s, ?p, ?d, ?g](i, scale[?c](k))"
     drawn = list(islice(instances(rule(text), Integers()), 300))

@@ -15,7 +15,9 @@ from autopar.substitute import load_rules
 from autopar.substitute.backtracking import RESOLUTION, Backtracking, key
 from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
+from autopar.substitute.lowering import lowered
 from autopar.substitute.matching import Matcher
+from autopar.substitute.packing import packed
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.rewriting import rewritten
 from autopar.trace import trace
@@ -112,6 +114,35 @@ def test_gains_add_up() -> None:
     assert [match.rule.name for match in outcome.cheapest.matches] == ["merge-linears"] * 3
     assert pricer(linears(4)) - sum(outcome.cheapest.gains_ns) == outcome.cheapest.cost_ns
     assert pricer(outcome.cheapest.values) == outcome.cheapest.cost_ns
+
+
+class Frozen(nn.Module):
+    """Two products of one value; as many of their weights are trained as is said."""
+
+    def __init__(self, trained: int) -> None:
+        super().__init__()
+        self.one, self.two = (nn.Linear(8, 8, bias=False).requires_grad_(n < trained) for n in range(2))
+        self.last = nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.one(x).relu(), self.two(x).sigmoid()], -1)).sum()
+
+
+@pytest.mark.parametrize("trained", [0, 1, 2])
+def test_joining_weights_costs_nothing_where_they_can_be_stored_so(trained: int) -> None:
+    """All trained or all frozen can; of others, one cannot ask for the gradient of a part."""
+    values, pricer = lifted(trace(Frozen(trained), (torch.zeros(4, 8),))), Pricer(load_profile("h100"), trains=True)
+    (match,) = matchers()[0].matches(values)
+    merged = rewritten(values, match)
+    assert merged is not None
+    graph = lowered(merged)
+    joined = [node for node in graph.nodes if node.op == "aten.cat.default" and set(node.operands) <= {
+        item.tensor for item in graph.stored}]  # fmt: skip
+    assert len(joined) == 1
+    stays = any(node.name == joined[0].name for node in packed(graph).nodes)
+    assert stays == (trained == 1)
+    total = sum(pricer.of_node_ns(node, graph.tensors) for node in graph.nodes)
+    assert pricer(merged) == total - (0 if stays else pricer.of_node_ns(joined[0], graph.tensors))
 
 
 def test_limits_end_the_search() -> None:

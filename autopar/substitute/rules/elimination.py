@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 from typing import TypeAlias
@@ -17,6 +18,7 @@ Sum: TypeAlias = "Counter[Symbol | None]"
 def eliminated(equalities: Iterable[Equality]) -> tuple[list[Equality], set[Symbol]]:
     """The same equalities, the linear ones solved for one symbol each, and those symbols.
 
+    Those that no symbol can be solved for without a division that leaves a rest stay: 2 x == 3 y, and 0 == 1.
     What remains free can be drawn at will, but for signs and for products: x + y == n + y becomes n == x.
     """
     solved: dict[Symbol, Sum] = {}
@@ -26,7 +28,8 @@ def eliminated(equalities: Iterable[Equality]) -> tuple[list[Equality], set[Symb
         if sums[0] is None or sums[1] is None:
             others.append((left, right))
         else:
-            _solve(_difference(sums[0], sums[1]), solved)
+            left_over = _solve(_difference(sums[0], sums[1]), solved)
+            others += [_sides(left_over)] if left_over else []
     return [_equality(symbol, total) for symbol, total in solved.items()] + others, set(solved)
 
 
@@ -48,13 +51,18 @@ def _sum(expression: Expression) -> Sum | None:
             return None
 
 
-def _solve(zero: Sum, solved: dict[Symbol, Sum]) -> None:
-    """Takes in that a sum is zero: solves it for a symbol, and puts that into what was solved before."""
+def _solve(zero: Sum, solved: dict[Symbol, Sum]) -> Sum | None:
+    """Takes in that a sum is zero: solves it for a symbol, and puts that into what was solved before.
+
+    Returns what says something and can be solved for no symbol.
+    """
     for symbol, total in solved.items():
         zero = _difference(zero, _times(_with(symbol, total), zero[symbol]))
+    divisor = math.gcd(*zero.values())
+    zero = Counter({symbol: count // divisor for symbol, count in zero.items()})
     units = [symbol for symbol, count in zero.items() if symbol is not None and abs(count) == 1]
     if not units:
-        return
+        return zero or None
     pivot = max(units, key=lambda symbol: (_is_positive(zero, symbol), isinstance(symbol, Size)))
     total = _times(_without(zero, pivot), -zero[pivot])
     for symbol, known in solved.items():
@@ -62,6 +70,7 @@ def _solve(zero: Sum, solved: dict[Symbol, Sum]) -> None:
         if count:
             solved[symbol] = _difference(_without(known, pivot), _times(total, -count))
     solved[pivot] = total
+    return None
 
 
 def _is_positive(zero: Sum, pivot: Symbol) -> bool:
@@ -88,7 +97,12 @@ def _difference(left: Sum, right: Sum) -> Sum:
 
 def _equality(symbol: Symbol, total: Sum) -> Equality:
     """symbol == total, with what is subtracted on the left."""
-    return _expression(_difference(Counter({symbol: 1}), _part(total, -1))), _expression(_part(total, 1))
+    return _sides(_difference(Counter({symbol: 1}), total))
+
+
+def _sides(zero: Sum) -> Equality:
+    """That a sum is zero, with what is subtracted on the right."""
+    return _expression(_part(zero, 1)), _expression(_times(_part(zero, -1), -1))
 
 
 def _part(total: Sum, sign: int) -> Sum:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import resource
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -41,6 +42,7 @@ class Report:
     proved: int
     derivable_from_shipped: int
     seconds: dict[str, float]
+    peak_mib: int
 
     @property
     def coverage(self) -> float:
@@ -56,7 +58,7 @@ class Report:
             f"{self.shipped} rules shipped, {self.proved} proved ({self.proved / self.shipped:.1%}); refuted: "
             f"{', '.join(self.refuted) or 'none'}\n"
             f"coverage: {self.derivable_from_shipped} of {self.sound} sound generated rules ({self.coverage:.1%}) are "
-            f"derivable from the shipped ones\n{steps}"
+            f"derivable from the shipped ones\n{steps}; {self.peak_mib} MiB a process at most"
         )
 
 
@@ -88,8 +90,14 @@ def regenerated(
         proved=sum(rule.status == "proved" for rule in shipped),
         derivable_from_shipped=len(generation.sound) - len(generation.new) + sum(covered),
         seconds={**generation.seconds, **clock.seconds},
+        peak_mib=_peak_mib(),
     )
     return shipped, report
+
+
+def _peak_mib() -> int:
+    """The most memory that this process, or one that it has started, has held so far."""
+    return max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)) // 1024
 
 
 def _verified(rules: Sequence[Rule], num_instances: int, workers: int) -> list[Verdict]:
