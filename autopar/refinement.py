@@ -8,6 +8,7 @@ their placements, which blocks are in which. Jumps lead from one to another; bra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -26,9 +27,23 @@ from autopar.ir.stages import makes_rounds
 from autopar.microbatch import one_microbatch_plan
 from autopar.planning import Place, Request, divided, pinned_nodes
 from autopar.progress import Report, reporting
-from autopar.simulate import Incremental, Timeline, simulate
+from autopar.simulate import Incremental, Timeline, prices_of, simulate
 from autopar.simulate.schedule import without_collector
-from autopar.soap import INPUT, STORAGE, Budget, Jump, Proposals, Score, Space, Start, Watch, World, refine
+from autopar.soap import (
+    INPUT,
+    STORAGE,
+    Budget,
+    Jump,
+    Ledger,
+    Proposals,
+    Score,
+    Space,
+    Stages,
+    Start,
+    Watch,
+    World,
+    refine,
+)
 from autopar.staging import cut
 from autopar.trace import Blocks
 from autopar.zero import recomputable
@@ -163,9 +178,21 @@ class Worlds:
             staged = partial(self._cut, graph, outer)
             score: Score = _Staged(graph, profile, staged) if outer.stage_of else Incremental(graph, profile)
             space = space_of(place, recomputes=not outer.stage_of or outer.schedule != "zero_bubble")
-            self._known[outer] = world = World(space, score, str(outer))
+            self._known[outer] = world = World(space, score, str(outer), self._ledger(outer, place, space))
             self._outer_of[world] = outer
         return self._known[outer]
+
+    def _ledger(self, outer: Outer, place: Place, space: Space) -> Ledger:
+        graph, ranks = place.part.graph, math.prod(axis.size for axis in outer.axes)
+        per_node = min(ranks, self.request.mesh.devices_per_node)
+        prices = prices_of(graph, place.draft(), place.shared_profile, per_node)
+        stages = None
+        if outer.stage_of:
+            members, firsts = self.layers.members(graph, outer.stage_of), outer.first_ranks
+            is_one_by_one = len(set(firsts)) == len(firsts)
+            is_row = is_one_by_one, is_one_by_one and outer.schedule != "zero_bubble"
+            stages = Stages(members, is_row, firsts)
+        return Ledger(space, prices, outer.microbatches, stages)
 
     # Plans ----------------------------------------
 
@@ -416,9 +443,6 @@ class _Staged:
             return simulate(self.graph, self.cut(plan), self.profile)
         except PlanError:
             return None
-
-    def least_time_ns(self, plan: Plan) -> int:
-        return 0
 
 
 def space_of(place: Place, recomputes: bool = True) -> Space:

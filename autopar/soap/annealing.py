@@ -22,8 +22,9 @@ from typing import NamedTuple, Protocol
 
 from autopar import interrupt
 from autopar.ir.plan import Plan
+from autopar.soap.ledger import Ledger
 from autopar.soap.proposals import Proposals
-from autopar.soap.space import Draft, Space
+from autopar.soap.space import Change, Draft, Space
 
 HOT, COLD = 0.03, 0.0003  # temperature, as parts of the best cost
 ROUNDS = 4
@@ -37,16 +38,21 @@ class Score(Protocol):
 
     def step_time_ns(self, plan: Plan) -> int: ...
     def peak_bytes(self, plan: Plan) -> int: ...
-    def least_time_ns(self, plan: Plan) -> int:
-        """A lower bound of `step_time_ns` that is much faster to have."""
 
 
 class World(NamedTuple):
-    """Plans of one graph on one logical mesh, and what they cost; in words, what they have in common."""
+    """Plans of one graph on one logical mesh, and what they cost; in words, what they have in common; what bounds their
+    cost before they are made."""
 
     space: Space
     score: Score
     outline: str = ""
+    ledger: Ledger | None = None
+
+    def least_ns(self, plan: Plan, change: Change | None = None) -> int:
+        """At most the step time of a plan with a change. Branches are run by a part of the devices: 0 is known of
+        those."""
+        return 0 if self.ledger is None or plan.forks else self.ledger.least_ns(plan, change)
 
 
 Jump = Callable[[World, Plan, Random], "tuple[World, Plan] | None"]
@@ -147,7 +153,7 @@ class _Annealing:
             self.current = self.best
         temperature = self.best.cost_ns * HOT * (COLD / HOT) ** (number % length / length)
         threshold = threshold_ns(self.current.cost_ns, temperature, self.random.random())
-        kind, found = self._drawn()
+        kind, found = self._drawn(threshold)
         self.tally.made[kind] += 1
         after = None if found is None else self._within(*found, threshold)
         if after is not None:
@@ -157,17 +163,21 @@ class _Annealing:
                 self.best, self.improved_at = after, self.tally.proposals
         self._note()
 
-    def _drawn(self) -> tuple[str, tuple[World, Draft] | None]:
-        """The kind of a proposal, and the draft after it, if there is one."""
+    def _drawn(self, threshold: float) -> tuple[str, tuple[World, Draft] | None]:
+        """The kind of a proposal, and the draft after it, if there is one that may cost as little."""
         world, draft, random = self.current.world, self.current.draft, self.random
         proposals = self._proposals(world.space)
         if self.jumps and (proposals.is_empty() or random.random() < JUMPS):
             kind = random.choice([*self.jumps])
             found = self.jumps[kind](world, draft.plan, random)
-            return kind, None if found is None else (found[0], found[0].space.draft(found[1]))
+            if found is None or found[0].least_ns(found[1]) > threshold:
+                return kind, None
+            return kind, (found[0], found[0].space.draft(found[1]))
         if proposals.is_empty():
             return "nothing", None
         change = proposals.draw(draft, random)
+        if world.least_ns(draft.plan, change) > threshold:
+            return change.kind, None
         after = world.space.changed(draft, change)
         return change.kind, None if after is None or after is draft else (world, after)
 
@@ -178,8 +188,6 @@ class _Annealing:
 
     def _within(self, world: World, draft: Draft, threshold: float) -> Scored | None:
         """A draft, where it costs no more than so much."""
-        if world.score.least_time_ns(draft.plan) > threshold:
-            return None
         self.tally.simulated += 1
         step_ns = world.score.step_time_ns(draft.plan)
         if step_ns > threshold:

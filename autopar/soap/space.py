@@ -32,6 +32,9 @@ Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
 
 Modules = tuple[str, ...]
 
+Option = NodePlan | Storage | Placement
+"""Of a node, of a stored tensor, of an input."""
+
 
 class Twins(Protocol):
     """Which nodes and tensors stand in the same place of equal blocks: they have one representative."""
@@ -57,13 +60,13 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """What a proposal sets, by name; `recompute` where it sets that. kind: of proposal; name: what it began with."""
+    """What a proposal sets, by name; `recompute` where it sets that. kind: of proposal; name: what it began with;
+    together: names are representatives, and what is set is set for all that they stand for."""
 
     kind: str
     name: str
-    nodes: Mapping[str, NodePlan] = field(default_factory=dict)
-    storage: Mapping[str, Storage] = field(default_factory=dict)
-    inputs: Mapping[str, Placement] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
+    together: bool = False
     recompute: Modules | None = None
 
 
@@ -178,10 +181,11 @@ class Space:
     # Plans ----------------------------------------
 
     def draft(self, plan: Plan) -> Draft:
-        """A plan, ready to be changed. Its redistributions stay as they are."""
+        """A plan, ready to be changed. Its redistributions stay as they are, and are made so wherever needed again."""
         found: dict[str, list[Redistribute]] = defaultdict(list)
         for item in plan.redistributes:
             found[item.tensor].append(item)
+            self._ways.setdefault((item.tensor, self._source(plan, item.tensor), item.target), item)
         return Draft(plan, {name: tuple(items) for name, items in found.items()})
 
     def changed(self, draft: Draft, change: Change) -> Draft | None:
@@ -190,14 +194,21 @@ class Space:
         plan = draft.plan
         if change.recompute is not None:
             plan = replace(plan, recompute=change.recompute)
-        if not (change.nodes or change.storage or change.inputs):
+        if not change.options:
             if plan is draft.plan:
                 return draft
             return Draft(plan, draft.conversions) if self._may_branch(plan) else None
-        nodes, storage = {**plan.nodes, **change.nodes}, {**plan.storage, **change.storage}
-        inputs = {**plan.inputs, **change.inputs}
+        set_to = self._each(change)
+        nodes, storage, inputs = dict(plan.nodes), dict(plan.storage), dict(plan.inputs)
+        for name, option in set_to.items():
+            if isinstance(option, NodePlan):
+                nodes[name] = option
+            elif isinstance(option, Storage):
+                storage[name] = option
+            else:
+                inputs[name] = option
         conversions = dict(draft.conversions)
-        for tensor in self._touched(change):
+        for tensor in self._touched(set_to):
             found = self._conversions(plan, tensor, nodes, storage, inputs)
             if found is None:
                 return None
@@ -205,6 +216,13 @@ class Space:
         every = tuple(chain.from_iterable(conversions.values()))
         plan = replace(plan, nodes=nodes, storage=storage, inputs=inputs, redistributes=every)
         return Draft(plan, conversions) if self._may_branch(plan) else None
+
+    def _each(self, change: Change) -> Mapping[str, Option]:
+        """What is set, by each name of its own."""
+        if not change.together:
+            return change.options
+        equals = self.equals
+        return {one: option for name, option in change.options.items() for one in equals.get(name, (name,))}
 
     def admits(self, plan: Plan) -> bool:
         """Whether every decision of a plan is one of the options here; of what is in a branch, or has no other option,
@@ -237,8 +255,9 @@ class Space:
             return False
         return True
 
-    def _touched(self, change: Change) -> Iterable[str]:
-        return dict.fromkeys(chain(change.storage, change.inputs, *(self._meets[name] for name in change.nodes)))
+    def _touched(self, names: Iterable[str]) -> Iterable[str]:
+        meets = self._meets
+        return dict.fromkeys(tensor for name in names for tensor in meets.get(name, (name,)))
 
     def _conversions(
         self, plan: Plan, tensor: str, nodes: Mapping[str, NodePlan], storage: Mapping[str, Storage],
@@ -261,8 +280,15 @@ class Space:
                 wanted[target] = None
         if not wanted:
             return ()
-        found = [self._way(tensor, source, target) for target in wanted]
+        found = [self.way(tensor, source, target) for target in wanted]
         return None if None in found else tuple([way for way in found if way is not None])
+
+    def _source(self, plan: Plan, tensor: str) -> Placement:
+        """As what a tensor is made, stored or fed."""
+        maker, position, _ = self._read[tensor]
+        if maker is not None:
+            return plan.nodes[maker].results[position]
+        return plan.inputs[tensor] if tensor in plan.inputs else plan.storage[tensor].placement
 
     @cached_property
     def _read(self) -> dict[str, tuple[str | None, int, tuple[tuple[str, int], ...]]]:
@@ -284,8 +310,9 @@ class Space:
     def _leaving(self) -> frozenset[str]:
         return frozenset((*self.graph.returned, *self.graph.mutations.values()))
 
-    def _way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
-        """One object for equal redistributions, so that what is the same in two plans is seen at once."""
+    def way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
+        """How a tensor is brought from one placement to another; None where it cannot be. One object for equal ones,
+        so that what is the same in two plans is seen at once."""
         key = tensor, source, target
         if key not in self._ways:
             steps = self.path(self.graph.tensors[tensor], source, target)
