@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol
@@ -26,7 +26,7 @@ from autopar.soap.ledger import Ledger
 from autopar.soap.proposals import Proposals
 from autopar.soap.space import Change, Draft, Space
 
-HOT, COLD = 0.03, 0.0003  # temperature, as parts of the best cost
+HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
 JUMPS = 0.015  # of proposals, where there are any
 _TRACED = 200  # points of a trace at most
@@ -119,6 +119,8 @@ class _Annealing:
         self.random, self.jumps, self.watch = random, jumps, watch
         self.limit, self.deadline, self.memory_limit = proposals, deadline, plan.memory_limit
         self.proposals: dict[Space, Proposals] = {}
+        self.known: dict[Hashable, int] = {}  # step times of what was simulated
+        self.key: Hashable = None  # of the plan that is looked at
         self.tally = Tally()
         step_ns = world.score.step_time_ns(plan)
         self.first = self.best = self.current = self._scored(world, world.space.draft(plan), step_ns)
@@ -165,7 +167,7 @@ class _Annealing:
 
     def _drawn(self, threshold: float) -> tuple[str, tuple[World, Draft] | None]:
         """The kind of a proposal, and the draft after it, if there is one that may cost as little."""
-        world, draft, random = self.current.world, self.current.draft, self.random
+        world, draft, random, self.key = self.current.world, self.current.draft, self.random, None
         proposals = self._proposals(world.space)
         if self.jumps and (proposals.is_empty() or random.random() < JUMPS):
             kind = random.choice([*self.jumps])
@@ -176,10 +178,19 @@ class _Annealing:
         if proposals.is_empty():
             return "nothing", None
         change = proposals.draw(draft, random)
-        if world.least_ns(draft.plan, change) > threshold:
+        if world.least_ns(draft.plan, change) > threshold or self._is_known_above(world, draft.plan, change, threshold):
             return change.kind, None
         after = world.space.changed(draft, change)
         return change.kind, None if after is None or after is draft else (world, after)
+
+    def _is_known_above(self, world: World, plan: Plan, change: Change, threshold: float) -> bool:
+        """Whether the plan with a change was simulated before, and costs more; if not, its cost will be noted."""
+        self.key = None
+        if world.ledger is None or plan.forks:
+            return False
+        again = plan.recompute if change.recompute is None else change.recompute
+        self.key = id(world), again, world.ledger.key(plan, change)
+        return self.known.get(self.key, 0) > threshold
 
     def _proposals(self, space: Space) -> Proposals:
         if space not in self.proposals:
@@ -190,6 +201,8 @@ class _Annealing:
         """A draft, where it costs no more than so much."""
         self.tally.simulated += 1
         step_ns = world.score.step_time_ns(draft.plan)
+        if self.key is not None:
+            self.known[self.key] = step_ns
         if step_ns > threshold:
             return None
         found = self._scored(world, draft, step_ns)

@@ -288,6 +288,17 @@ class Ledger:
         possible = self._change_all(options, totals) if change.together else self._change_some(options, totals)
         return self._bound(totals) if possible else NEVER
 
+    def key(self, plan: Plan, change: Change) -> tuple[int, ...]:
+        """Equal for equal decisions of a plan with a change."""
+        if plan is not self._plan:
+            self._begin(plan)
+        now, equals = dict(self._now), self.space.equals
+        for name, option in change.options.items():
+            code = self._code(option)
+            for one in equals.get(name, (name,)) if change.together else (name,):
+                now[one] = code
+        return tuple(now.values())
+
     def _change_all(self, options: Mapping[str, int], totals: list[list[int]]) -> bool:
         """Adds what changes with options of representatives and all that they stand for."""
         alike, equals = self._alike, self.space.equals

@@ -27,7 +27,7 @@ from autopar.soap.space import Change, Draft, End, Link, Modules, Option, Space
 SAMPLE, ATTRIBUTE, PARAMETER = "sample", "attribute", "parameter"
 STORAGE, INPUT, RECOMPUTE = "storage", "input", "recompute"
 
-_WEIGHTS = {"operator": 16, STORAGE: 4, INPUT: 1, RECOMPUTE: 1}
+_WEIGHTS = {"operator": 64, STORAGE: 12, INPUT: 3, RECOMPUTE: 1}
 _ALONE = 0.2  # of proposals to operators and storage that change one block's alone
 _REACHES = (0.0, 0.5, 0.8, 0.95)  # probabilities with which a change goes on to a neighbour
 _LOOKED_AT = 12  # agreeing options of a neighbour that are compared
