@@ -29,6 +29,8 @@ from autopar.soap.space import Change, Draft, Space
 HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
 JUMPS = 0.015  # of proposals, where there are any
+SETTINGS = 0.08  # of proposals, where there are any: jumps that land on what was solved there
+SETTING = "setting"
 _TRACED = 200  # points of a trace at most
 _OVER = 10  # how much dearer a plan is by each part of its limit that it is over
 
@@ -169,8 +171,8 @@ class _Annealing:
         """The kind of a proposal, and the draft after it, if there is one that may cost as little."""
         world, draft, random, self.key = self.current.world, self.current.draft, self.random, None
         proposals = self._proposals(world.space)
-        if self.jumps and (proposals.is_empty() or random.random() < JUMPS):
-            kind = random.choice([*self.jumps])
+        kind = self._jump(proposals.is_empty())
+        if kind:
             found = self.jumps[kind](world, draft.plan, random)
             if found is None or found[0].least_ns(found[1]) > threshold:
                 return kind, None
@@ -182,6 +184,13 @@ class _Annealing:
             return change.kind, None
         after = world.space.changed(draft, change)
         return change.kind, None if after is None or after is draft else (world, after)
+
+    def _jump(self, always: bool) -> str:
+        """The kind of a jump, if this is one."""
+        random, kinds = self.random, [kind for kind in self.jumps if kind != SETTING]
+        if SETTING in self.jumps and random.random() < SETTINGS:
+            return SETTING
+        return random.choice(kinds) if kinds and (always or random.random() < JUMPS) else ""
 
     def _is_known_above(self, world: World, plan: Plan, change: Change, threshold: float) -> bool:
         """Whether the plan with a change was simulated before, and costs more; if not, its cost will be noted."""

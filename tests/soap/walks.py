@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
-from autopar.refinement import Worlds
+from autopar.refinement import Jumps, Worlds
 from autopar.soap import World
 from autopar.soap.proposals import Proposals
 from autopar.trace import find_blocks
@@ -32,7 +32,7 @@ def worlds_of(graph: Graph, plan: Plan) -> Worlds:
 def walk(worlds: Worlds, steps: int, seed: int, jumps: float) -> Iterator[tuple[World, Plan]]:
     """The worlds and plans on a walk from the first. jumps: the share of proposals that are jumps."""
     random, world, plan = Random(seed), worlds.first, worlds.unstaged(worlds.plan)
-    possible = worlds.jumps()
+    possible = Jumps(worlds).possible()
     for _ in range(steps):
         if possible and random.random() < jumps:
             found = possible[random.choice([*possible])](world, plan, random)
