@@ -44,12 +44,12 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
         received=tuple(name for name in stage.inputs if name not in graph.inputs),
         sent=sent,
-        answered=_answered(graph, plan, index),
+        answered=answered_values(graph, plan, index),
         ends=ends,
     )
 
 
-def _answered(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
+def answered_values(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
     """What a stage leaves for later ones, in the placements that it goes in, that the gradient comes back of."""
     back = gradients_back(graph, plan)
     values = [

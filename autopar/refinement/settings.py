@@ -3,7 +3,8 @@
     setting  →  the fastest placements that fit, by ILP on a short graph (`staged.search`)  →  stages of balanced time
              →  the outline of a world, and its plan
 
-Settings are drawn without replacement: what one comes to does not depend on where the chain is.
+Settings are drawn without replacement, most of them beside the best so far: half or twice the stages or microbatches,
+or another logical mesh.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from autopar.refinement.worlds import Worlds
 from autopar.staged.search import Search
 from autopar.staged.ways import Candidate, Setting
 
+_MOST_EACH = 8
+"""Microbatches for each stage: with so many, the bubble is an eighth at most."""
+_NEAR = 1.05
+"""What is estimated to be so many times the best estimate is not looked at further: what it hides may be more."""
+_ANYWHERE = 0.3  # of draws
+
 
 class Settings:
     """Those of a plan's mesh, each solved when it is drawn."""
 
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds
+        self._best: tuple[int, Setting] | None = None  # estimated, ns
 
     @cached_property
     def _search(self) -> Search:
@@ -32,7 +40,7 @@ class Settings:
 
     @cached_property
     def _left(self) -> list[Setting]:
-        """Those that have not been drawn. Stages have at most twice as many microbatches as there are, times four."""
+        """Those that have not been drawn."""
         search, devices = self._search, self.worlds.request.mesh.num_devices
         return [
             Setting(axes, size, devices // size, count)
@@ -42,18 +50,33 @@ class Settings:
         ]
 
     def drawn(self, random: Random) -> tuple[Outline, Plan] | None:
-        """One that has not been drawn, with the best that is found there; None where nothing fits, or is near the best
-        of those before, or none is left."""
-        if not self._left:
+        """The best that is found in a setting; None where nothing fits, or is near the best of others before, or none
+        is left."""
+        setting = self._next(random)
+        if setting is None:
             return None
-        setting = self._left.pop(random.randrange(len(self._left)))
         try:
             found = self._search.look(setting)
         except AutoparError:
             return None
         fitting = [candidate for candidate in found if candidate.peak_bytes <= self.worlds.layered.admitted]
         best = min(fitting, key=lambda candidate: candidate.step_ns, default=None)
-        return None if best is None else (self._outline(best), self._placed(best))
+        if best is None or (self._best is not None and best.step_ns > _NEAR * self._best[0]):
+            return None
+        if self._best is None or best.step_ns < self._best[0]:
+            self._best = best.step_ns, setting
+        return self._outline(best), self._placed(best)
+
+    def _next(self, random: Random) -> Setting | None:
+        """One of those left."""
+        best, left = self._best, self._left
+        beside = [one for one in left if best is not None and _is_beside(one, best[1])]
+        chosen = random.choice(beside) if beside and random.random() >= _ANYWHERE else None
+        if chosen is None and left:
+            chosen = random.choice(left)
+        if chosen is not None:
+            left.remove(chosen)
+        return chosen
 
     def _outline(self, candidate: Candidate) -> Outline:
         setting = candidate.ways[0].setting
@@ -71,5 +94,9 @@ class Settings:
         return layered.place_of(way.setting).placements.placed(draft, place.part.graph, way.choice.choice)
 
 
-_MOST_EACH = 8
-"""Microbatches for each stage: with so many, the bubble is an eighth at most."""
+def _is_beside(one: Setting, other: Setting) -> bool:
+    """Whether they are a step apart: in what there is most to win by."""
+    stages, counts = {one.num_stages, other.num_stages}, {one.microbatches, other.microbatches}
+    if len(stages) == 1:
+        return len(counts) == 1 or (one.axes == other.axes and max(counts) == 2 * min(counts))
+    return max(stages) <= 4 * min(stages) and max(counts) <= 2 * min(counts)

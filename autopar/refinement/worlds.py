@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from random import Random
 
@@ -19,14 +19,13 @@ from autopar.microbatch import one_microbatch_plan
 from autopar.planning import Place, Request, divided
 from autopar.refinement.explaining import explained
 from autopar.refinement.outline import Outline
-from autopar.simulate import Incremental, Timeline, prices_of, simulate
-from autopar.soap import Ledger, Proposals, Score, Space, Stages, Start, World
+from autopar.simulate import Incremental, IncrementalStages, Timeline, prices_of
+from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, World
 from autopar.staged.layered import Layered
 from autopar.staging import cut
 from autopar.trace import Blocks
 from autopar.zero import recomputable
 
-_NEVER = 2**62
 _WALKED = 200  # proposals that a random start is away
 
 
@@ -172,32 +171,29 @@ class Worlds:
         return place.part.on_all_axes(place.scored(plan))
 
 
-@dataclass(frozen=True, eq=False)
 class _Staged:
     """The simulator of plans that are cut into stages. What cannot be cut so costs more than anything."""
 
-    graph: Graph
-    profile: Profile
-    cut: Callable[[Plan], Plan]
-
-    last: list[tuple[Plan, Timeline | None]] = field(default_factory=list)
+    def __init__(self, graph: Graph, profile: Profile, cut: Callable[[Plan], Plan]) -> None:
+        self._stages, self._cut = IncrementalStages(graph, profile), cut
+        self._last: tuple[Plan, Timeline | None] | None = None
 
     def step_time_ns(self, plan: Plan) -> int:
         played = self._timeline(plan)
-        return _NEVER if played is None else played.step_time_ns
+        return NEVER if played is None else played.step_time_ns
 
     def peak_bytes(self, plan: Plan) -> int:
         played = self._timeline(plan)
         return 0 if played is None else played.peak_bytes
 
     def _timeline(self, plan: Plan) -> Timeline | None:
-        if not self.last or self.last[0][0] is not plan:
-            self.last[:] = [(plan, self._played(plan))]
-        return self.last[0][1]
+        if self._last is None or self._last[0] is not plan:
+            self._last = plan, self._played(plan)
+        return self._last[1]
 
     def _played(self, plan: Plan) -> Timeline | None:
         try:
-            return simulate(self.graph, self.cut(plan), self.profile)
+            return self._stages.timeline(self._cut(plan))
         except PlanError:
             return None
 

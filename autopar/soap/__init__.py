@@ -1,13 +1,14 @@
 """Refines a plan by Markov chain Monte Carlo over SOAP dims, each proposal simulated (FlexFlow)."""
 
 from autopar.soap.annealing import Jump, Score, Watch, World
-from autopar.soap.ledger import Ledger, Stages
+from autopar.soap.ledger import NEVER, Ledger, Stages
 from autopar.soap.proposals import INPUT, STORAGE, Proposals
 from autopar.soap.refining import Budget, Start, refine
 from autopar.soap.space import Space
 
 __all__ = [
     "INPUT",
+    "NEVER",
     "STORAGE",
     "Budget",
     "Jump",

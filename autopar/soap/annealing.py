@@ -29,7 +29,7 @@ from autopar.soap.space import Change, Draft, Space
 HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
 JUMPS = 0.015  # of proposals, where there are any
-SETTINGS = 0.08  # of proposals, where there are any: jumps that land on what was solved there
+SETTINGS, SOLVED = 0.5, 48  # of proposals, and how many at most: jumps that land on what is solved there
 SETTING = "setting"
 _TRACED = 200  # points of a trace at most
 _OVER = 10  # how much dearer a plan is by each part of its limit that it is over
@@ -145,7 +145,7 @@ class _Annealing:
             return f"all {count:,} proposals made"
         if count - self.improved_at >= max(1, self.limit // 2):
             return f"half of {self.limit:,} proposals without gain"
-        if count % 16 == 0 and time.monotonic() > self.deadline:
+        if time.monotonic() > self.deadline:
             return f"time limit after {count:,} proposals"
         return ""
 
@@ -188,7 +188,7 @@ class _Annealing:
     def _jump(self, always: bool) -> str:
         """The kind of a jump, if this is one."""
         random, kinds = self.random, [kind for kind in self.jumps if kind != SETTING]
-        if SETTING in self.jumps and random.random() < SETTINGS:
+        if SETTING in self.jumps and self.tally.made[SETTING] < SOLVED and random.random() < SETTINGS:
             return SETTING
         return random.choice(kinds) if kinds and (always or random.random() < JUMPS) else ""
 

@@ -38,9 +38,9 @@ def walk(worlds: Worlds, steps: int, seed: int, jumps: float) -> Iterator[tuple[
             found = possible[random.choice([*possible])](world, plan, random)
             if found is not None:
                 world, plan = found
-        else:
+        elif not (proposals := Proposals(world.space)).is_empty():
             draft = world.space.draft(plan)
-            after = world.space.changed(draft, Proposals(world.space).draw(draft, random))
+            after = world.space.changed(draft, proposals.draw(draft, random))
             plan = plan if after is None else after.plan
         yield world, plan
 
