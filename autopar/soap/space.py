@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 
 from autopar.errors import AutoparError
 from autopar.ir.branches import check_forks, homes, in_order
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.conversions import needed_conversions
+from autopar.ir.graph import Graph, Tensor
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step
@@ -237,13 +238,11 @@ class Space:
     def redistributed(self, plan: Plan) -> Plan | None:
         """The plan with the redistributions that its decisions need; None where something cannot be brought to where it
         is read."""
-        found: list[Redistribute] = []
-        for tensor in self.graph.tensors:
-            ways = self._conversions(plan, tensor, plan.nodes, plan.storage, plan.inputs)
-            if ways is None:
-                return None
-            found += ways
-        return replace(plan, redistributes=tuple(found))
+        entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+        ends = [(name, output_placement(self.graph, plan, name)) for name in self._leaving]
+        order = in_order(self.graph, plan)
+        found = [self.way(*needed) for needed in needed_conversions(order, plan.nodes, entering, ends)]
+        return None if None in found else replace(plan, redistributes=tuple([way for way in found if way is not None]))
 
     def _may_branch(self, plan: Plan) -> bool:
         """Whether its branches may be beside what else the plan does."""
@@ -263,7 +262,8 @@ class Space:
         self, plan: Plan, tensor: str, nodes: Mapping[str, NodePlan], storage: Mapping[str, Storage],
         inputs: Mapping[str, Placement],
     ) -> tuple[Redistribute, ...] | None:  # fmt: skip
-        """From what a tensor is made, stored or fed as to each placement that it is read in."""
+        """From what a tensor is made, stored or fed as to each placement that it is read in: of one tensor, as
+        `needed_conversions` of all."""
         maker, position, readers = self._read[tensor]
         if maker is not None:
             source = nodes[maker].results[position]
@@ -307,8 +307,8 @@ class Space:
         return {node.name: tuple(dict.fromkeys((*node.operands, *node.results))) for node in self.graph.nodes}
 
     @cached_property
-    def _leaving(self) -> frozenset[str]:
-        return frozenset((*self.graph.returned, *self.graph.mutations.values()))
+    def _leaving(self) -> Mapping[str, None]:
+        return dict.fromkeys((*self.graph.returned, *self.graph.mutations.values()))
 
     def way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
         """How a tensor is brought from one placement to another; None where it cannot be. One object for equal ones,
@@ -321,16 +321,10 @@ class Space:
 
     def in_order(self, draft: Draft) -> Plan:
         """The draft's plan, with its redistributions in the order in which they are read."""
-        rank: dict[tuple[str, Placement], int] = {}
-
-        def read(node: Node) -> None:
-            for pair in zip(node.operands, draft.plan.nodes[node.name].operands, strict=True):
-                rank.setdefault(pair, len(rank))
-
-        for node in in_order(self.graph, draft.plan):
-            read(node)
-        last = len(rank)
-        items = sorted(draft.plan.redistributes, key=lambda item: rank.get((item.tensor, item.target), last))
+        entering = dict(draft.plan.inputs) | {name: kept.placement for name, kept in draft.plan.storage.items()}
+        needed = needed_conversions(in_order(self.graph, draft.plan), draft.plan.nodes, entering, ())
+        rank = {(tensor, target): number for number, (tensor, _, target) in enumerate(needed)}
+        items = sorted(draft.plan.redistributes, key=lambda item: rank.get((item.tensor, item.target), len(rank)))
         return replace(draft.plan, redistributes=tuple(items))
 
 
