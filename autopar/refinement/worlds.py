@@ -76,12 +76,13 @@ class Worlds:
         if outline not in self._places:
             part = divided(self.graph, self.blocks, outline.microbatches)
             if outline.stage_of:
-                whole = partial(self._cut, self.graph, outline)
+                whole = partial(self.cut, self.graph, outline)
                 part = replace(part, cut=whole, num_submeshes=len(set(outline.first_ranks)))
             self._places[outline] = Place(part, outline.axes, self.request, self.profile)
         return self._places[outline]
 
-    def _cut(self, graph: Graph, outline: Outline, plan: Plan) -> Plan:
+    def cut(self, graph: Graph, outline: Outline, plan: Plan) -> Plan:
+        """A plan of one stage in the outline's. Raises PlanError where a tensor cannot leave its stage."""
         members = self.layers.members(graph, outline.stage_of)
         return cut(graph, plan, members, outline.first_ranks, outline.schedule)
 
@@ -90,7 +91,7 @@ class Worlds:
         if outline not in self._known:
             place = self.place(replace(outline, stage_of=(), first_ranks=(), schedule="1f1b"))
             graph, profile = place.part.graph, place.shared_profile
-            staged = partial(self._cut, graph, outline)
+            staged = partial(self.cut, graph, outline)
             score: Score = _Staged(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
             space = self._space(place, recomputes=not outline.stage_of or outline.schedule != "zero_bubble")
             ledger = self._ledger(outline, place, space)
