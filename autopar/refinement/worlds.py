@@ -156,7 +156,7 @@ class Worlds:
         self, outline: Outline, storage: dict[str, Storage], fed: dict[str, Placement]
     ) -> tuple[dict[str, Storage], dict[str, Placement]]:
         """Something for what no stage reads."""
-        graph, options = self.place(outline).part.graph, self.place(outline).placements.options
+        graph, options = self.place(outline).part.graph, self.place(outline).options
         kept = {item.tensor for item in graph.stored} - storage.keys()
         return (
             {name: options.storages[self.blocks.representative_tensor(name)][0] for name in kept},
@@ -201,7 +201,7 @@ class _Staged:
 
 def space_of(place: Place, recomputes: bool = True) -> Space:
     """What plans in a place may be changed to, within the request's constraints. recomputes: blocks may be, too."""
-    options, request = place.placements.options, place.request
+    options, request = place.options, place.request
     is_open = recomputes and request.mode == "train" and all(rule.recompute is None for rule in request.constraints)
     again = recomputable(place.part.whole, [path for paths in place.part.blocks.paths for path in paths])
     return Space(
@@ -210,6 +210,6 @@ def space_of(place: Place, recomputes: bool = True) -> Space:
         strategies=options.strategies,
         storages=options.storages,
         inputs=options.inputs,
-        path=place.placements.costs.steps,
+        path=place.costs.steps,
         recomputable=tuple(groups for groups in (again.full, again.attention) if groups) if is_open else (),
     )

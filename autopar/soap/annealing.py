@@ -29,7 +29,7 @@ from autopar.soap.space import Change, Draft, Space
 HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
 JUMPS = 0.015  # of proposals, where there are any
-SETTINGS, SOLVED = 0.5, 48  # of proposals, and how many at most: jumps that land on what is solved there
+SETTINGS, SOLVED = 0.8, 48  # of proposals, and how many at most: jumps that land on what is solved there
 SETTING = "setting"
 _TRACED = 200  # points of a trace at most
 _OVER = 10  # how much dearer a plan is by each part of its limit that it is over
