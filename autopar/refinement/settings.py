@@ -3,8 +3,8 @@
     setting  →  the fastest placements that fit, by ILP on a short graph (`staged.search`)  →  stages of balanced time
              →  the outline of a world, and its plan
 
-Settings are drawn without replacement, most of them beside the best so far: half or twice the stages or microbatches,
-or another logical mesh.
+Settings are drawn without replacement, most of them beside the best so far, at first beside the plan's: half or twice
+the stages or microbatches, or another logical mesh.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autopar.errors import AutoparError
 from autopar.ir.plan import Plan
 from autopar.refinement.outline import Outline
 from autopar.refinement.worlds import Worlds
+from autopar.soap import NEVER
 from autopar.staged.search import Search
 from autopar.staged.ways import Candidate, Setting
 
@@ -24,7 +25,7 @@ _MOST_EACH = 8
 """Microbatches for each stage: with so many, the bubble is an eighth at most."""
 _NEAR = 1.05
 """What is estimated to be so many times the best estimate is not looked at further: what it hides may be more."""
-_ANYWHERE = 0.3  # of draws
+_ANYWHERE = 0.15  # of draws
 
 
 class Settings:
@@ -32,7 +33,9 @@ class Settings:
 
     def __init__(self, worlds: Worlds) -> None:
         self.worlds = worlds
-        self._best: tuple[int, Setting] | None = None  # estimated, ns
+        own, devices = worlds.outline(worlds.plan), worlds.request.mesh.num_devices
+        stages = len(set(own.first_ranks)) or 1
+        self._best = NEVER, Setting(own.axes, devices // stages, stages, own.microbatches)  # estimated, ns
 
     @cached_property
     def _search(self) -> Search:
@@ -61,16 +64,16 @@ class Settings:
             return None
         fitting = [candidate for candidate in found if candidate.peak_bytes <= self.worlds.layered.admitted]
         best = min(fitting, key=lambda candidate: candidate.step_ns, default=None)
-        if best is None or (self._best is not None and best.step_ns > _NEAR * self._best[0]):
+        if best is None or best.step_ns > _NEAR * self._best[0]:
             return None
-        if self._best is None or best.step_ns < self._best[0]:
+        if best.step_ns < self._best[0]:
             self._best = best.step_ns, setting
         return self._outline(best), self._placed(best)
 
     def _next(self, random: Random) -> Setting | None:
         """One of those left."""
-        best, left = self._best, self._left
-        beside = [one for one in left if best is not None and _is_beside(one, best[1])]
+        left = self._left
+        beside = [one for one in left if _is_beside(one, self._best[1])]
         chosen = random.choice(beside) if beside and random.random() >= _ANYWHERE else None
         if chosen is None and left:
             chosen = random.choice(left)
