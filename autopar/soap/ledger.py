@@ -10,8 +10,10 @@ out, and so is what is computed again.
 
 from __future__ import annotations
 
+from array import array
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from autopar.ir.graph import Node
@@ -288,8 +290,8 @@ class Ledger:
         possible = self._change_all(options, totals) if change.together else self._change_some(options, totals)
         return self._bound(totals) if possible else NEVER
 
-    def key(self, plan: Plan, change: Change) -> tuple[int, ...]:
-        """Equal for equal decisions of a plan with a change."""
+    def key(self, plan: Plan, change: Change) -> bytes:
+        """Equal for equal decisions of a plan with a change: a digest, of which no two are equal by chance."""
         if plan is not self._plan:
             self._begin(plan)
         now, equals = dict(self._now), self.space.equals
@@ -297,7 +299,7 @@ class Ledger:
             code = self._code(option)
             for one in equals.get(name, (name,)) if change.together else (name,):
                 now[one] = code
-        return tuple(now.values())
+        return blake2b(array("L", now.values()).tobytes(), digest_size=16).digest()
 
     def _change_all(self, options: Mapping[str, int], totals: list[list[int]]) -> bool:
         """Adds what changes with options of representatives and all that they stand for."""
