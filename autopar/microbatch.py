@@ -23,7 +23,7 @@ from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, cheapest_path
 from autopar.ir.structure import batch_inputs
 from autopar.ops import axis_rules
-from autopar.ops.call import Call
+from autopar.ops.call import call_of
 from autopar.ops.communication import is_mean_cross_entropy
 
 Types = Mapping[str, NodePlan]
@@ -79,7 +79,7 @@ def _check_means(graph: Graph, types: Types) -> None:
     means = [
         f"{node.name} at {node.source}"
         for node in graph.nodes
-        if is_mean_cross_entropy(Call(graph, node)) and types[node.name].operands[0][0].kind == "S"
+        if is_mean_cross_entropy(call_of(graph, node)) and types[node.name].operands[0][0].kind == "S"
     ]
     if len(means) > 1:
         raise PlanError(f"expected one mean cross-entropy in a model of several microbatches, found {', '.join(means)}")
@@ -147,7 +147,7 @@ def _mixes_samples(graph: Graph, node: Node, plan: NodePlan) -> bool:
     """Batch statistics are reduced inside the operator, over ranks only; in evaluation there are none."""
     if "batch_norm" not in node.op or plan.operands[0] != (S(0),):
         return False
-    return bool(Call(graph, node).arguments.get("training", "no_training" not in node.op))
+    return bool(call_of(graph, node).arguments.get("training", "no_training" not in node.op))
 
 
 # Between the step and one microbatch ----------------------------------------

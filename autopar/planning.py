@@ -46,7 +46,7 @@ from autopar.microbatch import (
 from autopar.ops import coverage
 from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
-from autopar.simulate import predict, simulate, traffic, traffic_by_submesh, traffic_over_microbatches
+from autopar.simulate import predict, simulate, traffic_by_submesh, traffic_over_microbatches
 from autopar.trace import Blocks
 from autopar.zero import (
     Modules,
@@ -118,10 +118,10 @@ class Part:
         return self.cut(over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan)
 
     def on_all_axes(self, plan: Plan) -> Plan:
-        """A plan for one microbatch as one for the step."""
-        if not self.types or plan.stages:
+        """A plan of one stage for one microbatch as one for the step, with the exact bytes that it sends."""
+        if plan.stages:
             return plan
-        full = over_microbatches(self.whole, plan, self.types, self.microbatches)
+        full = over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan
         sent = traffic_over_microbatches(self.whole, full, self.graph, plan)
         return replace(full, predicted=replace(full.predicted, comm_bytes=sent))
 
@@ -313,7 +313,7 @@ def _fit_recomputed(again: Recomputable, place: Place, seconds: float) -> Plan:
         return place.recomputing(modules).fit(seconds / 2)
 
     def rescore(plan: Plan, modules: Modules) -> Plan:
-        return place.simulated(replace(plan, recompute=modules))
+        return place.scored(replace(plan, recompute=modules))
 
     return place.scored(fit_with_recomputation(again, fit, rescore))
 
@@ -411,11 +411,6 @@ class Place:
         return self.scored(plan)
 
     def scored(self, plan: Plan) -> Plan:
-        """A plan of one stage with the simulator's prediction, and the exact bytes that it sends."""
-        plan = self.simulated(plan)
-        return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(self.part.graph, plan)))
-
-    def simulated(self, plan: Plan) -> Plan:
         """A plan of one stage with the simulator's prediction."""
         return replace(plan, predicted=predict(simulate(self.part.graph, plan, self.shared_profile)))
 

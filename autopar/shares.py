@@ -30,7 +30,7 @@ from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types
 from autopar.planning import Part, Place, Request, divided, microbatch_counts
 from autopar.progress import Report, reporting
-from autopar.simulate import Timeline, predict, simulate, traffic
+from autopar.simulate import Timeline, predict, simulate
 from autopar.template import template_recompute
 from autopar.trace import Blocks
 from autopar.unequal import best_unequal_plan
@@ -224,8 +224,7 @@ class SharedBatch:
         timeline = self._timeline(best)
         if any(self._over(timeline)):
             raise self._does_not_fit(timeline)
-        sent = traffic(self.part.graph, best)
-        return self.part.on_all_axes(replace(best, predicted=replace(predict(timeline), comm_bytes=sent)))
+        return self.part.on_all_axes(replace(best, predicted=predict(timeline)))
 
     def _by_speed(self, drafts: Sequence[Plan]) -> Plan:
         """Of the drafts, that which is best with rows by the speed of computing, with the rows that are best for it."""

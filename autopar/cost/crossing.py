@@ -201,7 +201,7 @@ def way(
     """The cheapest redistribution on one side."""
     per_node = mesh.part(end.ranks).devices_per_node
     table = routes(shape, itemsize, end.axes, per_node, end.profile, differentiable)
-    if source in table.index and target in table.index:
+    if source in table and target in table:
         return table.route(source, target)
     return redistribution(shape, itemsize, source, target, end.axes, per_node, end.profile, differentiable)
 

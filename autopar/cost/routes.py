@@ -9,6 +9,7 @@ changes an axis once or twice. Ties go to the fewer steps, then to the outer axi
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import numpy.typing as npt
 from autopar.cost.collectives import Route, step_time_ns
 from autopar.cost.profile import Profile
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import I, P, Placement, R, S, Type, num_shards
+from autopar.ir.placement import I, P, Placement, R, S, Type
 from autopar.ir.redistribution import ItemSize, Step, is_legal
 
 Times = npt.NDArray[np.int64]
@@ -35,6 +36,61 @@ class _Paths(NamedTuple):
     last: Times
 
 
+class _Space:
+    """What all tensors of as many dims have alike on axes of these sizes: placements, and the steps between them."""
+
+    def __init__(self, types: tuple[Type, ...], sizes: tuple[int, ...]) -> None:
+        self.types, self.sizes = types, sizes
+        self.placements: list[Placement] = list(itertools.product(types, repeat=len(sizes)))
+        self.index = {placement: position for position, placement in enumerate(self.placements)}
+        self.previous = self._previous()
+        self.kind_of, self.kinds = self._kinds()
+        dims = [type_.dim for type_ in types if type_.kind == "S"]
+        self.shards = {dim: np.array([self._num_shards(p, dim) for p in self.placements]) for dim in dims}
+
+    def _previous(self) -> Times:
+        """For each placement and each (axis, type): the placement that had this type on this axis."""
+        num_types, num_axes = len(self.types), len(self.sizes)
+        strides = [num_types ** (num_axes - 1 - axis) for axis in range(num_axes)]
+        nodes = np.arange(len(self.placements))
+        columns = [
+            nodes + (before - nodes // strides[axis] % num_types) * strides[axis]
+            for axis in range(num_axes)
+            for before in range(num_types)
+        ]
+        return np.stack(columns, axis=1) if columns else np.zeros((1, 0), dtype=np.int64)
+
+    def _kinds(self) -> tuple[Times, list[tuple[Placement, Step]]]:
+        """For each entry of `previous` the kind of step that leads from there, −1 where none is legal; and an example
+        of each kind. Steps of a kind take the same time."""
+        kind_of, known = np.full(self.previous.shape, -1, dtype=np.int64), dict[object, int]()
+        examples: list[tuple[Placement, Step]] = []
+        for node, column in itertools.product(range(len(self.placements)), range(self.previous.shape[1])):
+            before, axis = self.placements[self.previous[node, column]], column // len(self.types)
+            step = Step(axis, before[axis], self.placements[node][axis])
+            if is_legal(step, before):
+                key = self._parts(before, axis), step
+                if key not in known:
+                    known[key] = len(examples)
+                    examples.append((before, step))
+                kind_of[node, column] = known[key]
+        return kind_of, examples
+
+    def _parts(self, placement: Placement, axis: int) -> tuple[tuple[Type, int], ...]:
+        """How the other axes split the tensor, in order: what the bytes of a step on `axis` depend on."""
+        return tuple(
+            (type_, self.sizes[position])
+            for position, type_ in enumerate(placement)
+            if type_.kind == "S" and position != axis
+        )
+
+    def _num_shards(self, placement: Placement, dim: int) -> int:
+        return math.prod(size for type_, size in zip(placement, self.sizes, strict=True) if type_.dim == dim)
+
+
+_space = lru_cache(maxsize=256)(_Space)
+
+
 class Routes:
     """The cheapest way between every two placements of a tensor on one logical mesh.
 
@@ -47,18 +103,21 @@ class Routes:
     ) -> None:  # fmt: skip
         self.shape, self.itemsize, self.axes, self.differentiable = shape, itemsize, axes, differentiable
         self.devices_per_node, self.profile = devices_per_node, profile
-        self.types: tuple[Type, ...] = (R, I, P, *(S(dim) for dim, size in enumerate(shape) if size > 1))
-        self.placements: list[Placement] = list(itertools.product(self.types, repeat=len(axes)))
-        self.index = {placement: position for position, placement in enumerate(self.placements)}
+        types: tuple[Type, ...] = (R, I, P, *(S(dim) for dim, size in enumerate(shape) if size > 1))
+        self._space = _space(types, tuple(axis.size for axis in axes))
         self._found: dict[int, _Paths] = {}
+
+    def __contains__(self, placement: object) -> bool:
+        """Whether the tensor has such dims, longer than one, and there are so many axes."""
+        return placement in self._space.index
 
     def times(self, sources: Sequence[Placement], targets: Sequence[Placement]) -> tuple[Times, Times]:
         """Forward and backward nanoseconds from each source to each target; `UNREACHABLE` where there is no way."""
-        rows = [self.index[source] for source in sources]
+        rows = [self._space.index[source] for source in sources]
         missing = sorted({row for row in rows if row not in self._found})
         if missing:
             self._solve(missing)
-        columns = [self.index[target] for target in targets]
+        columns = [self._space.index[target] for target in targets]
         forward = np.array([self._found[row].forward_ns[columns] for row in rows])
         return forward, np.array([self._found[row].backward_ns[columns] for row in rows])
 
@@ -68,42 +127,26 @@ class Routes:
         if forward[0, 0] >= UNREACHABLE:
             return None
         steps: list[Step] = []
-        node, last = self.index[target], self._found[self.index[source]].last
-        while self.placements[node] != source:
-            axis, before = divmod(int(last[node]), len(self.types))
-            steps.append(Step(axis, self.types[before], self.placements[node][axis]))
-            node = int(self._previous[node, last[node]])
+        node, last = self._space.index[target], self._found[self._space.index[source]].last
+        while self._space.placements[node] != source:
+            axis, before = divmod(int(last[node]), len(self._space.types))
+            steps.append(Step(axis, self._space.types[before], self._space.placements[node][axis]))
+            node = int(self._space.previous[node, last[node]])
         return Route(tuple(reversed(steps)), int(forward[0, 0]), int(backward[0, 0]))
 
     @cached_property
-    def _previous(self) -> Times:
-        """For each placement and each (axis, type): the placement that had this type on this axis."""
-        num_types, num_axes = len(self.types), len(self.axes)
-        strides = [num_types ** (num_axes - 1 - axis) for axis in range(num_axes)]
-        nodes = np.arange(len(self.placements))
-        columns = [
-            nodes + (before - nodes // strides[axis] % num_types) * strides[axis]
-            for axis in range(num_axes)
-            for before in range(num_types)
-        ]
-        return np.stack(columns, axis=1) if columns else np.zeros((1, 0), dtype=np.int64)
-
-    @cached_property
     def _step_times(self) -> tuple[Times, Times]:
-        """Nanoseconds forward and backward of the step into each placement from each of `_previous`."""
-        forward = np.full(self._previous.shape, UNREACHABLE, dtype=np.int64)
-        backward = forward.copy()
-        known: dict[object, tuple[int, int]] = {}
-        possible = [self._is_possible(placement) for placement in self.placements]
-        for node, column in itertools.product(np.flatnonzero(possible), range(self._previous.shape[1])):
-            before, axis = self.placements[self._previous[node, column]], column // len(self.types)
-            step = Step(axis, before[axis], self.placements[node][axis])
-            if possible[self._previous[node, column]] and is_legal(step, before):
-                key = self._parts(before, axis), step
-                if key not in known:
-                    known[key] = self._time_ns(before, step)
-                forward[node, column], backward[node, column] = known[key]
-        return forward, backward
+        """Nanoseconds forward and backward of the step into each placement from each of `_Space.previous`."""
+        space = self._space
+        possible = np.ones(len(space.placements), dtype=bool)  # no dim is cut into more slices than it is long
+        for dim, shards in space.shards.items():
+            possible &= shards <= self.shape[dim]
+        is_step = (space.kind_of >= 0) & possible[:, None] & possible[space.previous]
+        times = np.full((len(space.kinds) + 1, 2), UNREACHABLE, dtype=np.int64)
+        for kind in np.unique(space.kind_of[is_step]).tolist():
+            times[kind] = self._time_ns(*space.kinds[kind])
+        found = times[np.where(is_step, space.kind_of, len(space.kinds))]
+        return found[..., 0], found[..., 1]
 
     @cached_property
     def _weights(self) -> Times:
@@ -116,30 +159,17 @@ class Routes:
         )
         return forward, backward if self.differentiable else 0
 
-    def _is_possible(self, placement: Placement) -> bool:
-        """Whether no dim is cut into more slices than it is long."""
-        dims = {type_.dim for type_ in placement if type_.kind == "S"}
-        return all(self.shape[dim] >= num_shards(placement, dim, self.axes) for dim in dims)
-
-    def _parts(self, placement: Placement, axis: int) -> tuple[tuple[Type, int], ...]:
-        """How the other axes split the tensor, in order: what the bytes of a step on `axis` depend on."""
-        return tuple(
-            (type_, self.axes[position].size)
-            for position, type_ in enumerate(placement)
-            if type_.kind == "S" and position != axis
-        )
-
     def _solve(self, rows: list[int]) -> None:
         """Finds the paths from some placements to all others."""
-        weights, size = self._weights, len(self.placements)
+        weights, size = self._weights, len(self._space.placements)
         distances = np.full((len(rows), size), UNREACHABLE, dtype=np.int64)
         distances[np.arange(len(rows)), rows] = 0
         last = np.zeros((len(rows), size), dtype=np.int64)
         changed = True
         while changed:
             changed = False
-            for column in range(self._previous.shape[1]):
-                through = distances[:, self._previous[:, column]] + weights[:, column]
+            for column in range(self._space.previous.shape[1]):
+                through = distances[:, self._space.previous[:, column]] + weights[:, column]
                 better = through < distances
                 if better.any():
                     np.copyto(distances, through, where=better)
@@ -150,13 +180,13 @@ class Routes:
     def _add_up(self, rows: list[int], reachable: npt.NDArray[np.bool_], last: Times) -> None:
         """Sums the directions apart along the paths, from their ends to their starts, and keeps the result."""
         step_forward, step_backward = self._step_times
-        starts, nodes = np.array(rows)[:, None], np.tile(np.arange(len(self.placements)), (len(rows), 1))
+        starts, nodes = np.array(rows)[:, None], np.tile(np.arange(len(self._space.placements)), (len(rows), 1))
         forward, backward = np.where(reachable, 0, UNREACHABLE), np.where(reachable, 0, UNREACHABLE)
         while (moving := reachable & (nodes != starts)).any():
             columns = np.take_along_axis(last, nodes, axis=1)
             forward += np.where(moving, step_forward[nodes, columns], 0)
             backward += np.where(moving, step_backward[nodes, columns], 0)
-            nodes = np.where(moving, self._previous[nodes, columns], nodes)
+            nodes = np.where(moving, self._space.previous[nodes, columns], nodes)
         for number, row in enumerate(rows):
             self._found[row] = _Paths(forward[number], backward[number], last[number])
 

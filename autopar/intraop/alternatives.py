@@ -30,10 +30,11 @@ MAX_ALTERNATIVES = 5
 
 @dataclass(frozen=True, eq=False)
 class _Priced:
-    """For each option of a variable, what its group costs and uses then; `chosen` is as it is."""
+    """For each option of a variable, what its group costs and uses then; compute: what the operator takes itself."""
 
     costs: Int64Array
     usages: Int64Array
+    compute: Int64Array
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +57,7 @@ def explain_choices(built: Built, choice: Sequence[int]) -> tuple[Choice, ...]:
     priced: dict[int, _Priced] = {}
     for operator in range(len(built.variables)):
         if operator not in priced and operator not in hard:
-            priced.update(_group(built.problem, operator, hard, rest))
+            priced.update(_group(built, operator, hard, rest))
     return tuple(
         _choice(variable, priced[number], choice[number])
         for number, variable in enumerate(built.variables)
@@ -87,15 +88,16 @@ def _rest(problem: Problem, choice: Sequence[int], hard: dict[int, tuple[int, In
 
 
 def _group(
-    problem: Problem, operator: int, hard: dict[int, tuple[int, Int64Array]], rest: list[Int64Array]
+    built: Built, operator: int, hard: dict[int, tuple[int, Int64Array]], rest: list[Int64Array]
 ) -> dict[int, _Priced]:
     """The priced options of an operator (or of an input) and of the parameters that follow it."""
+    problem = built.problem
     followers = [_follower(k, edge, rest[k]) for k, (reader, edge) in hard.items() if reader == operator]
     costs, usages = rest[operator], problem.usages[operator]
     for follower in followers:
         costs = np.minimum(costs + follower.best_costs, INFINITE)
         usages = usages + problem.usages[follower.variable][follower.best]
-    priced = {operator: _Priced(costs, usages)}
+    priced = {operator: _Priced(costs, usages, built.compute_ns[operator])}
     for follower in followers:
         priced[follower.variable] = _following(problem, follower, priced[operator], rest[follower.variable])
     return priced
@@ -113,7 +115,7 @@ def _following(problem: Problem, follower: _Follower, group: _Priced, rest: Int6
     best = table.argmin(axis=1)
     own = problem.usages[follower.variable]
     usages = own + group.usages[best] - own[follower.best[best]]
-    return _Priced(table.min(axis=1), usages)
+    return _Priced(table.min(axis=1), usages, group.compute[best])
 
 
 def _choice(variable: Variable, priced: _Priced, chosen: int) -> Choice:
@@ -124,6 +126,7 @@ def _choice(variable: Variable, priced: _Priced, chosen: int) -> Choice:
             _text(variable.options[option]),
             int(priced.costs[option] - priced.costs[chosen]),
             int(priced.usages[option] - priced.usages[chosen]),
+            int(priced.compute[option] - priced.compute[chosen]),
         )
         for option in real
     )

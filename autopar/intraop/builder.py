@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -23,12 +23,13 @@ import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.problem import INFINITE, Problem
-from autopar.intraop.strategies import Strategy, enumerate_strategies, permitted
+from autopar.intraop.strategies import Strategies, Strategy, enumerate_strategies, permitted
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty
 from autopar.ir.plan import NodePlan, Storage
+from autopar.ops import call_key
 
 Matrix = npt.NDArray[np.int64]
 SOFT_PENALTY_NS = 10**12
@@ -37,14 +38,15 @@ SOFT_PENALTY_NS = 10**12
 class Costs(Protocol):
     """What the builder asks of the cost model; times in ns a step, memory in bytes a rank.
 
-    Redistributions are priced as a matrix, from each source to each target; NO_PATH_NS where there is none.
+    Redistributions are priced as a matrix, from each source to each target; NO_PATH_NS where there is none. Strategies
+    come as one object for all calls that are alike.
     """
 
-    def compute_ns(self, node: Node, strategy: Strategy) -> int: ...
-    def saved_bytes(self, node: Node, strategy: Strategy) -> int: ...
+    def compute_ns(self, node: Node, strategies: Strategies) -> list[int]: ...
+    def saved_bytes(self, node: Node, strategies: Strategies) -> list[int]: ...
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Matrix: ...
     def storage_ns(self, tensor: Tensor, storages: list[Storage], targets: list[Placement]) -> Matrix: ...
-    def state_bytes(self, tensor: Tensor, storage: Storage, use: Placement) -> int: ...
+    def state_bytes(self, tensor: Tensor, storages: list[Storage], uses: list[Placement]) -> Matrix: ...
 
 
 class Representatives(Protocol):
@@ -79,6 +81,7 @@ class Built:
     problem: Problem
     variables: tuple[Variable, ...]
     index: dict[tuple[str, str], int]  # (kind, representative name) -> variable
+    compute_ns: tuple[Matrix, ...]  # of the options of each variable, what operators take themselves
 
 
 def build(
@@ -136,9 +139,11 @@ class _Builder:
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
         self.storage_options, self.constraints = storage_options, constraints
         self.variables: list[Variable] = []
-        self.strategies: dict[str, tuple[list[Strategy], list[int]]] = {}
+        self.strategies: dict[str, tuple[Strategies, list[int]]] = {}
+        self._alike: dict[Hashable, Strategies] = {}
         self.index: dict[tuple[str, str], int] = {}
         self.unary: list[Matrix] = []
+        self.compute_ns: list[Matrix] = []
         self.usage: list[Matrix] = []
         self.edges: Counter[tuple[int, int, int, int, str]] = Counter()
 
@@ -161,7 +166,7 @@ class _Builder:
             edge_costs=[np.minimum(matrix, INFINITE) for matrix in matrices.values()],
             usage_limit=memory_limit,
         )
-        return Built(problem, tuple(self.variables), self.index)
+        return Built(problem, tuple(self.variables), self.index, tuple(self.compute_ns))
 
     def options(self) -> Options:
         """See `open_options`."""
@@ -183,6 +188,7 @@ class _Builder:
         self.index[kind, name] = len(self.variables)
         self.variables.append(Variable(name, kind, tuple(options), count))
         self.unary.append(np.array(cost, dtype=np.int64))
+        self.compute_ns.append(self.unary[-1] if kind == "node" else np.zeros(len(cost), dtype=np.int64))
         self.usage.append(np.array(usage, dtype=np.int64))
 
     def _stored(self) -> None:
@@ -203,12 +209,10 @@ class _Builder:
         """Storages with each use of the first reader: what is dearer and larger than another of the same use goes."""
         options, costs, usages = [], [], []
         uses = self._uses(tensor.name) or list(dict.fromkeys(storage.placement for storage in storages))
-        prices = self.costs.storage_ns(tensor, storages, uses)
+        prices = self.costs.storage_ns(tensor, storages, uses) + np.array(penalties)[:, None]
+        sizes = self.costs.state_bytes(tensor, storages, uses)
         for column, use in enumerate(uses):
-            rows = [
-                (int(prices[row, column]) + penalties[row], self.costs.state_bytes(tensor, storage, use), row)
-                for row, storage in enumerate(storages)
-            ]
+            rows = list(zip(prices[:, column].tolist(), sizes[:, column].tolist(), range(len(storages)), strict=True))
             kept = [row for row in rows if self.keep.get(tensor.name) == Kept(storages[row[2]], use)]
             for cost, usage, row in sorted({*_undominated(rows), *kept}):
                 options.append(Kept(storages[row], use))
@@ -229,9 +233,10 @@ class _Builder:
         if stored.kind != "parameter":
             return [Storage((R,) * len(self.axes))], [0]
         every = self.storage_options(tensor, self.axes)
-        options = [option for option in every if leaves_none_empty(tensor.shape, option.placement, self.axes)]
+        options = tuple(o for o in every if leaves_none_empty(tensor.shape, o.placement, self.axes))
         names = (stored.name,)
-        kept, penalties = self._constrain("stored", names, tensor, options, lambda option, _: [option.placement])
+        known, penalties = self._constrain("stored", names, tensor, options, lambda option, _: [option.placement])
+        kept = list(known)
         for rule in self._matching("stored", (stored.name,), tensor):
             if rule.zero is not None:
                 kept, penalties = _of_zero_stage(kept, penalties, rule.zero)
@@ -242,10 +247,11 @@ class _Builder:
             kept, penalties = self._input(name)
             self._add("input", name, kept, 1, penalties, [0] * len(kept))
 
-    def _input(self, name: str) -> tuple[list[Placement], list[int]]:
+    def _input(self, name: str) -> tuple[Sequence[Placement], list[int]]:
         tensor = self.graph.tensors[name]
         types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
-        options = [p for p in _products(types, len(self.axes)) if leaves_none_empty(tensor.shape, p, self.axes)]
+        every = _products(types, len(self.axes))
+        options = tuple(p for p in every if leaves_none_empty(tensor.shape, p, self.axes))
         return self._constrain("input", (name,), tensor, options, lambda option, _: [option])
 
     def _nodes(self) -> None:
@@ -257,17 +263,25 @@ class _Builder:
                 continue
             options, penalties = self._strategies_of(node.name)
             count = counts[node.name]
-            cost = [self.costs.compute_ns(node, o) * count + p for o, p in zip(options, penalties, strict=True)]
-            usage = [self.costs.saved_bytes(node, option) * count for option in options]
+            times = self.costs.compute_ns(node, options)
+            cost = [time * count + penalty for time, penalty in zip(times, penalties, strict=True)]
+            usage = [size * count for size in self.costs.saved_bytes(node, options)]
             self._add("node", node.name, options, count, cost, usage)
 
-    def _strategies_of(self, name: str) -> tuple[list[Strategy], list[int]]:
+    def _strategies_of(self, name: str) -> tuple[Strategies, list[int]]:
         if name not in self.strategies:
             self.strategies[name] = self._strategies(self.graph.node_by_name[name])
         return self.strategies[name]
 
-    def _strategies(self, node: Node) -> tuple[list[Strategy], list[int]]:
-        options = enumerate_strategies(self.graph, node, self.axes, self.whole)
+    def _enumerated(self, node: Node) -> Strategies:
+        """Before constraints; found once for calls that are alike."""
+        key = call_key(self.graph, node), None if self.whole is None else call_key(self.whole, node)
+        if key not in self._alike:
+            self._alike[key] = tuple(enumerate_strategies(self.graph, node, self.axes, self.whole))
+        return self._alike[key]
+
+    def _strategies(self, node: Node) -> tuple[Strategies, list[int]]:
+        options = self._enumerated(node)
         first = self.graph.tensors[node.results[0]]
         names = (node.scope.module, node.name, *node.results)
         options, penalties = self._constrain("output", names, first, options, _constrained_results(node))
@@ -279,8 +293,9 @@ class _Builder:
         made = [("tensor", name, name, _result_placement(position)) for position, name in enumerate(node.results)]
         for what, matched, name, placement in (*uses, *made):
             kept, extra = self._constrain(what, (matched,), self.graph.tensors[name], options, placement)
-            by_option = dict(zip(options, penalties, strict=True))
-            options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
+            if kept is not options:
+                by_option = dict(zip(options, penalties, strict=True))
+                options, penalties = kept, [by_option[o] + e for o, e in zip(kept, extra, strict=True)]
         return options, penalties
 
     # constraints
@@ -292,11 +307,14 @@ class _Builder:
         ]  # fmt: skip
 
     def _constrain(
-        self, what: str, names: tuple[str, ...], tensor: Tensor, options: list[Any],
+        self, what: str, names: tuple[str, ...], tensor: Tensor, options: tuple[Any, ...],
         placements: Callable[[Any, Constraint], list[Placement]],
-    ) -> tuple[list[Any], list[int]]:  # fmt: skip
+    ) -> tuple[tuple[Any, ...], list[int]]:  # fmt: skip
+        """The options that no constraint forbids, and their penalties; the same object where none asks anything."""
         kept, penalties = [], []
         rules = self._matching(what, names, tensor)
+        if options and not rules:
+            return options, [0] * len(options)
         for option in options:
             broken = [
                 rule for rule in rules
@@ -307,7 +325,7 @@ class _Builder:
                 penalties.append(SOFT_PENALTY_NS * len(broken))
         if not kept:
             raise InfeasibleError(_nothing_left(what, tensor, rules, self.axes))
-        return kept, penalties
+        return tuple(kept), penalties
 
     # edges
 

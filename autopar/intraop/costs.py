@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from functools import cached_property, lru_cache
 from typing import NamedTuple
 
@@ -17,13 +17,14 @@ from autopar.cost.memory import Extra, Saved, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.problem import NO_PATH_NS
 from autopar.intraop.recomputed import RecomputedShares
-from autopar.intraop.strategies import Strategy
+from autopar.intraop.strategies import Strategies, Strategy
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import folded_tensors
+from autopar.ops import call_key
 from autopar.ops.communication import inner_communication
 
 Times = npt.NDArray[np.int64]
@@ -72,6 +73,8 @@ class ProfiledCosts:
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
+        self._converted: dict[Hashable, Times] = {}
+        self._passes: dict[Hashable, tuple[Strategies, list[tuple[int, int]]]] = {}
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
 
     def of(self, graph: Graph) -> ProfiledCosts:
@@ -79,6 +82,7 @@ class ProfiledCosts:
         other = copy.copy(self)
         other.__dict__.pop("_saved", None)
         other.__dict__.pop("_folded", None)
+        other._passes, other._converted = {}, {}
         other.graph = graph
         return other
 
@@ -90,20 +94,34 @@ class ProfiledCosts:
     def _folded(self) -> set[str]:
         return folded_tensors(self.graph)
 
-    def compute_ns(self, node: Node, strategy: Strategy) -> int:
+    def compute_ns(self, node: Node, strategies: Strategies) -> list[int]:
         if node.results and self._folded.issuperset(node.results):
-            return 0
+            return [0] * len(strategies)
+        share, sends = self._share(node), self.sends is not None and any(n in self.sends.times for n in node.results)
+        sent = [self._sent_ns(node, strategy) for strategy in strategies] if sends else [0] * len(strategies)
+        return [
+            (once + round(share * forward) + along) * self.microbatches
+            for (once, forward), along in zip(self._passes_ns(node, strategies), sent, strict=True)
+        ]
+
+    def _passes_ns(self, node: Node, strategies: Strategies) -> list[tuple[int, int]]:
+        """What all passes of a microbatch take, and its forward pass; found once for calls that are alike."""
+        key = call_key(self.graph, node), id(strategies)
+        known = self._passes.get(key)
+        if known is None or known[0] is not strategies:
+            known = self._passes[key] = strategies, [self._pass_ns(node, strategy) for strategy in strategies]
+        return known[1]
+
+    def _pass_ns(self, node: Node, strategy: Strategy) -> tuple[int, int]:
         operands = self._shapes(node.operands, strategy.operands)
         results = self._shapes(node.results, strategy.results)
         forward, backward = node_time_ns(node, operands, results, self.graph.tensors, self.profile)
-        once = forward + (backward if self.train else 0) + sum(self._inner_ns(node, strategy))
-        again = self._share(node) * (forward + self._inner_ns(node, strategy)[0])
-        return (once + round(again) + self._sent_ns(node, strategy)) * self.microbatches
+        inner, inner_back = self._inner_ns(node, strategy)
+        return forward + (backward if self.train else 0) + inner + inner_back, forward + inner
 
     def _sent_ns(self, node: Node, strategy: Strategy) -> int:
         """What sending the results to another stage takes, and their gradients back; summands are sent summed."""
-        if self.sends is None:
-            return 0
+        assert self.sends is not None
         total = 0.0
         for name, shape in zip(node.results, self._shapes(node.results, strategy.results), strict=True):
             if name in self.sends.times:
@@ -131,17 +149,16 @@ class ProfiledCosts:
         )
         return forward, backward
 
-    def saved_bytes(self, node: Node, strategy: Strategy) -> int:
+    def saved_bytes(self, node: Node, strategies: Strategies) -> list[int]:
         """What autograd keeps of operands and results; each storage counts at the first node that saves it."""
-        if not self.train:
-            return 0
-        placements = dict(zip((*node.results, *node.operands), (*strategy.results, *strategy.operands), strict=True))
-        tensors, total = self.graph.tensors, 0
-        for saved, share in self._saved.get(node.name, ()):
+        total = [0] * len(strategies)
+        for saved, share in self._saved.get(node.name, ()) if self.train else ():
             name = saved.like if isinstance(saved, Extra) else saved
-            shape = self._local(tensors[name].shape, placements[name])
-            size = saved.num_bytes(shape) if isinstance(saved, Extra) else math.prod(shape) * tensors[name].itemsize
-            total += round(share * size)
+            shape, itemsize = self.graph.tensors[name].shape, self.graph.tensors[name].itemsize
+            for number, placement in enumerate(_placements_of(name, node, strategies)):
+                local = self._local(shape, placement)
+                size = saved.num_bytes(local) if isinstance(saved, Extra) else math.prod(local) * itemsize
+                total[number] += round(share * size)
         return total
 
     @cached_property
@@ -169,10 +186,20 @@ class ProfiledCosts:
         return [name for name, maker in makers if self.again.is_entered(node.scope.module, maker.scope.module)]
 
     def convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement]) -> Times:
-        forward, backward = self._routes(tensor).times(sources, targets)
         again = min((self._share(reader) for reader, _ in self.graph.consumers[tensor.name]), default=0.0)
+        like = tensor.shape, tensor.differentiable, self.graph.itemsizes(tensor.name), tensor.name in self._folded
+        key = (*like, again, tuple(sources), tuple(targets))
+        if key not in self._converted:
+            self._converted[key] = self._convert_ns(tensor, sources, targets, again)
+        return self._converted[key]
+
+    def _convert_ns(self, tensor: Tensor, sources: list[Placement], targets: list[Placement], again: float) -> Times:
+        """again: the part of the tensor's uses that run again for the backward pass."""
+        forward, backward = self._routes(tensor).times(sources, targets)
         total = (forward + backward + np.rint(again * forward).astype(np.int64)) * self.microbatches
-        unequal = np.array([[source != target for target in targets] for source in sources])
+        number = {placement: position for position, placement in enumerate((*sources, *targets))}
+        left, right = (np.array([number[placement] for placement in some]) for some in (sources, targets))
+        unequal = left[:, None] != right
         if tensor.name in self._folded:
             total = np.zeros_like(total)
         return np.where(forward >= UNREACHABLE, NO_PATH_NS, total + unequal)  # of equal plans, fewer conversions
@@ -226,19 +253,34 @@ class ProfiledCosts:
             differentiable,
         )
 
-    def state_bytes(self, tensor: Tensor, storage: Storage, use: Placement) -> int:
-        """Parameter, gradient and optimizer state as stored; with the copy in `use`, where that is another one.
+    def state_bytes(self, tensor: Tensor, storages: list[Storage], uses: list[Placement]) -> Times:
+        """Parameter, gradient and optimizer state as stored; with the copy in a use, where that is another one.
 
         A gathered copy that is kept counts, and its gradient where that waits for further microbatches. Regathered
         ones come and go; the simulator counts them.
         """
-        kept = math.prod(self._local(tensor.shape, storage.placement))
-        used = math.prod(self._local(tensor.shape, use))
         master = self.graph.kept(tensor.name).itemsize
-        is_converted = any(t.kind == "S" and t != u for t, u in zip(storage.placement, use, strict=True))
-        is_copy = not storage.regather and (is_converted or master != tensor.itemsize)
-        if not (tensor.differentiable and self.train):
-            return kept * master + (used if is_copy else 0) * tensor.itemsize
-        waits = self.microbatches > 1 and not storage.reduce_each_microbatch
-        copies = tensor.itemsize + (master if waits else 0) if is_copy else 0
-        return kept * (2 * master + self.optimizer_bytes) + copies * used
+        trains = tensor.differentiable and self.train
+        used = np.array([math.prod(self._local(tensor.shape, use)) for use in uses])
+        found = np.zeros((len(storages), len(uses)), dtype=np.int64)
+        for row, storage in enumerate(storages):
+            kept = math.prod(self._local(tensor.shape, storage.placement))
+            waits = trains and self.microbatches > 1 and not storage.reduce_each_microbatch
+            copies = tensor.itemsize + (master if waits else 0)
+            is_copy = [not storage.regather and (master != tensor.itemsize or _is_cut(storage, use)) for use in uses]
+            found[row] = kept * (2 * master + self.optimizer_bytes if trains else master) + used * is_copy * copies
+        return found
+
+
+def _is_cut(storage: Storage, use: Placement) -> bool:
+    """Whether what is stored is less than what is used."""
+    return any(t.kind == "S" and t != u for t, u in zip(storage.placement, use, strict=True))
+
+
+def _placements_of(name: str, node: Node, strategies: Strategies) -> list[Placement]:
+    """Of an operand of a node (of equal ones the last), or else a result."""
+    if name in node.operands:
+        position = len(node.operands) - 1 - node.operands[::-1].index(name)
+        return [strategy.operands[position] for strategy in strategies]
+    position = node.results.index(name)
+    return [strategy.results[position] for strategy in strategies]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.recomputed import RecomputedShares
+from autopar.intraop.solution import Solution
 from autopar.intraop.solver import solve
 from autopar.intraop.strategies import Strategy
 from autopar.intraop.tradeoffs import TradeOffs
@@ -71,8 +73,10 @@ class Placements:
 
         Raises InfeasibleError when no choice meets the limit, or none was found in time.
         """
-        problem = replace(self.built.problem, usage_limit=usage_limit)
-        solution = solve(problem, time_limit_s, seed, gap_limit)
+        solution = self._unlimited_within(usage_limit, gap_limit)
+        if solution is None:
+            problem = replace(self.built.problem, usage_limit=usage_limit)
+            solution = solve(problem, time_limit_s, seed, gap_limit)
         report = SearchReport(
             method=f"intra-op ILP by {solution.method}",
             cost_ns=int(solution.cost),
@@ -119,7 +123,19 @@ class Placements:
 
     def unlimited_cost_ns(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
         """The cost of the best choice that is found where memory is no concern."""
-        return int(solve(replace(self.built.problem, usage_limit=None), time_limit_s, seed, gap_limit).cost)
+        solution = solve(replace(self.built.problem, usage_limit=None), time_limit_s, seed, gap_limit)
+        self._unlimited.append(solution)
+        return int(solution.cost)
+
+    @cached_property
+    def _unlimited(self) -> list[Solution]:
+        """What was found where memory is no concern."""
+        return []
+
+    def _unlimited_within(self, usage_limit: int, gap_limit: float) -> Solution | None:
+        """Such a solution that fits and is as good as asked for: no other that fits is better."""
+        fitting = (s for s in self._unlimited if s.peak_usage <= usage_limit)
+        return next((s for s in fitting if s.cost - s.lower_bound <= gap_limit * s.cost), None)
 
     def least_memory(self, time_limit_s: float = 10.0, seed: int = 0) -> LeastMemory:
         """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""

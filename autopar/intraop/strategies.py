@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node
@@ -32,6 +33,9 @@ class Strategy:
         return f"{left} -> {', '.join(' '.join(map(str, placement)) for placement in self.results)}"
 
 
+Strategies = tuple[Strategy, ...]
+
+
 def enumerate_strategies(graph: Graph, node: Node, axes: LogicalMesh, whole: Graph | None = None) -> list[Strategy]:
     """All strategies of a node whose local shapes exist. `whole`: the graph of the step, when this is a microbatch's.
 
@@ -39,12 +43,15 @@ def enumerate_strategies(graph: Graph, node: Node, axes: LogicalMesh, whole: Gra
     """
     per_axis = [_useful_rules(whole or graph, node) for _ in axes]
     found = []
+    shapes = [graph.tensors[name].shape for name in (*node.operands, *node.results)]
+    long_enough = cache(lambda shape, placement: leaves_none_empty(shape, placement, axes))
     for combination in itertools.product(*per_axis):
         operands = tuple(
             tuple(rule.operands[position] for rule in combination) for position in range(len(node.operands))
         )
         results = tuple(tuple(rule.results[position] for rule in combination) for position in range(len(node.results)))
-        if _long_enough(graph, node, operands, results, axes) and not shape_error(graph, node, operands, results, axes):
+        are_long_enough = all(map(long_enough, shapes, (*operands, *results)))
+        if are_long_enough and not shape_error(graph, node, operands, results, axes):
             found.append(Strategy(operands, results))
     return found
 
@@ -62,17 +69,6 @@ def _sums_weight(graph: Graph, node: Node, rule: AxisRule) -> bool:
         type_ == P and name in graph.stored_by_tensor and len(graph.tensors[name].shape) > 1
         for type_, name in zip(rule.operands, node.operands, strict=True)
     )
-
-
-def _long_enough(
-    graph: Graph,
-    node: Node,
-    operands: tuple[Placement, ...],
-    results: tuple[Placement, ...],
-    axes: LogicalMesh,
-) -> bool:
-    pairs = zip((*node.operands, *node.results), (*operands, *results), strict=True)
-    return all(leaves_none_empty(graph.tensors[name].shape, placement, axes) for name, placement in pairs)
 
 
 def permitted(constraint: Constraint, placement: Placement, axes: LogicalMesh, differentiable: bool = True) -> bool:

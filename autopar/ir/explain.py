@@ -85,11 +85,26 @@ def is_against_constraint(plan: Plan, item: Alternative) -> bool:
 
 
 def _price(plan: Plan, item: Alternative) -> str:
-    """ "+18.3 µs, −360 kB: [S(0)]": time a step and memory a device, of all the equal blocks together."""
-    time = _signed(item.extra_ns, time_text(abs(item.extra_ns)))
-    price = "against a constraint" if is_against_constraint(plan, item) else time
+    """ "+18.3 µs (compute −2.0 µs, redistribution +20.3 µs), −360 kB: [S(0)]": time a step and memory a device, of all
+    the equal blocks together."""
+    price = "against a constraint" if is_against_constraint(plan, item) else _time(item)
     memory = f", {_signed(item.extra_bytes, bytes_text(abs(item.extra_bytes)))}" if item.extra_bytes else ""
     return f"{price}{memory}: {item.option}"
+
+
+def _time(item: Alternative) -> str:
+    """What is longer, and in which part where both are."""
+    whole = _signed_time(item.extra_ns)
+    if item.compute_ns is None or not item.extra_ns:
+        return whole
+    moved = item.extra_ns - item.compute_ns
+    if not (item.compute_ns and moved):
+        return f"{whole} of {'compute' if item.compute_ns else 'redistribution'}"
+    return f"{whole} (compute {_signed_time(item.compute_ns)}, redistribution {_signed_time(moved)})"
+
+
+def _signed_time(duration_ns: int) -> str:
+    return _signed(duration_ns, time_text(abs(duration_ns)))
 
 
 def _inputs(plan: Plan, pattern: str) -> Iterator[Decision]:
@@ -105,7 +120,8 @@ def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
     for tensor, name in plan.parameters.items():
         if tensor in plan.storage and _matches(name, pattern):
             stored, used = storage_text(plan.storage[tensor]), " | ".join(sorted(uses[tensor]))
-            yield f"parameter {name}: stored {stored}, used {used}", choices.get(first_twin(plan, tensor, tensors))
+            choice = choices.get(tensor) or choices.get(first_twin(plan, tensor, tensors))
+            yield f"parameter {name}: stored {stored}, used {used}", choice
 
 
 def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
@@ -117,7 +133,7 @@ def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
             if home is not None:  # decided with its whole branch
                 yield f"{line}, at {home.axis}={home.coordinate} alone", None
             else:
-                yield line, choices.get(twins.get(name, name))
+                yield line, choices.get(name) or choices.get(twins.get(name, name))
 
 
 def _substitutions(plan: Plan, pattern: str) -> Iterator[str]:

@@ -223,6 +223,11 @@ class Graph:
         loss = () if self.loss is None else (self.loss,)
         return loss + tuple(dict.fromkeys(name for name, _ in self.answered))
 
+    @cached_property
+    def found(self) -> dict[tuple[str, str], Any]:
+        """What was found out about the graph, by what it is and of which node: it need not be found out again."""
+        return {}
+
     def kept(self, name: str) -> Tensor:
         """A stored tensor as it is kept between steps, or an input as it is given."""
         dtype = self.kept_dtypes.get(name)

@@ -40,6 +40,7 @@ I = Type("I")  # noqa: E741  (the design's name)
 P = Type("P")
 
 
+@cache
 def S(dim: int) -> Type:
     """The type of a tensor that is sliced along `dim`."""
     return Type("S", dim)

@@ -225,11 +225,16 @@ class Substitution:
 
 
 class Alternative(NamedTuple):
-    """An option that was not chosen: how much more it costs with every other choice as it is (ns a step, bytes)."""
+    """An option that was not chosen: how much more it costs with every other choice as it is (ns a step, bytes).
+
+    compute_ns: the part of `extra_ns` that is the operator's own; the rest is redistribution, gathers and gradient
+    synchronisation. None where a plan was simulated as a whole.
+    """
 
     option: str
     extra_ns: int
     extra_bytes: int
+    compute_ns: int | None = None
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,12 @@
 
 from autopar.ops.call import overload, real
 from autopar.ops.definitions import defining_module
-from autopar.ops.lookup import admits, axis_rules, coverage, has_rules, register_rule, shape_error
+from autopar.ops.lookup import admits, axis_rules, call_key, coverage, has_rules, register_rule, shape_error
 
 __all__ = [
     "admits",
     "axis_rules",
+    "call_key",
     "coverage",
     "defining_module",
     "has_rules",

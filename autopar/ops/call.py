@@ -27,7 +27,7 @@ def overload(name: str) -> torch._ops.OpOverload:
     return found
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Call:
     """A node in its graph, as rules see it."""
 
@@ -81,6 +81,14 @@ class Call:
     def result_positions(self) -> list[int]:
         """The schema positions of the results that are named."""
         return [position for position, name in enumerate(self.node.outputs) if name is not None]
+
+
+def call_of(graph: Graph, node: Node) -> Call:
+    """The call of one of the graph's nodes, made once: what is found out about it stays."""
+    known: Call | None = graph.found.get(("call", node.name))
+    if known is None or known.node is not node:
+        known = graph.found["call", node.name] = Call(graph, node)
+    return known
 
 
 def _frozen(value: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Axis, Placement, S, Type, local_shape
-from autopar.ops.call import Call
+from autopar.ops.call import Call, call_of
 from autopar.ops.windows import halos, has_windows, with_row_lengths
 
 
@@ -42,7 +42,7 @@ def inner_communication(
     function = _find(node.op)
     if function is None or not any(type_.kind == "S" for placement in operands for type_ in placement):
         return [], []
-    forward, backward = function(Call(graph, node), operands, axes)
+    forward, backward = function(call_of(graph, node), operands, axes)
     backward = backward if trains and graph.tensors[node.operands[0]].differentiable else []
     return _real(forward, axes), _real(backward, axes)
 

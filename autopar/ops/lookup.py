@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Hashable
 from typing import Literal
 
 import torch
 
 from autopar.errors import RuleError
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Ref, map_references
 from autopar.ir.placement import (
     Axis,
     I,
@@ -24,7 +25,7 @@ from autopar.ir.placement import (
 )
 from autopar.ir.structure import is_random
 from autopar.ops import bags, proofs, registry, views, windows
-from autopar.ops.call import Call, overload
+from autopar.ops.call import Call, call_of, overload
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.patterns import Entry
 from autopar.ops.table import TABLE, find
@@ -85,7 +86,7 @@ class Rules:
     """The rules of one node on one mesh axis, and where they come from."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
-        call = Call(graph, node)
+        call = call_of(graph, node)
         function = find(node.op) if node.op not in _USER else functools.partial(_user_rules, _USER[node.op])
         self.source: Source = "user" if node.op in _USER else "table"
         self.reason = ""
@@ -134,17 +135,24 @@ def _sensible(call: Call, rule: AxisRule) -> bool:
     return all(type_ != P or "float" in call.graph.tensors[name].dtype for type_, name in pairs)
 
 
-_CACHE: dict[tuple[int, str], tuple[Graph, Rules]] = {}
-
-
 def _rules(graph: Graph, node: Node) -> Rules:
-    key = (id(graph), node.name)
-    cached = _CACHE.get(key)
-    if cached is None or cached[0] is not graph:
-        if len(_CACHE) > 50_000:
-            _CACHE.clear()
-        cached = _CACHE[key] = (graph, Rules(graph, node))
-    return cached[1]
+    known: Rules | None = graph.found.get(("rules", node.name))
+    if known is None:
+        known = graph.found["rules", node.name] = Rules(graph, node)
+    return known
+
+
+def call_key(graph: Graph, node: Node) -> Hashable:
+    """Equal for calls of a graph that have the same rules, limits and prices: names alone tell them apart."""
+    order = {name: f"tensor {number}" for number, name in enumerate(dict.fromkeys((*node.operands, *node.results)))}
+    tensors = [graph.tensors[name] for name in order]
+    return (
+        node.op,
+        repr(map_references((node.args, node.kwargs), lambda name: Ref(order[name]))),
+        tuple([None if name is None else order[name] for name in node.outputs]),
+        tuple([(x.shape, x.dtype, x.differentiable, x.name in graph.stored_by_tensor) for x in tensors]),
+        node.operands if node.op == bags.EMBEDDING_BAG else (),  # its rules ask what made an operand
+    )
 
 
 def axis_rules(graph: Graph, node: Node) -> tuple[AxisRule, ...]:
@@ -173,7 +181,7 @@ def shape_error(
     graph: Graph, node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
 ) -> str | None:
     """Why local shapes forbid these placements, or None: reshapes keep equal slices whole, heads split in groups."""
-    call = Call(graph, node)
+    call = call_of(graph, node)
     if TABLE.get(node.op) is views.squeeze:
         return _squeeze_error(call, operands[0], axes)
     if TABLE.get(node.op) is views.reshape:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, num_shards
@@ -26,6 +27,7 @@ def has_windows(op: str) -> bool:
     return op in _CONVOLUTIONS or op in _POOLS
 
 
+@lru_cache(maxsize=1 << 12)
 def windows(call: Call) -> list[Window]:
     """The window of each spatial dim, in order."""
     arguments = call.arguments

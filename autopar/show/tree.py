@@ -166,7 +166,7 @@ class _Part:
 
     def _stored(self, tensor: str) -> Data:
         part, name = self.part, self.part.parameters.get(tensor, tensor)
-        choice = self.choices.get(("stored", self._first_twin.get(tensor, tensor)))
+        choice = self._choice_of("stored", tensor, self._first_twin)
         row = self._row("parameter", tensor, name, name.rpartition(".")[2], choice)
         storage = part.storage[tensor]
         return row | {
@@ -180,7 +180,7 @@ class _Part:
         _, operator, source = part.scopes.get(name, "||").split("|")
         label = operator.removeprefix("aten.").removesuffix(".default")
         home = self._homes.get(name)
-        choice = None if home else self.choices.get(("node", self._node_twins.get(name, name)))
+        choice = None if home else self._choice_of("node", name, self._node_twins)
         return self._row("operator", name, name, label, choice) | {
             "source": source,
             "in": [format_placement(placement) for placement in part.nodes[name].operands],
@@ -195,6 +195,10 @@ class _Part:
     @cached_property
     def _homes(self) -> Mapping[str, Any]:
         return homes(self.part)
+
+    def _choice_of(self, kind: str, name: str, twins: Mapping[str, str]) -> Choice | None:
+        """Its own, or that of its twin in the first of the equal blocks."""
+        return self.choices.get((kind, name)) or self.choices.get((kind, twins.get(name, name)))
 
     @cached_property
     def _node_twins(self) -> dict[str, str]:
@@ -218,7 +222,8 @@ def _move(part: Plan, redistribute: Redistribute) -> Data:
 
 
 def _choice(part: Plan, choice: Choice) -> Data:
-    """Alternatives: the option, what it costs more in ns and bytes, and whether a constraint is against it."""
+    """Alternatives: the option, what it costs more in ns and bytes, how much of the ns the operator takes itself, and
+    whether a constraint is against it."""
     return {
         "count": choice.count,
         "chosen": choice.chosen,

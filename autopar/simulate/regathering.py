@@ -10,6 +10,7 @@ block runs again. If it comes in two parts, the second brings everything once mo
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,9 +49,7 @@ class Regathering:
             return 1 + goes_and_comes
         if any(position >= span.end for position in reads):
             return 2 + goes_and_comes
-        statements = self._flat.statements[slice(*span)]
-        runs_again = any(map(self.recomputation.runs_again, statements))
-        return 2 if runs_again or self._gets_gradient(span) else 1
+        return 2 if self._is_visited_again(span) else 1
 
     @property
     def _has_second_part(self) -> bool:
@@ -87,19 +86,43 @@ class Regathering:
 
     def _span_of(self, name: str) -> Span | None:
         """That of the innermost block that a parameter is in."""
-        within = (path for path in self._spans if name.startswith(path + "."))
-        innermost = max(within, key=len, default=None)
-        return None if innermost is None else self._spans[innermost]
+        end = name.rfind(".")
+        while end > 0:
+            if name[:end] in self._spans:
+                return self._spans[name[:end]]
+            end = name.rfind(".", 0, end)
+        return None
 
-    def _gets_gradient(self, span: Span) -> bool:
+    def _is_visited_again(self, span: Span) -> bool:
+        """Whether the backward pass needs the block in place: it runs again, or a gradient reaches its outputs."""
+        if span not in self._visits:
+            statements = self._flat.statements[slice(*span)]
+            runs_again = any(map(self.recomputation.runs_again, statements))
+            self._visits[span] = runs_again or self._gets_gradient(span, statements)
+        return self._visits[span]
+
+    def _gets_gradient(self, span: Span, statements: Sequence[Statement]) -> bool:
         """Whether a gradient reaches what the statements leave to others, in the first part if there are two."""
-        statements = self._flat.statements
-        made = {value for statement in statements[slice(*span)] for value in statement.makes}
-        others = (*statements[: span.start], *statements[span.end :])
-        handing = (statement for statement in others if self._hands_back(statement, self._trained))
-        handed = {value for statement in handing for value in statement.reads}
+        made = {value for statement in statements for value in statement.makes}
         wanted = self._trained & self._leading_back if self._has_second_part else self._trained
-        return not made.isdisjoint((handed | self._losses) & wanted)
+        return any(
+            value in self._losses or any(not span.start <= position < span.end for position in self._handed[value])
+            for value in made & wanted
+        )
+
+    @cached_property
+    def _visits(self) -> dict[Span, bool]:
+        return {}
+
+    @cached_property
+    def _handed(self) -> dict[Value, list[int]]:
+        """Where each value is read by a statement that hands it a gradient."""
+        found: dict[Value, list[int]] = defaultdict(list)
+        for position, statement in enumerate(self._flat.statements):
+            if self._hands_back(statement, self._trained):
+                for value in statement.reads:
+                    found[value].append(position)
+        return found
 
     @cached_property
     def _leading_back(self) -> set[Value]:

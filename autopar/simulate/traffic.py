@@ -18,7 +18,7 @@ from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
 from autopar.ir.structure import computed_once, folded_tensors, is_cut
 from autopar.ir.verifier import MICROBATCH
-from autopar.ops.call import Call
+from autopar.ops.call import call_of
 from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
 from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.regathering import Regathering
@@ -92,7 +92,7 @@ def _inside(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
         for inner in [*forward, *(forward if again else []), *(backward if trains else [])]:
             counts[inner.collective] += inner.num_bytes * plan.microbatches
         if plan.microbatches > 1:  # once for all of them
-            for inner in count_of_targets(Call(graph, node), plan.nodes[node.name].operands):
+            for inner in count_of_targets(call_of(graph, node), plan.nodes[node.name].operands):
                 counts[inner.collective] += inner.num_bytes
     return counts
 
@@ -164,7 +164,7 @@ def _add(
 def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
     """The redistributions that lead to the targets of a mean loss: several microbatches count these first."""
     nodes = graph.nodes if plan.microbatches > 1 else ()
-    pending = [node for node in nodes if is_mean_cross_entropy(Call(graph, node))]
+    pending = [node for node in nodes if is_mean_cross_entropy(call_of(graph, node))]
     found: set[tuple[str, Placement]] = set()
     needed = {(node.operands[1], plan.nodes[node.name].operands[1]) for node in pending}
     while needed:
@@ -183,5 +183,5 @@ def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:
     """
     operands = plan.nodes[node.name].operands
     forward, backward = inner_communication(graph, node, operands, plan.axes, plan.mode == "train")
-    counts = count_of_targets(Call(graph, node), operands) if plan.microbatches == 1 else []
+    counts = count_of_targets(call_of(graph, node), operands) if plan.microbatches == 1 else []
     return [*forward, *counts], backward

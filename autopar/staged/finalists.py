@@ -17,7 +17,7 @@ from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.microbatch import one_microbatch_plan, over_microbatches
 from autopar.planning import Part, Place
 from autopar.refusal import most_of
-from autopar.simulate import Timeline, predict, simulate, traffic, traffic_by_submesh
+from autopar.simulate import Timeline, predict, simulate, traffic_by_submesh
 from autopar.staged.mixing import keeping_more
 from autopar.staged.search import Search
 from autopar.staged.ways import Candidate, Way
@@ -158,10 +158,7 @@ class Finalists:
         }
         plans = self._placed(candidate)
         if len(plans) == 1:
-            plan = replace(plans[0], **told)
-            return part.on_all_axes(
-                replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
-            )
+            return part.on_all_axes(replace(plans[0], **told))
         if part.types:
             stated = {id(plan): over_microbatches(whole, plan, part.types, part.microbatches) for plan in plans}
             plans = [stated[id(plan)] for plan in plans]

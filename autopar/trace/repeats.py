@@ -15,7 +15,7 @@ them from outside of the block is noticed, and then the block is exported, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from autopar.trace.alike import alike
-from autopar.trace.evidence import Recorder, Row
+from autopar.trace.evidence import Follower, Recorder, Row
 from autopar.trace.hidden import hidden
 from autopar.trace.tied import tied_names
 from autopar.trace.watching import Call, State, Tape, export_between_markers, run_aside
@@ -172,10 +172,16 @@ class Repeats:
             self.recorder = None
 
     def _record(
-        self, call: Call, write: Callable[[Row], None], inputs: Sequence[Tensor], state: Mapping[int, str]
+        self,
+        call: Call,
+        write: Callable[[Row], None],
+        inputs: Sequence[Tensor],
+        state: Mapping[int, str],
+        ahead: Callable[[], Iterable[Row]] | None = None,
     ) -> Recorder:
         modules = {id(module): name for name, module in call.block.named_modules()}
-        self.recorder = Recorder(write, inputs, state, modules)
+        told = (write, inputs, state, modules)
+        self.recorder = Recorder(*told) if ahead is None else Follower(ahead, *told)
         return self.recorder
 
     def _state(self, path: str) -> State:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from autopar.trace.evidence import DiffersError, Recorder, Row, UnclearError
+from autopar.trace.evidence import DiffersError, Recorder, Row, UnclearError, stand_in
 from autopar.trace.hidden import shown
 from autopar.trace.markers import entered, left, repeated
 
@@ -45,9 +46,10 @@ class State:
     def twins(self) -> State:
         """With other tensors of the same looks in place of the block's: another that reads those is told apart."""
         made: dict[str, Tensor] = {}
-        for name, x in self.own.values():
-            if name.startswith(".") and name not in made:
-                made[name] = _twin(x)
+        with torch._C.DisableTorchFunction():  # export's modes look at each call and attribute
+            for name, x in self.own.values():
+                if name.startswith(".") and name not in made:
+                    made[name] = _twin(x)
         own = {path: (name, made.get(name, x)) for path, (name, x) in self.own.items()}
         return State(own, self.names, [*self.seen, *made.values()])
 
@@ -127,7 +129,16 @@ def _in_lists(value: Any) -> bool:
     return not isinstance(value, Tensor) and next(_tensors(value), None) is not None
 
 
-Record = Callable[[Callable[[Row], None], Sequence[Tensor], Mapping[int, str]], Recorder]
+class Record(Protocol):
+    """Makes what writes down a block's calls; with `ahead`, what follows those of another (`evidence.Follower`)."""
+
+    def __call__(
+        self,
+        write: Callable[[Row], None],
+        inputs: Sequence[Tensor],
+        state: Mapping[int, str],
+        ahead: Callable[[], Iterable[Row]] | None = None,
+    ) -> Recorder: ...
 
 
 def export_between_markers(call: Call, state: State, record: Record) -> tuple[Any, Tape]:
@@ -161,7 +172,8 @@ def run_aside(call: Call, pattern: State, record: Record, tapes: Iterable[Tape])
         others = [*call.inputs, *state.seen]
         before = _versions(others)
         with shown(call.block, {path: x for path, (_, x) in state.own.items()}):
-            outputs = call.run(record(comparison.check, call.inputs, state.known), call.inputs)
+            recorder = record(comparison.check, call.inputs, state.known, comparison.ahead)
+            outputs = call.run(recorder, call.inputs)
         if _versions(others) != before:
             raise DiffersError
     tape = comparison.result()
@@ -185,6 +197,10 @@ class _Comparison:
         if not self.tapes:
             raise DiffersError
 
+    def ahead(self) -> Iterable[Row]:
+        """What comes next on one of the tapes that are left."""
+        return islice(self.tapes[0].rows, self.num_rows, None)
+
     def result(self) -> Tape:
         for tape in self.tapes:
             if len(tape.rows) == self.num_rows:
@@ -194,8 +210,10 @@ class _Comparison:
 
 def _twin(x: Tensor) -> Tensor:
     """Another tensor of the same looks."""
-    twin = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
-    return nn.Parameter(twin, x.requires_grad) if isinstance(x, nn.Parameter) else twin.requires_grad_(x.requires_grad)
+    twin = stand_in(x, x.shape, x.stride(), x.dtype, x.device, x.requires_grad)
+    if isinstance(x, nn.Parameter):
+        twin._is_param = True  # what nn.Parameter makes of a fake tensor's detached copy
+    return twin
 
 
 def _is_simple(x: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import product
 from typing import Any
@@ -18,7 +19,8 @@ from autopar.intraop.problem import INFINITE, NO_PATH_NS
 from autopar.intraop.solver import solve
 from autopar.ir.explain import SCREEN_LINES
 from autopar.ir.mesh import make_axes
-from autopar.ir.text import runners_up
+from autopar.ir.plan import Alternative
+from autopar.ir.text import runners_up, strategy_text
 from autopar.trace import find_blocks, trace
 from autopar.zero import storage_options
 from models import gpt, mlp
@@ -86,6 +88,30 @@ def test_stated_costs_are_those_of_the_best_change_of_an_operator_with_its_param
         memory = {cost - base.cost: usage - base.peak_usage for cost, usage in best}
         lone = [a for a in item.alternatives if extra.count(a.extra_ns) == 1]
         assert [a.extra_bytes for a in lone] == [memory[a.extra_ns] for a in lone]
+        if variable.kind == "node":
+            own = {strategy_text(o): int(c) for o, c in zip(variable.options, built.compute_ns[number], strict=True)}
+            longer = {text: cost - own[item.chosen] for text, cost in own.items()}
+            assert [a.compute_ns for a in item.alternatives] == [longer[a.option] for a in item.alternatives]
+
+
+def test_a_price_is_split_in_compute_and_redistribution() -> None:
+    """A linear whose weight is used whole on both ranks computes more than one whose ranks share it."""
+    built, choice = solved()
+    linear = next(item for item in explain_choices(built, choice) if item.name == "linear")
+    longer = {alternative.option: alternative.compute_ns for alternative in linear.alternatives}
+    assert longer["[R], [R], [R] -> [R]"] > 0
+
+
+def test_prices_say_what_is_compute_and_what_is_redistribution() -> None:
+    plan = shared_plan()
+    up = next(item for item in plan.choices if item.kind == "node" and "mlp.up" in plan.scopes[item.name])
+    others = (Alternative("a", 3_000, 0, 5_000), Alternative("b", 3_000, -1024, 0), Alternative("c", 3_000, 0))
+    told = replace(plan, choices=(replace(up, alternatives=others),)).explain("layers.0.mlp.up")
+    assert [line.strip() for line in told.splitlines() if line.startswith("    +")] == [
+        "+3 µs (compute +5 µs, redistribution −2 µs): a",
+        "+3 µs of redistribution, −1.02 kB: b",
+        "+3 µs: c",
+    ]
 
 
 @pytest.mark.parametrize("pattern", ["layers.0.mlp", "layers.2.mlp"])
@@ -153,3 +179,13 @@ def test_nothing_matches() -> None:
     assert shared_plan().explain("decoder") == (
         "nothing in the plan matches 'decoder'; its modules are named as 'layers.0.attention.output' is"
     )
+
+
+def test_what_was_chosen_for_one_of_equal_layers_alone_is_told_there() -> None:
+    plan = shared_plan()
+    up = {plan.scopes[name].split("|")[0]: name for name in plan.nodes if plan.scopes[name].startswith("layers.")}
+    first = next(item for item in plan.choices if item.name == up["layers.0.mlp.up"])
+    alone = replace(first, name=up["layers.2.mlp.up"], count=1, alternatives=(Alternative("as the others", 7_000, 0),))
+    told = replace(plan, choices=(*plan.choices, alone))
+    assert "    +7 µs: as the others" in told.explain("layers.2.mlp.up").splitlines()
+    assert "as the others" not in told.explain("layers.0.mlp.up")

@@ -136,6 +136,20 @@ def _dropped(block: Block, x: Tensor) -> Tensor:
     return F.dropout(x - unused.detach(), 0.1) + F.relu(block.linear(x), inplace=True)
 
 
+def _reshaped_in_place(block: Block, x: Tensor) -> Tensor:
+    """Looks of a tensor change after it was made."""
+    wide = block.linear(x) * 2.0
+    wide.unsqueeze_(0).mul_(3.0)
+    return plain(block, wide.transpose_(1, 2).mT.squeeze(0))
+
+
+def _several_results(block: Block, x: Tensor) -> Tensor:
+    left, right = block.linear(x).chunk(2, dim=-1)
+    largest = torch.max(x, dim=-1, keepdim=True)
+    first, *_ = largest.values.unbind(0)
+    return torch.cat([left + right * first, largest.values.to(x.dtype).expand(x.shape[0], x.size(-1) // 2)], -1)
+
+
 SAME = {
     "in a row": (plain, in_a_row),
     "all states are used": (plain, _all_states),
@@ -144,6 +158,8 @@ SAME = {
     "pairs, one passed through": (_pairs, _first_of_pairs),
     "dropout and detached": (_dropped, in_a_row),
     "constants": (_constant, in_a_row),
+    "changes shape in place": (_reshaped_in_place, in_a_row),
+    "calls with several results": (_several_results, in_a_row),
     "in order and back": (plain, _twice),
 }
 

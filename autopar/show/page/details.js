@@ -80,9 +80,11 @@ function moveText(move, layout) {
 
 function decision(choice, hasMicrobatches) {
   if (!choice) return null;
-  const rows = choice.alternatives.map(([option, ns, size, isForbidden]) => [
+  const rows = choice.alternatives.map(([option, ns, size, compute, isForbidden]) => [
     option,
     isForbidden ? 'against a constraint' : signed(ns, time),
+    isForbidden || compute === null ? '–' : signed(compute, time),
+    isForbidden || compute === null ? '–' : signed(ns - compute, time),
     size ? signed(size, bytes) : '–',
   ]);
   const hidden = choice.num_options - 1 - rows.length;
@@ -99,7 +101,7 @@ function decision(choice, hasMicrobatches) {
         `${hasMicrobatches ? ' (The microbatch axis, which comes first in the tiles, is left out here.)' : ''}`,
     ),
     rows.length
-      ? table(['instead', 'time#', 'memory#'], rows)
+      ? table(['instead', 'time#', 'compute#', 'redistribution#', 'memory#'], rows)
       : el('p', { class: 'note' }, 'Nothing else is possible.'),
     hidden > 0
       ? el('p', { class: 'note' }, `and ${hidden} more, which cost no less. Every other decision stays as it is.`)
