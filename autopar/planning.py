@@ -19,7 +19,17 @@ from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
-from autopar.intraop import Kept, LeastMemory, Placements, Sends, prepare_placements
+from autopar.intraop import (
+    Kept,
+    LeastMemory,
+    Options,
+    Placements,
+    ProfiledCosts,
+    Sends,
+    costs_of,
+    open_options,
+    prepare_placements,
+)
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
@@ -451,6 +461,18 @@ class Place:
             self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,
             (*self.request.constraints, *self.part.constraints), self.part.whole, self.part.copies, self.sends, keep,
         )  # fmt: skip
+
+    @cached_property
+    def costs(self) -> ProfiledCosts:
+        """What placements cost; nothing is priced before it is asked for."""
+        return costs_of(self.part.graph, self.draft(), self.shared_profile, self.sends)
+
+    @cached_property
+    def options(self) -> Options:
+        """All options of each decision. Raises InfeasibleError where the constraints leave none of one."""
+        rules = (*self.request.constraints, *self.part.constraints)
+        part = self.part
+        return open_options(part.graph, part.blocks, self.axes, self.costs, self._storages, rules, part.whole)
 
     @property
     def shared_profile(self) -> Profile:

@@ -13,7 +13,8 @@ from dataclasses import replace
 
 from autopar.errors import PlacementError
 from autopar.ir.branches import Home, axis_position, homes, in_order
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.conversions import needed_conversions
+from autopar.ir.graph import Graph, Tensor
 from autopar.ir.placement import I, P, Placement, R, Type
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step
@@ -80,29 +81,17 @@ def _kept_whole(graph: Graph, plan: Plan, known: Mapping[str, Home]) -> dict[str
 def _redistributes(graph: Graph, plan: Plan, path: Path) -> tuple[Redistribute, ...]:
     """Steps that the plan has already stay as they are."""
     known = {(item.tensor, item.target): item.steps for item in plan.redistributes}
-    placements = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
-    found: dict[tuple[str, Placement], Redistribute] = {}
-
-    def need(name: str, wanted: Placement) -> None:
-        if placements[name] == wanted or (name, wanted) in found:
-            return
-        steps = known.get((name, wanted), ())
-        if not _leads(steps, placements[name], wanted):
-            steps = path(graph.tensors[name], placements[name], wanted) or ()
+    entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+    ends = [(name, output_placement(graph, plan, name)) for name in (*graph.returned, *graph.mutations.values())]
+    found = []
+    for name, source, target in needed_conversions(in_order(graph, plan), plan.nodes, entering, ends):
+        steps = known.get((name, target), ())
+        if not _leads(steps, source, target):
+            steps = path(graph.tensors[name], source, target) or ()
         if not steps:
-            raise PlacementError(f"expected a way for {name} from {placements[name]} to {wanted}, found none")
-        found[name, wanted] = Redistribute(name, wanted, steps)
-
-    def visit(node: Node) -> None:
-        for name, wanted in zip(node.operands, plan.nodes[node.name].operands, strict=True):
-            need(name, wanted)
-        placements.update(zip(node.results, plan.nodes[node.name].results, strict=True))
-
-    for node in in_order(graph, plan):
-        visit(node)
-    for name in (*graph.returned, *graph.mutations.values()):
-        need(name, output_placement(graph, plan, name))
-    return tuple(found.values())
+            raise PlacementError(f"expected a way for {name} from {source} to {target}, found none")
+        found.append(Redistribute(name, target, steps))
+    return tuple(found)
 
 
 def _leads(steps: tuple[Step, ...], source: Placement, target: Placement) -> bool:

@@ -16,7 +16,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty
-from autopar.ir.plan import Storage
+from autopar.ir.plan import NodePlan, Storage
 from autopar.ops import call_key
 
 Matrix = npt.NDArray[np.int64]
@@ -81,7 +81,6 @@ class Built:
     problem: Problem
     variables: tuple[Variable, ...]
     index: dict[tuple[str, str], int]  # (kind, representative name) -> variable
-    storages: Mapping[str, tuple[Storage, ...]]  # of each stored tensor, those that are dearer and larger, too
     compute_ns: tuple[Matrix, ...]  # of the options of each variable, what operators take themselves
 
 
@@ -107,6 +106,29 @@ def build(
     return builder.build(memory_limit)
 
 
+@dataclass(frozen=True)
+class Options:
+    """What each decision may be, as far as constraints go: operators and stored tensors by representative; inputs.
+
+    Of soft constraints the fewest are broken that can be, decision by decision.
+    """
+
+    strategies: Mapping[str, tuple[NodePlan, ...]]
+    storages: Mapping[str, tuple[Storage, ...]]
+    inputs: Mapping[str, tuple[Placement, ...]]
+
+
+def open_options(
+    graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs, storage_options: StorageOptions,
+    constraints: Sequence[Constraint], whole: Graph | None,
+) -> Options:  # fmt: skip
+    """All options of each decision, those that a solver may leave out as dominated, too; nothing is priced.
+
+    Raises InfeasibleError as `build` does.
+    """
+    return _Builder(graph, blocks, axes, costs, storage_options, constraints, whole, {}, {}).options()
+
+
 class _Builder:
     def __init__(
         self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
@@ -120,7 +142,6 @@ class _Builder:
         self.strategies: dict[str, tuple[Strategies, list[int]]] = {}
         self._alike: dict[Hashable, Strategies] = {}
         self.index: dict[tuple[str, str], int] = {}
-        self.storages: dict[str, tuple[Storage, ...]] = {}
         self.unary: list[Matrix] = []
         self.compute_ns: list[Matrix] = []
         self.usage: list[Matrix] = []
@@ -145,7 +166,21 @@ class _Builder:
             edge_costs=[np.minimum(matrix, INFINITE) for matrix in matrices.values()],
             usage_limit=memory_limit,
         )
-        return Built(problem, tuple(self.variables), self.index, self.storages, tuple(self.compute_ns))
+        return Built(problem, tuple(self.variables), self.index, tuple(self.compute_ns))
+
+    def options(self) -> Options:
+        """See `open_options`."""
+        graph, blocks = self.graph, self.blocks
+        strategies, storages = dict[str, tuple[NodePlan, ...]](), dict[str, tuple[Storage, ...]]()
+        for node in graph.nodes:
+            if blocks.representative_node(node.name) == node.name:
+                kept = _least_broken(*self._strategies_of(node.name))
+                strategies[node.name] = tuple(NodePlan(option.operands, option.results) for option in kept)
+        for stored in graph.stored:
+            if blocks.representative_tensor(stored.tensor) == stored.tensor:
+                storages[stored.tensor] = _least_broken(*self._storages(stored, graph.tensors[stored.tensor]))
+        inputs = {name: _least_broken(*self._input(name)) for name in graph.inputs}
+        return Options(strategies, storages, inputs)
 
     # variables
 
@@ -165,7 +200,6 @@ class _Builder:
                 continue
             tensor, count = self.graph.tensors[stored.tensor], counts[stored.tensor]
             storages, penalties = self._storages(stored, tensor)
-            self.storages[stored.tensor] = _least_broken(storages, penalties)
             options, costs, usages = self._kept(tensor, storages, penalties)
             self._add("stored", stored.tensor, options, count, [c * count for c in costs], [u * count for u in usages])
 
@@ -210,12 +244,15 @@ class _Builder:
 
     def _inputs(self) -> None:
         for name in self.graph.inputs:
-            tensor = self.graph.tensors[name]
-            types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
-            every = _products(types, len(self.axes))
-            options = tuple(p for p in every if leaves_none_empty(tensor.shape, p, self.axes))
-            kept, penalties = self._constrain("input", (name,), tensor, options, lambda option, _: [option])
+            kept, penalties = self._input(name)
             self._add("input", name, kept, 1, penalties, [0] * len(kept))
+
+    def _input(self, name: str) -> tuple[Sequence[Placement], list[int]]:
+        tensor = self.graph.tensors[name]
+        types = [R, *(Type("S", dim) for dim in range(len(tensor.shape)))]
+        every = _products(types, len(self.axes))
+        options = tuple(p for p in every if leaves_none_empty(tensor.shape, p, self.axes))
+        return self._constrain("input", (name,), tensor, options, lambda option, _: [option])
 
     def _nodes(self) -> None:
         counts: Counter[str] = Counter()
@@ -416,7 +453,10 @@ def _of_zero_stage(options: list[Storage], penalties: list[int], stage: int) -> 
     return options, penalties
 
 
-def _least_broken(options: Sequence[Storage], penalties: Sequence[int]) -> tuple[Storage, ...]:
+_Option = TypeVar("_Option")
+
+
+def _least_broken(options: Sequence[_Option], penalties: Sequence[int]) -> tuple[_Option, ...]:
     """Those that break the fewest soft constraints."""
     least = min(penalties)
     return tuple(option for option, penalty in zip(options, penalties, strict=True) if penalty == least)

@@ -7,6 +7,7 @@ from typing import Any
 
 from autopar.intraop.builder import Built, Representatives
 from autopar.intraop.strategies import Strategy
+from autopar.ir.conversions import needed_conversions
 from autopar.ir.graph import Graph, Tensor
 from autopar.ir.placement import I, Placement, R
 from autopar.ir.plan import NodePlan, Redistribute, Storage
@@ -43,19 +44,10 @@ def _redistributes(
     graph: Graph, inputs: dict[str, Placement], storage: dict[str, Storage], nodes: dict[str, NodePlan],
     outputs: dict[str, Placement], path: Path,
 ) -> tuple[Redistribute, ...]:  # fmt: skip
-    placements = dict(inputs) | {name: kept.placement for name, kept in storage.items()}
-    found: dict[tuple[str, Placement], Redistribute] = {}
-
-    def need(name: str, wanted: Placement) -> None:
-        if placements[name] != wanted and (name, wanted) not in found:
-            steps = path(graph.tensors[name], placements[name], wanted)
-            assert steps is not None, f"no redistribution of {name} from {placements[name]} to {wanted}"
-            found[name, wanted] = Redistribute(name, wanted, steps)
-
-    for node in graph.nodes:
-        for name, wanted in zip(node.operands, nodes[node.name].operands, strict=True):
-            need(name, wanted)
-        placements.update(zip(node.results, nodes[node.name].results, strict=True))
-    for name, wanted in outputs.items():
-        need(name, wanted)
-    return tuple(found.values())
+    entering = dict(inputs) | {name: kept.placement for name, kept in storage.items()}
+    found = []
+    for name, source, target in needed_conversions(graph.nodes, nodes, entering, outputs.items()):
+        steps = path(graph.tensors[name], source, target)
+        assert steps is not None, f"no redistribution of {name} from {source} to {target}"
+        found.append(Redistribute(name, target, steps))
+    return tuple(found)

@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.cost import Profile
 from autopar.intraop.alternatives import explain_choices
-from autopar.intraop.builder import SOFT_PENALTY_NS, Built, Kept, Representatives, StorageOptions, Variable, build
+from autopar.intraop.builder import Built, Kept, Representatives, StorageOptions, Variable, build
 from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
@@ -22,8 +22,7 @@ from autopar.intraop.strategies import Strategy
 from autopar.intraop.tradeoffs import TradeOffs
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement
-from autopar.ir.plan import Choice, NodePlan, Plan, SearchReport, Storage
+from autopar.ir.plan import Choice, Plan, SearchReport
 
 
 @dataclass(frozen=True)
@@ -46,25 +45,17 @@ def prepare_placements(
     stored tensors that stay though others are better in every way.
     Raises InfeasibleError when the constraints leave no strategy.
     """
-    per_node = draft.mesh.devices_per_node
-    costs = ProfiledCosts(
-        graph, draft.axes, per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
-        RecomputedShares(draft.recompute, draft.blocks), sends,
-    )  # fmt: skip
+    costs = costs_of(graph, draft, profile, sends)
     built = build(graph, blocks, draft.axes, costs, storage_options, constraints, None, whole, copies, keep)
     return Placements(graph, blocks, draft, costs, built)
 
 
-@dataclass(frozen=True)
-class Options:
-    """What each decision may be, as far as constraints go: operators and stored tensors by representative; inputs.
-
-    Of soft constraints the fewest are broken that can be, decision by decision.
-    """
-
-    strategies: Mapping[str, tuple[NodePlan, ...]]
-    storages: Mapping[str, tuple[Storage, ...]]
-    inputs: Mapping[str, tuple[Placement, ...]]
+def costs_of(graph: Graph, draft: Plan, profile: Profile, sends: Sends | None = None) -> ProfiledCosts:
+    """What placements of the draft's graph cost."""
+    return ProfiledCosts(
+        graph, draft.axes, draft.mesh.devices_per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
+        RecomputedShares(draft.recompute, draft.blocks), sends,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,20 +91,6 @@ class Placements:
     def explained(self, choice: Sequence[int]) -> tuple[Choice, ...]:
         """Each decision against its alternatives."""
         return explain_choices(self.built, choice)
-
-    @cached_property
-    def options(self) -> Options:
-        """All options of each decision, those that the solver leaves out as dominated, too."""
-        strategies: dict[str, tuple[NodePlan, ...]] = {}
-        inputs: dict[str, tuple[Placement, ...]] = {}
-        for variable, costs in zip(self.built.variables, self.built.problem.costs, strict=True):
-            broken = [int(cost) // SOFT_PENALTY_NS for cost in costs]
-            kept = [option for option, count in zip(variable.options, broken, strict=True) if count == min(broken)]
-            if variable.kind == "node":
-                strategies[variable.name] = tuple(NodePlan(option.operands, option.results) for option in kept)
-            elif variable.kind == "input":
-                inputs[variable.name] = tuple(kept)
-        return Options(strategies, self.built.storages, inputs)
 
     def chosen(self, choice: Sequence[int]) -> dict[tuple[str, str], Any]:
         """The option of each variable, by kind and name."""
@@ -199,4 +176,4 @@ def _usage_alone(problem: Problem) -> Problem:
     )
 
 
-__all__ = ["LeastMemory", "Options", "Placements", "kept_in", "prepare_placements"]
+__all__ = ["LeastMemory", "Placements", "costs_of", "kept_in", "prepare_placements"]

@@ -7,6 +7,7 @@ these come back. Rank k of a stage sends to rank k of another stage of equal axe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import PlacementError, PlanError
@@ -43,12 +44,12 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         mutations={buffer: name for buffer, name in graph.mutations.items() if name in made},
         received=tuple(name for name in stage.inputs if name not in graph.inputs),
         sent=sent,
-        answered=_answered(graph, plan, index),
+        answered=answered_values(graph, plan, index),
         ends=ends,
     )
 
 
-def _answered(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
+def answered_values(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
     """What a stage leaves for later ones, in the placements that it goes in, that the gradient comes back of."""
     back = gradients_back(graph, plan)
     values = [
@@ -128,19 +129,34 @@ def _check_submeshes(plan: PlanData) -> None:
         raise PlanError(f"expected stages on all {plan.mesh.num_devices} devices of {plan.mesh}, found {ends[-1]}")
     if len(submeshes) < len(plan.stages) and plan.schedule != "interleaved":
         raise PlanError(f"expected stages on submeshes of their own with schedule {plan.schedule!r}, found shared ones")
-    _check_rounds(plan, len(submeshes))
-
-
-def _check_rounds(plan: PlanData, num_submeshes: int) -> None:
-    """Stages that share submeshes are in turn on all of them, and microbatches make equal rounds over these."""
     firsts = [stage.first_rank for stage in plan.stages]
+    has_branches = bool(plan.forks) or any(stage.forks for stage in plan.stages)
+    check_schedule(plan.schedule, firsts, plan.microbatches, plan.recompute, has_branches)
+
+
+def check_schedule(
+    schedule: str, first_ranks: Sequence[int], microbatches: int, recompute: Sequence[str], has_branches: bool
+) -> None:
+    """That stages from these ranks on may run so: those that share submeshes are in turn on all of them, microbatches
+    make equal rounds over these, and a backward pass in two parts recomputes nothing, which it would for each of its
+    branches. Raises PlanError."""
+    num_submeshes = len(set(first_ranks))
+    firsts = [*first_ranks]
     if len(firsts) % num_submeshes or firsts != firsts[:num_submeshes] * (len(firsts) // num_submeshes):
         raise PlanError(
             f"expected stages in turn on each of {num_submeshes} submeshes, as often on all, found them from ranks "
             f"{', '.join(map(str, firsts))} on"
         )
-    if plan.schedule in ("interleaved", "zero_bubble"):
-        microbatches_a_round(plan.schedule, plan.microbatches, num_submeshes)
+    if schedule in ("interleaved", "zero_bubble"):
+        microbatches_a_round(schedule, microbatches, num_submeshes)
+    if schedule == "zero_bubble" and recompute:
+        raise PlanError(
+            f'expected no recomputation with schedule "zero_bubble", found {len(recompute)} recomputed modules, '
+            "which its backward pass in two parts would run again for each group of parameters' gradients; "
+            'take schedule="1f1b", or recompute="none"'
+        )
+    if has_branches:
+        raise PlanError("expected no branches in a plan of several stages, found some; take one stage, or no branches")
 
 
 def num_rounds(microbatches: int, num_submeshes: int) -> int:
@@ -165,15 +181,7 @@ def microbatches_a_round(schedule: str, microbatches: int, num_submeshes: int) -
 
 
 def _check_together(graph: Graph, plan: PlanData) -> None:
-    """What does not go with what: a backward pass in two parts would recompute for each of its branches."""
-    if plan.schedule == "zero_bubble" and plan.recompute:
-        raise PlanError(
-            f'expected no recomputation with schedule "zero_bubble", found {len(plan.recompute)} recomputed modules, '
-            "which its backward pass in two parts would run again for each group of parameters' gradients; "
-            'take schedule="1f1b", or recompute="none"'
-        )
-    if any(stage.forks for stage in plan.stages) or plan.forks:
-        raise PlanError("expected no branches in a plan of several stages, found some; take one stage, or no branches")
+    """What stages keep of the same tensors: one that is updated by forward in one stage, others alike."""
     for stored in graph.stored:
         keepers = [index for index, stage in enumerate(plan.stages) if stored.tensor in stage.storage]
         if stored.name in graph.mutations and len(keepers) > 1:

@@ -1,8 +1,12 @@
 """A lower bound of a plan's step time, from prices of what it changes alone: no stream's work can be overlapped with
-itself.
+itself, nor an operator with what it waits for.
 
 work of the compute stream = microbatches · Σ (operators and conversions, forward and backward) + the optimizer
 work of a link level       = microbatches · Σ (collectives inside operators and of conversions) + Σ those of parameters
+
+An operator that reads what the one just before it makes waits for the collectives between the two, and so does that
+one for the gradient on the way back: nothing else can be computed in the meantime, so these times are added to the
+compute stream's. Not so where the host or the runtime take time beside them.
 
 What buckets of parameters send is bounded by their bytes at the rate of an endless message, which no message beats
 where a collective's time is concave in its bytes (`cost.collectives`, the algorithms' formulas); where it was measured,
@@ -11,17 +15,22 @@ it is left out.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from autopar.cost import Profile
 from autopar.cost.collectives import INSIDE, collective_time_ns
+from autopar.cost.compute import pointwise_time_ns
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan, Storage
+from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step
+from autopar.ir.structure import batch_inputs
 from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.differences import Differences
+from autopar.simulate.facts import graph_facts
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.program import Transmission
 from autopar.simulate.traffic import reached_tensors
@@ -31,11 +40,194 @@ ENDLESS = 1 << 50  # bytes: more than any bucket has
 
 
 class Work(NamedTuple):
-    """Nanoseconds of a step on the compute stream, on links inside nodes, and between them."""
+    """Nanoseconds: of a microbatch on the compute stream, forward and backward, with what it must wait for; of a step
+    on links inside nodes, and between them."""
 
-    compute_ns: int = 0
+    forward_ns: int = 0
+    backward_ns: int = 0
     inside_ns: int = 0
     across_ns: int = 0
+
+
+NONE = Work()
+
+
+Way = tuple[Placement, tuple[Step, ...], bool]
+"""How a tensor is brought to a placement that it is read in; whether a gradient comes back from there."""
+
+
+class Prices:
+    """The work of each operator, activation and stored tensor by itself, whatever else a plan has."""
+
+    def __init__(self, graph: Graph, plan: Plan, lowering: PartLowering) -> None:
+        self.graph, self._plan, self._lowering = graph, plan, lowering
+        self._count, self._profile, self._facts = plan.microbatches, lowering.profile, lowering.facts
+        profile, facts = lowering.profile, lowering.facts
+        self._waits = profile.runtime is None and profile.host is None and not any(profile.facts.view_ns)
+        reached = reached_tensors(graph) if lowering.trains else set[str]()
+        self._goes_back = {
+            node.name: not reached.isdisjoint(node.results)
+            and any(graph.tensors[name].differentiable for name in node.operands)
+            for node in graph.nodes
+        }  # fmt: skip
+        constant = facts.constants
+        self._next: dict[str, tuple[Node, int]] = {}  # by tensor: what runs just after its maker, and reads it as which
+        self._follows: set[str] = set()  # operators that read what the one just before makes
+        for maker, reader in zip(graph.nodes, graph.nodes[1:], strict=False):
+            for name in maker.results:
+                if name in reader.operands and name not in constant and not constant.issuperset(reader.results):
+                    self._next[name] = reader, reader.operands.index(name)
+                    self._follows.add(reader.name)
+        numbers: dict[Hashable, int] = {}
+        self.kinds = {name: numbers.setdefault(self._kind(name), len(numbers)) for name in graph.tensors}
+        self._rates: dict[tuple[str, int], float] = {}
+
+    def _kind(self, name: str) -> Hashable:
+        """All that a tensor's conversions depend on beside the plan."""
+        graph, tensor, stored = self.graph, self.graph.tensors[name], self.graph.stored_by_tensor.get(name)
+        readers = tuple([(self._goes_back[node.name], at) for node, at in graph.consumers[name]])
+        trained = stored is not None and stored.requires_grad
+        is_folded, after = name in self._facts.folded, self._next.get(name)
+        leads_back = after is not None and self._goes_back[graph.producers[name].name]
+        place = None if after is None else [node.name for node, _ in graph.consumers[name]].index(after[0].name)
+        return (
+            tensor.shape, graph.itemsizes(name), tensor.differentiable, trained, is_folded, readers, place, leads_back,
+        )  # fmt: skip
+
+    def goes_back(self, tensor: str, reader: str) -> bool:
+        """Whether a gradient of the tensor comes back from a node that reads it."""
+        return self.graph.tensors[tensor].differentiable and self._goes_back[reader]
+
+    def node(self, node: Node, placed: NodePlan) -> Work:
+        """An operator, with what it sends inside."""
+        if node.results and self._facts.folded.issuperset(node.results):
+            return NONE
+        price, goes_back = self._lowering.price(node, placed), self._goes_back[node.name]
+        forward, backward, sent = price.forward_ns, 0, [*price.inner]
+        if self._waits and any(name in self._next for name in node.results):
+            forward += _spent(price.inner)
+        if goes_back:
+            backward = price.backward_ns
+            sent += price.inner_backward
+            if self._waits and node.name in self._follows and self._maker_goes_back(node):
+                backward += _spent(price.inner_backward)
+        return self._work(forward, backward, sent, self._count)
+
+    def _maker_goes_back(self, node: Node) -> bool:
+        """Whether the operator just before waits for this one's gradient."""
+        return any(
+            name in self._next and self._next[name][0] is node and self.goes_back(name, node.name)
+            and self._goes_back[self.graph.producers[name].name]
+            for name in node.operands
+        )  # fmt: skip
+
+    def _work(self, forward_ns: int, backward_ns: int, sent: Sequence[Transmission], times: int) -> Work:
+        inside = sum([one.duration_ns for one in sent if one.level == INSIDE])
+        across = sum([one.duration_ns for one in sent]) - inside
+        return Work(forward_ns, backward_ns, times * inside, times * across)
+
+    def activation(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> Work:
+        """The conversions of a tensor that each microbatch makes. placed: of its readers that count."""
+        if name in self._facts.folded:
+            return NONE
+        lowering = self._lowering
+        lowering.placements[name] = base
+        times, sent, waited = (
+            [0, self._adding_ns(name, base, ways, placed)],
+            list[Transmission](),
+            self._waited(name, placed),
+        )
+        for target, steps, goes_back in ways:
+            for direction in (0, 1) if goes_back else (0,):
+                own, collectives = lowering.conversion_work(name, steps, direction)
+                times[direction] += own
+                sent += collectives
+                if target == waited[direction]:
+                    times[direction] += _spent(collectives)
+        forward, backward = times
+        return self._work(forward, backward, sent, self._count) if forward or backward or sent else NONE
+
+    def _adding_ns(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> int:
+        """Adds up gradients where several operators, or conversions, read one value."""
+        if not self.graph.tensors[name].differentiable or name not in self.graph.producers:
+            return 0
+        readers: dict[Placement, set[str]] = {base: {str(target) for target, _, goes_back in ways if goes_back}}
+        for node, at in self.graph.consumers[name]:
+            if node.name in placed and self._goes_back[node.name]:
+                readers.setdefault(placed[node.name].operands[at], set()).add(node.name)
+        local = self._lowering.shapes.local
+        return sum(
+            (len(names) - 1) * pointwise_time_ns(3 * local(name, target)[1], self._profile)
+            for target, names in readers.items() if len(names) > 1
+        )  # fmt: skip
+
+    def _waited(self, name: str, placed: Mapping[str, NodePlan]) -> tuple[Placement | None, Placement | None]:
+        """The placement that the operator just after waits for; that whose gradient the maker does."""
+        if not self._waits or name not in self._next:
+            return None, None
+        reader, at = self._next[name]
+        if reader.name not in placed:
+            return None, None
+        target = placed[reader.name].operands[at]
+        is_back = self.goes_back(name, reader.name) and self._goes_back[self.graph.producers[name].name]
+        return target, target if is_back else None
+
+    def stored(self, name: str, storage: Storage, ways: Sequence[Way]) -> Work:
+        """Collectives of a stored tensor: to each placement that it is used in, and of its gradient on the way home."""
+        stored, lowering = self.graph.stored_by_tensor[name], self._lowering
+        lowering.placements[name] = storage.placement
+        total = [0.0, 0.0]
+        for target, steps, goes_back in ways:
+            if not steps:
+                continue
+            sizes = lowering.bytes_of_steps(name, steps)
+            each = storage.regather or storage.reduce_each_microbatch
+            times = (
+                self._count if storage.regather else 1,
+                (self._count if each else 1) if goes_back and stored.requires_grad and lowering.trains else 0,
+            )
+            used = lowering.shapes.local(name, target)[1]
+            is_alone = used >= LONE_BYTES, False
+            for direction in (0, 1):
+                for sent in lowering.transmissions_of(steps, sizes, direction) if times[direction] else ():
+                    spent = sent.duration_ns if is_alone[direction] else sent.num_bytes * self._rate(sent)
+                    total[sent.level != INSIDE] += times[direction] * spent
+        return Work(0, 0, int(total[0]), int(total[1]))
+
+    def _rate(self, sent: Transmission) -> float:
+        """Nanoseconds that no byte of a bucket can do with less of, rounded down."""
+        key = sent.collective, sent.axis
+        if key not in self._rates:
+            is_measured = any(kind == sent.collective for kind, _, _ in self._profile.collectives)
+            is_concave = sent.collective in ("all_reduce", "all_gather", "reduce_scatter")
+            endless = collective_time_ns(
+                sent.collective, ENDLESS, self._plan.axes[sent.axis], self._lowering.per_node, self._profile
+            )  # fmt: skip
+            self._rates[key] = 0.0 if is_measured or not is_concave else endless / ENDLESS * (1 - 1e-9)
+        return self._rates[key]
+
+    def moved_bytes(self, name: str, storage: Storage) -> int:
+        """What the optimizer moves to update a stored tensor."""
+        if not self._lowering.trains or not self.graph.stored_by_tensor[name].requires_grad:
+            return 0
+        return self._lowering.moved_bytes(name, storage)
+
+    def optimizer_ns(self, moved_bytes: int, tensors: int) -> int:
+        """How long it takes to update so many tensors."""
+        return self._lowering.optimizer_ns(moved_bytes, tensors) if moved_bytes else 0
+
+
+def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int) -> Prices:
+    """The prices of plans like this one: on its axes, with its microbatches. per_node: devices of a stage in a node."""
+    batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
+    facts = graph_facts(graph, profile.device_type)
+    stored = {item.tensor: Storage((), False, False) for item in graph.stored}  # which are stored is all that is asked
+    plan = replace(plan, storage=stored)
+    return Prices(graph, plan, PartLowering(graph, plan, profile, per_node, facts, batched))
+
+
+def _spent(sent: Sequence[Transmission]) -> int:
+    return sum([one.duration_ns for one in sent])
 
 
 class Bound:
@@ -43,20 +235,11 @@ class Bound:
 
     def __init__(self, graph: Graph, plan: Plan, lowering: PartLowering, differences: Differences) -> None:
         self._graph, self._lowering, self._differences = graph, lowering, differences
-        self._count, self._profile, self._facts = plan.microbatches, lowering.profile, lowering.facts
-        reached = reached_tensors(graph) if lowering.trains else set[str]()
-        self._goes_back = {
-            node.name: not reached.isdisjoint(node.results)
-            and any(graph.tensors[name].differentiable for name in node.operands)
-            for node in graph.nodes
-        }  # fmt: skip
-        self._of_node: list[Work] = [Work()] * len(graph.nodes)
+        self._count, self._prices = plan.microbatches, Prices(graph, plan, lowering)
+        self._of_node: list[Work] = [NONE] * len(graph.nodes)
         self._of_tensor: dict[str, Work] = {}
-        self._total = [0, 0, 0]
-        numbers: dict[Hashable, int] = {}
-        self._kinds = {name: numbers.setdefault(self._kind(name), len(numbers)) for name in graph.tensors}
+        self._total = [0, 0, 0, 0]
         self._known: dict[tuple[int, Storage | None, tuple[int, ...]], Work] = {}
-        self._rates: dict[tuple[str, int], float] = {}
 
     @property
     def is_full(self) -> bool:
@@ -71,13 +254,14 @@ class Bound:
         except PlanError:
             self._differences.ask_again(nodes, tensors)
             raise
-        compute, inside, across = self._total
-        return max(compute + optimizer_ns, inside, across)
+        forward, backward, inside, across = self._total
+        return max(self._count * (forward + backward) + optimizer_ns, inside, across)
 
     def _follow(self, plan: Plan, nodes: set[int], tensors: set[str]) -> None:
         self._lowering.plan, self._lowering.steps = plan, self._differences.steps
         for number in nodes:
-            new = self._node(self._graph.nodes[number], plan)
+            node = self._graph.nodes[number]
+            new = self._prices.node(node, plan.nodes[node.name])
             self._replace(self._of_node[number], new)
             self._of_node[number] = new
         for name in tensors:
@@ -88,99 +272,32 @@ class Bound:
     def _tensor(self, name: str, plan: Plan) -> Work:
         """What its conversions come to: equal of equal tensors that are read alike."""
         storage = plan.storage.get(name)
-        key = self._kinds[name], storage, self._differences.seen(name)
+        key = self._prices.kinds[name], storage, self._differences.seen(name)
         known = self._known.get(key)
         if known is None:
-            known = self._known[key] = self._conversions(name, plan) if storage is None else self._stored(name, plan)
+            base = self._differences.bases[name] if storage is None else storage.placement
+            ways = self._ways(name, base, plan)
+            if storage is None:
+                known = self._prices.activation(name, base, ways, plan.nodes)
+            else:
+                known = self._prices.stored(name, storage, ways)
+            self._known[key] = known
         return known
-
-    def _kind(self, name: str) -> Hashable:
-        """All that a tensor's conversions depend on beside the plan."""
-        graph, tensor, stored = self._graph, self._graph.tensors[name], self._graph.stored_by_tensor.get(name)
-        readers = tuple([(self._goes_back[node.name], at) for node, at in graph.consumers[name]])
-        trained = stored is not None and stored.requires_grad
-        is_folded = name in self._facts.folded
-        return tensor.shape, graph.itemsizes(name), tensor.differentiable, trained, is_folded, readers
 
     def _replace(self, old: Work, new: Work) -> None:
         if old is not new:
             self._total = [total - gone + come for total, gone, come in zip(self._total, old, new, strict=True)]
 
-    def _node(self, node: Node, plan: Plan) -> Work:
-        if node.results and self._facts.folded.issuperset(node.results):
-            return NONE
-        price = self._lowering.price(node, plan.nodes[node.name])
-        compute, sent = price.forward_ns, [*price.inner]
-        if self._goes_back[node.name]:
-            compute += price.backward_ns
-            sent += price.inner_backward
-        return self._work(compute, sent, self._count)
-
-    def _work(self, compute_ns: int, sent: Sequence[Transmission], times: int) -> Work:
-        inside = sum([one.duration_ns for one in sent if one.level == INSIDE])
-        across = sum([one.duration_ns for one in sent]) - inside
-        return Work(times * compute_ns, times * inside, times * across)
-
-    def _targets(self, name: str, plan: Plan) -> dict[Placement, bool]:
-        """The placements that a tensor is read in, and whether a gradient comes back from there."""
+    def _ways(self, name: str, base: Placement, plan: Plan) -> list[Way]:
+        """To each placement that a tensor is read in, but that in which it is there."""
         found: dict[Placement, bool] = {}
-        is_differentiable = self._graph.tensors[name].differentiable
         for node, at in self._graph.consumers[name]:
             target = plan.nodes[node.name].operands[at]
-            found[target] = found.get(target, False) or (is_differentiable and self._goes_back[node.name])
-        return found
-
-    def _conversions(self, name: str, plan: Plan) -> Work:
-        lowering, base = self._lowering, self._differences.bases[name]
-        if name in self._facts.folded:
-            return NONE
-        lowering.placements[name] = base
-        compute, sent = 0, list[Transmission]()
-        for target, goes_back in self._targets(name, plan).items():
             if target != base:
-                for direction in (0, 1) if goes_back else (0,):
-                    own, collectives = lowering.conversion_work(name, self._steps(name, target), direction)
-                    compute += own
-                    sent += collectives
-        return self._work(compute, sent, self._count) if compute or sent else NONE
-
-    def _steps(self, name: str, target: Placement) -> tuple[Step, ...]:
-        return self._lowering.route(name, target)
-
-    def _stored(self, name: str, plan: Plan) -> Work:
-        """Collectives of a stored tensor: to each placement that it is used in, and of its gradient on the way home."""
-        storage, stored, lowering = plan.storage[name], self._graph.stored_by_tensor[name], self._lowering
-        lowering.placements[name] = storage.placement
-        total = [0.0, 0.0]
-        for target, goes_back in self._targets(name, plan).items():
-            steps = () if target == storage.placement else self._steps(name, target)
-            if not steps:
-                continue
-            sizes = lowering.bytes_of_steps(name, steps)
-            each = storage.regather or storage.reduce_each_microbatch
-            times = (
-                self._count if storage.regather else 1,
-                (self._count if each else 1) if goes_back and stored.requires_grad and lowering.trains else 0,
-            )
-            used = self._lowering.shapes.local(name, target)[1]
-            is_alone = used >= LONE_BYTES, False
-            for direction in (0, 1):
-                for sent in lowering.transmissions_of(steps, sizes, direction) if times[direction] else ():
-                    spent = sent.duration_ns if is_alone[direction] else sent.num_bytes * self._rate(sent, plan)
-                    total[sent.level != INSIDE] += times[direction] * spent
-        return Work(0, int(total[0]), int(total[1]))
-
-    def _rate(self, sent: Transmission, plan: Plan) -> float:
-        """Nanoseconds that no byte of a bucket can do with less of, rounded down."""
-        key = sent.collective, sent.axis
-        if key not in self._rates:
-            is_measured = any(kind == sent.collective for kind, _, _ in self._profile.collectives)
-            is_concave = sent.collective in ("all_reduce", "all_gather", "reduce_scatter")
-            endless = collective_time_ns(
-                sent.collective, ENDLESS, plan.axes[sent.axis], self._lowering.per_node, self._profile
-            )  # fmt: skip
-            self._rates[key] = 0.0 if is_measured or not is_concave else endless / ENDLESS * (1 - 1e-9)
-        return self._rates[key]
-
-
-NONE = Work()
+                found[target] = found.get(target, False) or self._prices.goes_back(name, node.name)
+        is_folded = name in self._lowering.facts.folded and name not in plan.storage
+        self._lowering.placements[name] = base
+        return [
+            (target, () if is_folded else self._lowering.route(name, target), goes_back)
+            for target, goes_back in found.items()
+        ]

@@ -17,13 +17,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autopar.cost import Profile
+from autopar.cost.memory import optimizer_moved_bytes
 from autopar.ir.graph import Graph, Node
-from autopar.ir.placement import Placement
-from autopar.ir.plan import NodePlan, Plan
+from autopar.ir.placement import Placement, evenly, local_shape
+from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step
 from autopar.simulate.copies import Copies
 from autopar.simulate.directions import Direction, direction_of
@@ -194,6 +195,7 @@ class PartLowering(Lowering):
         self.shapes = LocalShapes(graph, plan)
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self._operators: dict[object, OperatorPrice] = {}
+        self._moved: dict[object, int] = {}
 
     def lower(
         self, segment: Segment, plan: Plan, steps: dict[tuple[str, Placement], tuple[Step, ...]], before: Arriving
@@ -301,12 +303,22 @@ class PartLowering(Lowering):
             self._value(name, placement, self.shapes.local(name, placement), 0, item)
             for name, placement in zip(node.results, placed.results, strict=True)
         ]
+        self.plan = replace(self.plan, nodes={node.name: placed})
         price: OperatorPrice = self._operator_price(node, placed, inputs, outputs)
         return price
 
     def stored_price(self, tensor: str) -> StoredPrice:
         """What a stored tensor takes, and its update."""
         return self._stored_price(tensor)
+
+    def moved_bytes(self, tensor: str, storage: Storage) -> int:
+        """What the update of a stored tensor moves where it is stored so."""
+        kept = self.graph.kept(tensor)
+        key = kept.shape, kept.dtype, storage.placement
+        if key not in self._moved:
+            shape = local_shape(self.graph.tensors[tensor].shape, storage.placement, evenly(self.plan.axes))
+            self._moved[key] = optimizer_moved_bytes(self.plan.optimizer, shape, kept.dtype)
+        return self._moved[key]
 
     def route(self, tensor: str, target: Placement) -> tuple[Step, ...]:
         """The steps of a conversion. Raises PlanError where the plan has none."""

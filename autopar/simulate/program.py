@@ -229,18 +229,19 @@ def lower_stages(
     Ranks whose branches differ have the same items in the same order, and the same collectives outside of branches.
     Raises PlanError when the plan lacks a redistribution.
     """
-    facts = {kind: graph_facts(graph, kind) for kind in {profile.device_type for profile in profiles}}
     prices = {} if prices is None else prices
-    is_split = plan.schedule == "zero_bubble" and len(plan.stages) > 1
-    programs, batched = [], {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
-    for index, (part, profile) in enumerate(zip(plan.parts, profiles, strict=True)):
-        per_node = _devices_per_node(plan, index)
-        own = prices.setdefault((part.axes, per_node, profile), PriceTable())
-        stage, leaving = stage_graph(graph, plan, index), _leaving(graph, plan, index)
-        known = facts[profile.device_type]
-        place = coordinates_of(part, rank)
-        programs.append(Lowering(stage, part, profile, per_node, known, own, leaving, batched, is_split, place).run())
-    return programs
+    return [lower_stage(graph, plan, index, profile, rank, prices) for index, profile in enumerate(profiles)]
+
+
+def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: int, prices: Prices) -> Program:
+    """The program of one stage's rank, as `lower_stages`."""
+    part, per_node = plan.parts[index], _devices_per_node(plan, index)
+    batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
+    own = prices.setdefault((part.axes, per_node, profile), PriceTable())
+    stage, leaving = stage_graph(graph, plan, index), leaving_by_name(graph, plan, index)
+    facts, is_split = graph_facts(graph, profile.device_type), plan.schedule == "zero_bubble" and len(plan.stages) > 1
+    place = coordinates_of(part, rank)
+    return Lowering(stage, part, profile, per_node, facts, own, leaving, batched, is_split, place).run()
 
 
 def _devices_per_node(plan: Plan, index: int) -> int:
@@ -249,7 +250,7 @@ def _devices_per_node(plan: Plan, index: int) -> int:
     return mesh.devices_per_node
 
 
-def _leaving(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
+def leaving_by_name(graph: Graph, plan: Plan, index: int) -> dict[str, tuple[Placement, ...]]:
     """The placements that each tensor is sent in to later stages."""
     found: dict[str, tuple[Placement, ...]] = {}
     for name, placement in leaving_values(graph, plan, index):

@@ -50,9 +50,18 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
 
             known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
             return play_unlike(graph, plan, known, sums_early)
-        step = _Step(graph, plan, profiles_of_stages(plan, profile), sums_early)
-        step.run()
-        return step.timeline()
+        profiles = profiles_of_stages(plan, profile)
+        trains, programs = plan.mode == "train" and graph.loss is not None, lower_stages(graph, plan, profiles)
+        pairs = zip(programs, profiles, strict=True)
+        players = [Player(program, own, trains, sums_early) for program, own in pairs]
+        return play_stages(graph, plan, players, profiles)
+
+
+def play_stages(graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> Timeline:
+    """One step of a plan whose stages are lowered: a player for each of them, which may have played before."""
+    step = _Step(graph, plan, players, profiles)
+    step.run()
+    return step.timeline()
 
 
 def ranks_differ(plan: Plan) -> bool:
@@ -222,14 +231,11 @@ def pass_kind(turn: Turn, stage: Progress, microbatches: int) -> PassKind:
 
 
 class _Step:
-    def __init__(self, graph: Graph, plan: Plan, profiles: Sequence[Profile], sums_early: bool) -> None:
+    def __init__(self, graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> None:
         self.plan = plan
         self.trains = plan.mode == "train" and graph.loss is not None
-        programs = lower_stages(graph, plan, profiles)
-        self.stages = [
-            Progress(Player(program, profile, self.trains, sums_early))
-            for program, profile in zip(programs, profiles, strict=True)
-        ]
+        programs = [player.program for player in players]
+        self.stages = [Progress(player) for player in players]
         self.submeshes = _submeshes(plan)
         self.transfers = find_transfers(graph, plan, programs, profiles)
         self.ties = find_ties(graph, plan, profiles) if self.trains else []

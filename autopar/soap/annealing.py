@@ -15,19 +15,22 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol
 
 from autopar import interrupt
 from autopar.ir.plan import Plan
+from autopar.soap.ledger import Ledger
 from autopar.soap.proposals import Proposals
-from autopar.soap.space import Draft, Space
+from autopar.soap.space import Change, Draft, Space
 
-HOT, COLD = 0.03, 0.0003  # temperature, as parts of the best cost
+HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
 JUMPS = 0.015  # of proposals, where there are any
+SETTINGS, SOLVED = 0.8, 48  # of proposals, and how many at most: jumps that land on what is solved there
+SETTING = "setting"
 _TRACED = 200  # points of a trace at most
 _OVER = 10  # how much dearer a plan is by each part of its limit that it is over
 
@@ -37,16 +40,21 @@ class Score(Protocol):
 
     def step_time_ns(self, plan: Plan) -> int: ...
     def peak_bytes(self, plan: Plan) -> int: ...
-    def least_time_ns(self, plan: Plan) -> int:
-        """A lower bound of `step_time_ns` that is much faster to have."""
 
 
 class World(NamedTuple):
-    """Plans of one graph on one logical mesh, and what they cost; in words, what they have in common."""
+    """Plans of one graph on one logical mesh, and what they cost; in words, what they have in common; what bounds their
+    cost before they are made."""
 
     space: Space
     score: Score
     outline: str = ""
+    ledger: Ledger | None = None
+
+    def least_ns(self, plan: Plan, change: Change | None = None) -> int:
+        """At most the step time of a plan with a change. Branches are run by a part of the devices: 0 is known of
+        those."""
+        return 0 if self.ledger is None or plan.forks else self.ledger.least_ns(plan, change)
 
 
 Jump = Callable[[World, Plan, Random], "tuple[World, Plan] | None"]
@@ -113,6 +121,8 @@ class _Annealing:
         self.random, self.jumps, self.watch = random, jumps, watch
         self.limit, self.deadline, self.memory_limit = proposals, deadline, plan.memory_limit
         self.proposals: dict[Space, Proposals] = {}
+        self.known: dict[Hashable, int] = {}  # step times of what was simulated
+        self.key: Hashable = None  # of the plan that is looked at
         self.tally = Tally()
         step_ns = world.score.step_time_ns(plan)
         self.first = self.best = self.current = self._scored(world, world.space.draft(plan), step_ns)
@@ -135,7 +145,7 @@ class _Annealing:
             return f"all {count:,} proposals made"
         if count - self.improved_at >= max(1, self.limit // 2):
             return f"half of {self.limit:,} proposals without gain"
-        if count % 16 == 0 and time.monotonic() > self.deadline:
+        if time.monotonic() > self.deadline:
             return f"time limit after {count:,} proposals"
         return ""
 
@@ -147,7 +157,7 @@ class _Annealing:
             self.current = self.best
         temperature = self.best.cost_ns * HOT * (COLD / HOT) ** (number % length / length)
         threshold = threshold_ns(self.current.cost_ns, temperature, self.random.random())
-        kind, found = self._drawn()
+        kind, found = self._drawn(threshold)
         self.tally.made[kind] += 1
         after = None if found is None else self._within(*found, threshold)
         if after is not None:
@@ -157,19 +167,39 @@ class _Annealing:
                 self.best, self.improved_at = after, self.tally.proposals
         self._note()
 
-    def _drawn(self) -> tuple[str, tuple[World, Draft] | None]:
-        """The kind of a proposal, and the draft after it, if there is one."""
-        world, draft, random = self.current.world, self.current.draft, self.random
+    def _drawn(self, threshold: float) -> tuple[str, tuple[World, Draft] | None]:
+        """The kind of a proposal, and the draft after it, if there is one that may cost as little."""
+        world, draft, random, self.key = self.current.world, self.current.draft, self.random, None
         proposals = self._proposals(world.space)
-        if self.jumps and (proposals.is_empty() or random.random() < JUMPS):
-            kind = random.choice([*self.jumps])
+        kind = self._jump(proposals.is_empty())
+        if kind:
             found = self.jumps[kind](world, draft.plan, random)
-            return kind, None if found is None else (found[0], found[0].space.draft(found[1]))
+            if found is None or found[0].least_ns(found[1]) > threshold:
+                return kind, None
+            return kind, (found[0], found[0].space.draft(found[1]))
         if proposals.is_empty():
             return "nothing", None
         change = proposals.draw(draft, random)
+        if world.least_ns(draft.plan, change) > threshold or self._is_known_above(world, draft.plan, change, threshold):
+            return change.kind, None
         after = world.space.changed(draft, change)
         return change.kind, None if after is None or after is draft else (world, after)
+
+    def _jump(self, always: bool) -> str:
+        """The kind of a jump, if this is one."""
+        random, kinds = self.random, [kind for kind in self.jumps if kind != SETTING]
+        if SETTING in self.jumps and self.tally.made[SETTING] < SOLVED and random.random() < SETTINGS:
+            return SETTING
+        return random.choice(kinds) if kinds and (always or random.random() < JUMPS) else ""
+
+    def _is_known_above(self, world: World, plan: Plan, change: Change, threshold: float) -> bool:
+        """Whether the plan with a change was simulated before, and costs more; if not, its cost will be noted."""
+        self.key = None
+        if world.ledger is None or plan.forks:
+            return False
+        again = plan.recompute if change.recompute is None else change.recompute
+        self.key = id(world), again, world.ledger.key(plan, change)
+        return self.known.get(self.key, 0) > threshold
 
     def _proposals(self, space: Space) -> Proposals:
         if space not in self.proposals:
@@ -178,10 +208,10 @@ class _Annealing:
 
     def _within(self, world: World, draft: Draft, threshold: float) -> Scored | None:
         """A draft, where it costs no more than so much."""
-        if world.score.least_time_ns(draft.plan) > threshold:
-            return None
         self.tally.simulated += 1
         step_ns = world.score.step_time_ns(draft.plan)
+        if self.key is not None:
+            self.known[self.key] = step_ns
         if step_ns > threshold:
             return None
         found = self._scored(world, draft, step_ns)

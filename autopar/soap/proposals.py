@@ -22,14 +22,12 @@ from typing import NamedTuple
 
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import NodePlan, Plan, Storage
-from autopar.soap.space import Change, Draft, End, Link, Modules, Space
-
-Option = NodePlan | Storage | Placement
+from autopar.soap.space import Change, Draft, End, Link, Modules, Option, Space
 
 SAMPLE, ATTRIBUTE, PARAMETER = "sample", "attribute", "parameter"
 STORAGE, INPUT, RECOMPUTE = "storage", "input", "recompute"
 
-_WEIGHTS = {"operator": 16, STORAGE: 4, INPUT: 1, RECOMPUTE: 1}
+_WEIGHTS = {"operator": 64, STORAGE: 12, INPUT: 3, RECOMPUTE: 1}
 _ALONE = 0.2  # of proposals to operators and storage that change one block's alone
 _REACHES = (0.0, 0.5, 0.8, 0.95)  # probabilities with which a change goes on to a neighbour
 _LOOKED_AT = 12  # agreeing options of a neighbour that are compared
@@ -78,7 +76,7 @@ class Proposals:
         now = self._now(draft.plan, first)
         option = random.choice([option for option in self._options(first) if option != now])
         found = self._spread({first: option}, draft.plan, together, random)
-        return self._change(draft.plan, first, found, together)
+        return Change(self._kind_of(draft.plan, first, option), first, found, together)
 
     # Options ----------------------------------------
 
@@ -170,20 +168,6 @@ class Proposals:
 
     # Changes ----------------------------------------
 
-    def _change(self, plan: Plan, first: str, found: Mapping[str, Option], together: bool) -> Change:
-        nodes: dict[str, NodePlan] = {}
-        storage: dict[str, Storage] = {}
-        inputs: dict[str, Placement] = {}
-        for name, option in found.items():
-            for equal in self.space.equals.get(name, (name,)) if together else (name,):
-                if isinstance(option, NodePlan):
-                    nodes[equal] = option
-                elif isinstance(option, Storage):
-                    storage[equal] = option
-                else:
-                    inputs[equal] = option
-        return Change(self._kind_of(plan, first, found[first]), first, nodes, storage, inputs)
-
     def _kind_of(self, plan: Plan, name: str, option: Option) -> str:
         if isinstance(option, Storage):
             return STORAGE
@@ -235,4 +219,4 @@ def _is_inside(module: str, others: Sequence[str]) -> bool:
     return any(module == other or module.startswith(f"{other}.") for other in others)
 
 
-__all__ = ["Modules", "Proposals"]
+__all__ = ["Modules", "Option", "Proposals"]

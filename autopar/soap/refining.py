@@ -163,7 +163,7 @@ class _Differences:
     def _changes(self) -> list[Change]:
         """Back to the first plan, decision by decision: what stands in the same place of equal blocks is one."""
         before, after = self.first.draft.plan, self.best.draft.plan
-        groups: dict[tuple[str, object, object], list[str]] = {}
+        groups: dict[tuple[str, Option, Option], list[str]] = {}
         pairs: list[tuple[Mapping[str, Option], Mapping[str, Option]]]
         pairs = [(before.nodes, after.nodes), (before.storage, after.storage), (before.inputs, after.inputs)]
         for old, new in pairs:
@@ -181,7 +181,7 @@ class _Differences:
         if change.recompute is not None:
             old, new = (", ".join(plan.recompute) or "none" for plan in (before, after))
             return Move(change.name, change.kind, 1, old, new, gain_ns)
-        names = [*change.nodes, *change.storage, *change.inputs]
+        names = [*change.options]
         old, new = (option_text(_option(plan, names[0])) for plan in (before, after))
         return Move(names[0], change.kind, len(names), old, new, gain_ns)
 
@@ -191,13 +191,9 @@ def _outline(scored: Scored) -> str:
     return scored.world.outline + (f", {forks} forks" if forks else "")
 
 
-def _back(names: Sequence[str], option: object) -> Change:
-    if isinstance(option, NodePlan):
-        return Change("operator", names[0], nodes=dict.fromkeys(names, option))
-    if isinstance(option, Storage):
-        return Change(STORAGE, names[0], storage=dict.fromkeys(names, option))
-    assert isinstance(option, tuple)
-    return Change(INPUT, names[0], inputs=dict.fromkeys(names, option))
+def _back(names: Sequence[str], option: Option) -> Change:
+    kind = "operator" if isinstance(option, NodePlan) else STORAGE if isinstance(option, Storage) else INPUT
+    return Change(kind, names[0], dict.fromkeys(names, option))
 
 
 def _option(plan: Plan, name: str) -> Option:

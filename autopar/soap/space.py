@@ -21,7 +21,8 @@ from typing import NamedTuple, Protocol
 
 from autopar.errors import AutoparError
 from autopar.ir.branches import check_forks, homes, in_order
-from autopar.ir.graph import Graph, Node, Tensor
+from autopar.ir.conversions import needed_conversions
+from autopar.ir.graph import Graph, Tensor
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step
@@ -31,6 +32,9 @@ Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
 """The cheapest steps from one placement of a tensor to another; None where there are none."""
 
 Modules = tuple[str, ...]
+
+Option = NodePlan | Storage | Placement
+"""Of a node, of a stored tensor, of an input."""
 
 
 class Twins(Protocol):
@@ -57,13 +61,13 @@ class Link(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """What a proposal sets, by name; `recompute` where it sets that. kind: of proposal; name: what it began with."""
+    """What a proposal sets, by name; `recompute` where it sets that. kind: of proposal; name: what it began with;
+    together: names are representatives, and what is set is set for all that they stand for."""
 
     kind: str
     name: str
-    nodes: Mapping[str, NodePlan] = field(default_factory=dict)
-    storage: Mapping[str, Storage] = field(default_factory=dict)
-    inputs: Mapping[str, Placement] = field(default_factory=dict)
+    options: Mapping[str, Option] = field(default_factory=dict)
+    together: bool = False
     recompute: Modules | None = None
 
 
@@ -178,10 +182,11 @@ class Space:
     # Plans ----------------------------------------
 
     def draft(self, plan: Plan) -> Draft:
-        """A plan, ready to be changed. Its redistributions stay as they are."""
+        """A plan, ready to be changed. Its redistributions stay as they are, and are made so wherever needed again."""
         found: dict[str, list[Redistribute]] = defaultdict(list)
         for item in plan.redistributes:
             found[item.tensor].append(item)
+            self._ways.setdefault((item.tensor, self._source(plan, item.tensor), item.target), item)
         return Draft(plan, {name: tuple(items) for name, items in found.items()})
 
     def changed(self, draft: Draft, change: Change) -> Draft | None:
@@ -190,14 +195,21 @@ class Space:
         plan = draft.plan
         if change.recompute is not None:
             plan = replace(plan, recompute=change.recompute)
-        if not (change.nodes or change.storage or change.inputs):
+        if not change.options:
             if plan is draft.plan:
                 return draft
             return Draft(plan, draft.conversions) if self._may_branch(plan) else None
-        nodes, storage = {**plan.nodes, **change.nodes}, {**plan.storage, **change.storage}
-        inputs = {**plan.inputs, **change.inputs}
+        set_to = self._each(change)
+        nodes, storage, inputs = dict(plan.nodes), dict(plan.storage), dict(plan.inputs)
+        for name, option in set_to.items():
+            if isinstance(option, NodePlan):
+                nodes[name] = option
+            elif isinstance(option, Storage):
+                storage[name] = option
+            else:
+                inputs[name] = option
         conversions = dict(draft.conversions)
-        for tensor in self._touched(change):
+        for tensor in self._touched(set_to):
             found = self._conversions(plan, tensor, nodes, storage, inputs)
             if found is None:
                 return None
@@ -205,6 +217,13 @@ class Space:
         every = tuple(chain.from_iterable(conversions.values()))
         plan = replace(plan, nodes=nodes, storage=storage, inputs=inputs, redistributes=every)
         return Draft(plan, conversions) if self._may_branch(plan) else None
+
+    def _each(self, change: Change) -> Mapping[str, Option]:
+        """What is set, by each name of its own."""
+        if not change.together:
+            return change.options
+        equals = self.equals
+        return {one: option for name, option in change.options.items() for one in equals.get(name, (name,))}
 
     def admits(self, plan: Plan) -> bool:
         """Whether every decision of a plan is one of the options here; of what is in a branch, or has no other option,
@@ -219,13 +238,11 @@ class Space:
     def redistributed(self, plan: Plan) -> Plan | None:
         """The plan with the redistributions that its decisions need; None where something cannot be brought to where it
         is read."""
-        found: list[Redistribute] = []
-        for tensor in self.graph.tensors:
-            ways = self._conversions(plan, tensor, plan.nodes, plan.storage, plan.inputs)
-            if ways is None:
-                return None
-            found += ways
-        return replace(plan, redistributes=tuple(found))
+        entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+        ends = [(name, output_placement(self.graph, plan, name)) for name in self._leaving]
+        order = in_order(self.graph, plan)
+        found = [self.way(*needed) for needed in needed_conversions(order, plan.nodes, entering, ends)]
+        return None if None in found else replace(plan, redistributes=tuple([way for way in found if way is not None]))
 
     def _may_branch(self, plan: Plan) -> bool:
         """Whether its branches may be beside what else the plan does."""
@@ -237,14 +254,16 @@ class Space:
             return False
         return True
 
-    def _touched(self, change: Change) -> Iterable[str]:
-        return dict.fromkeys(chain(change.storage, change.inputs, *(self._meets[name] for name in change.nodes)))
+    def _touched(self, names: Iterable[str]) -> Iterable[str]:
+        meets = self._meets
+        return dict.fromkeys(tensor for name in names for tensor in meets.get(name, (name,)))
 
     def _conversions(
         self, plan: Plan, tensor: str, nodes: Mapping[str, NodePlan], storage: Mapping[str, Storage],
         inputs: Mapping[str, Placement],
     ) -> tuple[Redistribute, ...] | None:  # fmt: skip
-        """From what a tensor is made, stored or fed as to each placement that it is read in."""
+        """From what a tensor is made, stored or fed as to each placement that it is read in: of one tensor, as
+        `needed_conversions` of all."""
         maker, position, readers = self._read[tensor]
         if maker is not None:
             source = nodes[maker].results[position]
@@ -261,8 +280,15 @@ class Space:
                 wanted[target] = None
         if not wanted:
             return ()
-        found = [self._way(tensor, source, target) for target in wanted]
+        found = [self.way(tensor, source, target) for target in wanted]
         return None if None in found else tuple([way for way in found if way is not None])
+
+    def _source(self, plan: Plan, tensor: str) -> Placement:
+        """As what a tensor is made, stored or fed."""
+        maker, position, _ = self._read[tensor]
+        if maker is not None:
+            return plan.nodes[maker].results[position]
+        return plan.inputs[tensor] if tensor in plan.inputs else plan.storage[tensor].placement
 
     @cached_property
     def _read(self) -> dict[str, tuple[str | None, int, tuple[tuple[str, int], ...]]]:
@@ -281,11 +307,12 @@ class Space:
         return {node.name: tuple(dict.fromkeys((*node.operands, *node.results))) for node in self.graph.nodes}
 
     @cached_property
-    def _leaving(self) -> frozenset[str]:
-        return frozenset((*self.graph.returned, *self.graph.mutations.values()))
+    def _leaving(self) -> Mapping[str, None]:
+        return dict.fromkeys((*self.graph.returned, *self.graph.mutations.values()))
 
-    def _way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
-        """One object for equal redistributions, so that what is the same in two plans is seen at once."""
+    def way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
+        """How a tensor is brought from one placement to another; None where it cannot be. One object for equal ones,
+        so that what is the same in two plans is seen at once."""
         key = tensor, source, target
         if key not in self._ways:
             steps = self.path(self.graph.tensors[tensor], source, target)
@@ -294,16 +321,10 @@ class Space:
 
     def in_order(self, draft: Draft) -> Plan:
         """The draft's plan, with its redistributions in the order in which they are read."""
-        rank: dict[tuple[str, Placement], int] = {}
-
-        def read(node: Node) -> None:
-            for pair in zip(node.operands, draft.plan.nodes[node.name].operands, strict=True):
-                rank.setdefault(pair, len(rank))
-
-        for node in in_order(self.graph, draft.plan):
-            read(node)
-        last = len(rank)
-        items = sorted(draft.plan.redistributes, key=lambda item: rank.get((item.tensor, item.target), last))
+        entering = dict(draft.plan.inputs) | {name: kept.placement for name, kept in draft.plan.storage.items()}
+        needed = needed_conversions(in_order(self.graph, draft.plan), draft.plan.nodes, entering, ())
+        rank = {(tensor, target): number for number, (tensor, _, target) in enumerate(needed)}
+        items = sorted(draft.plan.redistributes, key=lambda item: rank.get((item.tensor, item.target), len(rank)))
         return replace(draft.plan, redistributes=tuple(items))
 
 

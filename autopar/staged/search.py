@@ -107,6 +107,10 @@ class Search:
         every = [named for setting in settings for named in (setting, *_as_templates(setting))]
         return [candidate for setting in every for candidate in self._look(setting).found]
 
+    def look(self, setting: Setting) -> list[Candidate]:
+        """What one setting has, unless it is no better than what was looked at before. Raises InfeasibleError."""
+        return self._look(setting).found
+
     def _templates(self, found: Sequence[Candidate], deadline: float) -> list[Candidate]:
         """Templates on the best setting of each logical shape, and on those of half and twice as many microbatches.
 

@@ -2,9 +2,9 @@
 
     python -m benchmarks.soap.delta [--proposals 10000] [--timed 100] [--output benchmarks/soap/delta.json]
 
-A proposal changes the placements of one operator, or how one tensor is stored, in one layer or in all equal ones; half
-of them are taken, so that plans drift far from the templates that they began with. Equal means: step time, breakdown,
-exposed time by kind, bytes by collective, peak memory and what it consists of.
+A proposal changes the placements of one operator, how one tensor is stored, or what is computed again, in one layer or
+in all equal ones; half of them are taken, so that plans drift far from the templates that they began with. Equal means:
+step time, breakdown, exposed time by kind, bytes by collective, peak memory and what it consists of.
 
 Timed is a GPT of 32 layers on 64 and on 8 devices. One proposal after another is simulated whole (from plan and graph
 to step time and peak), then by its difference to those before, then bounded; a tenth of them are taken. Times are those

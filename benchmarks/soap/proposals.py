@@ -21,6 +21,7 @@ from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
 from autopar.planning import Part
 from autopar.simulate.facts import graph_facts
+from autopar.zero import recomputable
 
 _TRIES = 20
 
@@ -33,10 +34,16 @@ class Proposer:
         self._twins = _twins(part.graph, plan)
         self._known: dict[tuple[str, Placement, Placement], Redistribute | None] = {}
         self._rules: dict[str, Sequence[AxisRule]] = {}
+        paths = [path for group in part.blocks.paths for path in group] if plan.mode == "train" else []
+        again = recomputable(part.whole, paths)
+        self._blocks = [groups for groups in (again.full, again.attention) if groups]
 
-    def propose(self, plan: Plan, equal: bool = False, stores: float = 0.2) -> Plan:
-        """A plan that differs from the one given; stores: how often a stored tensor's storage does."""
+    def propose(self, plan: Plan, equal: bool = False, stores: float = 0.2, recomputes: float = 0.02) -> Plan:
+        """A plan that differs from the one given; stores, recomputes: how often a stored tensor's storage does, or what
+        is computed again."""
         while True:
+            if self._blocks and self._rng.random() < recomputes:
+                return self._recomputed(plan, equal)
             changed = self._storage(plan, equal) if self._rng.random() < stores else self._operator(plan, equal)
             if changed is not None:
                 return changed
@@ -50,6 +57,16 @@ class Proposer:
                 twins = self._twins[node.name] if equal else [node.name]
                 return self._redone(replace(plan, nodes={**plan.nodes, **dict.fromkeys(twins, new)}))
         return None
+
+    def _recomputed(self, plan: Plan, equal: bool) -> Plan:
+        """One layer, or a part of it, is computed again that was not, or no more; all equal ones."""
+        groups = self._rng.choice(self._blocks)
+        own = [module for group in (groups if equal else [self._rng.choice(groups)]) for module in group]
+        again = plan.recompute
+        if set(own) <= set(again):
+            return replace(plan, recompute=tuple(module for module in again if module not in own))
+        kept = [module for module in again if not any(_is_around(module, m) or _is_around(m, module) for m in own)]
+        return replace(plan, recompute=(*kept, *own))
 
     def _random(self, node: Node, old: NodePlan) -> NodePlan:
         """Another rule on one axis."""
@@ -129,6 +146,10 @@ class Proposer:
                 steps = None
             self._known[key] = None if steps is None else Redistribute(name, wanted, steps)
         return self._known[key]
+
+
+def _is_around(module: str, other: str) -> bool:
+    return f"{other}.".startswith(f"{module}.")
 
 
 def _twins(graph: Graph, plan: Plan) -> dict[str, list[str]]:

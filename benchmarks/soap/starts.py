@@ -155,23 +155,27 @@ def main() -> None:
         for devices in options.devices:
             rows.append(compared(name, graph, devices, options.proposals, options.seconds))
             print(_row_text(rows[-1]), flush=True)
-    _write(rows)
+            _write(rows)
+    print(_summary(rows))
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    gains = sum(row["gain"] > 0 for row in rows)
+    near = sum(row["from_dp_over_placed"] <= 1.02 for row in rows)
+    return (
+        f"From the plan of ILP and DP a strict gain in {gains} of {len(rows)} (target: 3); from data parallelism "
+        f"within 2% of that plan, or better, in {near} of {len(rows)} (target: all)."
+    )
 
 
 def _write(rows: list[dict[str, Any]]) -> None:
-    gains = sum(row["gain"] > 0 for row in rows)
-    near = sum(row["from_dp_over_placed"] <= 1.02 for row in rows)
+    """What there is so far."""
     command = " ".join(["python -m benchmarks.soap.starts", *sys.argv[1:]])
     machine = f"{cpu_model()}, {os.cpu_count()} cores, torch {torch.__version__}"
     facts = {"command": command, "machine": machine, "date": date.today().isoformat()}
     (HERE / "starts.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    summary = (
-        f"From the plan of ILP and DP a strict gain in {gains} of {len(rows)} (target: 3); from data parallelism "
-        f"within 2% of that plan, or better, in {near} of {len(rows)} (target: all)."
-    )
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", summary, "", HEAD, *map(_row_text, rows), ""]
-    (HERE / "starts.md").write_text("\n".join(lines), encoding="utf-8")
-    print(summary)
+    head = [*(f"{key}: {value}  " for key, value in facts.items()), "", _summary(rows), "", HEAD]
+    (HERE / "starts.md").write_text("\n".join([*head, *map(_row_text, rows), ""]), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -74,11 +74,8 @@ def drawn_plan(space: Space, plan: Plan, seed: int) -> Plan:
     """A plan whose every decision is drawn."""
     draw = random.Random(seed)
     while True:
-        change = Change(
-            "all", "", {name: draw.choice(options) for name, options in space.strategies.items()},
-            {name: draw.choice(options) for name, options in space.storages.items()},
-            {name: draw.choice(options) for name, options in space.inputs.items()},
-        )  # fmt: skip
+        choices = {**space.strategies, **space.storages, **space.inputs}
+        change = Change("all", "", {name: draw.choice(options) for name, options in choices.items()})
         found = space.changed(space.draft(plan), change)
         if found is not None:
             return found.plan
@@ -86,15 +83,10 @@ def drawn_plan(space: Space, plan: Plan, seed: int) -> Plan:
 
 def every_plan(space: Space, plan: Plan) -> Iterator[Plan]:
     """All typed plans of a space."""
-    choices = [[("nodes", name, option) for option in options] for name, options in space.strategies.items()]
-    choices += [[("storage", name, option) for option in options] for name, options in space.storages.items()]
-    choices += [[("inputs", name, option) for option in options] for name, options in space.inputs.items()]
+    choices = {**space.strategies, **space.storages, **space.inputs}
     draft = space.draft(plan)
-    for chosen in itertools.product(*choices):
-        sets: dict[str, dict[str, object]] = {"nodes": {}, "storage": {}, "inputs": {}}
-        for kind, name, option in chosen:
-            sets[kind][name] = option
-        found = space.changed(draft, Change("all", "", **sets))  # type: ignore[arg-type]
+    for chosen in itertools.product(*choices.values()):
+        found = space.changed(draft, Change("all", "", dict(zip(choices, chosen, strict=True))))
         if found is not None:
             yield found.plan
 

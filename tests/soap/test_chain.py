@@ -12,8 +12,8 @@ import autopar
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import Plan, Refinement
 from autopar.refinement import space_of
-from autopar.simulate import Incremental
-from autopar.soap import Budget, Score, Start, World, refine
+from autopar.simulate import Incremental, prices_of
+from autopar.soap import Budget, Ledger, Start, World, refine
 from autopar.soap.annealing import threshold_ns
 from tests.soap.drawn import drawn_graph, drawn_place, drawn_plan, first_plan
 
@@ -25,12 +25,13 @@ def world() -> tuple[World, Plan]:
     """A small world, and a drawn plan of it that is far from the best."""
     graph = drawn_graph(5, 5)
     place = drawn_place(graph, logical_meshes(MESH)[0], MESH)
-    space = space_of(place)
-    return World(space, Incremental(graph, place.shared_profile)), drawn_plan(space, first_plan(place), 3)
+    space, profile = space_of(place), place.shared_profile
+    ledger = Ledger(space, prices_of(graph, place.draft(), profile, MESH.devices_per_node), 1)
+    return World(space, Incremental(graph, profile), ledger=ledger), drawn_plan(space, first_plan(place), 3)
 
 
-def run(plan: Plan, score: Score | None = None, proposals: int = 200, seconds: float = 60.0) -> tuple[Plan, Refinement]:
-    own = world()[0] if score is None else world()[0]._replace(score=score)
+def run(plan: Plan, bounded: bool = True, proposals: int = 200, seconds: float = 60.0) -> tuple[Plan, Refinement]:
+    own = world()[0] if bounded else world()[0]._replace(ledger=None)
     (_, found), report = refine([Start("drawn", own, plan)], Budget(proposals, seconds, seed=1))
     return found, replace(report, seconds=0.0)
 
@@ -39,25 +40,10 @@ def test_the_same_seed_gives_the_same_plan_and_report() -> None:
     assert run(world()[1]) == run(world()[1])
 
 
-class Unbounded:
-    """The simulator without a lower bound."""
-
-    def __init__(self, score: Score) -> None:
-        self.score = score
-
-    def step_time_ns(self, plan: Plan) -> int:
-        return self.score.step_time_ns(plan)
-
-    def peak_bytes(self, plan: Plan) -> int:
-        return self.score.peak_bytes(plan)
-
-    def least_time_ns(self, plan: Plan) -> int:
-        return 0
-
-
 def test_a_lower_bound_changes_nothing_but_what_is_simulated() -> None:
-    bounded, unbounded = run(world()[1]), run(world()[1], Unbounded(world()[0].score))
+    bounded, unbounded = run(world()[1]), run(world()[1], bounded=False)
     assert bounded[0] == unbounded[0]
+    assert bounded[1].simulated < 0.7 * unbounded[1].simulated
     assert replace(bounded[1], simulated=0) == replace(unbounded[1], simulated=0)
 
 

@@ -12,6 +12,7 @@ from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
+from autopar.refinement import Jumps
 from autopar.trace import trace
 from models import gpt
 from tests.branches.cases import case
@@ -66,7 +67,7 @@ def test_a_jump_leads_to_another_world_or_to_branches(name: str, kind: str) -> N
     model, template, _ = WALKS.get(name, ("deep gpt", {"dp": 4}, 0.0))
     worlds = worlds_of(graph(model), template_of_graph(graph(model), FOUR, **template))  # type: ignore[arg-type]
     first, random = worlds.unstaged(worlds.plan), Random(0)
-    found = [worlds.jumps()[kind](worlds.first, first, random) for _ in range(8)]
+    found = [Jumps(worlds).possible()[kind](worlds.first, first, random) for _ in range(8)]
     ends = [worlds.stated(*end, ()) for end in found if end is not None]
     assert ends
     before = worlds.plan

@@ -12,7 +12,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
-from autopar.refinement import Worlds
+from autopar.refinement import Jumps, Worlds
 from autopar.soap import World
 from autopar.soap.proposals import Proposals
 from autopar.trace import find_blocks
@@ -32,15 +32,15 @@ def worlds_of(graph: Graph, plan: Plan) -> Worlds:
 def walk(worlds: Worlds, steps: int, seed: int, jumps: float) -> Iterator[tuple[World, Plan]]:
     """The worlds and plans on a walk from the first. jumps: the share of proposals that are jumps."""
     random, world, plan = Random(seed), worlds.first, worlds.unstaged(worlds.plan)
-    possible = worlds.jumps()
+    possible = Jumps(worlds).possible()
     for _ in range(steps):
         if possible and random.random() < jumps:
             found = possible[random.choice([*possible])](world, plan, random)
             if found is not None:
                 world, plan = found
-        else:
+        elif not (proposals := Proposals(world.space)).is_empty():
             draft = world.space.draft(plan)
-            after = world.space.changed(draft, Proposals(world.space).draw(draft, random))
+            after = world.space.changed(draft, proposals.draw(draft, random))
             plan = plan if after is None else after.plan
         yield world, plan
 

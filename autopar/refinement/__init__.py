@@ -1,0 +1,78 @@
+"""Wires the SOAP search to the planner: what a plan may be changed to, what the simulator says of it, and from where.
+
+    plan  →  its placements of one microbatch on its logical mesh  →  chains by MCMC (`soap`)  →  the plan stated again
+
+A *world* holds what the placements leave open (`outline`): the number of microbatches, and of stages of equal submeshes
+that share their placements, which blocks are in which. Jumps lead from one to another (`jumping`), also to placements
+that are solved there (`settings`); branches are drawn within one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost import Profile
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.planning import Request
+from autopar.progress import Report, reporting
+from autopar.refinement.jumping import Jumps
+from autopar.refinement.worlds import Worlds, space_of
+from autopar.simulate.schedule import without_collector
+from autopar.soap import Budget, Watch, refine
+from autopar.trace import Blocks
+
+_SAID_EVERY = 500  # proposals
+
+
+def refined(
+    graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan, progress: Report | None = None,
+    others: Sequence[tuple[str, Plan]] = (),
+) -> Plan:  # fmt: skip
+    """The plan, or a faster one that MCMC finds around it, or from other plans, which have a name each; where there are
+    such, from a drawn one as well.
+
+    A plan whose stages are placed apart, or that is for devices of several kinds, is returned as it is.
+    """
+    budget = request.budget
+    if request.mesh.num_devices == 1 or not request.mesh.is_homogeneous or not budget.proposals or not _is_alike(plan):
+        return plan
+    worlds = Worlds(graph, blocks, replace(request, recompute=plan.recompute), profile, plan)
+    try:
+        starts = [worlds.start(name, one) for name, one in [("the plan", plan), *others]]
+    except PlanError:
+        return plan
+    if others:
+        starts.append(worlds.drawn(starts[0], budget.seed))
+    chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
+    with without_collector(), reporting(progress, max(1, budget.proposals // _SAID_EVERY)) as say:
+        found, report = refine(starts, chances, Jumps(worlds).possible(), _watch(say))
+    if found.world is worlds.first and not report.moves:
+        return replace(plan, search=replace(plan.search, refinement=report))
+    stated = worlds.stated(found.world, found.plan, report.moves)
+    is_better = _fits(stated) and stated.predicted.step_time_ns < plan.predicted.step_time_ns
+    if _fits(plan) and not is_better:
+        return replace(plan, search=replace(plan.search, refinement=report))
+    return replace(stated, search=replace(plan.search, refinement=report))
+
+
+def _fits(plan: Plan) -> bool:
+    return plan.predicted.peak_bytes <= plan.memory_limit
+
+
+def _is_alike(plan: Plan) -> bool:
+    """Whether its stages, if it has any, are on equal axes and place alike what several of them have."""
+    return len({stage.axes for stage in plan.stages}) <= 1 and not any(stage.forks for stage in plan.stages)
+
+
+def _watch(say: Report) -> Watch:
+    def watch(count: int, best_ns: int) -> None:
+        if count and count % _SAID_EVERY == 0:
+            say(f"soap: {best_ns / 1e6:.3f} ms after {count:,} proposals")
+
+    return watch
+
+
+__all__ = ["Jumps", "Worlds", "refined", "space_of"]

@@ -1,0 +1,90 @@
+"""What a plan's placements leave open, and placements along other axes.
+
+axes before   d0 of 2, d1 of 4, the ranks of d1 next to each other
+axes after    d0 of 8: it lies along both, so a tensor may only be placed alike on the two
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.ir.mesh import LogicalMesh, make_axes
+from autopar.ir.placement import Placement
+from autopar.ir.plan import NodePlan, Plan
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What a world's placements leave open: the logical mesh (of a stage), microbatches, and where there are stages,
+    that of each layer, their first ranks and the schedule."""
+
+    axes: LogicalMesh
+    microbatches: int
+    stage_of: tuple[int, ...] = ()
+    first_ranks: tuple[int, ...] = ()
+    schedule: str = "1f1b"
+
+    def __str__(self) -> str:
+        sizes = "x".join(str(axis.size) for axis in self.axes) or "1"
+        layers = "+".join(str(self.stage_of.count(stage)) for stage in sorted(set(self.stage_of)))
+        stages = f"{len(self.first_ranks)} stages of {sizes}, {self.schedule}, layers {layers}"
+        return f"{stages if self.stage_of else f'mesh {sizes}'}, {self.microbatches} microbatches"
+
+
+def resized(axes: LogicalMesh, before: int, after: int) -> LogicalMesh | None:
+    """The axes with the outermost as many times longer as there are fewer stages; None where it is no whole number."""
+    sizes = [axis.size for axis in axes] or [1]
+    sizes[0] = sizes[0] * before // after
+    if not sizes[0] or sizes[0] * after != (axes[0].size if axes else 1) * before:
+        return None
+    names = [axis.name for axis in axes] or ["d0"]
+    kept = [(name, size) for name, size in zip(names, sizes, strict=True) if size > 1]
+    return make_axes(tuple(name for name, _ in kept), tuple(size for _, size in kept))
+
+
+def on_axes(plan: Plan, axes: LogicalMesh) -> Plan | None:
+    """The plan's placements along other axes over as many devices, or fewer or more along the outermost; None where an
+    axis would have several types."""
+    if plan.axes == axes:
+        return plan
+    origin = _origins(plan.axes, axes)
+    try:
+        return replace(
+            plan, axes=axes,
+            inputs={name: _along(placed, origin) for name, placed in plan.inputs.items()},
+            storage={n: replace(kept, placement=_along(kept.placement, origin)) for n, kept in plan.storage.items()},
+            nodes={
+                name: NodePlan(
+                    tuple([_along(p, origin) for p in own.operands]), tuple([_along(p, origin) for p in own.results])
+                )
+                for name, own in plan.nodes.items()
+            },
+        )  # fmt: skip
+    except _Mixed:
+        return None
+
+
+class _Mixed(Exception):
+    """An axis would have several types."""
+
+
+def _origins(before: LogicalMesh, after: LogicalMesh) -> list[tuple[int, ...]]:
+    """For each new axis, the old ones that it lies along, by strides in the same order of ranks."""
+    found = []
+    for axis in after:
+        ends = axis.stride, axis.stride * axis.size
+        found.append(
+            tuple(n for n, old in enumerate(before) if old.stride < ends[1] and ends[0] < old.stride * old.size)
+        )
+    return found
+
+
+def _along(placement: Placement, origin: Sequence[tuple[int, ...]]) -> Placement:
+    types = []
+    for old in origin:
+        own = {placement[n] for n in old}
+        if len(own) != 1:
+            raise _Mixed
+        types.append(own.pop())
+    return tuple(types)

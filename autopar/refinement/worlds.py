@@ -1,0 +1,215 @@
+"""The worlds around a plan: each holds what placements leave open, with its space, its simulator and its bound."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from random import Random
+
+from autopar.cost import Profile
+from autopar.errors import PlanError
+from autopar.interop import Layers
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import Placement
+from autopar.ir.plan import Move, Plan, Storage
+from autopar.microbatch import one_microbatch_plan
+from autopar.planning import Place, Request, divided
+from autopar.refinement.explaining import explained
+from autopar.refinement.outline import Outline
+from autopar.simulate import Incremental, IncrementalStages, Timeline, prices_of
+from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, World
+from autopar.staged.layered import Layered
+from autopar.staging import cut
+from autopar.trace import Blocks
+from autopar.zero import recomputable
+
+_WALKED = 200  # proposals that a random start is away
+
+
+class Worlds:
+    """The worlds around a plan, each made when it is first asked for."""
+
+    def __init__(self, graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan) -> None:
+        self.graph, self.blocks, self.request, self.profile, self.plan = graph, blocks, request, profile, plan
+        self._places: dict[Outline, Place] = {}
+        self._known: dict[Outline, World] = {}
+        self._spaces: dict[tuple[LogicalMesh, int, bool], Space] = {}
+        self._outline_of: dict[World, Outline] = {}
+
+    def outline_of(self, world: World) -> Outline:
+        """What it leaves open."""
+        return self._outline_of[world]
+
+    @cached_property
+    def layered(self) -> Layered:
+        """The model as layers, and what each costs."""
+        return Layered(self.graph, self.blocks, self.request, self.profile)
+
+    @cached_property
+    def first(self) -> World:
+        """The plan's."""
+        return self.at(self.outline(self.plan))
+
+    @cached_property
+    def layers(self) -> Layers:
+        """What stages are made of: the repeated blocks, where there are such."""
+        return self.layered.layers
+
+    def outline(self, plan: Plan) -> Outline:
+        """What a plan leaves open. Raises PlanError where stages divide a layer."""
+        axes = one_microbatch_plan(plan).parts[0].axes
+        if not plan.stages:
+            return Outline(axes, plan.microbatches)
+        found: dict[int, set[int]] = {}
+        for name, layer in self.layers.fixed.items():
+            found.setdefault(layer, set()).update(n for n, stage in enumerate(plan.stages) if name in stage.nodes)
+        if not found or any(len(stages) != 1 for stages in found.values()):
+            raise PlanError("expected stages of whole repeated blocks, found others")
+        stage_of = tuple(stages.pop() for _, stages in sorted(found.items()))
+        return Outline(axes, plan.microbatches, stage_of, tuple(s.first_rank for s in plan.stages), plan.schedule)
+
+    def place(self, outline: Outline) -> Place:
+        """Raises PlanError where the batch has not so many microbatches."""
+        if outline not in self._places:
+            part = divided(self.graph, self.blocks, outline.microbatches)
+            if outline.stage_of:
+                whole = partial(self.cut, self.graph, outline)
+                part = replace(part, cut=whole, num_submeshes=len(set(outline.first_ranks)))
+            self._places[outline] = Place(part, outline.axes, self.request, self.profile)
+        return self._places[outline]
+
+    def cut(self, graph: Graph, outline: Outline, plan: Plan) -> Plan:
+        """A plan of one stage in the outline's. Raises PlanError where a tensor cannot leave its stage."""
+        members = self.layers.members(graph, outline.stage_of)
+        return cut(graph, plan, members, outline.first_ranks, outline.schedule)
+
+    def at(self, outline: Outline) -> World:
+        """Raises PlanError where there is none."""
+        if outline not in self._known:
+            place = self.place(replace(outline, stage_of=(), first_ranks=(), schedule="1f1b"))
+            graph, profile = place.part.graph, place.shared_profile
+            staged = partial(self.cut, graph, outline)
+            score: Score = _Staged(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
+            space = self._space(place, recomputes=not outline.stage_of or outline.schedule != "zero_bubble")
+            ledger = self._ledger(outline, place, space)
+            self._known[outline] = world = World(space, score, str(outline), ledger)
+            self._outline_of[world] = outline
+        return self._known[outline]
+
+    def _space(self, place: Place, recomputes: bool) -> Space:
+        """One for all outlines of equal axes and microbatches."""
+        key = place.axes, place.part.microbatches, recomputes
+        if key not in self._spaces:
+            self._spaces[key] = space_of(place, recomputes)
+        return self._spaces[key]
+
+    def _ledger(self, outline: Outline, place: Place, space: Space) -> Ledger:
+        graph, ranks = place.part.graph, math.prod(axis.size for axis in outline.axes)
+        per_node = min(ranks, self.request.mesh.devices_per_node)
+        prices = prices_of(graph, place.draft(), place.shared_profile, per_node)
+        stages = None
+        if outline.stage_of:
+            members, firsts = self.layers.members(graph, outline.stage_of), outline.first_ranks
+            is_one_by_one = len(set(firsts)) == len(firsts)
+            is_row = is_one_by_one, is_one_by_one and outline.schedule != "zero_bubble"
+            stages = Stages(members, is_row, firsts)
+        return Ledger(space, prices, outline.microbatches, stages)
+
+    # Plans ----------------------------------------
+
+    def start(self, name: str, plan: Plan) -> Start:
+        """Where a chain may begin. Raises PlanError where that is not in any world."""
+        return Start(name, self.at(self.outline(plan)), self.unstaged(plan))
+
+    def drawn(self, first: Start, seed: int) -> Start:
+        """A random start: where a walk ends that takes every typed proposal."""
+        random, space, draft = Random(seed), first.world.space, first.world.space.draft(first.plan)
+        proposals = Proposals(space)
+        for _ in range(0 if proposals.is_empty() else _WALKED):
+            draft = space.changed(draft, proposals.draw(draft, random)) or draft
+        return Start("a drawn plan", first.world, draft.plan)
+
+    def unstaged(self, plan: Plan) -> Plan:
+        """One microbatch's placements, all stages' in one. Raises PlanError where stages place alike things apart."""
+        inner = one_microbatch_plan(plan)
+        if not inner.stages:
+            return inner
+        outline = self.outline(plan)
+        graph = self.place(outline).part.graph
+        nodes = {name: placed for part in inner.parts for name, placed in part.nodes.items()}
+        storage = {name: kept for part in inner.parts for name, kept in part.storage.items()}
+        fed = {name: placed for part in inner.parts for name, placed in part.inputs.items() if name in graph.inputs}
+        rest = self._unread(outline, storage, fed)
+        merged = replace(
+            inner, stages=(), axes=outline.axes, nodes={node.name: nodes[node.name] for node in graph.nodes},
+            storage=storage | rest[0], inputs=fed | rest[1], redistributes=(),
+        )  # fmt: skip
+        found = self.at(outline).space.redistributed(merged)
+        if found is None:
+            raise PlanError("expected stages that place alike what several of them read, found others")
+        return found
+
+    def _unread(
+        self, outline: Outline, storage: dict[str, Storage], fed: dict[str, Placement]
+    ) -> tuple[dict[str, Storage], dict[str, Placement]]:
+        """Something for what no stage reads."""
+        graph, options = self.place(outline).part.graph, self.place(outline).options
+        kept = {item.tensor for item in graph.stored} - storage.keys()
+        return (
+            {name: options.storages[self.blocks.representative_tensor(name)][0] for name in kept},
+            {name: options.inputs[name][0] for name in graph.inputs if name not in fed},
+        )
+
+    def stated(self, world: World, plan: Plan, moves: Sequence[Move]) -> Plan:
+        """The plan on all axes, with its stages and the simulator's prediction."""
+        place = self.place(self._outline_of[world])
+        plan = replace(plan, choices=explained(place, plan, moves))
+        if place.part.cut is not None:
+            return place.staged(place.part.in_stages(plan))
+        return place.part.on_all_axes(place.scored(plan))
+
+
+class _Staged:
+    """The simulator of plans that are cut into stages. What cannot be cut so costs more than anything."""
+
+    def __init__(self, graph: Graph, profile: Profile, cut: Callable[[Plan], Plan]) -> None:
+        self._stages, self._cut = IncrementalStages(graph, profile), cut
+        self._last: tuple[Plan, Timeline | None] | None = None
+
+    def step_time_ns(self, plan: Plan) -> int:
+        played = self._timeline(plan)
+        return NEVER if played is None else played.step_time_ns
+
+    def peak_bytes(self, plan: Plan) -> int:
+        played = self._timeline(plan)
+        return 0 if played is None else played.peak_bytes
+
+    def _timeline(self, plan: Plan) -> Timeline | None:
+        if self._last is None or self._last[0] is not plan:
+            self._last = plan, self._played(plan)
+        return self._last[1]
+
+    def _played(self, plan: Plan) -> Timeline | None:
+        try:
+            return self._stages.timeline(self._cut(plan))
+        except PlanError:
+            return None
+
+
+def space_of(place: Place, recomputes: bool = True) -> Space:
+    """What plans in a place may be changed to, within the request's constraints. recomputes: blocks may be, too."""
+    options, request = place.options, place.request
+    is_open = recomputes and request.mode == "train" and all(rule.recompute is None for rule in request.constraints)
+    again = recomputable(place.part.whole, [path for paths in place.part.blocks.paths for path in paths])
+    return Space(
+        graph=place.part.graph,
+        twins=place.part.blocks,
+        strategies=options.strategies,
+        storages=options.storages,
+        inputs=options.inputs,
+        path=place.costs.steps,
+        recomputable=tuple(groups for groups in (again.full, again.attention) if groups) if is_open else (),
+    )

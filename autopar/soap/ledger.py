@@ -1,0 +1,368 @@
+"""A lower bound of what a change costs, found before there is a plan with it: from the prices of what it touches.
+
+least = max over stages of   microbatches · (forward + backward) + optimizer + what runs before and after on others
+                             link work, of each level
+
+Operators and tensors that stand in the same place of equal blocks, and are placed alike, are priced once (`_Group`), so
+what a change of all of them takes does not grow with the number of blocks. What crosses a border between stages is left
+out, and so is what is computed again.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import NamedTuple, Protocol
+
+from autopar.ir.graph import Node
+from autopar.ir.placement import Placement
+from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ir.redistribution import Step
+from autopar.soap.space import Change, Option, Space
+
+NEVER = 1 << 62
+"""What has no plan costs more than anything."""
+
+KEPT_WORKS = 1 << 12  # of a group: more are forgotten all at once
+
+
+class Spent(Protocol):
+    """Nanoseconds of a microbatch on the compute stream, forward and backward, and of a step on links inside nodes and
+    between them."""
+
+    @property
+    def forward_ns(self) -> int: ...
+    @property
+    def backward_ns(self) -> int: ...
+    @property
+    def inside_ns(self) -> int: ...
+    @property
+    def across_ns(self) -> int: ...
+
+
+Way = tuple[Placement, tuple[Step, ...], bool]
+"""How a tensor is brought to a placement; whether a gradient comes back from there."""
+
+
+class Prices(Protocol):
+    """What operators and tensors take by themselves, on the plans' axes and with their microbatches."""
+
+    @property
+    def kinds(self) -> Mapping[str, int]: ...
+    def goes_back(self, tensor: str, reader: str) -> bool: ...
+    def node(self, node: Node, placed: NodePlan) -> Spent: ...
+    def activation(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> Spent: ...
+    def stored(self, name: str, storage: Storage, ways: Sequence[Way]) -> Spent: ...
+    def moved_bytes(self, name: str, storage: Storage) -> int: ...
+    def optimizer_ns(self, moved_bytes: int, tensors: int) -> int: ...
+
+
+class Stages(NamedTuple):
+    """Which stages each node runs in; whether a microbatch's passes follow each other through them one by one, forward
+    and backward."""
+
+    members: Mapping[str, tuple[int, ...]]
+    is_row: tuple[bool, bool]
+    submesh_of: tuple[int, ...]
+
+
+class _Row(NamedTuple):
+    """Of one tensor, operator or group: as `Spent`, and the bytes that the optimizer moves."""
+
+    forward_ns: int
+    backward_ns: int
+    inside_ns: int
+    across_ns: int
+    moved_bytes: int
+
+
+NODE = ("node",)
+_NOTHING = _Row(0, 0, 0, 0, 0)
+
+Codes = tuple[int, ...]
+
+
+class _Group:
+    """Tensors, or operators, that are worth the same wherever decisions of the same names are.
+
+    decisions: by member, what its worth depends on: who makes it, then who reads it; shared: these by representative.
+    """
+
+    def __init__(self, stage: int, shared: tuple[str, ...], is_node: bool) -> None:
+        self.stage, self.shared, self.is_node = stage, shared, is_node
+        self.members: list[str] = []
+        self.decisions: list[tuple[str, ...]] = []
+        self.known: dict[Codes, _Row | None] = {}
+
+
+class Ledger:
+    """What a draft comes to, and what it would with a change. stages: where the plans are cut into such."""
+
+    def __init__(self, space: Space, prices: Prices, microbatches: int, stages: Stages | None = None) -> None:
+        self.space, self.prices, self.microbatches, self.stages = space, prices, microbatches, stages
+        graph = space.graph
+        self.num_stages = len(stages.submesh_of) if stages else 1
+        self._codes: dict[int, int] = {}  # by identity of an option, which holds as long as `_options` keeps it
+        self._numbers: dict[Option, int] = {}
+        self._options: list[Option] = []
+        self._kept: list[Option] = []
+        groups: dict[Hashable, _Group] = {}
+        for node in graph.nodes:
+            self._join(groups, node.name, NODE, self._stage_of(node.name), (node.name,))
+        for name in graph.tensors:
+            self._join(groups, name, ("tensor", prices.kinds[name]), self._stage_of_tensor(name), self._around(name))
+        self._groups = list(groups.values())
+        self._of_decision: dict[str, list[int]] = defaultdict(list)  # groups, by representative
+        self._uses: dict[str, list[tuple[int, int]]] = defaultdict(list)  # group and place of member, by name
+        for number, group in enumerate(self._groups):
+            for shared in dict.fromkeys(group.shared):
+                self._of_decision[shared].append(number)
+            for place, names in enumerate(group.decisions):
+                for name in dict.fromkeys(names):
+                    self._uses[name].append((number, place))
+        self._counts = self._trained()
+        self._plan: Plan | None = None
+
+    # Groups ----------------------------------------
+
+    def _join(
+        self, groups: dict[Hashable, _Group], name: str, kind: Hashable, stage: int, decisions: tuple[str, ...]
+    ) -> None:  # fmt: skip
+        """Adds a member to its group; what is in no one stage is left out."""
+        if stage < 0:
+            return
+        shared = tuple([self._representative(one) for one in decisions])
+        key = kind, stage, shared, self._places(name, kind)
+        group = groups.setdefault(key, _Group(stage, shared, kind == NODE))
+        group.members.append(name)
+        group.decisions.append(decisions)
+
+    def _representative(self, name: str) -> str:
+        return name if name in self.space.graph.inputs else self.space.representative(name)
+
+    def _places(self, name: str, kind: Hashable) -> Hashable:
+        """At which result a tensor is made, and at which operands it is read."""
+        graph = self.space.graph
+        if kind == NODE:
+            return None
+        maker = graph.producers.get(name)
+        return None if maker is None else maker.results.index(name), tuple([at for _, at in self._readers(name)])
+
+    def _readers(self, name: str) -> list[tuple[Node, int]]:
+        """Those in the tensor's stage."""
+        stage, stages = self._stage_of_tensor(name), self.stages
+        found = self.space.graph.consumers[name]
+        return [pair for pair in found if stages is None or stages.members[pair[0].name] == (stage,)]
+
+    def _around(self, name: str) -> tuple[str, ...]:
+        maker = self.space.graph.producers.get(name)
+        return (name if maker is None else maker.name, *[node.name for node, _ in self._readers(name)])
+
+    def _stage_of(self, node: str) -> int:
+        """The only stage of a node; of one that runs in several, the first."""
+        return self.stages.members[node][0] if self.stages else 0
+
+    def _stage_of_tensor(self, name: str) -> int:
+        """Where a tensor is made, or stored; −1 where that is in several stages."""
+        if self.stages is None:
+            return 0
+        maker = self.space.graph.producers.get(name)
+        nodes = [node for node, _ in self.space.graph.consumers[name]] if maker is None else [maker]
+        found = {stage for node in nodes for stage in self.stages.members[node.name]}
+        return found.pop() if len(found) == 1 else -1
+
+    def _trained(self) -> list[int]:
+        """How many tensors each stage's optimizer updates."""
+        counts = [0] * self.num_stages
+        for item in self.space.graph.stored:
+            stage = self._stage_of_tensor(item.tensor)
+            counts[stage] += item.requires_grad and stage >= 0
+        return counts
+
+    # Options ----------------------------------------
+
+    def _code(self, option: Option) -> int:
+        """One number for equal options; the same object is looked at once."""
+        known = self._codes.get(id(option))
+        if known is None:
+            known = self._numbers.setdefault(option, len(self._options))
+            if known == len(self._options):
+                self._options.append(option)
+            self._codes[id(option)] = known
+            self._kept.append(option)
+        return known
+
+    # Worth ----------------------------------------
+
+    def _worth(self, group: _Group, place: int, codes: Codes) -> _Row | None:
+        """Of a member whose decisions have these options; None where it cannot be brought to where it is read."""
+        known = group.known.get(codes, _NOTHING)
+        if known is not _NOTHING:
+            return known
+        name, options = group.members[place], [self._options[code] for code in codes]
+        if len(group.known) >= KEPT_WORKS:
+            group.known.clear()
+        if group.is_node:
+            found = self._of_node(name, options)
+        else:
+            found = self._of_tensor(name, group.decisions[place], options)
+        group.known[codes] = found
+        return found
+
+    def _of_node(self, name: str, options: Sequence[Option]) -> _Row | None:
+        (option,) = options
+        assert isinstance(option, NodePlan)
+        return _row(self.prices.node(self.space.graph.node_by_name[name], option))
+
+    def _of_tensor(self, name: str, decisions: Sequence[str], options: Sequence[Option]) -> _Row | None:
+        graph, own = self.space.graph, options[0]
+        placed = dict(zip(decisions[1:], options[1:], strict=True))
+        if isinstance(own, NodePlan):
+            source = own.results[graph.producers[name].results.index(name)]
+        else:
+            source = own.placement if isinstance(own, Storage) else own
+        wanted: dict[Placement, bool] = {}
+        for node, at in self._readers(name):
+            option = placed[node.name]
+            assert isinstance(option, NodePlan)
+            if option.operands[at] != source:
+                back = self.prices.goes_back(name, node.name)
+                wanted[option.operands[at]] = wanted.get(option.operands[at], False) or back
+        routes = list[Way]()
+        for target, back in wanted.items():
+            way = self.space.way(name, source, target)
+            if way is None:
+                return None
+            routes.append((target, way.steps, back))
+        if isinstance(own, Storage):
+            return _row(self.prices.stored(name, own, routes), self.prices.moved_bytes(name, own))
+        return _row(self.prices.activation(name, source, routes, placed))  # type: ignore[arg-type]
+
+    # A draft ----------------------------------------
+
+    def _begin(self, plan: Plan) -> None:
+        """Adds up what a plan comes to."""
+        code = self._code
+        self._now = {
+            name: code(option) for held in (plan.nodes, plan.storage, plan.inputs) for name, option in held.items()
+        }
+        self._alike = {}
+        for name, names in self.space.equals.items():
+            codes = {self._now[one] for one in names}
+            self._alike[name] = codes.pop() if len(codes) == 1 else -1
+        for name in plan.inputs:
+            self._alike[name] = self._now[name]
+        self._rows: list[list[int] | None] = []
+        self._totals = [[0] * 5 for _ in range(self.num_stages)]
+        for group in self._groups:
+            row = self._group_row(group, self._alike.__getitem__, self._now.__getitem__)
+            assert row is not None, "a draft has a way for each of its tensors"
+            self._rows.append(row)
+            _add(self._totals[group.stage], row)
+        self._plan = plan
+
+    def _group_row(
+        self, group: _Group, alike: Callable[[str], int], now: Callable[[str], int]
+    ) -> list[int] | None:  # fmt: skip
+        """What a whole group comes to."""
+        codes = tuple([alike(shared) for shared in group.shared])
+        if -1 not in codes:
+            one, count = self._worth(group, 0, codes), len(group.members)
+            return None if one is None else [count * amount for amount in one]
+        total = [0] * 5
+        for place, names in enumerate(group.decisions):
+            one = self._worth(group, place, tuple([now(name) for name in names]))
+            if one is None:
+                return None
+            _add(total, one)
+        return total
+
+    def least_ns(self, plan: Plan, change: Change | None = None) -> int:
+        """At most the step time of a plan with a change; more than anything where it has no plan."""
+        if plan is not self._plan:
+            self._begin(plan)
+        if change is None:
+            return self._bound(self._totals)
+        options = {name: self._code(option) for name, option in change.options.items()}
+        totals = [[*row] for row in self._totals]
+        possible = self._change_all(options, totals) if change.together else self._change_some(options, totals)
+        return self._bound(totals) if possible else NEVER
+
+    def key(self, plan: Plan, change: Change) -> bytes:
+        """Equal for equal decisions of a plan with a change: a digest, of which no two are equal by chance."""
+        if plan is not self._plan:
+            self._begin(plan)
+        now, equals = dict(self._now), self.space.equals
+        for name, option in change.options.items():
+            code = self._code(option)
+            for one in equals.get(name, (name,)) if change.together else (name,):
+                now[one] = code
+        return blake2b(array("L", now.values()).tobytes(), digest_size=16).digest()
+
+    def _change_all(self, options: Mapping[str, int], totals: list[list[int]]) -> bool:
+        """Adds what changes with options of representatives and all that they stand for."""
+        alike, equals = self._alike, self.space.equals
+        of_name = {one: code for name, code in options.items() for one in equals.get(name, (name,))}
+
+        def shared(name: str) -> int:
+            return options[name] if name in options else alike[name]
+
+        def single(name: str) -> int:
+            return of_name[name] if name in of_name else self._now[name]
+
+        for number in {number for name in options for number in self._of_decision[name]}:
+            group = self._groups[number]
+            row, old = self._group_row(group, shared, single), self._rows[number]
+            if row is None or old is None:
+                return False
+            total = totals[group.stage]
+            for place in range(5):
+                total[place] += row[place] - old[place]
+        return True
+
+    def _change_some(self, options: Mapping[str, int], totals: list[list[int]]) -> bool:
+        """Adds what changes with options of these names alone."""
+        now = self._now
+        for number, place in {use for name in options for use in self._uses[name]}:
+            group = self._groups[number]
+            names = group.decisions[place]
+            old = self._worth(group, place, tuple([now[name] for name in names]))
+            new = self._worth(group, place, tuple([options.get(name, now[name]) for name in names]))
+            if new is None or old is None:
+                return False
+            total = totals[group.stage]
+            for column in range(5):
+                total[column] += new[column] - old[column]
+        return True
+
+    def _bound(self, totals: Sequence[Sequence[int]]) -> int:
+        """The time of the slowest stage, with what other stages do before its first pass and after its last."""
+        count, before, after, most = self.microbatches, 0, 0, 0
+        if self.stages is None:
+            return self._alone(totals[0], self._counts[0])
+        for submesh in dict.fromkeys(self.stages.submesh_of):
+            own = [n for n, where in enumerate(self.stages.submesh_of) if where == submesh]
+            total = [sum(column) for column in zip(*(totals[n] for n in own), strict=True)]
+            alone = self._alone(total, sum(self._counts[n] for n in own))
+            passes = count * (total[0] + total[1])
+            most = max(most, before + alone, before + passes + after)
+            if len(own) == 1:
+                before += total[0] if self.stages.is_row[0] else 0
+                after += total[1] if self.stages.is_row[1] else 0
+        return most
+
+    def _alone(self, total: Sequence[int], tensors: int) -> int:
+        forward, backward, inside, across, moved = total
+        busy = self.microbatches * (forward + backward) + self.prices.optimizer_ns(moved, tensors)
+        return max(busy, inside, across)
+
+
+def _row(spent: Spent, moved_bytes: int = 0) -> _Row:
+    return _Row(spent.forward_ns, spent.backward_ns, spent.inside_ns, spent.across_ns, moved_bytes)
+
+
+def _add(total: list[int], row: Iterable[int]) -> None:
+    for place, amount in enumerate(row):
+        total[place] += amount

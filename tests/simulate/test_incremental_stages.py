@@ -1,0 +1,73 @@
+"""Plans of several stages by what differs: equal to a whole simulation, and only changed stages are lowered."""
+
+from __future__ import annotations
+
+from functools import cache
+from random import Random
+
+import pytest
+
+import autopar
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.microbatch import one_microbatch_plan
+from autopar.pipeline import template_of_graph
+from autopar.refinement import Worlds
+from autopar.simulate import IncrementalStages, simulate
+from autopar.soap import Proposals
+from benchmarks.soap.delta import differences
+from tests.soap.test_space import graph
+from tests.soap.walks import worlds_of
+
+STEPS = 12
+FOUR = autopar.Mesh("h100", devices_per_node=4)
+SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
+
+
+@cache
+def worlds(schedule: str) -> Worlds:
+    """Two stages of two layers each, or in two chunks."""
+    own = graph("deep gpt")
+    chunks = 3 if schedule == "interleaved" else 1
+    plan = template_of_graph(own, FOUR, pp=2, dp=2, microbatches=2, schedule=schedule, chunks=chunks)
+    return worlds_of(own, plan)
+
+
+def plans(schedule: str) -> list[Plan]:
+    """Those of a walk, cut into stages."""
+    own, random = worlds(schedule), Random(3)
+    outline, space = own.outline(own.plan), own.first.space
+    draft, found = space.draft(own.unstaged(own.plan)), [one_microbatch_plan(own.plan)]
+    for _ in range(STEPS):
+        after = space.changed(draft, Proposals(space).draw(draft, random))
+        if after is None:
+            continue
+        try:
+            found.append(own.cut(microbatch(schedule), outline, after.plan))
+        except PlanError:
+            continue
+        draft = after if random.random() < 0.5 else draft
+    return found
+
+
+def microbatch(schedule: str) -> Graph:
+    own = worlds(schedule)
+    return own.place(own.outline(own.plan)).part.graph
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
+    own, profile = microbatch(schedule), worlds(schedule).profile
+    stages = IncrementalStages(own, profile)
+    for plan in plans(schedule):
+        assert not differences(simulate(own, plan, profile), stages.timeline(plan))
+
+
+def test_only_changed_stages_are_lowered() -> None:
+    own, (first, *_) = microbatch("1f1b"), plans("1f1b")
+    stages = IncrementalStages(own, worlds("1f1b").profile)
+    stages.timeline(first)
+    assert stages.num_lowered == len(first.stages)
+    stages.timeline(first)
+    assert stages.num_lowered == len(first.stages)
