@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile, load_profile
+from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
@@ -43,8 +44,11 @@ class Rewrites(NamedTuple):
 
 
 def rewrites(graph: Graph, request: Request) -> Rewrites:
-    """Graphs equal to a traced model's that may be faster. What constraints speak of stays as it is."""
+    """Graphs equal to a traced model's that may be faster. What constraints speak of stays as it is, and so do
+    parameters of an optimizer that would notice if they were stored in another way."""
     pinned = pinned_tensors(graph, request.constraints)
+    if request.mode == "train" and not optimizer_of(request.optimizer).is_elementwise:
+        pinned |= {item.tensor for item in graph.parameters}
     pricer = Pricer(_profile(request), request.mode == "train")
     plainer, masks = _without_masks(graph, pricer, pinned)
     searches = [_search(plainer, request, pinned)]

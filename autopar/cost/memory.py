@@ -24,7 +24,8 @@ Shape = tuple[int, ...]
 
 class Optimizer(NamedTuple):
     """State of an optimizer: whole copies of the parameter, whether a second moment is factored, and whether the state
-    is float32 whatever the parameter is.
+    is float32 whatever the parameter is. is_elementwise: no element's update asks for others of its parameter, so that
+    parameters may be stored together or in pieces.
 
     `temporaries`: tensors as large as a parameter that its update takes for a while, one parameter after the other
     (as torch does for DTensors): Adam's √v and √v / √(1 − β₂ᵗ). The last of them stays until the next parameter's.
@@ -34,19 +35,20 @@ class Optimizer(NamedTuple):
     factored: bool = False
     temporaries: int = 0
     in_float32: bool = False
+    is_elementwise: bool = True
 
 
 OPTIMIZERS: dict[str, Optimizer] = {
     "adamw": Optimizer(2, temporaries=2),
     "adam": Optimizer(2, temporaries=2),
     "adamw_master": Optimizer(3, in_float32=True),  # of 16-bit parameters: both moments and a float32 master copy
-    "lamb": Optimizer(2, temporaries=2),
+    "lamb": Optimizer(2, temporaries=2, is_elementwise=False),
     "lion": Optimizer(1, temporaries=1),
-    "lars": Optimizer(1, temporaries=1),
+    "lars": Optimizer(1, temporaries=1, is_elementwise=False),
     "sgd_momentum": Optimizer(1),
     "adagrad": Optimizer(1, temporaries=1),
     "rmsprop": Optimizer(1, temporaries=1),
-    "adafactor": Optimizer(0, factored=True, temporaries=2),
+    "adafactor": Optimizer(0, factored=True, temporaries=2, is_elementwise=False),
     "sgd": Optimizer(0),
 }
 

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.jointly import Entry, Setting, planned_near, reported, setting_of, settings_near, taken
 from autopar.pipeline import placed, planned_jointly
 from autopar.planning import Request
-from autopar.rewrites import Rewrites
+from autopar.rewrites import Rewrites, rewrites
 from autopar.substitute import Candidate
 from autopar.trace import trace
 from models import llama
@@ -137,3 +137,10 @@ def test_a_graph_for_which_nothing_fits_is_reported() -> None:
     found = reported([given, lost], given, Rewrites((lost.candidate,), 5, 7, "all"), 0.5)
     assert found.search.rewriting is not None
     assert [one.outcome for one in found.search.rewriting.graphs] == ["taken", "nothing found that fits"]
+
+
+@pytest.mark.parametrize("optimizer", ["lamb", "adafactor"])
+def test_parameters_stay_as_they_are_for_optimizers_that_would_notice(optimizer: str) -> None:
+    assert any(candidate.graph.packed for candidate in rewrites(graph(), request()).candidates)
+    asked = replace(request(), optimizer=optimizer)
+    assert not any(candidate.graph.packed for candidate in rewrites(graph(), asked).candidates)
