@@ -1,4 +1,7 @@
-"""Equal stages: for each logical shape the number of microbatches climbs, and memory is traded for time."""
+"""Equal stages: each logical shape is looked at once, and from the best on the number of microbatches climbs.
+
+What a setting has is traded between time and memory.
+"""
 
 from __future__ import annotations
 
@@ -32,6 +35,8 @@ _LIKELY_STAGES = 8
 """The number of stages that is looked at first: what comes later is judged by what was found."""
 _SHARE = 0.6
 """Of the budget for the search; the rest is for simulating the best."""
+_FIRST_SHARE = 0.5
+"""Of that for a first look at each logical shape; what comes after it is judged by the best of these."""
 _SOLVE_SHARE = 0.1
 """Of the budget what one solve may take: there are many, and each needs to be near enough only."""
 _FULL = 4
@@ -62,6 +67,7 @@ class Search:
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
         self._solver = _SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
         self._best_ns = _NEVER
+        self._known: dict[Setting, _Look] = {}
         self._floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
         self._hidden = 1.0  # the least share of all costs in a row that an estimate was
 
@@ -85,20 +91,33 @@ class Search:
 
     def run(self, report: Report) -> list[Candidate]:
         """Everything that was looked at in time, the fastest by estimate first."""
-        found: list[Candidate] = []
-        deadline = self.started + _SHARE * self.request.budget.seconds
-        for size, axes in self.shapes:
-            if found and (time.monotonic() > deadline or interrupt.is_asked()):
+        share = _SHARE * self.request.budget.seconds
+        deadline = self.started + share
+        for size, axes in self._by_first_look(self.started + _FIRST_SHARE * share):
+            if self._candidates and (time.monotonic() > deadline or interrupt.is_asked()):
                 self.stop_reason = "interrupted" if interrupt.is_asked() else "time limit"
                 break
             here = self._climb(size, axes)
-            found += here
             best = min((c for c in here if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns, default=None)
             what = f"{best.step_ns / 1e6:.3f} ms" if best else "nothing better that fits"
             report(f"{self.request.mesh.num_devices // size} stages of {[a.size for a in axes]}: {what}")
-        found += self._templates(found, deadline)
-        found.sort(key=lambda candidate: candidate.step_ns)
-        return found
+        self._look_at_templates(deadline)
+        return sorted(self._candidates, key=lambda candidate: candidate.step_ns)
+
+    @property
+    def _candidates(self) -> list[Candidate]:
+        """Of all that was looked at."""
+        return [candidate for look in self._known.values() for candidate in look.found]
+
+    def _by_first_look(self, deadline: float) -> list[tuple[int, LogicalMesh]]:
+        """The shapes, those of the best first looks first, and then those that there was no time for."""
+        looks: list[tuple[int, int]] = []
+        for number, (size, axes) in enumerate(self.shapes):
+            if looks and (time.monotonic() > deadline or interrupt.is_asked()):
+                break
+            look = self._look(self._setting(size, axes, self._start(size)))
+            looks.append((min(look.floor_ns, look.least_ns), number))
+        return [*(self.shapes[number] for _, number in sorted(looks)), *self.shapes[len(looks) :]]
 
     def near(self, size: int, mesh: str, microbatches: int) -> list[Candidate]:
         """What is found on logical shapes of one name in so many microbatches, freely and around templates."""
@@ -111,33 +130,38 @@ class Search:
         """What one setting has, unless it is no better than what was looked at before. Raises InfeasibleError."""
         return self._look(setting).found
 
-    def _templates(self, found: Sequence[Candidate], deadline: float) -> list[Candidate]:
+    def _look_at_templates(self, deadline: float) -> None:
         """Templates on the best setting of each logical shape, and on those of half and twice as many microbatches.
 
         What their placements hide, or send together, may be more than what they cost.
         """
-        fitting = [(c.step_ns, c.ways[0].setting) for c in found if c.peak_bytes <= self.admitted]
+        fitting = [(c.step_ns, c.ways[0].setting) for c in self._candidates if c.peak_bytes <= self.admitted]
         shapes: dict[LogicalMesh, Setting] = {}
         for _, setting in sorted([*fitting, *self._floors], key=lambda pair: pair[0]):
             shapes.setdefault(setting.axes, setting)
         settings = list(shapes.values())[:_TEMPLATE_SHAPES]
-        more: list[Candidate] = []
         for factor in (1.0, 0.5, 2.0):
             for setting in settings:
                 count = int(setting.microbatches * factor)
                 for named in _as_templates(replace(setting, microbatches=count)):
                     if count in self.layered.counts and time.monotonic() < deadline and not interrupt.is_asked():
-                        more += self._look(named).found
-        return more
+                        self._look(named)
+
+    def _setting(self, size: int, axes: LogicalMesh, number: int) -> Setting:
+        """With the microbatches of that place among the counts."""
+        return Setting(axes, size, self.request.mesh.num_devices // size, self.layered.counts[number])
+
+    def _start(self, size: int) -> int:
+        """The place of the fewest microbatches that make the bubble small."""
+        wanted, counts = _FULL * (self.request.mesh.num_devices // size - 1), self.layered.counts
+        return next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
-        stages = self.request.mesh.num_devices // size
-        counts = self.layered.counts
-        start = next((n for n, count in enumerate(counts) if count >= _FULL * (stages - 1)), len(counts) - 1)
+        start, counts = self._start(size), self.layered.counts
 
         def look(number: int) -> _Look:
-            return self._look(Setting(axes, size, stages, counts[number]))
+            return self._look(self._setting(size, axes, number))
 
         first = last = look(start)
         found, number, is_better_above = list(first.found), start + first.stride, False
@@ -162,6 +186,12 @@ class Search:
         return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=_NEVER)
 
     def _look(self, setting: Setting) -> _Look:
+        """What a setting has, found once."""
+        if setting not in self._known:
+            self._known[setting] = self._found_in(setting)
+        return self._known[setting]
+
+    def _found_in(self, setting: Setting) -> _Look:
         """The variants and schedules of a setting that may be the best.
 
         Its floor is what the fastest placements would take if they fitted. Where that is no better than the best so
