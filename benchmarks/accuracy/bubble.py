@@ -12,12 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import autopar
-from autopar.cost.host import cpu_model
 from autopar.program import load_source
+from benchmarks.facts import facts
 from models import gpt
 from tests.rank_pool import pool
 
@@ -132,12 +129,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=HERE)
     options = parser.parse_args()
     found = rows(options.rounds)
-    load = os.getloadavg()[0]
-    machine = f"{cpu_model()}, {os.cpu_count()} cores, load {load:.1f} at the end, torch {torch.__version__}"
-    about = {"machine": machine, "python": platform.python_version(), "date": date.today().isoformat(),
-             "command": f"python -m benchmarks.accuracy.bubble --rounds {options.rounds}"}  # fmt: skip
+    about = facts("benchmarks.accuracy.bubble")
     (options.output / "bubble.json").write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
-    text = f"`{about['command']}`, {machine}, {about['date']}. Idle: as a share of the step.\n\n{table(found)}\n"
+    text = (
+        f"`{about['command']}`, {about['machine']}, {about['date']}. Idle: as a share of the step.\n\n{table(found)}\n"
+    )
     (options.output / "bubble.md").write_text(text)
     print(text)
 

@@ -11,17 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import sys
 import time
 import warnings
 from dataclasses import asdict, dataclass
-from datetime import date
 from pathlib import Path
 
-from autopar.cost.host import cpu_model
 from autopar.program import PlannedProgram
+from benchmarks.facts import facts
 from tests.equivalence import planned, zoo
 from tests.equivalence.step import BUFFER, GRADIENT, LOSS, Step, compare, step_alone, step_on_rank
 from tests.rank_pool import pool
@@ -111,9 +108,7 @@ def table(rows: list[Row]) -> str:
 def about() -> dict[str, str]:
     """Where and how the rows came about."""
     return {
-        "command": " ".join(["python -m benchmarks.equivalence.run", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}",
-        "date": date.today().isoformat(),
+        **facts("benchmarks.equivalence.run"),
         "equal": f"loss within {LOSS:g}, each parameter's gradient within {GRADIENT:g}, buffers within {BUFFER:g} "
         "(relative, float32), the same loss on every rank, and bytes of each collective exactly as predicted",
         "searched": "for four devices so slow that tiny models are worth splitting",
@@ -122,11 +117,11 @@ def about() -> dict[str, str]:
 
 def write(folder: Path, rows: list[Row]) -> None:
     """Writes results.json and results.md."""
-    facts = about()
-    text = json.dumps({**facts, "rows": [asdict(row) for row in rows]}, indent=1, ensure_ascii=False)
+    told = about()
+    text = json.dumps({**told, "rows": [asdict(row) for row in rows]}, indent=1, ensure_ascii=False)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     summary = f"{sum(row.equal for row in rows)} of {len(rows)} programs equal their model."
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", summary, "", table(rows), ""]
+    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", summary, "", table(rows), ""]
     (folder / "results.md").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -1,7 +1,7 @@
 """How long planning takes: from `autopar.parallelize` to source, for GPTs of 2 and 32 layers and for Llama-3-70B; and
 of plans of several stages, from trace to plan: GPT-39B on 64 v100, Llama-3-405B on 16,384 h100, and 16 and 128 layers.
 
-    python benchmarks/plan_time/run.py [--repeats 3] [--output benchmarks/plan_time/results.json]
+    python -m benchmarks.plan_time.run [--repeats 3] [--staged] [--output benchmarks/plan_time/results.json]
 
 GPT: d=1024, 16 heads, vocabulary 32,000, batch 16 × 512, 8 devices (every logical shape is searched). Llama: the
 transformers model of 80 layers on meta tensors, batch 16 × 4,096, bf16 weights, on h100 8×8. Each row runs in a
@@ -15,14 +15,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
+
+from benchmarks.facts import facts
 
 ROWS = ("gpt 2 layers", "gpt 32 layers", "llama 70B")
 STAGED = ("gpt 39B", "llama 405B", "gpt 16 layers staged", "gpt 128 layers staged")
@@ -192,9 +192,7 @@ def _report_staged(repeats: int) -> None:
     }
     shallow, deep = seconds["gpt 16 layers staged"], seconds["gpt 128 layers staged"]
     report = {
-        "command": f"python {Path(__file__).name} --staged --repeats {repeats}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "date": date.today().isoformat(),
+        **facts("benchmarks.plan_time.run"),
         "medians": seconds,
         "targets_seconds": TARGETS,
         "ratio_128_to_16_layers": {key: deep[key] / shallow[key] for key in ("seconds", "search_processor_seconds")},
@@ -220,9 +218,7 @@ def _report(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
         for row, found in runs.items()
     }
     return {
-        "command": f"python {Path(__file__).name} --repeats {len(runs[ROWS[0]])}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "date": date.today().isoformat(),
+        **facts("benchmarks.plan_time.run"),
         "medians": medians,
         "solve_ratio_32_to_2_layers": medians["gpt 32 layers"]["solve_seconds"]
         / medians["gpt 2 layers"]["solve_seconds"],

@@ -12,10 +12,8 @@ Written to measured.json with command, machine and date.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +25,8 @@ from autopar.errors import AutoparError
 from autopar.pipeline import planned, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.trace import trace
+from benchmarks.facts import facts
 from benchmarks.quality.run import grid
-from benchmarks.runtime.run import machine
 from benchmarks.side_by_side import ratios, side_by_side
 from models import gpt, llama, moe, unet
 
@@ -96,11 +94,8 @@ def main() -> None:
     for name in options.models:
         rows.append(measured(name, options.templates, options.rounds))
         print(json.dumps(rows[-1], indent=1), flush=True)
-    facts = {
-        "command": " ".join(["python -m benchmarks.quality.measured", *sys.argv[1:]]), "machine": machine(),
-        "date": datetime.date.today().isoformat(), "rounds": options.rounds, "target": 1.03, "rows": rows,
-    }  # fmt: skip
-    (HERE / "measured.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    report = {**facts("benchmarks.quality.measured"), "rounds": options.rounds, "target": 1.03, "rows": rows}
+    (HERE / "measured.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

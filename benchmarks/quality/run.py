@@ -15,12 +15,9 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
-import platform
 import sys
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +32,7 @@ from autopar.ops import admits
 from autopar.pipeline import planned, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.trace import trace
+from benchmarks.facts import facts
 from benchmarks.quality.bound import Bound
 from models import dit, gpt, llama, mlp, moe, unet, wide_resnet
 
@@ -165,9 +163,8 @@ def main() -> None:
         rows[name] = compared(name, options.seconds)
         print(json.dumps(rows[name]), flush=True)
         report = {
-            "command": "python -m benchmarks.quality.run", "seconds_a_pair": options.seconds,
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}",
-            "date": date.today().isoformat(), "rows": [rows[pair] for pair in PAIRS if pair in rows],
+            **facts("benchmarks.quality.run"), "seconds_a_pair": options.seconds,
+            "rows": [rows[pair] for pair in PAIRS if pair in rows],
         }  # fmt: skip
         path.write_text(json.dumps(report, indent=1) + "\n")
         (HERE / "results.md").write_text(_table(report))

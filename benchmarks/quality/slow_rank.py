@@ -21,7 +21,6 @@ enough rounds both of its turns were disturbed by at most `QUIET` of the machine
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
@@ -45,7 +44,8 @@ from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
 from autopar.trace import trace
 from benchmarks.accuracy.cpu import busy_seconds
-from benchmarks.runtime.run import free_port, machine
+from benchmarks.facts import facts
+from benchmarks.runtime.run import free_port
 from models import gpt
 
 CONFIG = gpt.Config(num_layers=12, hidden_size=256, num_heads=4, seq_len=64, vocab_size=512, batch_size=24)
@@ -239,8 +239,7 @@ def main() -> None:
         print(f"{name}: gain measured {gain['measured']:.2f} ({low:.2f} to {high:.2f}), predicted "
               f"{gain['predicted']:.2f}, {gain['quiet_rounds']} of {gain['rounds']} rounds quiet: "
               f"{'conclusive' if gain['is_conclusive'] else 'inconclusive'}")  # fmt: skip
-    record = {"command": "python -m benchmarks.quality.slow_rank", "date": str(datetime.date.today()),
-              "machine": machine(), "probe_ms": probe_ms, "gain": gains, "rows": rows}  # fmt: skip
+    record = {**facts("benchmarks.quality.slow_rank"), "probe_ms": probe_ms, "gain": gains, "rows": rows}
     options.output.write_text(json.dumps(record, indent=1) + "\n")
 
 

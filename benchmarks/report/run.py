@@ -13,12 +13,9 @@ import argparse
 import base64
 import io
 import json
-import os
-import platform
 import statistics
 import tempfile
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +24,7 @@ from autopar.ir.plan import Plan
 from autopar.pipeline import planned, with_timeline
 from autopar.planning import Request, SearchBudget
 from autopar.trace import trace
+from benchmarks.facts import facts
 from benchmarks.plan_time.run import llama_405b
 from benchmarks.report.browser import missing, open_browser, open_page
 
@@ -112,9 +110,7 @@ def main() -> None:
 def _report(arguments: argparse.Namespace, plan: Plan, runs: list[float], write_seconds: float) -> dict[str, Any]:
     size = arguments.page.stat().st_size
     return {
-        "command": f"python -m benchmarks.report.run --repeats {arguments.repeats}",
-        "machine": f"{platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}",
-        "date": date.today().isoformat(),
+        **facts("benchmarks.report.run"),
         "plan": f"{plan.model} on {plan.mesh}: {len(plan.stages)} stages, {plan.microbatches} microbatches",
         "open_ms": {"median": statistics.median(runs), "worst": max(runs), "runs": runs, "limit": LIMIT_MS},
         "bytes": {"page": size, "limit": LIMIT_BYTES},

@@ -12,11 +12,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import time
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +27,7 @@ from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.simulate import Timeline, simulate
 from autopar.trace import trace
+from benchmarks.facts import facts
 from models import gpt
 
 SMALL = gpt.Config(51200, 1024, num_layers=32, hidden_size=2560, num_heads=32, batch_size=64)
@@ -62,10 +60,8 @@ def main() -> None:
         ),
     ]
     if options.output:
-        machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
-        command = f"python -m benchmarks.simulate.run --repeats {options.repeats}"
-        result = {"command": command, "date": date.today().isoformat(), **machine, "torch": torch.__version__}
-        options.output.write_text(json.dumps({**result, "rows": rows}, indent=1) + "\n")
+        told = facts("benchmarks.simulate.run")
+        options.output.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
 
 
 def _rows(

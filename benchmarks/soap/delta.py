@@ -17,20 +17,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar.simulate import Timeline, simulate
 from autopar.simulate.incremental import Incremental
+from benchmarks.facts import facts
 from benchmarks.simulate.run import SMALL
 from benchmarks.soap.cases import CASES, Case, Start, start
 from benchmarks.soap.proposals import Proposer
@@ -56,11 +52,8 @@ def main() -> None:
     total, differ = (sum(row[key] for row in compared) for key in ("proposals", "differ"))
     print(f"{total} proposals, {differ} differ from full simulation")
     if options.output:
-        command = f"python -m benchmarks.soap.delta --proposals {options.proposals} --timed {options.timed}"
-        machine = {"cpus": os.cpu_count(), "machine": platform.processor() or platform.machine()}
-        result = {"command": command, "date": date.today().isoformat(), **machine, "torch": torch.__version__}
         rows = {"proposals": total, "differ": differ, "timed": timed, "compared": compared}
-        options.output.write_text(json.dumps({**result, **rows}, indent=1) + "\n")
+        options.output.write_text(json.dumps({**facts("benchmarks.soap.delta"), **rows}, indent=1) + "\n")
 
 
 # Equality ----------------------------------------

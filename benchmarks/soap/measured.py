@@ -10,10 +10,8 @@ and date: predicted and measured milliseconds a step, and how many times longer 
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,7 @@ from autopar.pipeline import placed
 from autopar.planning import Request, SearchBudget
 from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
-from benchmarks.runtime.run import machine
+from benchmarks.facts import facts
 from benchmarks.side_by_side import ratios, side_by_side
 from models import inception, lstm, unet
 
@@ -85,11 +83,8 @@ def main() -> None:
         rows.append(measured(case, options.rounds, options.proposals))
         print({key: rows[-1][key] for key in ("case", "predicted_ms", "measured_ms", "predicted_ratio",
                                               "measured_ratio", "quartiles")}, flush=True)  # fmt: skip
-    facts = {
-        "command": " ".join(["python -m benchmarks.soap.measured", *sys.argv[1:]]),
-        "machine": machine(), "date": datetime.date.today().isoformat(), "rounds": options.rounds, "rows": rows,
-    }  # fmt: skip
-    (HERE / "measured.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    report = {**facts("benchmarks.soap.measured"), "rounds": options.rounds, "rows": rows}
+    (HERE / "measured.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -11,20 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
-from datetime import date
 from pathlib import Path
 
-import torch
-
 import autopar
-from autopar.cost.host import cpu_model
 from autopar.ir.mesh import logical_meshes
 from autopar.planning import SearchBudget
 from autopar.refinement import space_of
 from autopar.simulate import Incremental
 from autopar.soap import Budget, Start, World, refine
+from benchmarks.facts import facts
 from tests.soap.drawn import drawn_graph, drawn_place, drawn_plan, first_plan, least_step_ns, num_plans
 
 MESH = autopar.Mesh("h100", devices_per_node=4)
@@ -57,12 +52,11 @@ def main() -> None:
             looked_at += 1
             plans += num_plans(space)
         print(f"{seed + 1} graphs, {looked_at} searched spaces, {plans:,} plans, {len(missed)} missed", flush=True)
-    facts = {
-        "command": " ".join(["python -m benchmarks.soap.optimum", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, torch {torch.__version__}",
-        "date": date.today().isoformat(), "spaces": looked_at, "plans": plans, "left_out": left_out, "missed": missed,
+    report = {
+        **facts("benchmarks.soap.optimum"),
+        "spaces": looked_at, "plans": plans, "left_out": left_out, "missed": missed,
     }  # fmt: skip
-    (Path(__file__).parent / "optimum.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    (Path(__file__).parent / "optimum.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -12,24 +12,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from dataclasses import replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from autopar.cost import load_profile
-from autopar.cost.host import cpu_model
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.refinement import Worlds
 from autopar.simulate.schedule import without_collector
 from autopar.soap import Budget, Start, refine
 from autopar.trace import find_blocks
+from benchmarks.facts import facts
 from benchmarks.simulate.run import SMALL
 from benchmarks.soap.starts import MODELS, graph_of, mesh_of
 from models import gpt
@@ -75,10 +70,8 @@ def main() -> None:
         rows.append(measured(case, options.seconds))
         print(rows[-1], flush=True)
     if options.output:
-        command = " ".join(["python -m benchmarks.soap.rate", *sys.argv[1:]])
-        machine = f"{cpu_model()}, {os.cpu_count()} cores, torch {torch.__version__}"
-        facts = {"command": command, "machine": machine, "date": date.today().isoformat()}
-        options.output.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        told = facts("benchmarks.soap.rate")
+        options.output.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -17,12 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +28,6 @@ from torch.utils._pytree import tree_map
 
 import autopar
 from autopar.cost import load_profile
-from autopar.cost.host import cpu_model
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
@@ -40,6 +36,7 @@ from autopar.pipeline import placed, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
+from benchmarks.facts import facts
 from models import gpt, inception, lstm, moe, wide_resnet
 
 HERE = Path(__file__).parent
@@ -170,11 +167,9 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 def _write(rows: list[dict[str, Any]]) -> None:
     """What there is so far."""
-    command = " ".join(["python -m benchmarks.soap.starts", *sys.argv[1:]])
-    machine = f"{cpu_model()}, {os.cpu_count()} cores, torch {torch.__version__}"
-    facts = {"command": command, "machine": machine, "date": date.today().isoformat()}
-    (HERE / "starts.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    head = [*(f"{key}: {value}  " for key, value in facts.items()), "", _summary(rows), "", HEAD]
+    told = facts("benchmarks.soap.starts")
+    (HERE / "starts.json").write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+    head = [*(f"{key}: {value}  " for key, value in told.items()), "", _summary(rows), "", HEAD]
     (HERE / "starts.md").write_text("\n".join([*head, *map(_row_text, rows), ""]), encoding="utf-8")
 
 

@@ -14,11 +14,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import os
-import platform
 import statistics
-import sys
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import runtime
-from autopar.cost.host import cpu_model
+from benchmarks.facts import facts
 from benchmarks.substitution.graphs import SIZES
 from benchmarks.substitution.timing import Call, gain, times
 from models import llama_lora
@@ -112,14 +108,8 @@ def main() -> None:
     torch.set_num_threads(1)
     runtime.keep_freed_memory()
     found = {mode: measured(mode, options.rounds) for mode in ("train", "inference")}
-    facts = {
-        "command": " ".join(["python -m benchmarks.substitution.adapters", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "load": str([round(load, 1) for load in os.getloadavg()]),
-        "date": date.today().isoformat(),
-        "size": SIZES["llama_lora"],
-    }
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", "| mode | form | ms | gain | quartiles |"]
+    told = {**facts("benchmarks.substitution.adapters"), "size": SIZES["llama_lora"]}
+    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", "| mode | form | ms | gain | quartiles |"]
     lines.append("|---" * 5 + "|")
     for mode, rows in found.items():
         lines += [
@@ -129,7 +119,7 @@ def main() -> None:
         ]
     bounds = ", ".join(f"{rows['no adapters']['gain']:.3f} in {mode}" for mode, rows in found.items())
     lines += ["", f"No equal form that leaves the frozen products as they are gains more than what has none: {bounds}."]
-    (HERE / "adapters.json").write_text(json.dumps({**facts, "forms": found}, indent=1) + "\n", encoding="utf-8")
+    (HERE / "adapters.json").write_text(json.dumps({**told, "forms": found}, indent=1) + "\n", encoding="utf-8")
     (HERE / "adapters.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
     print("\n".join(lines))
 

@@ -9,18 +9,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from datetime import date
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.host import cpu_model
 from autopar.substitute.rules.generate import regenerated
 from autopar.substitute.rules.verify import INSTANCES
+from benchmarks.facts import facts
 
 FOLDER = Path(__file__).parent
 ONLY: Mapping[int, tuple[str, ...]] = {3: (), 4: ("linear", "concat", "first", "second", "add")}
@@ -55,16 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs = {run["operators"]: run for run in json.loads(path.read_text(encoding="utf-8"))["runs"]}
     for operators in options.operators:
         report = regenerated(operators, ONLY[operators], options.instances, options.workers)[1]
-        runs[operators] = {**asdict(report), **_facts()}
+        runs[operators] = {**asdict(report), **facts("benchmarks.substitution.generation")}
     write([runs[operators] for operators in sorted(runs)])
-
-
-def _facts() -> dict[str, str]:
-    return {
-        "command": " ".join(["python -m benchmarks.substitution.generation", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}",
-        "date": date.today().isoformat(),
-    }
 
 
 def write(runs: Sequence[Mapping[str, Any]]) -> None:

@@ -13,13 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,6 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost.host import cpu_model
 from autopar.ir.graph import Graph
 from autopar.ir.plan import GraphPlan
 from autopar.ir.text import rules_text
@@ -36,6 +31,7 @@ from autopar.planning import Request
 from autopar.rewrites import rewrites
 from autopar.substitute import load_rules
 from autopar.trace import trace
+from benchmarks.facts import facts
 from benchmarks.substitution.graphs import build
 from models import gpt, llama, llama_lora, lstm
 
@@ -172,16 +168,11 @@ def main() -> None:
     for case in options.cases:
         rows.append(row(case, options.seconds))
         print(rows[-1], flush=True)
-    facts = {
-        "command": " ".join(["python -m benchmarks.substitution.joint", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}, "
-        f"load {os.getloadavg()[0]:.1f}",
-        "date": date.today().isoformat(),
-    }
+    told = facts("benchmarks.substitution.joint")
     options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**facts, "rows": [asdict(each) for each in rows]}, indent=1, ensure_ascii=False)
+    text = json.dumps({**told, "rows": [asdict(each) for each in rows]}, indent=1, ensure_ascii=False)
     (options.output / "joint.json").write_text(text + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", table(rows), ""]
+    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", table(rows), ""]
     (options.output / "joint.md").write_text("\n".join(lines), encoding="utf-8")
     print(table(rows))
 

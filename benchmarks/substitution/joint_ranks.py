@@ -10,10 +10,8 @@ longer substitute-then-shard takes, round by round.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +19,7 @@ from typing import Any
 import torch
 
 import autopar
-from benchmarks.runtime.run import machine
+from benchmarks.facts import facts
 from benchmarks.side_by_side import ratios, side_by_side
 from benchmarks.substitution.joint import MODELS, chosen_plans
 
@@ -68,11 +66,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     options = parser.parse_args()
     rows = [measured(case, options.rounds, options.seconds) for case in options.cases]
-    facts = {
-        "command": " ".join(["python -m benchmarks.substitution.joint_ranks", *sys.argv[1:]]),
-        "machine": machine(), "date": datetime.date.today().isoformat(), "rounds": options.rounds, "rows": rows,
-    }  # fmt: skip
-    (HERE / "joint_ranks.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    report = {**facts("benchmarks.substitution.joint_ranks"), "rounds": options.rounds, "rows": rows}
+    (HERE / "joint_ranks.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for row in rows:
         print(json.dumps(row, indent=1))
 

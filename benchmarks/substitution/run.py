@@ -21,22 +21,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import sys
 import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from pathlib import Path
 
 import torch
 
 from autopar import runtime
 from autopar.cost import load_profile
-from autopar.cost.host import cpu_model
 from autopar.trace import trace
+from benchmarks.facts import facts
 from benchmarks.substitution.graphs import GRAPHS, SIZES, build
 from benchmarks.substitution.searching import Found, search
 from benchmarks.substitution.timing import call_of, compare_with_model, gain, program_of, times
@@ -194,20 +191,17 @@ def summary(rows: list[Row]) -> str:
 
 def write(folder: Path, rows: list[Row], options: argparse.Namespace) -> None:
     """Writes results.json and results.md."""
-    facts = {
-        "command": " ".join(["python -m benchmarks.substitution.run", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, torch {torch.__version__}",
-        "load": str([round(load, 1) for load in os.getloadavg()]),
-        "date": date.today().isoformat(),
+    told = {
+        **facts("benchmarks.substitution.run"),
         "threads": str(torch.get_num_threads()),
         "rounds": str(options.rounds),
         "sizes (batches of one)": "; ".join(f"{name}: {SIZES[name]}" for name in options.models),
     }
     items = [{**asdict(each), "error": round(each.error, 4), "agrees": each.agrees} for each in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**facts, "rows": items}, indent=1, ensure_ascii=False)
+    text = json.dumps({**told, "rows": items}, indent=1, ensure_ascii=False)
     (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", summary(rows), "", table(rows), ""]
+    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", summary(rows), "", table(rows), ""]
     (folder / "results.md").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -14,21 +14,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
-import sys
 import time
 import warnings
 from collections import Counter
-from datetime import date
 from pathlib import Path
 from typing import Any
 
 from autopar.cost import load_profile
-from autopar.cost.host import cpu_model
 from autopar.substitute import load_rules, substituted
 from autopar.substitute.searching import Limits
 from autopar.trace import find_blocks, trace
+from benchmarks.facts import facts
 from benchmarks.substitution.graphs import GRAPHS, build
 
 HERE = Path(__file__).parent
@@ -80,16 +76,11 @@ def main() -> None:
     for name in options.models:
         for mode in options.modes:
             found += rows(name, mode, options.profiles, options.seconds)
-    facts = {
-        "command": " ".join(["python -m benchmarks.substitution.searches", *sys.argv[1:]]),
-        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}",
-        "load": str([round(load, 1) for load in os.getloadavg()]),
-        "date": date.today().isoformat(),
-    }
+    told = facts("benchmarks.substitution.searches")
     options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**facts, "rows": found}, indent=1, ensure_ascii=False)
+    text = json.dumps({**told, "rows": found}, indent=1, ensure_ascii=False)
     (options.output / "searches.json").write_text(text + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in facts.items()), "", table(found), ""]
+    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", table(found), ""]
     (options.output / "searches.md").write_text("\n".join(lines), encoding="utf-8")
 
 

@@ -1,0 +1,39 @@
+"""What makes the figures of a benchmark comparable: command, machine, date."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from datetime import date
+
+import torch
+
+from autopar.cost.host import cpu_model
+
+_PLACES = ("--output", "--folder", "--result", "--profile", "--page")
+"""Options that name files of the machine at hand."""
+
+
+def facts(module: str) -> dict[str, str]:
+    """Of the run of a module such as `benchmarks.soap.rate`, whose options are this process's.
+
+    load: of the last minute, at the end; above the number of the run's own threads, others ran meanwhile.
+    """
+    load = os.getloadavg()[0]
+    return {
+        "command": " ".join([f"python -m {module}", *_told(sys.argv[1:])]),
+        "machine": f"{cpu_model()}, {os.cpu_count()} cores, {platform.system()}, Python {platform.python_version()}, "
+        f"torch {torch.__version__}, load {load:.1f}",
+        "date": date.today().isoformat(),
+    }
+
+
+def _told(options: Sequence[str]) -> Iterator[str]:
+    """The options but for places."""
+    skips = False
+    for option in options:
+        if not skips and not option.startswith(_PLACES):
+            yield option
+        skips = option in _PLACES
