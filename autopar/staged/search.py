@@ -33,7 +33,7 @@ _TEMPLATE_SHAPES = 8
 """Logical shapes, the best first, for which placements are also found around templates."""
 _LIKELY_STAGES = 8
 """The number of stages that is looked at first: what comes later is judged by what was found."""
-_SHARE = 0.6
+_SHARE = 0.5
 """Of the budget for the search; the rest is for simulating the best."""
 _FIRST_SHARE = 0.5
 """Of that for a first look at each logical shape; what comes after it is judged by the best of these."""

@@ -57,7 +57,7 @@ def plan_row(row: str) -> dict[str, Any]:
 
 def plan_staged_row(row: str) -> dict[str, Any]:
     """Plans one row's model with stages, without emission."""
-    from autopar.pipeline import planned
+    from autopar.pipeline import planned_jointly
     from autopar.planning import Request, SearchBudget
     from autopar.trace import trace
 
@@ -65,7 +65,7 @@ def plan_staged_row(row: str) -> dict[str, Any]:
     started, worked = time.perf_counter(), time.process_time()
     graph = trace(model, inputs)
     traced, trace_work = time.perf_counter(), time.process_time()
-    plan = planned(graph, Request(mesh, "train", "adamw", None, (), SearchBudget(stages=True)))
+    _, plan = planned_jointly(graph, Request(mesh, "train", "adamw", None, (), SearchBudget()))
     ended = time.perf_counter()
     assert plan.predicted.peak_bytes <= plan.memory_limit
     parts = plan.stages or (plan,)
