@@ -6,9 +6,9 @@
     stages of several ways                        → the same, submeshes and recomputation mixed    `mixing`
     the best few                                  → plans of the whole model, simulated       `finalists`
 
-All but the last happens on a short graph (`interop.fold`), so the number of solves does not grow with depth. Each logical
-shape is looked at once, where the bubble is small; from the best on, the number of microbatches climbs from there, for
-as long as the estimate gets better.
+All but the last happens on a short graph (`interop.fold`), so the number of solves does not grow with depth. Each
+logical shape is looked at once, where the bubble is small; from the best on, the number of microbatches climbs from
+there, for as long as the estimate gets better.
 """
 
 from __future__ import annotations
