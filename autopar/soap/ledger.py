@@ -314,12 +314,8 @@ class Ledger:
 
         for number in {number for name in options for number in self._of_decision[name]}:
             group = self._groups[number]
-            row, old = self._group_row(group, shared, single), self._rows[number]
-            if row is None or old is None:
+            if not _exchange(totals[group.stage], self._rows[number], self._group_row(group, shared, single)):
                 return False
-            total = totals[group.stage]
-            for place in range(5):
-                total[place] += row[place] - old[place]
         return True
 
     def _change_some(self, options: Mapping[str, int], totals: list[list[int]]) -> bool:
@@ -330,11 +326,8 @@ class Ledger:
             names = group.decisions[place]
             old = self._worth(group, place, tuple([now[name] for name in names]))
             new = self._worth(group, place, tuple([options.get(name, now[name]) for name in names]))
-            if new is None or old is None:
+            if not _exchange(totals[group.stage], old, new):
                 return False
-            total = totals[group.stage]
-            for column in range(5):
-                total[column] += new[column] - old[column]
         return True
 
     def _bound(self, totals: Sequence[Sequence[int]]) -> int:
@@ -366,3 +359,12 @@ def _row(spent: Spent, moved_bytes: int = 0) -> _Row:
 def _add(total: list[int], row: Iterable[int]) -> None:
     for place, amount in enumerate(row):
         total[place] += amount
+
+
+def _exchange(total: list[int], old: Sequence[int] | None, new: Sequence[int] | None) -> bool:
+    """Adds a new row in place of an old one; whether there are both."""
+    if old is None or new is None:
+        return False
+    for place in range(5):
+        total[place] += new[place] - old[place]
+    return True

@@ -20,6 +20,7 @@ from autopar.substitute.pricing import Pricer
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.searching import Limits, Searcher
 from autopar.trace import trace
+from tests.substitute.adapted import Adapted
 
 RULES = ("merge-linears", "linear-after-linear", "scale-of-scale", "relu-twice", "adapter-folded-scaled")
 
@@ -112,24 +113,10 @@ def test_pinned_tensors_of_one_of_equal_parts_stay() -> None:
     assert all(weight not in match.binding.values() for match in outcome.best.matches)
 
 
-class Adapted(nn.Module):
-    """Three products of one value, each with an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(3))
-        self.down = nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(3))
-        self.up = nn.ModuleList(nn.Linear(2, 64, bias=False) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = zip(self.base, self.down, self.up, strict=True)
-        return sum(((base(x) + 2.0 * up(down(x))).relu().sum() for base, down, up in layers), torch.zeros(()))
-
-
 def test_rules_that_say_most_are_tried_first_too() -> None:
     """Adapters fold into weights in inference, although merging their products is met first and gains as well."""
     with torch.no_grad():
-        values = lifted(trace(Adapted().eval(), (torch.zeros(4, 64),), mode="inference"))
+        values = lifted(trace(Adapted(3).eval(), (torch.zeros(4, 64),), mode="inference"))
     outcome = Searcher(matchers(), Pricer(load_profile("h100"), trains=False)).run(values, 20.0)
     rules = [match.rule.name for match in outcome.cheapest.matches]
     assert rules.count("adapter-folded-scaled") == 3

@@ -20,6 +20,7 @@ from autopar.substitute.rewriting import rewritten
 from autopar.substitute.saturation import EGraph, ENode
 from autopar.substitute.searching import Searcher
 from autopar.trace import trace
+from tests.substitute.adapted import Adapted
 from tests.substitute.test_backtracking import everything, linears, random_graph
 from tests.substitute.test_backtracking import matchers as few
 
@@ -107,25 +108,11 @@ def test_saturation_finds_what_exhaustive_search_finds(seed: int) -> None:
     assert Searcher(few(), cost).run(values, 60.0).cheapest.cost_ns == least
 
 
-class Adapted(nn.Module):
-    """Two products of one value, each with an adapter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
-        self.down = nn.ModuleList(nn.Linear(64, 2, bias=False) for _ in range(2))
-        self.up = nn.ModuleList(nn.Linear(2, 64, bias=False) for _ in range(2))
-
-    def forward(self, x: Tensor) -> Tensor:
-        layers = zip(self.base, self.down, self.up, strict=True)
-        return sum(((base(x) + 2.0 * up(down(x))).relu().sum() for base, down, up in layers), torch.zeros(()))
-
-
 def test_merged_products_of_adapters_come_apart_again_where_folding_is_cheaper() -> None:
     """Backtracking that has merged them cannot go back; in an e-graph the given form is still there."""
     cost = pricer(trains=False)
     with torch.no_grad():
-        values = lifted(trace(Adapted().eval(), (torch.zeros(4, 64),), mode="inference"))
+        values = lifted(trace(Adapted(2).eval(), (torch.zeros(4, 64),), mode="inference"))
     stuck = Backtracking(matchers(), cost).run(values, 20.0, patience=100).cheapest
     found = saturated(given(values, cost), matchers(), cost, 20.0)
     assert found.cost_ns < stuck.cost_ns < cost(values)
