@@ -109,7 +109,8 @@ class Worlds:
     def _ledger(self, outline: Outline, place: Place, space: Space) -> Ledger:
         graph, ranks = place.part.graph, math.prod(axis.size for axis in outline.axes)
         per_node = min(ranks, self.request.mesh.devices_per_node)
-        prices = prices_of(graph, place.draft(), place.shared_profile, per_node)
+        profile = place.profile if outline.stage_of else place.shared_profile  # stages may have others' cores
+        prices = prices_of(graph, place.draft(), profile, per_node)
         stages = None
         if outline.stage_of:
             members, firsts = self.layers.members(graph, outline.stage_of), outline.first_ranks

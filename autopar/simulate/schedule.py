@@ -5,6 +5,7 @@ another stage leaves at the end of the pass and queues on its stream to the leve
 not disturb collectives. It travels once the receiver has taken memory for it, one pass ahead of the one that reads it
 (`runtime.arrivals`); a gradient keeps its memory on the sender until then.
 Gradients of tied parameters are summed over their stages once all of them are home. Then the optimizer runs.
+Where ranks share cores, those that are busy have the cores of those that wait (`cores`).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
 from autopar.runtime.arrivals import may_come_early
+from autopar.simulate.cores import clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
 from autopar.simulate.passes import BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
@@ -232,7 +234,7 @@ def pass_kind(turn: Turn, stage: Progress, microbatches: int) -> PassKind:
 
 class _Step:
     def __init__(self, graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> None:
-        self.plan = plan
+        self.plan, self.sharing = plan, sharing_of(profiles) if plan.stages else None
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = [player.program for player in players]
         self.stages = [Progress(player) for player in players]
@@ -363,6 +365,10 @@ class _Step:
         """Everything that was played."""
         makespan = max(submesh.end_ns for submesh in self.submeshes)
         lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
+        if self.sharing is not None:
+            clock = clock_of(lanes, self.sharing, self.plan.mesh.devices_per_node)
+            makespan = clock.at(makespan)
+            lanes = tuple(in_time(lane, clock, makespan) for lane in lanes)
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)

@@ -19,8 +19,9 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.microbatch import batch_types
 from autopar.planning import Part, Place, Request, divided, microbatch_counts
+from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.simulate.layers import LayerCost, layer_costs
-from autopar.staged.ways import RECOMPUTE, Setting, Way
+from autopar.staged.ways import RECOMPUTE, Candidate, Setting, Way
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
@@ -100,6 +101,27 @@ class Layered:
             for name in node.results
             if any(members[user.name][-1] > members[node.name][-1] for user, _ in graph.consumers[name])
         ]
+
+    def part_of_step(self, schedule: str, submeshes: int, chunks: int, microbatches: int) -> float:
+        """How much of its estimate a step takes: less than all where ranks share cores, which some leave to others."""
+        sharing = sharing_of([self.shared])
+        if sharing is None or submeshes == 1:
+            return 1.0
+        return part_of_step(sharing, schedule, submeshes, chunks, microbatches, self.request.mode == "train")
+
+    def in_time(self, candidate: Candidate) -> Candidate:
+        """A candidate that was estimated as if no rank left its core to others, with that."""
+        part = self.part_of_candidate(candidate)
+        if part == 1.0:
+            return candidate
+        step, bound = (round(part * time) for time in (candidate.step_ns, candidate.lower_bound_ns))
+        return replace(candidate, step_ns=step, lower_bound_ns=bound)
+
+    def part_of_candidate(self, candidate: Candidate) -> float:
+        """As `part_of_step`."""
+        submeshes = candidate.num_submeshes
+        chunks = len(candidate.ways) // submeshes
+        return self.part_of_step(candidate.schedule, submeshes, chunks, candidate.microbatches)
 
     @cached_property
     def counts(self) -> list[int]:

@@ -89,13 +89,14 @@ def _candidates(
     count = ways[0].setting.microbatches
     again = tuple(ways[stage].recompute for stage in of_layer)
     peak = largest_peak(of_stage, of_layer, count, "1f1b")
-    found = Candidate(ways, "1f1b", of_layer, again, step_ns, peak, bound_ns)
+    found = layered.in_time(Candidate(ways, "1f1b", of_layer, again, step_ns, peak, bound_ns))
     if len(set(ways)) > 1:
         yield found
         if makes_rounds(count, len(ways)) and not any(layered.recomputations[name] for name in again):
             peak = largest_peak(of_stage, of_layer, count, "zero_bubble")
             less = step_ns - hidden_bubble(of_stage, of_layer)
-            yield Candidate(ways, "zero_bubble", of_layer, again, less, peak, min(less, bound_ns))
+            waiting = Candidate(ways, "zero_bubble", of_layer, again, less, peak, min(less, bound_ns))
+            yield layered.in_time(waiting)
     fewer = keeping_more(layered, found, layered.admitted)
     if fewer is not None:
         yield fewer
@@ -155,7 +156,7 @@ def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candi
         for way, stage, count in zip(candidate.ways, stages, kept, strict=True)
         for name in [way.recompute] * (stage.end - stage.begin - count) + ["none"] * count
     ]
-    step = candidate.step_ns - faster
+    step = candidate.step_ns - round(layered.part_of_candidate(candidate) * faster)
     return replace(
         candidate, recompute=tuple(again), step_ns=step, lower_bound_ns=min(step, candidate.lower_bound_ns),
         peak_bytes=max(stage.peak_bytes(n) for stage, n in zip(stages, kept, strict=True)),

@@ -202,7 +202,8 @@ class Search:
         try:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
-            in_a_row = int(fastest.cost_ns / stages * (count + stages - 1) / count)
+            part = self.layered.part_of_step("1f1b", stages, 1, count)
+            in_a_row = int(part * fastest.cost_ns / stages * (count + stages - 1) / count)
             if setting.zero is None and in_a_row * self._hidden > _HOPELESS * self._best_ns:
                 self._floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
@@ -260,7 +261,7 @@ class Search:
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[Candidate]:
         """The best stages of one way under each schedule."""
         way = Way(setting, choice, recompute)
-        return [*self._of_schedules(way), *self._interleaved(way)]
+        return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._interleaved(way))]
 
     def _of_schedules(self, way: Way) -> Iterator[Candidate]:
         """Of stages that are submeshes; where none fit, those of the smallest limit that would do."""

@@ -1,0 +1,193 @@
+"""Ranks that share cores: those that are busy have the cores of those that wait.
+
+The profile of ranks that share cores has each of them as slow as if all were busy all the time
+(`Profile.shared_by`). In a pipeline some wait for others. A system shares its cores out evenly (processor sharing), so
+at each moment all that are busy are faster by one and the same factor, and everything keeps its order. Time alone
+passes faster:
+
+    dt' = dt · max(cores, busy(t)) / ranks
+
+busy: ranks of a node that compute, or take part in a collective, at t; of several nodes, in the fullest.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.cost import Profile
+from autopar.simulate.engine import COMPUTE, Sent, Task
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
+from autopar.simulate.timeline import Lane, Numbers, Piece
+
+SEND = "send"
+Spans = Sequence[tuple[int, int]]
+
+_LENGTHS = {FORWARD: 1000, BACKWARD: 2000, BACKWARD_INPUT: 1000, BACKWARD_WEIGHT: 1000}
+"""Of passes, relative to each other: each of a matrix's two gradients is as much work as its product."""
+
+
+class Sharing(NamedTuple):
+    """How many ranks of a node share how many cores."""
+
+    ranks: int
+    cores: int
+
+
+def sharing_of(profiles: Iterable[Profile]) -> Sharing | None:
+    """What devices share, if they share cores: of several kinds, those of which most do."""
+    found = [
+        Sharing(one.ranks_sharing, one.facts.cores) for one in profiles if one.ranks_sharing > 1 and one.facts.cores
+    ]
+    return max(found, key=lambda one: one.ranks / one.cores, default=None)
+
+
+class Clock:
+    """From the time in which all ranks are always slowed, to that which passes."""
+
+    def __init__(self, sharing: Sharing, busy: Sequence[tuple[Spans, Mapping[int, int]]]) -> None:
+        """busy: when some ranks are busy, and how many of each node they are."""
+        nodes = sorted({node for _, count in busy for node in count})
+        marks = np.unique([0, *(edge for spans, _ in busy for span in spans for edge in span)])
+        loads = np.zeros((len(nodes), len(marks)), np.int64)
+        for spans, count in busy:
+            is_busy = _covered(spans, marks)
+            for row, node in enumerate(nodes):
+                loads[row] += is_busy * count.get(node, 0)
+        load = loads.max(axis=0) if nodes else np.zeros(len(marks), np.int64)
+        rate = np.maximum(sharing.cores, load) / sharing.ranks
+        self._marks = marks
+        self._passed = np.concatenate([[0.0], np.cumsum(np.diff(marks) * rate[:-1])])
+        self._rest = sharing.cores / sharing.ranks  # after all: nobody is busy
+
+    def __call__(self, times_ns: Sequence[int] | Numbers) -> Numbers:
+        """What the time is then."""
+        times = np.asarray(times_ns, np.int64)
+        after = np.maximum(0, times - self._marks[-1]) * self._rest
+        found: Numbers = np.rint(np.interp(times, self._marks, self._passed) + after).astype(np.int64)
+        return found
+
+    def at(self, time_ns: int) -> int:
+        """Of one time."""
+        return int(self([time_ns])[0])
+
+
+def _covered(spans: Spans, marks: Numbers) -> Numbers:
+    """Whether any span covers what follows each mark: 1 or 0."""
+    steps = np.zeros(len(marks) + 1, np.int64)
+    if spans:
+        begins, ends = np.array(spans, np.int64).T
+        np.add.at(steps, np.searchsorted(marks, begins), 1)
+        np.add.at(steps, np.searchsorted(marks, ends), -1)
+    covered: Numbers = (np.cumsum(steps)[:-1] > 0).astype(np.int64)
+    return covered
+
+
+# A step ----------------------------------------
+
+
+def clock_of(lanes: Sequence[Lane], sharing: Sharing, devices_per_node: int) -> Clock:
+    """Of a step in which each lane stands for all of its ranks."""
+    busy = []
+    for lane in lanes:
+        count: dict[int, int] = defaultdict(int)
+        for rank in lane.ranks:
+            count[rank // devices_per_node] += 1
+        spans = [
+            (piece.begin_ns + start, piece.begin_ns + end)
+            for piece in lane.pieces
+            for _, _, start, end, kind in piece.tasks
+            if end > start and kind != SEND
+        ]
+        busy.append((spans, count))
+    return Clock(sharing, busy)
+
+
+def in_time(lane: Lane, clock: Clock, step_time_ns: int) -> Lane:
+    """The lane as time passes. step_time_ns: of the whole step, as it passes.
+
+    What compute's tasks take is looked at one by one; what it stands still is divided as before: each kind of waiting
+    is as many times shorter as all of it is.
+    """
+    pieces = tuple([_piece_in_time(piece, clock) for piece in lane.pieces])
+    spent, took, takes = defaultdict[str, int](int), defaultdict[str, int](int), defaultdict[str, int](int)
+    for before, after in zip(lane.pieces, pieces, strict=True):
+        for (_, _, began, ended, _), (stream, _, start, end, kind) in zip(before.tasks, after.tasks, strict=True):
+            spent[kind] += end - start if stream == COMPUTE else 0
+            took[kind] += ended - began
+            takes[kind] += end - start
+    own, still = lane.breakdown, step_time_ns - sum(spent.values())
+    stood = own.bubble_ns + own.exposed_communication_ns
+    exposed = {kind: amount * still // stood for kind, amount in lane.exposed.items()} if stood else {}
+    along = {
+        way: Sent(sent.times, sent.num_bytes, sent.duration_ns * takes[way[1]] // (took[way[1]] or 1))
+        for way, sent in lane.along.items()
+    }  # fmt: skip
+    breakdown = replace(
+        own, compute_ns=sum(spent[kind] for kind in DIRECTIONS), recompute_ns=spent["recompute"],
+        optimizer_ns=spent["optimizer"], exposed_communication_ns=sum(exposed.values()),
+        bubble_ns=still - sum(exposed.values()),
+    )  # fmt: skip
+    return replace(lane, pieces=pieces, breakdown=breakdown, exposed=exposed, along=along)
+
+
+def _piece_in_time(piece: Piece, clock: Clock) -> Piece:
+    begin, tasks, changes = piece.begin_ns, piece.tasks, piece.changes
+    now = clock.at(begin)
+    times = clock([begin + time for task in tasks for time in task[2:4]]) - now
+    moments = clock([begin + change[0] for change in changes]) - now
+    moved: list[Task] = [
+        (task[0], task[1], start, end, task[4])
+        for task, (start, end) in zip(tasks, times.reshape(-1, 2).tolist(), strict=True)
+    ]
+    changed = [(time, *change[1:]) for time, change in zip(moments.tolist(), changes, strict=True)]
+    return Piece(now, piece.label, moved, changed)
+
+
+# An estimate ----------------------------------------
+
+
+@lru_cache(maxsize=1 << 12)
+def part_of_step(sharing: Sharing, schedule: str, stages: int, chunks: int, microbatches: int, trains: bool) -> float:
+    """How much of its step a pipeline of equal stages takes when waiting ranks leave their cores to others.
+
+    Of the step that it takes when all are as slow as if nobody waited. chunks: stages on each submesh.
+    """
+    rows = [range(submesh, stages * chunks, stages) for submesh in range(stages)]
+    orders = turns(schedule, rows, microbatches, trains)
+    spans = _played(orders, stages * chunks)
+    each = {0: max(1, sharing.ranks // stages)}
+    clock, end = Clock(sharing, [(one, each) for one in spans]), max(end for one in spans for _, end in one)
+    return clock.at(end) / end
+
+
+def _played(orders: Sequence[Sequence[Turn]], count: int) -> list[list[tuple[int, int]]]:
+    """When each submesh makes its passes, if sending takes no time. count: of stages."""
+    ends: dict[Turn, int] = {}
+    free, heads = [0] * len(orders), [0] * len(orders)
+    spans: list[list[tuple[int, int]]] = [[] for _ in orders]
+    while any(head < len(order) for head, order in zip(heads, orders, strict=True)):
+        for number, order in enumerate(orders):
+            while heads[number] < len(order):
+                turn = order[heads[number]]
+                awaited = _awaited(turn, count, ends)
+                if awaited is None:
+                    break
+                begin = max(free[number], awaited)
+                free[number] = ends[turn] = begin + _LENGTHS[turn.direction]
+                spans[number].append((begin, free[number]))
+                heads[number] += 1
+    return spans
+
+
+def _awaited(turn: Turn, count: int, ends: Mapping[Turn, int]) -> int | None:
+    """When a pass may begin as far as other stages go; None where that is not known yet."""
+    if turn.direction == BACKWARD_WEIGHT:
+        return 0
+    before = turn.stage - 1 if turn.direction == FORWARD else turn.stage + 1
+    return ends.get(turn._replace(stage=before)) if 0 <= before < count else 0
