@@ -58,8 +58,7 @@ class SplitBackward:
             node, leaves = self._branches.popitem()
             edges = [(GradientEdge(node, n), grad) for n, grad in enumerate(self._kept.pop(node)) if grad is not None]
             starts, gradients = zip(*edges, strict=True)
-            found = torch.autograd.grad(starts, leaves, gradients, allow_unused=True)
-            _hand_over(list(zip(reversed(leaves), reversed(found), strict=True)))
+            torch.autograd.backward(starts, gradients, inputs=leaves)
 
     def _find_branches(self, roots: set[Node]) -> list[Tensor]:
         """Fills in the branches; returns the leaves on the way: the way grows with each, until none is left to add."""
