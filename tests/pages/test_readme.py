@@ -1,4 +1,4 @@
-"""The README's way from a model file to a trained step works as it is written."""
+"""The README's way from a model file to a trained step works as it is written, and a plan prints as it says."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from pathlib import Path
 
 import pytest
 
+import autopar
 from autopar import cli
+from models import gpt
 from tests.test_house import ROOT
 
 SECTION = "From your own model file to a trained step"
 
 
-def blocks(language: str) -> list[str]:
-    """The section's blocks of code in a language."""
+def blocks(language: str, title: str = SECTION) -> list[str]:
+    """A section's blocks of code in a language."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    section = text.split(f"## {SECTION}\n")[1].split("\n## ")[0]
+    section = text.split(f"## {title}\n")[1].split("\n## ")[0]
     return re.findall(rf"```{language}\n(.*?)```", section, re.DOTALL)
 
 
@@ -46,3 +48,19 @@ def test_the_new_users_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
     assert "layers.0.up.weight: " in printed["diff"]
     losses = [float(loss) for loss in re.findall(r"^step \d loss (\S+)$", printed["--nproc-per-node"], re.MULTILINE)]
     assert len(losses) == 10 and losses[-1] < losses[0]
+
+
+def test_a_plan_prints_as_the_readme_shows_it() -> None:
+    (source, *_), (printed, explained) = (blocks(language, "How to read a plan") for language in ("python", "text"))
+    *lines, last = source.splitlines()
+    assert last.startswith("print(")
+    known = {"autopar": autopar, "gpt": gpt}
+    exec("\n".join(lines), known)
+    plan = eval(last.removeprefix("print(").removesuffix(")"), known)
+    assert without_seconds(str(plan)) == without_seconds(printed.rstrip("\n"))
+    assert str(plan.explain("layers.0.mlp.up.weight")).endswith(explained.rstrip("\n"))
+
+
+def without_seconds(text: str) -> str:
+    """What is printed but how long the search took."""
+    return re.sub(r", [\d.]+ s$", "", text, flags=re.MULTILINE)
