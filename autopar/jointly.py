@@ -24,7 +24,7 @@ from autopar.interop.submeshes import logical_shapes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import GraphPlan, Plan, Rewriting, rule_counts
-from autopar.microbatch import one_microbatch_plan
+from autopar.microbatch import axes_of_parts
 from autopar.planning import Place, Request, divided, plan_in, sizes_text
 from autopar.rewrites import Rewrites
 from autopar.staged import staged_plan_near
@@ -70,7 +70,7 @@ def settings_near(plan: Plan) -> list[Setting]:
 
 def setting_of(plan: Plan) -> Setting | None:
     """The setting of a plan; None where its stages differ in shape."""
-    shapes = {sizes_text(part.axes) for part in one_microbatch_plan(plan).parts}
+    shapes = {sizes_text(axes) for axes in axes_of_parts(plan)}
     submeshes = len({stage.first_rank for stage in plan.stages}) or 1
     return Setting(shapes.pop(), submeshes, plan.microbatches) if len(shapes) == 1 else None
 

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.mesh import MICROBATCH
+from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, cheapest_path
@@ -50,6 +50,23 @@ def microbatch_types(graph: Graph, count: int) -> Types:
     Raises PlanError where the batch does not divide into `count`, where an operator mixes samples (batch
     statistics, a sum that is no part of the loss), or where forward changes a buffer, naming node and source line.
     """
+    key = "microbatch types", str(count)
+    if key not in graph.found:
+        graph.found[key] = _find_types(graph, count)
+    found: Types = graph.found[key]
+    return found
+
+
+def divided_graph(graph: Graph, count: int) -> Graph:
+    """That of one of so many microbatches: one for all who ask. Raises PlanError as `microbatch_types` does."""
+    key = "microbatch", str(count)
+    if key not in graph.found:
+        graph.found[key] = one_microbatch(graph, microbatch_types(graph, count), count)
+    found: Graph = graph.found[key]
+    return found
+
+
+def _find_types(graph: Graph, count: int) -> Types:
     inputs = batch_inputs(graph)
     batch = graph.tensors[inputs[0]].shape[0] if inputs else 0
     if not batch or batch % count:
@@ -252,6 +269,11 @@ def _steps(
     return found
 
 
+def axes_of_parts(plan: Plan) -> list[LogicalMesh]:
+    """Of each stage, or of the only one, the axes that its ranks are on: all but that of microbatches."""
+    return [part.axes if plan.microbatches == 1 else part.axes[1:] for part in plan.parts]
+
+
 def one_microbatch_plan(plan: Plan) -> Plan:
     """The plan as one microbatch sees it, without the microbatch axis: what is simulated `plan.microbatches` times."""
     if plan.microbatches == 1:
@@ -264,11 +286,13 @@ def one_microbatch_plan(plan: Plan) -> Plan:
 def _inner(placed: Plan | Stage) -> dict[str, Any]:
     """Everything that has the microbatch axis, without it."""
     kept = (replace(item, target=item.target[1:], steps=_inner_steps(item.steps)) for item in placed.redistributes)
+    different = {id(node): node for node in placed.nodes.values()}  # equal layers have the same
+    nodes = {number: _inner_node(node) for number, node in different.items()}
     return {
         "axes": placed.axes[1:],
         "inputs": {name: placement[1:] for name, placement in placed.inputs.items()},
         "storage": {name: _inner_storage(storage) for name, storage in placed.storage.items()},
-        "nodes": {name: _inner_node(node) for name, node in placed.nodes.items()},
+        "nodes": {name: nodes[id(node)] for name, node in placed.nodes.items()},
         "redistributes": tuple(item for item in kept if item.steps),
     }
 

@@ -37,9 +37,9 @@ from autopar.ir.plan import Plan, Storage
 from autopar.microbatch import (
     Types,
     cut_constraints,
+    divided_graph,
     divisible,
     microbatch_types,
-    one_microbatch,
     one_microbatch_plan,
     over_microbatches,
 )
@@ -134,7 +134,7 @@ def divided(graph: Graph, blocks: Blocks, microbatches: int) -> Part:
     if microbatches == 1:
         return Part(graph, graph, blocks, 1, {})
     types = microbatch_types(graph, microbatches)
-    part = one_microbatch(graph, types, microbatches)
+    part = divided_graph(graph, microbatches)
     return Part(graph, part, blocks, microbatches, types, cut_constraints(graph, types))
 
 

@@ -18,7 +18,7 @@ from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
-from autopar.microbatch import microbatch_types, one_microbatch
+from autopar.microbatch import divided_graph
 from autopar.planning import Request, pinned_tensors
 from autopar.substitute import Candidate, Substituted, load_rules, replayed, substituted
 from autopar.substitute.lifting import lifted
@@ -103,7 +103,7 @@ def _share(graph: Graph, num_devices: int) -> Graph | None:
     if num_devices == 1:
         return None
     try:
-        return one_microbatch(graph, microbatch_types(graph, num_devices), num_devices)
+        return divided_graph(graph, num_devices)
     except PlanError:
         return None
 

@@ -225,7 +225,7 @@ class Graph:
 
     @cached_property
     def found(self) -> dict[tuple[str, str], Any]:
-        """What was found out about the graph, by what it is and of which node: it need not be found out again."""
+        """What was found out about the graph, by what it is and of what (a node): it need not be found out again."""
         return {}
 
     def kept(self, name: str) -> Tensor:

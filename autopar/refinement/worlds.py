@@ -15,7 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Move, Plan, Storage
-from autopar.microbatch import one_microbatch_plan
+from autopar.microbatch import axes_of_parts, one_microbatch_plan
 from autopar.planning import Place, Request, divided
 from autopar.refinement.explaining import explained
 from autopar.refinement.outline import Outline
@@ -60,7 +60,7 @@ class Worlds:
 
     def outline(self, plan: Plan) -> Outline:
         """What a plan leaves open. Raises PlanError where stages divide a layer."""
-        axes = one_microbatch_plan(plan).parts[0].axes
+        axes = axes_of_parts(plan)[0]
         if not plan.stages:
             return Outline(axes, plan.microbatches)
         found: dict[int, set[int]] = {}
