@@ -94,7 +94,7 @@ def _candidates(
         yield found
         if makes_rounds(count, len(ways)) and not any(layered.recomputations[name] for name in again):
             peak = largest_peak(of_stage, of_layer, count, "zero_bubble")
-            less = step_ns - hidden_bubble(of_stage, of_layer)
+            less = step_ns - hidden_bubble(of_stage, of_layer, count)
             waiting = Candidate(ways, "zero_bubble", of_layer, again, less, peak, min(less, bound_ns))
             yield layered.in_time(waiting)
     fewer = keeping_more(layered, found, layered.admitted)

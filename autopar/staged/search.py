@@ -283,7 +283,7 @@ class Search:
             yield Candidate(ways, schedule, of_layer, again, step, peak, bound)
             waits = stages > 1 and makes_rounds(count, stages) and not self.layered.recomputations[way.recompute]
             if schedule == "1f1b" and waits:
-                step -= hidden_bubble(kinds, of_layer)
+                step -= hidden_bubble(kinds, of_layer, count)
                 peak = largest_peak(kinds, of_layer, count, "zero_bubble")
                 yield Candidate(ways, "zero_bubble", of_layer, again, step, peak, min(step, bound))
 

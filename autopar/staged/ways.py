@@ -111,12 +111,19 @@ def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], micr
     return max(peaks)
 
 
-def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int]) -> int:
-    """What gradients of stored tensors fill of the bubble of 1f1b when they wait: a third of a pass both ways, as with
-    matrices, on all stages but one (ZB-H1 of Zero Bubble, ICLR'24, table 1)."""
-    of_layer = np.array(stage_of_layer)
-    slowest = max(int(kind.time_ns[of_layer == number].sum()) for number, kind in enumerate(kinds))
-    return (len(kinds) - 1) * slowest // 3
+def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int) -> int:
+    """How much shorter 1f1b is when gradients of stored tensors wait: a third of a pass both ways, as with matrices.
+
+        (Σ t − max t) / 3 · (1 + (min(B, P) − 1) / (P − 1))
+
+    The first microbatch's way through the stages and back is that much shorter on all but the slowest, which is always
+    busy; and so much of what it waits for is the same again. With B ≥ P equal stages: 2 · (P − 1) · t / 3, as ZB-H1 has
+    it (Zero Bubble, ICLR'24, table 1).
+    """
+    of_layer, count = np.array(stage_of_layer), len(kinds)
+    times = [int(kind.time_ns[of_layer == number].sum()) for number, kind in enumerate(kinds)]
+    waits = count - 1 + min(microbatches, count) - 1
+    return (sum(times) - max(times)) * waits // (3 * max(1, count - 1))
 
 
 def interleaved_estimate(
