@@ -22,7 +22,15 @@ from autopar.ir.stages import makes_rounds
 from autopar.planning import Place, sizes_text
 from autopar.progress import Report
 from autopar.staged.layered import Layered
-from autopar.staged.ways import Candidate, Setting, Way, hidden_bubble, interleaved_estimate, largest_peak
+from autopar.staged.ways import (
+    Candidate,
+    Setting,
+    Way,
+    hidden_bubble,
+    hidden_passes,
+    interleaved_estimate,
+    largest_peak,
+)
 
 _HALVINGS = 3
 """Of the hull of time against memory, towards the fastest placements that fit."""
@@ -54,6 +62,11 @@ class _Look(NamedTuple):
     least_ns: int
     found: list[Candidate]
     stride: int = 1
+
+    @property
+    def is_passed_over(self) -> bool:
+        """Whether nothing but its floor is known, or that it has no placements."""
+        return not self.found
 
 
 class Search:
@@ -160,13 +173,13 @@ class Search:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
         start, counts = self._start(size), self.layered.counts
 
-        def look(number: int) -> _Look:
-            return self._look(self._setting(size, axes, number))
+        def look(number: int, beside: _Look) -> _Look:
+            return self._look(self._setting(size, axes, number), beside.least_ns <= self._best_ns)
 
-        first = last = look(start)
+        first = last = self._look(self._setting(size, axes, start))
         found, number, is_better_above = list(first.found), start + first.stride, False
         while number < len(counts):
-            here = look(number)
+            here = look(number, last)
             found += here.found
             worse = here.floor_ns > last.floor_ns and here.floor_ns >= self._best_ns
             if worse or (last.least_ns < _NEVER and here.least_ns >= last.least_ns):
@@ -175,7 +188,7 @@ class Search:
             number, last = number + here.stride, here
         last = first
         for number in () if is_better_above else range(start - 1, -1, -1):
-            here = look(number)
+            here = look(number, last)
             found += here.found
             if here.least_ns >= last.least_ns and here.floor_ns >= last.floor_ns:
                 break
@@ -185,17 +198,19 @@ class Search:
     def _least(self, found: Sequence[Candidate]) -> int:
         return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=_NEVER)
 
-    def _look(self, setting: Setting) -> _Look:
-        """What a setting has, found once."""
-        if setting not in self._known:
-            self._known[setting] = self._found_in(setting)
-        return self._known[setting]
+    def _look(self, setting: Setting, is_near: bool = False) -> _Look:
+        """What a setting has, found once; where it was passed over and is near the best now, once more."""
+        known = self._known.get(setting)
+        if known is None or (is_near and known.is_passed_over):
+            known = self._known[setting] = self._found_in(setting, is_near)
+        return known
 
-    def _found_in(self, setting: Setting) -> _Look:
+    def _found_in(self, setting: Setting, is_near: bool) -> _Look:
         """The variants and schedules of a setting that may be the best.
 
         Its floor is what the fastest placements would take if they fitted. Where that is no better than the best so
-        far, nothing else is looked at; where even all costs in a row are far from it, not even that.
+        far, nothing else is looked at; where even all costs in a row are far from it, not even that, unless the setting
+        is next to the best.
         """
         place = self.layered.place_of(setting)
         stages, count = setting.num_stages, setting.microbatches
@@ -203,8 +218,8 @@ class Search:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
             part = self.layered.part_of_step("1f1b", stages, 1, count)
-            in_a_row = int(part * fastest.cost_ns / stages * (count + stages - 1) / count)
-            if setting.zero is None and in_a_row * self._hidden > _HOPELESS * self._best_ns:
+            in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
+            if setting.zero is None and not is_near and in_a_row * self._hidden > _HOPELESS * self._best_ns:
                 self._floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
             found = self._staged(setting, fastest, self._least_again)
@@ -219,6 +234,20 @@ class Search:
         peak = min(candidate.peak_bytes for candidate in found)
         stride = max(1, int(math.log2(peak / self.admitted))) if least == _NEVER else 1
         return _Look(floor, least, found, stride)
+
+    def _fewest_passes(self, stages: int, count: int) -> float:
+        """Of a stage in a step of so many microbatches, what it waits included: in the schedule with least to wait."""
+        hidden = [0.0]
+        if stages > 1 and makes_rounds(count, stages) and not self.layered.recomputations[self._least_again]:
+            hidden.append(hidden_passes(count, stages))
+        for chunks in _CHUNKS:
+            if self._makes_chunks(stages, chunks, count):
+                hidden.append((stages - 1) * (1 - 1 / chunks))
+        return count + stages - 1 - max(hidden)
+
+    def _makes_chunks(self, stages: int, chunks: int, count: int) -> bool:
+        """Whether each submesh can have so many equal chunks in turn."""
+        return stages > 1 and not self.layered.layers.count % (stages * chunks) and not count % stages
 
     @property
     def _least_again(self) -> str:
@@ -292,7 +321,7 @@ class Search:
         kind, layers = self.layered.kind(way), self.layered.layers.count
         stages, count = way.setting.num_stages, way.setting.microbatches
         for chunks in _CHUNKS:
-            if stages < 2 or layers % (stages * chunks) or count % stages:
+            if not self._makes_chunks(stages, chunks, count):
                 continue
             of_layer = tuple(layer * stages * chunks // layers for layer in range(layers))
             step, peak = interleaved_estimate(kind, of_layer, stages, chunks, count)

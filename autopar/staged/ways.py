@@ -111,19 +111,24 @@ def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], micr
     return max(peaks)
 
 
-def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int) -> int:
-    """How much shorter 1f1b is when gradients of stored tensors wait: a third of a pass both ways, as with matrices.
+def hidden_passes(microbatches: int, stages: int) -> float:
+    """How many passes of a stage, both ways, 1f1b of equal stages is shorter by when gradients of stored tensors wait:
+    each is a third of a pass, as with matrices.
 
-        (Σ t − max t) / 3 · (1 + (min(B, P) − 1) / (P − 1))
+        (P − 1 + min(B, P) − 1) / 3
 
-    The first microbatch's way through the stages and back is that much shorter on all but the slowest, which is always
-    busy; and so much of what it waits for is the same again. With B ≥ P equal stages: 2 · (P − 1) · t / 3, as ZB-H1 has
-    it (Zero Bubble, ICLR'24, table 1).
+    The first microbatch's way to the last stage and back is shorter by them on all stages but one, and what it waits
+    for on its way is, too. With B ≥ P, 2 · (P − 1) / 3, as ZB-H1 has it (Zero Bubble, ICLR'24, table 1).
     """
+    return (stages - 1 + min(microbatches, stages) - 1) / 3
+
+
+def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int) -> int:
+    """`hidden_passes` in ns. Unequal stages wait for the slowest, which is busy all the time: it counts as none of the
+    others, for which their mean does."""
     of_layer, count = np.array(stage_of_layer), len(kinds)
     times = [int(kind.time_ns[of_layer == number].sum()) for number, kind in enumerate(kinds)]
-    waits = count - 1 + min(microbatches, count) - 1
-    return (sum(times) - max(times)) * waits // (3 * max(1, count - 1))
+    return round(hidden_passes(microbatches, count) * (sum(times) - max(times)) / max(1, count - 1))
 
 
 def interleaved_estimate(
