@@ -206,6 +206,8 @@ def _stage(
     wanted = dict.fromkeys([*reads[index], *sent])
     known = {(item.tensor, item.target): item for item in plan.redistributes}
     names = {name for name, _ in reads[index]}
+    if index == 0:  # state dicts have what nobody reads, too
+        names |= plan.storage.keys() - {name for stage in reads for name, _ in stage}
     return Stage(
         first_rank=what.first_ranks[index],
         axes=plan.axes,

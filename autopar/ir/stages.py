@@ -181,9 +181,11 @@ def microbatches_a_round(schedule: str, microbatches: int, num_submeshes: int) -
 
 
 def _check_together(graph: Graph, plan: PlanData) -> None:
-    """What stages keep of the same tensors: one that is updated by forward in one stage, others alike."""
+    """What stages keep of the same tensors: one that is updated by forward in one stage, others alike, none nowhere."""
     for stored in graph.stored:
         keepers = [index for index, stage in enumerate(plan.stages) if stored.tensor in stage.storage]
+        if not keepers:
+            raise PlanError(f"expected {stored.name} stored by a stage, found it in none: state dicts would lack it")
         if stored.name in graph.mutations and len(keepers) > 1:
             raise PlanError(f"expected {stored.name}, which forward updates, in one stage, found it in {keepers}")
         kept: dict[int, tuple[Storage, LogicalMesh]] = {}

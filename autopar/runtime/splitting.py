@@ -6,7 +6,8 @@
     second   runs the branches, each by itself
 
 A parameter that several branches lead to, such as a bias that all attention layers share, or that is reached beside the
-way, is put on the way: its gradient is made in the first part.
+way, is put on the way: its gradient is made in the first part. So is one that a function of the runtime reads, which
+makes all of its gradients at once, and would send again what it sends for them.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node
 
 Root = tuple[GradientEdge, Tensor]
@@ -87,7 +89,8 @@ def _hand_over(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
 
 
 def _place(node: Node, before: dict[Node, list[Node]], way: set[Node], roots: set[Node]) -> Node | None:
-    """The one node of the way that a leaf's branch starts from; None where there are more, or a root beside the way."""
+    """The one node of the way that a leaf's branch starts from; None where there are more, a root beside the way, or a
+    function in Python."""
     starts: set[Node] = set()
     beside: list[Node] = []
 
@@ -101,7 +104,14 @@ def _place(node: Node, before: dict[Node, list[Node]], way: set[Node], roots: se
     if node in way:
         return None
     _closure([node], up)
-    return starts.pop() if len(starts) == 1 and not beside else None
+    if len(starts) != 1 or beside:
+        return None
+    start = starts.pop()
+    return None if _is_in_python(start) else start
+
+
+def _is_in_python(node: object) -> bool:
+    return isinstance(node, BackwardCFunction)
 
 
 def _keeper(kept: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:

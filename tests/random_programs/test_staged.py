@@ -156,3 +156,20 @@ def test_what_is_tied_on_unequal_submeshes(zero: int) -> None:
     plan = staged(subject, (2,), ({"dp": 3, "zero": zero}, {"dp": 2, "tp": 2, "zero": zero}))
     assert plan_problems(subject, plan) == []
     assert bytes_by_submesh(plan, subject.graph)[0][1]["broadcast"] == (16 + 4) * 8
+
+
+def test_a_parameter_that_nobody_reads_is_in_the_first_stage() -> None:
+    """No stage stored it, so that a model's state did not load."""
+    subject = chain("self.b(i0).sum()")
+    plan = staged(subject, (1,))
+    assert {"a.weight", "a.bias"} <= plan.stages[0].storage.keys()
+    assert plan_problems(subject, plan) == []
+
+
+def test_gradients_that_wait_are_not_summed_twice() -> None:
+    """Batch statistics were summed over ranks for the gradient of what was received, and again for those that wait."""
+    source = CHAIN.replace("FORWARD", "self.norm(self.a(i0)).square().sum()")
+    source = source.replace("self.twice = Twice()", "self.norm = nn.BatchNorm1d(4)")
+    subject = Subject(Written(source, (Leaf("i0", "float", (8, 4)),), False, 0))  # type: ignore[arg-type]
+    plan = staged(subject, (1,), ({}, {"dp": 2}), "zero_bubble")
+    assert plan_problems(subject, plan) == []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -39,7 +41,36 @@ def a_product_of_parameters(x: Tensor, p: list[Tensor]) -> list[Tensor]:
     return [torch.tanh(x @ both) @ both, (x * p[3]).sum()]
 
 
-MODELS = [plain, shared_by_layers, beside_the_way, several_roots, through_views, a_product_of_parameters]
+class Sent(torch.autograd.Function):
+    """A product whose backward pass is counted, as one that sends something."""
+
+    times = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        Sent.times += 1
+        x, weight = ctx.saved_tensors
+        return gradients[0] * weight, (gradients[0] * x).sum(0)
+
+
+def with_a_function(x: Tensor, p: list[Tensor]) -> list[Tensor]:
+    return [Sent.apply(torch.tanh(x @ p[0]), p[3]) @ p[1]]
+
+
+MODELS = [
+    plain,
+    shared_by_layers,
+    beside_the_way,
+    several_roots,
+    through_views,
+    a_product_of_parameters,
+    with_a_function,
+]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -72,3 +103,15 @@ def test_gradients_are_those_of_one_pass(model: object) -> None:
         assert seen.count(number) == (other.grad is not None)
         if other.grad is not None:
             torch.testing.assert_close(leaf.grad, other.grad)
+
+
+def test_a_function_of_the_runtime_runs_backward_once() -> None:
+    """What it sends for a parameter's gradient it has sent with that of its input."""
+    x, weight, bias = (torch.randn(4, 4).requires_grad_(), torch.randn(4, 4).requires_grad_(), torch.ones(4))
+    (made,) = with_a_function(x, [weight, weight, weight, bias.requires_grad_()])
+    Sent.times = 0
+    split = SplitBackward([(get_gradient_edge(made), torch.ones(4, 4))], [x], [weight, bias])
+    split.first()
+    split.second()
+    assert Sent.times == 1
+    assert bias.grad is not None
