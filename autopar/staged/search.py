@@ -39,6 +39,8 @@ _HOPELESS = 1.03
 _NEVER = 2**62
 _TEMPLATE_SHAPES = 8
 """Logical shapes, the best first, for which placements are also found around templates."""
+_NEAR = 1.25
+"""A template that would take so many times the best estimate is not looked at with more or fewer microbatches."""
 _LIKELY_STAGES = 8
 """The number of stages that is looked at first: what comes later is judged by what was found."""
 _SHARE = 0.5
@@ -144,7 +146,8 @@ class Search:
         return self._look(setting).found
 
     def _look_at_templates(self, deadline: float) -> None:
-        """Templates on the best setting of each logical shape, and on those of half and twice as many microbatches.
+        """Templates on the best setting of each logical shape; where they are near the best, with half and twice as
+        many microbatches, too.
 
         What their placements hide, or send together, may be more than what they cost.
         """
@@ -152,13 +155,23 @@ class Search:
         shapes: dict[LogicalMesh, Setting] = {}
         for _, setting in sorted([*fitting, *self._floors], key=lambda pair: pair[0]):
             shapes.setdefault(setting.axes, setting)
-        settings = list(shapes.values())[:_TEMPLATE_SHAPES]
-        for factor in (1.0, 0.5, 2.0):
-            for setting in settings:
-                count = int(setting.microbatches * factor)
-                for named in _as_templates(replace(setting, microbatches=count)):
-                    if count in self.layered.counts and time.monotonic() < deadline and not interrupt.is_asked():
-                        self._look(named)
+        settings = [named for setting in [*shapes.values()][:_TEMPLATE_SHAPES] for named in _as_templates(setting)]
+        self._look_until(settings, deadline)
+        near = [setting for setting in settings if self._is_near(setting)]
+        for factor in (0.5, 2.0):
+            self._look_until([replace(s, microbatches=int(s.microbatches * factor)) for s in near], deadline)
+
+    def _look_until(self, settings: Sequence[Setting], deadline: float) -> None:
+        """At those with a number of microbatches that is possible."""
+        for setting in settings:
+            is_possible = setting.microbatches in self.layered.counts
+            if is_possible and time.monotonic() < deadline and not interrupt.is_asked():
+                self._look(setting)
+
+    def _is_near(self, setting: Setting) -> bool:
+        """Whether a setting was looked at, and is so near the best that another number of microbatches may be it."""
+        known = self._known.get(setting)
+        return known is not None and min(known.floor_ns, known.least_ns) <= _NEAR * self._best_ns
 
     def _setting(self, size: int, axes: LogicalMesh, number: int) -> Setting:
         """With the microbatches of that place among the counts."""
