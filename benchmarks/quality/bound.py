@@ -7,7 +7,10 @@ forward passes of all others and ends before their backward passes, so that
     step ≥ C + (B − 1) · C_b / pp      gpipe, 1f1b
     step ≥ B · C / pp                  other schedules: some stage computes at least its share
 
-With full recomputation the forward pass of blocks counts twice.
+With full recomputation the forward pass of blocks counts twice. Where R ranks share c cores, times are those of ranks
+that are all busy; one that has a core to itself is as much as R / c times faster (`simulate.cores`):
+
+    step ≥ max(B · C / pp, (C + (B − 1) · C_b / pp) · c / R)      gpipe, 1f1b; the first alone for others
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from autopar.cost import load_profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.simulate.cores import sharing_of
 from autopar.template import template_axes, template_ranks, template_recompute
 from autopar.trace import find_blocks
 
@@ -30,6 +34,7 @@ class Bound:
 
     def __init__(self, graph: Graph, mesh: autopar.Mesh) -> None:
         self.graph, self.mesh, self.profile = graph, mesh, load_profile(mesh.profile)
+        self.sharing = sharing_of([self.profile.shared_by(mesh.devices_per_node)])
         self.blocks = find_blocks(graph)
         self.paths = tuple(path for group in self.blocks.paths for path in group)
         self._compute = cache(self._compute_ns)
@@ -43,9 +48,11 @@ class Bound:
             whole, of_blocks = self._compute(dp, tp, pp, count, choice["recompute"])
         except AutoparError:
             return None
-        if choice["schedule"] in ("gpipe", "1f1b"):
-            return int(whole + (count - 1) * of_blocks / pp)
-        return int(count * whole / pp)
+        shared = count * whole / pp
+        in_a_row = whole + (count - 1) * of_blocks / pp if choice["schedule"] in ("gpipe", "1f1b") else 0.0
+        if self.sharing is None or pp == 1:
+            return int(in_a_row or shared)
+        return int(max(shared, in_a_row * self.sharing.cores / self.sharing.ranks))
 
     def _divided(self, microbatches: int) -> Part:
         return divided(self.graph, self.blocks, microbatches)
