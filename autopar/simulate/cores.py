@@ -28,7 +28,7 @@ from autopar.simulate.timeline import Lane, Numbers, Piece
 SEND = "send"
 Spans = Sequence[tuple[int, int]]
 
-_LENGTHS = {FORWARD: 1000, BACKWARD: 2000, BACKWARD_INPUT: 1000, BACKWARD_WEIGHT: 1000}
+_LENGTHS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}
 """Of passes, relative to each other: each of a matrix's two gradients is as much work as its product."""
 
 
@@ -153,21 +153,24 @@ def _piece_in_time(piece: Piece, clock: Clock) -> Piece:
 
 
 @lru_cache(maxsize=1 << 12)
-def part_of_step(sharing: Sharing, schedule: str, stages: int, chunks: int, microbatches: int, trains: bool) -> float:
-    """How much of its step a pipeline of equal stages takes when waiting ranks leave their cores to others.
+def part_of_step(
+    sharing: Sharing, schedule: str, submeshes: int, microbatches: int, trains: bool, times: tuple[int, ...]
+) -> float:
+    """How much of its step a pipeline takes when waiting ranks leave their cores to others.
 
-    Of the step that it takes when all are as slow as if nobody waited. chunks: stages on each submesh.
+    Of the step that it takes when all are as slow as if nobody waited. times: of a pass through each stage, relative to
+    each other; stages are on the submeshes in turn.
     """
-    rows = [range(submesh, stages * chunks, stages) for submesh in range(stages)]
+    rows = [range(submesh, len(times), submeshes) for submesh in range(submeshes)]
     orders = turns(schedule, rows, microbatches, trains)
-    spans = _played(orders, stages * chunks)
-    each = {0: max(1, sharing.ranks // stages)}
+    spans = _played(orders, times)
+    each = {0: max(1, sharing.ranks // submeshes)}
     clock, end = Clock(sharing, [(one, each) for one in spans]), max(end for one in spans for _, end in one)
     return clock.at(end) / end
 
 
-def _played(orders: Sequence[Sequence[Turn]], count: int) -> list[list[tuple[int, int]]]:
-    """When each submesh makes its passes, if sending takes no time. count: of stages."""
+def _played(orders: Sequence[Sequence[Turn]], times: Sequence[int]) -> list[list[tuple[int, int]]]:
+    """When each submesh makes its passes, if sending takes no time. times: of a pass forward, by stage."""
     ends: dict[Turn, int] = {}
     free, heads = [0] * len(orders), [0] * len(orders)
     spans: list[list[tuple[int, int]]] = [[] for _ in orders]
@@ -175,11 +178,11 @@ def _played(orders: Sequence[Sequence[Turn]], count: int) -> list[list[tuple[int
         for number, order in enumerate(orders):
             while heads[number] < len(order):
                 turn = order[heads[number]]
-                awaited = _awaited(turn, count, ends)
+                awaited = _awaited(turn, len(times), ends)
                 if awaited is None:
                     break
                 begin = max(free[number], awaited)
-                free[number] = ends[turn] = begin + _LENGTHS[turn.direction]
+                free[number] = ends[turn] = begin + _LENGTHS[turn.direction] * times[turn.stage]
                 spans[number].append((begin, free[number]))
                 heads[number] += 1
     return spans

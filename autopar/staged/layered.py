@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 
@@ -29,6 +29,9 @@ from autopar.zero import pinned_modules, recomputable
 
 _SLACK = 1.03
 """Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried."""
+
+_STEPS = 100
+"""Of the slowest stage's time, by which stages are told apart where they share cores."""
 
 _MOST_LAYERS = 32
 """Of a model without repeated blocks."""
@@ -102,12 +105,16 @@ class Layered:
             if any(members[user.name][-1] > members[node.name][-1] for user, _ in graph.consumers[name])
         ]
 
-    def part_of_step(self, schedule: str, submeshes: int, chunks: int, microbatches: int) -> float:
-        """How much of its estimate a step takes: less than all where ranks share cores, which some leave to others."""
+    def part_of_step(self, schedule: str, submeshes: int, microbatches: int, times: Sequence[int]) -> float:
+        """How much of its estimate a step takes: less than all where ranks share cores, which some leave to others.
+
+        times: of each stage, relative to each other.
+        """
         sharing = sharing_of([self.shared])
         if sharing is None or submeshes == 1:
             return 1.0
-        return part_of_step(sharing, schedule, submeshes, chunks, microbatches, self.request.mode == "train")
+        parts = tuple(max(1, round(_STEPS * time / max(1, *times))) for time in times)
+        return part_of_step(sharing, schedule, submeshes, microbatches, self.request.mode == "train", parts)
 
     def in_time(self, candidate: Candidate) -> Candidate:
         """A candidate that was estimated as if no rank left its core to others, with that."""
@@ -119,9 +126,11 @@ class Layered:
 
     def part_of_candidate(self, candidate: Candidate) -> float:
         """As `part_of_step`."""
-        submeshes = candidate.num_submeshes
-        chunks = len(candidate.ways) // submeshes
-        return self.part_of_step(candidate.schedule, submeshes, chunks, candidate.microbatches)
+        if sharing_of([self.shared]) is None:
+            return 1.0
+        of_layer = np.array(candidate.stage_of_layer)
+        times = [int(self.kind(way).time_ns[of_layer == n].sum()) for n, way in enumerate(candidate.ways)]
+        return self.part_of_step(candidate.schedule, candidate.num_submeshes, candidate.microbatches, times)
 
     @cached_property
     def counts(self) -> list[int]:

@@ -230,7 +230,7 @@ class Search:
         try:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
-            part = self.layered.part_of_step("1f1b", stages, 1, count)
+            part = self.layered.part_of_step("1f1b", stages, count, (1,) * stages)
             in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
             if setting.zero is None and not is_near and in_a_row * self._hidden > _HOPELESS * self._best_ns:
                 self._floors.append((in_a_row, setting))
