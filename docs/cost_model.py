@@ -35,6 +35,9 @@ The simulator plays the plan's forward and backward pass as events: a stream for
 links, on each group of equal ranks. Overlap, waiting and pipeline bubbles come out of that rather than being assumed.
 What slows computation while a collective is in flight is the profile's `overlap_slowdown`. Memory is followed through
 the same events: what autograd saves, gradients, buffers of collectives, optimizer state.
+
+Where more ranks than a host has cores share these, those that are busy have the cores of those that wait for another
+stage (`autopar/simulate/cores.py`): time passes `max(cores, busy) / ranks` as fast as if all were always busy.
 """
 
 
