@@ -37,7 +37,7 @@ What slows computation while a collective is in flight is the profile's `overlap
 the same events: what autograd saves, gradients, buffers of collectives, optimizer state.
 
 Where more ranks than a host has cores share these, those that are busy have the cores of those that wait for another
-stage (`autopar/simulate/cores.py`): time passes `max(cores, busy) / ranks` as fast as if all were always busy.
+stage (`autopar/simulate/cores.py`): everything takes `max(cores, busy) / ranks` of its time with all of them busy.
 """
 
 
