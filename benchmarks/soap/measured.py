@@ -1,7 +1,9 @@
 """Measured on CPU ranks: what the SOAP search gained over the plan of ILP and DP.
 
-    python -m benchmarks.soap.measured [--cases inception@2 lstm@4 unet@4] [--rounds 15]
+    python -m benchmarks.soap.measured [--cases gpt@2 gpt@4 inception@2 lstm@4] [--rounds 15]
 
+gpt is planned in one stage, as it is where `Constraint(stages=1)` asks for it: there, the sum of all costs does not
+see that gradients are summed while the backward pass goes on, and that a tensor parallel block's sums are waited for.
 Plans are for this host's own `cpu` profile (measured at its first use), with the default budget but `--proposals`; the
 two programs of a case are timed in turns (`benchmarks.side_by_side`). Written to measured.json with command, machine
 and date: predicted and measured milliseconds a step, and how many times longer the first takes, round by round.
@@ -27,10 +29,12 @@ from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
 from benchmarks.facts import facts
 from benchmarks.side_by_side import ratios, side_by_side
-from models import inception, lstm, unet
+from models import gpt, inception, lstm, unet
 
 HERE = Path(__file__).parent
+IN_ONE_STAGE = {"gpt": (autopar.Constraint(stages=1),)}
 MODELS: dict[str, tuple[Any, Any]] = {
+    "gpt": (gpt, gpt.Config(num_layers=4, hidden_size=256)),
     "inception": (inception, inception.Config(image_size=64, width=0.25, batch_size=4)),
     "lstm": (lstm, lstm.Config(vocab_size=4000, seq_len=8, hidden_size=512, batch_size=16)),
     "unet": (unet, unet.Config(image_size=16, base_channels=32)),
@@ -50,7 +54,7 @@ def measured(case: str, rounds: int, proposals: int) -> dict[str, Any]:
     model, batch = build(name)
     mesh, graph = autopar.Mesh("cpu", devices_per_node=int(ranks)), trace(model, batch)
     budget = SearchBudget(20.0, proposals=proposals, refine_seconds=60.0)
-    request = Request(mesh, "train", "adamw", None, (), budget)
+    request = Request(mesh, "train", "adamw", None, IN_ONE_STAGE.get(name, ()), budget)
     first = placed(graph, request)
     plans = {"placed": first, "refined": refined(graph, find_blocks(graph), request, load_profile("cpu"), first)}
     sources = {way: autopar.parallelize(model, mesh, batch, plan=plan).source for way, plan in plans.items()}
@@ -74,7 +78,7 @@ def measured(case: str, rounds: int, proposals: int) -> dict[str, Any]:
 def main() -> None:
     """Measures the cases, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["inception@2", "lstm@4", "unet@4"])
+    parser.add_argument("--cases", nargs="+", default=["gpt@2", "gpt@4", "inception@2", "lstm@4"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--proposals", type=int, default=2_000)
     options = parser.parse_args()
