@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import gc
 import os
 import shutil
 import tempfile
@@ -34,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses --refresh-golden where nobody would read the difference."""
+    gc.set_threshold(
+        50_000, 20, 50
+    )  # what torch and graphs consist of stays, and looking at it took a sixth of the time
     _take_the_shipped_profile_of_cpus()
     if config.getoption("--substitutions"):
         _take_substituted_graphs()
