@@ -57,7 +57,7 @@ class Turn(NamedTuple):
 def side_by_side(
     build: Build, sources: Mapping[str, str], world: int, rounds: int, cores: Sequence[int] | None = None
 ) -> dict[str, Times]:
-    """The times of each program, by its name; the first round is left out. cores: where each rank stays, if anywhere."""
+    """The times of each program, by its name; the first round is left out. cores: that of each rank, if any."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
         (path / "sources.json").write_text(json.dumps(dict(sources)))
