@@ -102,7 +102,7 @@ mesh = autopar.Mesh("h100", devices_per_node=4)
 # says so, under *coverage*.
 
 # %%
-search = autopar.SearchBudget(seconds=10.0, gap=0.01, stages=False, proposals=0)
+search = autopar.SearchBudget(seconds=10.0, gap=0.01, stages=False, substitutions=False, proposals=0)
 before = autopar.parallelize(model, mesh, batch, precision="bf16", search=search).plan
 print("\n".join(str(before).splitlines()[:7]))
 
@@ -209,7 +209,7 @@ ways = {
     "a stage a node": dict(dp=2, pp=2, microbatches=8),
 }
 gigabits = [10, 100, 400]
-budget = autopar.SearchBudget(seconds=4.0, gap=0.05, proposals=0)
+budget = autopar.SearchBudget(seconds=4.0, gap=0.05, substitutions=False, proposals=0)
 times, found = {name: [] for name in [*ways, "found by the search"]}, []
 for speed in gigabits:
     mesh = autopar.Mesh(cluster(speed), nodes=2, devices_per_node=2)

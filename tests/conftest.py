@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import atexit
 import difflib
+import gc
 import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
+    from torch import nn
+
+    from autopar.ir.graph import Graph
     from autopar.jointly import Entry
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
@@ -31,6 +35,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses --refresh-golden where nobody would read the difference."""
+    gc.set_threshold(
+        50_000, 20, 50
+    )  # what torch and graphs consist of stays, and looking at it took a sixth of the time
     _take_the_shipped_profile_of_cpus()
     if config.getoption("--substitutions"):
         _take_substituted_graphs()
@@ -83,6 +90,41 @@ def _shared(item: pytest.Item) -> str:
 def _part(item: pytest.Item) -> int:
     """0 for a unit test, 1 for a sweep, 2 for several processes."""
     return 2 if item.get_closest_marker("ranks") else 1 if item.get_closest_marker("sweep") else 0
+
+
+@pytest.fixture(autouse=True)
+def traced_once(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where programs run on ranks, a model is traced once for its plan and for the program of that plan.
+
+    What tracing gives is what other tests are about; it takes as long as all the rest of such a test.
+    """
+    if not request.node.get_closest_marker("ranks"):
+        return
+    from autopar import pipeline
+
+    traced, known = pipeline.trace, {}
+
+    def trace(model: nn.Module, inputs: Any, **choices: Any) -> Graph:
+        parts, identity = _parts(model, inputs)
+        if known.get("identity") != (identity, choices):
+            graph = traced(model, inputs, **choices)
+            known.update(identity=(identity, choices), graph=graph, parts=parts)  # while these live, no other has an id
+        return known["graph"]
+
+    monkeypatch.setattr(pipeline, "trace", trace)
+
+
+def _parts(model: nn.Module, inputs: Any) -> tuple[list[Any], list[Any]]:
+    """What a model and its inputs consist of, and what tells them from all others: who they are, what tracing asks."""
+    from autopar.ops import lookup
+
+    values = (
+        inputs if isinstance(inputs, dict) else dict(enumerate(inputs)) if isinstance(inputs, tuple) else {0: inputs}
+    )
+    parts = [*model.modules(), *model.parameters(), *values.values()]
+    said = [(module.training, type(module)) for module in model.modules()]
+    wanted = [parameter.requires_grad for parameter in model.parameters()]
+    return parts, [[*map(id, parts)], said, wanted, [*values], {**lookup._USER}]
 
 
 @pytest.fixture

@@ -162,9 +162,13 @@ def axis_rules(graph: Graph, node: Node) -> tuple[AxisRule, ...]:
 
 def has_rules(op: torch._ops.OpOverload) -> bool:
     """Whether some source has rules for the operator, or it makes tensors of its own and needs none."""
+    return str(op) in _USER or _has_own_rules(op)
+
+
+@functools.cache  # every trace asks for all of aten's operators
+def _has_own_rules(op: torch._ops.OpOverload) -> bool:
     name = str(op)
-    creates = name.split(".")[1] in _CREATION
-    return creates or name in _USER or find(name) is not None or registry.knows(op)
+    return name.split(".")[1] in _CREATION or find(name) is not None or registry.knows(op)
 
 
 def coverage(graph: Graph) -> dict[str, str]:

@@ -22,8 +22,8 @@ from autopar.ir.serialization import write_whole
 from autopar.show.data import plan_data
 
 SCRIPTS = (
-    "dom", "format", "passes", "summary", "tiles", "tree", "mesh", "details", "timeline", "memory", "traffic", "search",
-    "main",
+    "dom", "format", "passes", "summary", "tiles", "tree", "mesh", "details", "axis", "timeline", "memory", "traffic",
+    "search", "main",
 )  # fmt: skip
 """The parts of the page's script, in order: each may use what is in those before it."""
 

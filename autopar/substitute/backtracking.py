@@ -141,15 +141,18 @@ def cheaper(found: Found) -> tuple[int, int]:
 
 
 def simplest(found: Sequence[Found]) -> Found:
-    """Of the graphs that are as good as the cheapest, the one of the fewest substitutions, the cheapest of these.
+    """Of the graphs that are as good as the cheapest, the one of the fewest substitutions, the cheapest of these."""
+    most = as_good_ns(found[0].cost_ns + sum(found[0].gains_ns), min(item.cost_ns for item in found))
+    return min((item for item in found if item.cost_ns <= most), key=lambda item: (len(item.matches), item.cost_ns))
+
+
+def as_good_ns(given_ns: int, least_ns: int) -> float:
+    """What a graph may cost to be as good as the cheapest that substitutions make of a given one.
 
     As good is what no profile can tell from it, and what gives up little of a gain that one can tell.
     """
-    least = min(item.cost_ns for item in found)
-    gained = found[0].cost_ns + sum(found[0].gains_ns) - least
-    told = RESOLUTION * least
-    most = least + (told if gained <= told else min(told, GIVEN_UP * gained))
-    return min((item for item in found if item.cost_ns <= most), key=lambda item: (len(item.matches), item.cost_ns))
+    gained, told = given_ns - least_ns, RESOLUTION * least_ns
+    return least_ns + (told if gained <= told else min(told, GIVEN_UP * gained))
 
 
 def key(values: Values) -> int:

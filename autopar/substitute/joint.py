@@ -15,7 +15,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
-from autopar.substitute.backtracking import ALPHA, Found, Outcome
+from autopar.substitute.backtracking import ALPHA, Found, Outcome, as_good_ns
 from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import PARTS
@@ -53,7 +53,11 @@ class Substituted:
 
     @property
     def best(self) -> Candidate:
-        return self.candidates[0]
+        """Of those that are as good as the fastest, the one of the fewest substitutions: the given graph where nothing
+        gains what a profile can tell."""
+        most = as_good_ns(self.before_ns, self.candidates[0].cost_ns)
+        as_good = (candidate for candidate in self.candidates if candidate.cost_ns <= most)
+        return min(as_good, key=lambda candidate: (len(candidate.steps), candidate.cost_ns))
 
 
 def substituted(
@@ -74,7 +78,7 @@ def substituted(
         rules = [rule for rule in rules if not sums_weights(rule)]
     search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, limits)
     outcomes = search.outcomes(begin + SEARCHING * seconds)
-    best = search.candidate([outcome.best for outcome in outcomes])
+    best = search.candidate(search.worth_while([outcome.best for outcome in outcomes]))
     apart = search.candidate([search.apart(twins) for twins in search.regions])
     given = Candidate(graph, (), search.cost(search.plain))
     found = {candidate.graph.fingerprint: candidate for candidate in (apart, best, given)}
@@ -111,13 +115,30 @@ class _Search:
             found.append(self.searcher.run(self._values(twins), seconds, most))
         return found
 
+    def worth_while(self, found: Sequence[Found]) -> list[Found]:
+        """What was found for each region, but for those without which the whole graph is as good: much of a small
+        region can be little of the whole."""
+        gains_ns = [sum(own.gains_ns) * len(twins.regions) for twins, own in zip(self.regions, found, strict=True)]
+        given_ns = self.cost(self.plain)
+        least_ns = given_ns - sum(gains_ns)
+        spare_ns = as_good_ns(given_ns, least_ns) - least_ns
+        kept = [*found]
+        for number in sorted(range(len(found)), key=gains_ns.__getitem__):
+            if gains_ns[number] <= spare_ns:
+                spare_ns -= gains_ns[number]
+                kept[number] = self._as_given(self.regions[number])
+        return kept
+
+    def _as_given(self, twins: Twins) -> Found:
+        values = self._values(twins)
+        return Found(values, (), (), self.pricer(values))
+
     def _values(self, twins: Twins) -> Values:
         return lifted(twins.first.graph(self.plain))
 
     def apart(self, twins: Twins) -> Found:
         """Every splitting of fused weights that is possible, one after the other."""
-        values = self._values(twins)
-        now = Found(values, (), (), self.pricer(values))
+        now = self._as_given(twins)
         while (step := next(self._splittings(now.values), None)) is not None:
             match, after = step
             cost_ns = self.pricer(after)

@@ -53,7 +53,7 @@ def compare_plan(model_name: str, plan_name: str, single: Step) -> Row:
     """Plans, emits, runs on ranks and compares."""
     started = time.perf_counter()
     model, batch = zoo.build(model_name)
-    program = planned.step_program(model_name, plan_name)
+    program = planned.program(model_name, planned.plan(model_name, plan_name))
     state = {**model.state_dict(), **dict(model.named_buffers())}
     ranks = pool(program.plan.mesh.num_devices).run(step_on_rank, program.source, state, batch)
     found = compare(single, ranks, program.plan.predicted.comm_bytes)

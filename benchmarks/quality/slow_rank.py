@@ -12,22 +12,19 @@ A GPT of twelve blocks is trained in two ways, each in equal parts and by speed:
 Sharing a batch is the cleaner of the two: both ranks of core 1 compute all the time. A stage that waits in its bubble
 leaves the core to the other one, which then is as fast as rank 0: equal stages suffer less than is predicted.
 
-All programs are built in the same three processes and timed in rounds, in turns of `STEPS` steps each (forward,
-backward and AdamW, as the slowest rank needs for them), so that a drift of the machine hits all alike. What other
-programs used of the machine meanwhile is noted. A gain is the median over rounds of equal over speed; it counts when in
-enough rounds both of its turns were disturbed by at most `QUIET` of the machine, else it is called inconclusive.
+All programs are timed in turns (`benchmarks.side_by_side`). A gain is the median over rounds of equal over speed; it
+counts when in enough rounds both of its turns were disturbed by at most `QUIET` of the machine, else it is called
+inconclusive.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import tempfile
 import time
-import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,17 +32,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
 
 import autopar
-from autopar import runtime
 from autopar.cost import load_profile
 from autopar.cost.files import profiles_folder
 from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
 from autopar.trace import trace
-from benchmarks.accuracy.cpu import busy_seconds
 from benchmarks.facts import facts
 from benchmarks.runtime.run import free_port
+from benchmarks.side_by_side import ENOUGH, QUIET, Times, join, leave, ratios, side_by_side
 from models import gpt
 
 CONFIG = gpt.Config(num_layers=12, hidden_size=256, num_heads=4, seq_len=64, vocab_size=512, batch_size=24)
@@ -56,11 +53,7 @@ ASKED: dict[str, dict[str, Any]] = {
 }
 SPLITS = ("equal", "speed")
 KINDS = ("alone", "sharing")
-CORES, STEPS = (0, 1, 1), 2
-QUIET, ENOUGH = 0.02, 4  # others' share of the machine in a turn; rounds that are so quiet
-
-Turn = tuple[float, float]
-"""Milliseconds a step, and the share of the machine that other programs used."""
+CORES = (0, 1, 1)
 
 
 # Planning ----------------------------------------
@@ -68,7 +61,7 @@ Turn = tuple[float, float]
 
 def probe_rank(rank: int, port: int, folder: Path, rounds: int) -> None:
     """Trains the probe on one rank by itself while the others do, and writes its milliseconds a step."""
-    _join(rank, port)
+    join(rank, len(CORES), port, CORES)
     model, batch = gpt.build(PROBE), gpt.example_inputs(PROBE)
     times = []
     for _ in range(rounds + 1):
@@ -79,8 +72,7 @@ def probe_rank(rank: int, port: int, folder: Path, rounds: int) -> None:
             model(**batch).backward()
         times.append((time.perf_counter() - start) / 4 * 1e3)
     (folder / f"probe{rank}.json").write_text(json.dumps(statistics.median(times[1:])))
-    dist.barrier()
-    dist.destroy_process_group()
+    leave()
 
 
 def write_profiles(folder: Path, measured_ms: Sequence[float]) -> None:
@@ -106,19 +98,24 @@ def predicted_probe_ms(profile: str) -> float:
     return breakdown.compute_ns / 1e6
 
 
-def write_programs(folder: Path, names: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """Plans and emits all; by program, the parts of each rank and the predicted milliseconds."""
+def built() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """The model that is trained, and its batch."""
+    return gpt.build(CONFIG), gpt.example_inputs(CONFIG)
+
+
+def programs(folder: Path, names: Sequence[str]) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
+    """The sources of all; by program, the parts of each rank and the predicted milliseconds."""
     mesh = autopar.Mesh([(str(folder / "alone.json"), 1, 1), (str(folder / "sharing.json"), 1, 2)])
-    model, batch = gpt.build(CONFIG), gpt.example_inputs(CONFIG)
-    graph, found = trace(model, batch), {}
+    model, batch = built()
+    graph, sources, found = trace(model, batch), {}, {}
     for name in names:
         for split in SPLITS:
             plan = template_of_graph(graph, mesh, split=split, **ASKED[name])
-            (folder / f"{name}_{split}.py").write_text(autopar.parallelize(model, mesh, batch, plan=plan).source)
+            sources[f"{name}_{split}"] = autopar.parallelize(model, mesh, batch, plan=plan).source
             found[f"{name}_{split}"] = {
                 "parts": _parts(graph, plan), "predicted_ms": plan.predicted.step_time_ns / 1e6
             }  # fmt: skip
-    return found
+    return sources, found
 
 
 def _parts(graph: Graph, plan: autopar.Plan) -> list[int]:
@@ -136,74 +133,18 @@ def _blocks(plan: autopar.Plan, nodes: Any) -> int:
     return len({module.split(".")[1] for module in modules if module.startswith("layers.")})
 
 
-# Measuring ----------------------------------------
-
-
-def _join(rank: int, port: int) -> None:
-    """Pins the rank, and joins the others."""
-    warnings.simplefilter("ignore")
-    os.sched_setaffinity(0, {CORES[rank]})
-    torch.set_num_threads(1)
-    runtime.keep_freed_memory()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(len(CORES)))
-    dist.init_process_group("gloo")
-    torch.manual_seed(0)
-
-
-def run_rank(rank: int, port: int, folder: Path, rounds: int, names: Sequence[str]) -> None:
-    """Times all programs in turns on one rank; rank 0 writes the slowest rank's milliseconds a step."""
-    from autopar.program import load_source
-
-    _join(rank, port)
-    model, batch = gpt.build(CONFIG), gpt.example_inputs(CONFIG)
-    trainers = {}
-    for name in names:
-        built = runtime.build(load_source((folder / f"{name}.py").read_text()).Program)
-        built.init_from(model, broadcast=False)
-        trainers[name] = built, torch.optim.AdamW(built.parameters(), lr=1e-4)
-    times: dict[str, list[Turn]] = {name: [] for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in names}
-    for _ in range(rounds):
-        for name, (built, optimizer) in trainers.items():
-            times[name].append(_timed(built, optimizer, batch, losses[name]))
-        if rank == 0:
-            (folder / "times.json").write_text(json.dumps({"times": times, "losses": losses}))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _timed(built: Any, optimizer: torch.optim.Optimizer, batch: Any, losses: list[float]) -> Turn:
-    """A turn, after one step to warm up."""
-    _step(built, optimizer, batch, losses)
-    dist.barrier()
-    busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
-    for _ in range(STEPS):
-        _step(built, optimizer, batch, losses)
-    elapsed, together = torch.tensor([time.perf_counter() - start]), torch.tensor([time.process_time() - own])
-    dist.all_reduce(elapsed, dist.ReduceOp.MAX)
-    dist.all_reduce(together)
-    others = (busy_seconds() - busy - together.item()) / elapsed.item() / (os.cpu_count() or 1)
-    return elapsed.item() / STEPS * 1e3, max(0.0, others)
-
-
-def _step(built: Any, optimizer: torch.optim.Optimizer, batch: Any, losses: list[float]) -> None:
-    optimizer.zero_grad()
-    losses.append(built.train_step(**batch).item())
-    optimizer.step()
-
-
 # Result ----------------------------------------
 
 
-def gain_of(name: str, times: dict[str, list[Turn]], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def gain_of(name: str, times: Mapping[str, Times], rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Equal over speed, measured round by round, and predicted."""
-    pairs = list(zip(*(times[f"{name}_{split}"] for split in SPLITS), strict=True))
-    quiet = [pair for pair in pairs if max(others for _, others in pair) <= QUIET]
-    counted = quiet if len(quiet) >= ENOUGH else pairs
-    ratios = [equal[0] / speed[0] for equal, speed in counted]
+    equal, speed = (times[f"{name}_{split}"] for split in SPLITS)
+    pairs = list(zip(ratios(equal, speed), map(max, equal.others, speed.others), strict=True))
+    quiet = [ratio for ratio, others in pairs if others <= QUIET]
+    counted = quiet if len(quiet) >= ENOUGH else [ratio for ratio, _ in pairs]
     return {
-        "measured": statistics.median(ratios),
-        "range": [min(ratios), max(ratios)],
+        "measured": statistics.median(counted),
+        "range": [min(counted), max(counted)],
         "predicted": rows[f"{name}_equal"]["predicted_ms"] / rows[f"{name}_speed"]["predicted_ms"],
         "quiet_rounds": len(quiet),
         "rounds": len(pairs),
@@ -224,16 +165,16 @@ def main() -> None:
         probe_ms = [json.loads((folder / f"probe{rank}.json").read_text()) for rank in range(len(CORES))]
         print(f"probe: {', '.join(f'{ms:.1f}' for ms in probe_ms)} ms a step by rank", flush=True)
         write_profiles(folder, probe_ms)
-        rows = write_programs(folder, options.programs)
-        mp.spawn(run_rank, (free_port(), folder, options.rounds, list(rows)), nprocs=len(CORES))
-        found = json.loads((folder / "times.json").read_text())
+        sources, rows = programs(folder, options.programs)
+        times = side_by_side(built, sources, len(CORES), options.rounds, CORES)
     for name, row in rows.items():
-        row["measured_ms"] = statistics.median(ms for ms, _ in found["times"][name])
-        row["rounds"] = [(round(ms, 1), round(share, 3)) for ms, share in found["times"][name]]
-        row["losses"] = found["losses"][name][:3]
+        found = times[name]
+        row["measured_ms"] = statistics.median(found.ms)
+        row["rounds"] = [(round(ms, 1), round(share, 3)) for ms, share in zip(found.ms, found.others, strict=True)]
+        row["losses"] = found.losses[:3]
         print(f"{name}: by rank {row['parts']}, measured {row['measured_ms']:.1f} ms a step, predicted "
               f"{row['predicted_ms']:.1f}")  # fmt: skip
-    gains = {name: gain_of(name, found["times"], rows) for name in options.programs}
+    gains = {name: gain_of(name, times, rows) for name in options.programs}
     for name, gain in gains.items():
         low, high = gain["range"]
         print(f"{name}: gain measured {gain['measured']:.2f} ({low:.2f} to {high:.2f}), predicted "

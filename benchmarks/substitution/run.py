@@ -32,6 +32,7 @@ import torch
 
 from autopar import runtime
 from autopar.cost import load_profile
+from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import trace
 from benchmarks.facts import facts
 from benchmarks.substitution.graphs import GRAPHS, SIZES, build
@@ -39,7 +40,7 @@ from benchmarks.substitution.searching import Found, search
 from benchmarks.substitution.timing import call_of, compare_with_model, gain, program_of, times
 
 HERE = Path(__file__).parent
-NOISE = 0.02
+NOISE = RESOLUTION
 SEARCH_S, MEAN_ERROR, SLOWEST = 10.0, 0.20, 1 / 1.02
 #: gains that are to be reached, by model, mode and where
 TARGETS = {

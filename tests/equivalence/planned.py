@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import Plan
 from autopar.ops.experts import ROUTED_EXPERTS
+from autopar.pipeline import template_of_graph
 from autopar.trace import trace
 from tests.equivalence import zoo
 
@@ -65,37 +68,37 @@ def slow_mesh() -> autopar.Mesh:
     return autopar.Mesh(str(path), devices_per_node=4)
 
 
-def step_program(model_name: str, plan_name: str) -> autopar.PlannedProgram:
-    """The template's program, or the one searched for slow devices. A model is traced once for all its plans."""
+@contextmanager
+def traced(model_name: str) -> Iterator[None]:
+    """A model is traced once for all its plans and programs."""
+    with mock.patch.object(pipeline, "trace", lambda *_, **__: graph(model_name)):
+        yield
+
+
+def program(model_name: str, chosen: Plan) -> autopar.PlannedProgram:
+    """The program of a plan for the model."""
     model, batch = zoo.build(model_name)
-    traced = graph(model_name)
-    with mock.patch.object(pipeline, "trace", lambda *_, **__: traced):
-        if not PLANS[plan_name]:
-            return autopar.parallelize(model, slow_mesh(), batch, search=BUDGET)
-        chosen = plan(model_name, plan_name)
+    with traced(model_name):
         return autopar.parallelize(model, chosen.mesh, batch, plan=chosen)
 
 
-def template_program(model_name: str, **choices: Any) -> autopar.PlannedProgram:
-    """A template's program. A model is traced once for all its plans."""
-    model, batch = zoo.build(model_name)
-    traced, world = graph(model_name), choices.get("dp", 1) * choices.get("tp", 1)
-    with mock.patch.object(pipeline, "trace", lambda *_, **__: traced):
-        plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=world), batch, **choices)
-        return autopar.parallelize(model, plan.mesh, batch, plan=plan)
+def template(model_name: str, **choices: Any) -> Plan:
+    """A template's plan for as many ranks as it has."""
+    world = choices.get("pp", 1) * choices.get("dp", 1) * choices.get("tp", 1)
+    return template_of_graph(graph(model_name), autopar.Mesh("cpu", devices_per_node=world), **choices)
 
 
 @cache
 def plan(model_name: str, plan_name: str) -> Plan:
-    """The template's plan, or the searched one for 4 ranks."""
+    """The template's plan, or the one searched for four slow devices; in one stage for four CPU ranks as they are."""
+    if plan_name not in ("searched", ONE_STAGE):
+        return template(model_name, **PLANS[plan_name])
+    is_free = plan_name == "searched"
+    mesh = slow_mesh() if is_free else autopar.Mesh("cpu", devices_per_node=4)
+    rules = [] if is_free else [autopar.Constraint(stages=1)]
     model, batch = zoo.build(model_name)
-    if plan_name in ("searched", ONE_STAGE):
-        rules = [autopar.Constraint(stages=1)] if plan_name == ONE_STAGE else []
-        mesh = autopar.Mesh("cpu", devices_per_node=4)
+    with traced(model_name):
         return autopar.parallelize(model, mesh, batch, constraints=rules, search=BUDGET).plan
-    choices = PLANS[plan_name]
-    world = choices.get("dp", 1) * choices.get("tp", 1)
-    return autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=world), batch, **choices)
 
 
 def work_share(graph: Graph, plan: Plan) -> float:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import autopar
 from tests.equivalence import planned, zoo
 from tests.equivalence.harness import differences, run_rank, run_single
 from tests.rank_pool import pool
@@ -27,7 +26,7 @@ def single(name: str) -> Any:
 def test_plan_equals_model(model_name: str, plan_name: str) -> None:
     model, batch = zoo.build(model_name)
     plan = planned.plan(model_name, plan_name)
-    program = autopar.parallelize(model, plan.mesh, batch, plan=plan)
+    program = planned.program(model_name, plan)
     state = {**model.state_dict(), **dict(model.named_buffers())}
     results = pool(plan.mesh.num_devices).run(run_rank, program.source, state, batch, OPTIMIZERS)
     found = differences(single(model_name), results[0])

@@ -52,7 +52,7 @@ def single(model_name: str) -> Any:
 def test_recomputed_program_equals_model(model_name: str, choice: str, recompute: str, microbatches: int) -> None:
     model, batch = zoo.build(model_name)
     choices = {**CHOICES[choice], "recompute": recompute, "microbatches": microbatches}
-    program = planned.template_program(model_name, **choices)
+    program = planned.program(model_name, planned.template(model_name, **choices))
     assert "rt.recomputed(" in program.source and program.plan.recompute
     results = pool(program.plan.mesh.num_devices).run(run_rank, program.source, state_of(model), batch, ("sgd",))
     found = differences(single(model_name), results[0])

@@ -15,7 +15,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
-import autopar
 from tests.equivalence import planned, zoo
 from tests.equivalence.travel import AFTER, BEFORE, Tensors, optimizer_of, resume, save
 from tests.rank_pool import pool
@@ -40,21 +39,16 @@ def uninterrupted(name: str) -> tuple[list[float], Tensors]:
     return losses, dict(model.state_dict())
 
 
-STAGED = {"pp_dp": {"pp": 2, "dp": 2, "microbatches": 2}, "pp": {"pp": 2, "microbatches": 2}}
+OWN: dict[str, dict[str, int]] = {
+    "one": {}, "pp": {"pp": 2, "microbatches": 2}, "pp_dp": {"pp": 2, "dp": 2, "microbatches": 2}
+}  # fmt: skip
 
 
 def emitted(model_name: str, plan_name: str) -> tuple[str, int]:
     """The program's source and its number of ranks; "one" is for one device."""
-    model, batch = zoo.build(model_name)
-    if plan_name == "one":
-        plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=1), batch)
-    elif plan_name in STAGED:
-        choices = STAGED[plan_name]
-        mesh = autopar.Mesh("cpu", devices_per_node=choices["pp"] * choices.get("dp", 1))
-        plan = autopar.template_plan(model, mesh, batch, **choices)
-    else:
-        plan = planned.plan(model_name, plan_name)
-    return autopar.parallelize(model, plan.mesh, batch, plan=plan).source, plan.mesh.num_devices
+    own = OWN.get(plan_name)
+    plan = planned.plan(model_name, plan_name) if own is None else planned.template(model_name, **own)
+    return planned.program(model_name, plan).source, plan.mesh.num_devices
 
 
 def check(name: str, losses: list[float], weights: Tensors) -> None:

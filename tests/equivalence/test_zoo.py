@@ -32,7 +32,7 @@ def single(model_name: str) -> Step:
 @pytest.mark.parametrize(("model_name", "plan_name"), CASES)
 def test_step_equals_model(model_name: str, plan_name: str) -> None:
     model, batch = zoo.build(model_name)
-    program = planned.step_program(model_name, plan_name)
+    program = planned.program(model_name, planned.plan(model_name, plan_name))
     check_split(graph_of(program.plan, planned.graph(model_name)), program.plan)
     state = {**model.state_dict(), **dict(model.named_buffers())}
     ranks = pool(program.plan.mesh.num_devices).run(step_on_rank, program.source, state, batch)

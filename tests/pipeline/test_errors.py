@@ -11,6 +11,10 @@ from torch import nn
 
 import autopar
 from autopar import errors
+from autopar.ir import verifier
+from autopar.ops import admits
+from autopar.pipeline import template_of_graph
+from autopar.trace import trace
 from models import mlp
 
 
@@ -191,16 +195,15 @@ def test_operator_without_rule_is_reported_as_replicated(function: Callable[...,
     assert all(type_.kind in "RI" for placement in plan.nodes[name].results for type_ in placement)
 
 
-@pytest.mark.sweep
 def test_every_dropped_or_swapped_redistribution_is_refused() -> None:
     """The verifier accepts no plan that lacks a redistribution it has, or in which one ends elsewhere."""
-    model, batch = model_and_batch()
-    plan = autopar.template_plan(model, autopar.Mesh("h100", devices_per_node=4), batch, dp=2, tp=2)
+    graph = trace(*model_and_batch())
+    plan = template_of_graph(graph, autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
     assert plan.redistributes
     for position, item in enumerate(plan.redistributes):
         rest = (*plan.redistributes[:position], *plan.redistributes[position + 1 :])
         with pytest.raises(errors.PlacementError):
-            autopar.verify(dataclasses.replace(plan, redistributes=rest), model, batch)
+            verifier.verify(graph, dataclasses.replace(plan, redistributes=rest), admits)
         shorter = dataclasses.replace(item, steps=item.steps[:-1])
         with pytest.raises(errors.PlacementError):
-            autopar.verify(dataclasses.replace(plan, redistributes=(*rest, shorter)), model, batch)
+            verifier.verify(graph, dataclasses.replace(plan, redistributes=(*rest, shorter)), admits)

@@ -154,7 +154,9 @@ def test_stages_have_reasons_too() -> None:
     config = gpt.Config(num_layers=4)
     mesh = autopar.Mesh("h100", devices_per_node=4)
     pinned = [autopar.Constraint(stages=2, microbatches=2)]
-    plan = autopar.parallelize(gpt.build(config), mesh, gpt.example_inputs(config), constraints=pinned).plan
+    plan = autopar.parallelize(
+        gpt.build(config), mesh, gpt.example_inputs(config), search="fast", constraints=pinned
+    ).plan
     lines = plan.explain("layers.3.mlp").splitlines()
     assert lines[0].startswith("Of whole plans, the next best were 2 stages of 2, ")
     assert f"  instead     {runners_up(plan)[0]}" in str(plan)

@@ -14,6 +14,7 @@ from autopar.ir.placement import R
 from models import gpt, mlp
 
 MESH = autopar.Mesh("cpu", devices_per_node=2)
+BUDGET = autopar.SearchBudget(substitutions=False, proposals=0)
 
 
 def small_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -82,23 +83,25 @@ def test_batch_statistics_mix_samples_and_running_ones_do_not() -> None:
 
 def test_what_does_not_fit_at_once_is_planned_in_microbatches() -> None:
     model, batch = small_gpt()
-    whole = autopar.parallelize(model, MESH, batch, constraints=[autopar.Constraint(stages=1)]).plan
+    alone = [autopar.Constraint(stages=1)]
+    whole = autopar.parallelize(model, MESH, batch, constraints=alone, search=BUDGET).plan
     assert whole.microbatches == 1
     divided = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
     limit = (whole.predicted.peak_bytes + divided.predicted.peak_bytes) // 2
     with pytest.raises(InfeasibleError):
         autopar.parallelize(
             model, MESH, batch, memory_limit=divided.predicted.peak_bytes // 3,
-            constraints=[autopar.Constraint(microbatches=1)],
+            constraints=[autopar.Constraint(microbatches=1)], search=BUDGET,
         )  # fmt: skip
-    plan = autopar.parallelize(model, MESH, batch, memory_limit=limit, constraints=[autopar.Constraint(stages=1)]).plan
+    plan = autopar.parallelize(model, MESH, batch, memory_limit=limit, constraints=alone, search=BUDGET).plan
     assert plan.predicted.peak_bytes <= limit
 
 
 def test_constraints_pin_the_number() -> None:
     config = mlp.Config()
     model, batch = mlp.build(config), mlp.example_inputs(config)
-    plan = autopar.parallelize(model, MESH, batch, constraints=[autopar.Constraint(microbatches=2)]).plan
+    pinned = [autopar.Constraint(microbatches=2)]
+    plan = autopar.parallelize(model, MESH, batch, constraints=pinned, search=BUDGET).plan
     assert plan.microbatches == 2
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -89,10 +90,11 @@ def test_as_few_layers_are_computed_again_as_memory_allows() -> None:
 
 
 def test_a_limit_leaves_some_layers_as_they_are() -> None:
-    request = Request(MESH, "train", "adamw", None, (autopar.Constraint(stages=2, microbatches=8),), SearchBudget(60.0))
+    budget = SearchBudget(60.0, proposals=0)
+    request = Request(MESH, "train", "adamw", None, (autopar.Constraint(stages=2, microbatches=8),), budget)
     free = planned(graph(), request)
     limit = int(free.predicted.peak_bytes * 0.75)
-    plan = planned(graph(), Request(MESH, "train", "adamw", limit, request.constraints, request.budget))
+    plan = planned(graph(), replace(request, memory_limit=limit))
     assert plan.predicted.peak_bytes <= limit
     verifier.verify(graph(), plan, admits)
 

@@ -26,7 +26,8 @@ def text_of(name: str) -> str:
     batch = module.example_inputs(module.Config())
     if name == "mlp":
         return autopar.template_plan(module.build(module.Config()), mesh, batch, dp=2, tp=2).to_json()
-    return autopar.parallelize(module.build(module.Config()), mesh, batch).plan.to_json()
+    few = autopar.SearchBudget(proposals=200)
+    return autopar.parallelize(module.build(module.Config()), mesh, batch, search=few).plan.to_json()
 
 
 @pytest.mark.parametrize("name", ["mlp", "gpt"])

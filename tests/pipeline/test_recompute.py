@@ -21,6 +21,7 @@ from autopar.zero import Modules
 from models import gpt
 
 MESH = autopar.Mesh("cpu", devices_per_node=2)
+BUDGET = autopar.SearchBudget(substitutions=False, proposals=0)
 CONFIG = gpt.Config(num_layers=6, hidden_size=256, num_heads=8, seq_len=128, vocab_size=1024, batch_size=8)
 
 
@@ -45,7 +46,7 @@ def searched(limit: int | None = None, *constraints: autopar.Constraint) -> Plan
 def anyhow(limit: int | None = None, *constraints: autopar.Constraint) -> Plan:
     with mock.patch.object(pipeline, "trace", lambda *_, **__: graph()):
         return autopar.parallelize(
-            model(), MESH, gpt.example_inputs(CONFIG), memory_limit=limit, constraints=constraints
+            model(), MESH, gpt.example_inputs(CONFIG), memory_limit=limit, constraints=constraints, search=BUDGET
         ).plan
 
 

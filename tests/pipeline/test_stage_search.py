@@ -35,16 +35,17 @@ def graph(layers: int = 8) -> Graph:
 
 def found(
     limit: int | None = None, mesh: autopar.Mesh = MESH, model: Graph | None = None,
-    rules: tuple[autopar.Constraint, ...] = (), **pins: int,
+    rules: tuple[autopar.Constraint, ...] = (), proposals: int = 0, **pins: int,
 ) -> Plan:  # fmt: skip
+    """As searched, refined by so many proposals."""
     constraints = (autopar.Constraint(**pins),) if pins else ()
-    request = Request(mesh, "train", "adamw", limit, constraints + rules, SearchBudget(60.0, stages=True))
+    request = Request(mesh, "train", "adamw", limit, constraints + rules, SearchBudget(60.0, proposals=proposals))
     return planned(model or graph(), request)
 
 
 @cache
 def pinned(stages: int, microbatches: int) -> Plan:
-    return found(stages=stages, microbatches=microbatches)
+    return found(proposals=200, stages=stages, microbatches=microbatches)
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), [(1, 2), (2, 4), (4, 8)])

@@ -26,13 +26,13 @@ GENERAL = ("random", "mutants")
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--only", default="", help="faults whose name or file has this text")
+    parser.add_argument("--only", nargs="+", default=[""], help="faults whose name or file has one of these texts")
     parser.add_argument("--part", default="1/1", help="such as 2/3: the second third of the faults")
     parser.add_argument("--start", type=int, default=0, help="leave out the first so many faults")
     parser.add_argument("--control", action="store_true", help="plant nothing: no check may find anything")
     arguments = parser.parse_args()
     part, parts = map(int, arguments.part.split("/"))
-    named = [fault for fault in FAULTS if arguments.only in fault.name or arguments.only in fault.file]
+    named = [fault for fault in FAULTS if any(text in fault.name or text in fault.file for text in arguments.only)]
     chosen = named[arguments.start :][part - 1 :: parts]
     missed = []
     if arguments.control:

@@ -2,62 +2,32 @@
 
 const MEMORY_HEIGHT = 220;
 
-class MemoryView {
+class MemoryView extends OverTime {
   constructor(plan, number, state, actions) {
     const lane = plan.timeline.lanes[number];
-    Object.assign(this, { plan, lane, state, actions });
+    super(plan, state, actions);
+    this.lane = lane;
     let now = 0;
     this.times = lane.memory.times.map((more) => (now += more));
     this.kinds = Object.keys(lane.memory.kinds).sort(
       (a, b) => Math.max(...lane.memory.kinds[b]) - Math.max(...lane.memory.kinds[a]),
     );
     this.totals = this.times.map((_, at) => this.kinds.reduce((sum, kind) => sum + lane.memory.kinds[kind][at], 0));
-    this.tip = el('div', { class: 'tip', role: 'status', hidden: true });
-    this.canvas = el('canvas', {
+    this.mount(MEMORY_HEIGHT, {
       class: 'memory',
       role: 'img',
       'aria-label': `memory of ${laneName(plan, lane)} over the step, at most ${bytes(lane.peak_bytes)}`,
-      onpointermove: (event) => this.point(event),
-      onpointerleave: () => {
-        this.tip.hidden = true;
-      },
     });
-    this.canvas.style.height = `${MEMORY_HEIGHT}px`;
-    this.element = el('div', { class: 'canvas' }, this.canvas, this.tip);
-    new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
-  get range() {
-    return this.state.range;
-  }
-
-  x(ns) {
-    return GUTTER + ((ns - this.range[0]) * (this.width - GUTTER)) / (this.range[1] - this.range[0]);
-  }
-
-  draw() {
-    const ratio = window.devicePixelRatio || 1;
-    this.width = this.canvas.clientWidth;
-    if (!this.width) return;
-    this.canvas.width = this.width * ratio;
-    this.canvas.height = MEMORY_HEIGHT * ratio;
-    const context = this.canvas.getContext('2d');
-    context.scale(ratio, ratio);
-    context.font = '11px system-ui, sans-serif';
-    context.textBaseline = 'middle';
+  paint(context) {
     const isSmall = this.lane.peak_bytes * 5 < this.plan.memory_limit;
     const most = Math.max(
       isSmall ? 1.25 * this.lane.peak_bytes : 1.06 * Math.max(this.plan.memory_limit, this.lane.peak_bytes),
       1,
     );
     const y = (size) => MEMORY_HEIGHT - ((MEMORY_HEIGHT - RULER) * size) / most;
-    ruler(context, this, MEMORY_HEIGHT);
-    context.save();
-    context.beginPath();
-    context.rect(GUTTER, 0, this.width - GUTTER, MEMORY_HEIGHT);
-    context.clip();
-    this.drawKinds(context, y);
-    context.restore();
+    this.clipped(context, 0, () => this.drawKinds(context, y));
     this.drawScale(context, y, most);
   }
 
@@ -99,21 +69,20 @@ class MemoryView {
   }
 
   point(event) {
-    const x = event.clientX - this.canvas.getBoundingClientRect().left;
-    const ns = this.range[0] + ((x - GUTTER) * (this.range[1] - this.range[0])) / (this.width - GUTTER);
-    const at = above(this.times, ns) - 1;
+    const [x] = this.place(event);
+    const at = above(this.times, this.ns(x)) - 1;
     this.tip.hidden = x < GUTTER || at < 0;
     if (this.tip.hidden) return;
     const rows = this.kinds
       .filter((kind) => this.lane.memory.kinds[kind][at])
       .map((kind) => el('div', {}, swatch(memoryColour(kind)), ` ${kind} ${bytes(this.lane.memory.kinds[kind][at])}`));
-    this.tip.replaceChildren(
+    this.showTip(
+      x,
+      24,
       el('b', {}, `${grouped(this.totals[at])} B (${bytes(this.totals[at])})`),
       el('div', { class: 'note' }, `at ${grouped(this.times[at])} ns, the fullest moment about here`),
       ...rows,
     );
-    this.tip.style.left = `${x + 316 > this.width ? Math.max(0, x - 316) : x + 16}px`;
-    this.tip.style.top = '24px';
   }
 }
 

@@ -4,80 +4,43 @@
 // least a pixel as boxes; where a pixel holds several, colours share its height by their time. Figures under the
 // pointer are always those of the task itself.
 
-const GUTTER = 132;
-const RULER = 22;
 const ROW = { compute: 20, other: 10 };
 const GAP = 10;
 const MIN_WINDOW_NS = 200;
 
-class Timeline {
+class Timeline extends OverTime {
   constructor(plan, state, actions) {
-    Object.assign(this, { plan, state, actions, picture: plan.timeline });
+    super(plan, state, actions);
+    this.picture = plan.timeline;
     this.lanes = plan.decoded || (plan.decoded = decoded(plan.timeline));
     this.rows = [];
-    this.height = RULER;
+    let bottom = RULER;
     this.lanes.forEach((streams, lane) => {
-      const top = this.height;
+      const top = bottom;
       streams.forEach((stream) => {
         const height = stream.name === 'compute' ? ROW.compute : ROW.other;
-        this.rows.push({ lane, stream, y: this.height, height, top, first: this.height === top });
-        this.height += height + 1;
+        this.rows.push({ lane, stream, y: bottom, height, top, first: bottom === top });
+        bottom += height + 1;
       });
-      this.height += GAP;
+      bottom += GAP;
     });
-    this.tip = el('div', { class: 'tip', role: 'status', hidden: true });
-    this.canvas = el('canvas', {
+    this.mount(bottom, {
       class: 'timeline',
       tabindex: 0,
       role: 'application',
       'aria-label': `timeline of ${plan.model}: plus and minus zoom, arrows move, 0 shows the whole step`,
       onwheel: (event) => this.wheel(event),
       onpointerdown: (event) => this.grab(event),
-      onpointermove: (event) => this.point(event),
       onpointerup: () => {
         this.grabbed = null;
-      },
-      onpointerleave: () => {
-        this.tip.hidden = true;
       },
       ondblclick: (event) => this.zoomToPass(event),
       onkeydown: (event) => this.key(event),
     });
-    this.canvas.style.height = `${this.height}px`;
-    this.element = el('div', { class: 'canvas' }, this.canvas, this.tip);
-    new ResizeObserver(() => this.draw()).observe(this.canvas);
   }
 
-  get range() {
-    return this.state.range;
-  }
-
-  x(ns) {
-    return GUTTER + ((ns - this.range[0]) * (this.width - GUTTER)) / (this.range[1] - this.range[0]);
-  }
-
-  ns(x) {
-    return this.range[0] + ((x - GUTTER) * (this.range[1] - this.range[0])) / (this.width - GUTTER);
-  }
-
-  draw() {
-    const ratio = window.devicePixelRatio || 1;
-    this.width = this.canvas.clientWidth;
-    if (!this.width) return;
-    this.canvas.width = this.width * ratio;
-    this.canvas.height = this.height * ratio;
-    const context = this.canvas.getContext('2d');
-    context.scale(ratio, ratio);
-    context.font = '11px system-ui, sans-serif';
-    context.textBaseline = 'middle';
-    ruler(context, this, this.height);
-    this.nsPerPixel = (this.range[1] - this.range[0]) / (this.width - GUTTER);
-    context.save();
-    context.beginPath();
-    context.rect(GUTTER, RULER, this.width - GUTTER, this.height);
-    context.clip();
-    this.rows.forEach((row) => this.drawRow(context, row));
-    context.restore();
+  paint(context) {
+    this.clipped(context, RULER, () => this.rows.forEach((row) => this.drawRow(context, row)));
     this.rows.forEach((row) => this.drawLabel(context, row));
   }
 
@@ -208,8 +171,7 @@ class Timeline {
   }
 
   point(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const [x, y] = [event.clientX - box.left, event.clientY - box.top];
+    const [x, y] = this.place(event);
     if (this.grabbed) {
       const moved = ((this.grabbed.x - x) * (this.grabbed.range[1] - this.grabbed.range[0])) / (this.width - GUTTER);
       this.actions.range([this.grabbed.range[0] + moved, this.grabbed.range[1] + moved]);
@@ -218,10 +180,7 @@ class Timeline {
     const found = this.found(x, y);
     this.tip.hidden = !found;
     if (!found) return;
-    this.tip.replaceChildren(...this.tipText(found));
-    const left = x + 16 + 300 > this.width ? Math.max(0, x - 316) : x + 16;
-    this.tip.style.left = `${left}px`;
-    this.tip.style.top = `${Math.min(y + 16, this.height)}px`;
+    this.showTip(x, Math.min(y + 16, this.height), ...this.tipText(found));
   }
 
   tipText({ row, at, tasks, number, begin, label }) {
@@ -248,7 +207,7 @@ class Timeline {
   wheel(event) {
     if (!event.ctrlKey && !event.metaKey && document.activeElement !== this.canvas) return;
     event.preventDefault();
-    const x = event.clientX - this.canvas.getBoundingClientRect().left;
+    const [x] = this.place(event);
     if (Math.abs(event.deltaX) > Math.abs(event.deltaY)) this.pan(event.deltaX / (this.width - GUTTER));
     else this.zoom(1.0025 ** event.deltaY, this.ns(Math.max(GUTTER, x)));
   }
@@ -266,8 +225,7 @@ class Timeline {
   }
 
   zoomToPass(event) {
-    const box = this.canvas.getBoundingClientRect();
-    const found = this.found(event.clientX - box.left, event.clientY - box.top);
+    const found = this.found(...this.place(event));
     if (found && found.tasks)
       this.actions.range([found.begin + found.tasks.starts[0], found.begin + found.tasks.latest]);
   }
@@ -282,7 +240,7 @@ class Timeline {
 
   grab(event) {
     this.canvas.setPointerCapture(event.pointerId);
-    this.grabbed = { x: event.clientX - this.canvas.getBoundingClientRect().left, range: [...this.range] };
+    this.grabbed = { x: this.place(event)[0], range: [...this.range] };
     this.tip.hidden = true;
   }
 
@@ -301,35 +259,6 @@ class Timeline {
     act();
     event.preventDefault();
   }
-}
-
-// The scale at the top, with lines through all rows at round times.
-function ruler(context, view, height) {
-  const length = view.range[1] - view.range[0];
-  const rough = length / Math.max(2, (view.width - GUTTER) / 110);
-  const power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
-  context.textAlign = 'left';
-  for (let ns = Math.ceil(Math.max(0, view.range[0]) / step) * step; ns <= view.range[1]; ns += step) {
-    const x = view.x(ns);
-    context.fillStyle = colour('edge');
-    context.fillRect(x, 0, 1, height);
-    context.fillStyle = colour('faint');
-    if (x + 50 < view.width) context.fillText(scaleText(ns, step), x + 4, RULER / 2 - 2);
-  }
-}
-
-// A time in the unit of the steps between lines, with the digits that tell neighbours apart.
-function scaleText(ns, step) {
-  const [unit, factor] = [
-    ['s', 1e9],
-    ['ms', 1e6],
-    ['µs', 1e3],
-    ['ns', 1],
-  ].find(([, size]) => step >= size / 10 || size === 1);
-  const digits = Math.max(0, -Math.floor(Math.log10(step / factor) + 1e-9));
-  const exact = { minimumFractionDigits: digits, maximumFractionDigits: digits };
-  return `${(ns / factor).toLocaleString('en-US', exact)} ${unit}`;
 }
 
 function timelineLegend(plan) {
