@@ -183,9 +183,9 @@ class _Staged:
         played = self._timeline(plan)
         return NEVER if played is None else played.step_time_ns
 
-    def peak_bytes(self, plan: Plan) -> int:
+    def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
         played = self._timeline(plan)
-        return 0 if played is None else played.peak_bytes
+        return 0 if played is None else max(0, played.peak_bytes - limit_bytes)
 
     def _timeline(self, plan: Plan) -> Timeline | None:
         if self._last is None or self._last[0] is not plan:

@@ -17,13 +17,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
+from autopar.cost.memory import Extra
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step
@@ -33,6 +35,7 @@ from autopar.simulate.differences import Differences
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.program import Transmission
+from autopar.simulate.recomputation import call_of
 from autopar.simulate.traffic import reached_tensors
 
 KEPT_TENSORS = 1 << 16
@@ -41,12 +44,13 @@ ENDLESS = 1 << 50  # bytes: more than any bucket has
 
 class Work(NamedTuple):
     """Nanoseconds: of a microbatch on the compute stream, forward and backward, with what it must wait for; of a step
-    on links inside nodes, and between them."""
+    on links inside nodes, and between them; of an operator each time that it is computed again."""
 
     forward_ns: int = 0
     backward_ns: int = 0
     inside_ns: int = 0
     across_ns: int = 0
+    again_ns: int = 0
 
 
 NONE = Work()
@@ -111,7 +115,22 @@ class Prices:
             sent += price.inner_backward
             if self._waits and node.name in self._follows and self._maker_goes_back(node):
                 backward += _spent(price.inner_backward)
-        return self._work(forward, backward, sent, self._count)
+        return self._work(forward, backward, sent, self._count)._replace(again_ns=price.forward_ns)
+
+    def computed_again(self, recompute: Sequence[str]) -> list[str]:
+        """The operators that surely run again where these modules do: each of them saves something for its own backward
+        pass."""
+        paths = frozenset(recompute)
+        return [node.name for node in self._saving if call_of(node.scope, paths) is not None] if paths else []
+
+    @cached_property
+    def _saving(self) -> list[Node]:
+        constants, facts = self._facts.constants, self._facts.nodes
+        return [
+            node for node in self.graph.nodes
+            if self._goes_back[node.name] and node.op != IDENTITY and not constants.issuperset(node.results)
+            and any(not isinstance(kept, Extra) for kept in facts[node.name].saved)
+        ]  # fmt: skip
 
     def _maker_goes_back(self, node: Node) -> bool:
         """Whether the operator just before waits for this one's gradient."""
@@ -238,7 +257,7 @@ class Bound:
         self._count, self._prices = plan.microbatches, Prices(graph, plan, lowering)
         self._of_node: list[Work] = [NONE] * len(graph.nodes)
         self._of_tensor: dict[str, Work] = {}
-        self._total = [0, 0, 0, 0]
+        self._total = [*NONE]
         self._known: dict[tuple[int, Storage | None, tuple[int, ...]], Work] = {}
 
     @property
@@ -254,7 +273,7 @@ class Bound:
         except PlanError:
             self._differences.ask_again(nodes, tensors)
             raise
-        forward, backward, inside, across = self._total
+        forward, backward, inside, across, _ = self._total
         return max(self._count * (forward + backward) + optimizer_ns, inside, across)
 
     def _follow(self, plan: Plan, nodes: set[int], tensors: set[str]) -> None:

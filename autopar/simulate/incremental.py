@@ -46,6 +46,13 @@ class Incremental:
         """As `simulate(graph, plan, profile).peak_bytes`."""
         return self.timeline(plan).peak_bytes
 
+    def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
+        """How much the peak is above a limit; where it is far below, memory is not added up moment by moment."""
+        played = self._play(plan)
+        if isinstance(played, Step) and played.most_bytes() <= limit_bytes:
+            return 0
+        return max(0, self.peak_bytes(plan) - limit_bytes)
+
     def timeline(self, plan: Plan) -> Timeline:
         """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
         played = self._play(plan)

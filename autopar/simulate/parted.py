@@ -23,6 +23,7 @@ from autopar.simulate.part_player import (
     ending,
     finished,
 )
+from autopar.simulate.parts import Part
 from autopar.simulate.passes import BACKWARD, FORWARD, turns
 from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.schedule import Submesh, lane_of
@@ -413,15 +414,24 @@ class Step:
 
     # Results ----------------------------------------
 
+    def most_bytes(self) -> int:
+        """At least the peak: every part of a pass at its own fullest, as if that were at one time."""
+        rise = self.variants.rise_bytes
+        played = sum([rise(done) for _, done in self.pieces]) + sum([max(0, change[1]) for change in self.changes])
+        return self.variants.resident_bytes(self.plan, self.parts) + played
+
+    @property
+    def parts(self) -> list[Part]:
+        """What was played."""
+        return [player.part for player in self.players]
+
     def timeline(self) -> Timeline:
         """Everything that was played; tasks have the names of equal layers' ones."""
         submesh = Submesh(range(self.plan.mesh.num_devices), [0])
         for begin, done in self.pieces:
             submesh.take(done, begin, "")
         resident = [
-            (0, size, kind, Moment.START)
-            for size, kind in self.variants.residents(self.plan, [player.part for player in self.players])
-            if size
+            (0, size, kind, Moment.START) for size, kind in self.variants.residents(self.plan, self.parts) if size
         ]
         submesh.pieces.append(Piece(0, "", [], [*resident, *self.changes]))
         submesh.free_ns = self.now

@@ -159,6 +159,7 @@ class Part:
     ways: tuple[OnWay, ...] | None = None
     players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
     forward: dict[Any, Any] = field(default_factory=dict)
+    first_form: int = -1  # see `variants`
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
     first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins

@@ -39,7 +39,7 @@ class Score(Protocol):
     """The simulator, as far as the search asks it. Plans are of one stage and one microbatch's graph."""
 
     def step_time_ns(self, plan: Plan) -> int: ...
-    def peak_bytes(self, plan: Plan) -> int: ...
+    def excess_bytes(self, plan: Plan, limit_bytes: int) -> int: ...
 
 
 class World(NamedTuple):
@@ -218,7 +218,8 @@ class _Annealing:
         return found if found.cost_ns <= threshold and found.fits >= self.current.fits else None
 
     def _scored(self, world: World, draft: Draft, step_ns: int) -> Scored:
-        over = max(0.0, world.score.peak_bytes(draft.plan) / self.memory_limit - 1.0) if self.memory_limit else 0.0
+        limit = self.memory_limit
+        over = world.score.excess_bytes(draft.plan, limit) / limit if limit else 0.0
         return Scored(world, draft, round(step_ns * (1.0 + _OVER * over)), over == 0.0)
 
     def _note(self, always: bool = False) -> None:

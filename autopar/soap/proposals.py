@@ -46,6 +46,7 @@ class Proposals:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._matching: dict[tuple[str, End, Placement], tuple[Option, ...]] = {}
+        self._others: dict[tuple[str, int], tuple[Option, list[Option]]] = {}  # by name and identity of what is kept
 
     @cached_property
     def _kinds(self) -> tuple[list[str], list[int]]:
@@ -74,7 +75,7 @@ class Proposals:
         if not held.isdisjoint(equals):
             return Change(kind, first)
         now = self._now(draft.plan, first)
-        option = random.choice([option for option in self._options(first) if option != now])
+        option = random.choice(self._other_options(first, now))
         found = self._spread({first: option}, draft.plan, together, random)
         return Change(self._kind_of(draft.plan, first, option), first, found, together)
 
@@ -86,6 +87,12 @@ class Proposals:
             return space.inputs[name]
         key = space.representative(name)
         return space.strategies[key] if key in space.strategies else space.storages.get(key, ())
+
+    def _other_options(self, name: str, now: Option) -> list[Option]:
+        known = self._others.get((name, id(now)))
+        if known is None:
+            known = self._others[name, id(now)] = now, [option for option in self._options(name) if option != now]
+        return known[1]
 
     def _now(self, plan: Plan, name: str) -> Option:
         if name in plan.nodes:
