@@ -179,7 +179,7 @@ class _Staged:
         self._stages, self._cut = IncrementalStages(graph, profile), cut
         self._last: tuple[Plan, Timeline | None] | None = None
 
-    def step_time_ns(self, plan: Plan) -> int:
+    def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
         played = self._timeline(plan)
         return NEVER if played is None else played.step_time_ns
 

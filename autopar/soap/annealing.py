@@ -36,9 +36,10 @@ _OVER = 10  # how much dearer a plan is by each part of its limit that it is ove
 
 
 class Score(Protocol):
-    """The simulator, as far as the search asks it. Plans are of one stage and one microbatch's graph."""
+    """The simulator, as far as the search asks it. Plans are of one stage and one microbatch's graph. A step that takes
+    longer than `until_ns` need not be played to its end: anything between may be said of it."""
 
-    def step_time_ns(self, plan: Plan) -> int: ...
+    def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int: ...
     def excess_bytes(self, plan: Plan, limit_bytes: int) -> int: ...
 
 
@@ -121,7 +122,7 @@ class _Annealing:
         self.random, self.jumps, self.watch = random, jumps, watch
         self.limit, self.deadline, self.memory_limit = proposals, deadline, plan.memory_limit
         self.proposals: dict[Space, Proposals] = {}
-        self.known: dict[Hashable, int] = {}  # step times of what was simulated
+        self.known: dict[Hashable, int] = {}  # at most the step times of what was simulated
         self.key: Hashable = None  # of the plan that is looked at
         self.tally = Tally()
         step_ns = world.score.step_time_ns(plan)
@@ -209,7 +210,7 @@ class _Annealing:
     def _within(self, world: World, draft: Draft, threshold: float) -> Scored | None:
         """A draft, where it costs no more than so much."""
         self.tally.simulated += 1
-        step_ns = world.score.step_time_ns(draft.plan)
+        step_ns = world.score.step_time_ns(draft.plan, threshold)
         if self.key is not None:
             self.known[self.key] = step_ns
         if step_ns > threshold:

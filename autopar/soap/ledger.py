@@ -90,11 +90,20 @@ _AGAIN = len(_NOTHING) - 1
 Codes = tuple[int, ...]
 
 
+class _Alike(NamedTuple):
+    """Members of a group with equal decisions: the place of one, how many, and how many of them run again."""
+
+    codes: Codes
+    place: int
+    count: int
+    num_again: int
+
+
 class _Group:
     """Tensors, or operators, that are worth the same wherever decisions of the same names are.
 
     decisions: by member, what its worth depends on: who makes it, then who reads it; shared: these by representative.
-    again: the members, by place, that are computed again.
+    again: the members, by place, that are computed again; ways: how they are decided now.
     """
 
     def __init__(self, stage: int, shared: tuple[str, ...], is_node: bool) -> None:
@@ -103,6 +112,7 @@ class _Group:
         self.decisions: list[tuple[str, ...]] = []
         self.known: dict[Codes, _Row | None] = {}
         self.again: set[int] = set()
+        self.ways: list[_Alike] = []
 
 
 class Ledger:
@@ -133,6 +143,7 @@ class Ledger:
         self._counts = self._trained()
         self._names = tuple(node.name for node in graph.nodes), tuple(item.tensor for item in graph.stored)
         self._digests: dict[tuple[str, int], int] = {}
+        self._held: list[Option] = []
         self._plan: Plan | None = None
 
     # Groups ----------------------------------------
@@ -307,6 +318,7 @@ class Ledger:
     def _add_anew(self, numbers: Iterable[int]) -> None:
         for number in numbers:
             group = self._groups[number]
+            group.ways = self._ways(group)
             row = self._group_row(group, {})
             assert row is not None, "a draft has a way for each of its tensors"
             _replace(self._totals[group.stage], self._rows[number], row)
@@ -334,24 +346,33 @@ class Ledger:
                 found[group.stage] += row.again_ns if row is not None else 0
         return found
 
+    def _ways(self, group: _Group) -> list[_Alike]:
+        """How the members are decided, each way once."""
+        alike, now = self._alike, self._now
+        codes = tuple([alike[name] for name in group.shared])
+        if -1 not in codes:
+            return [_Alike(codes, 0, len(group.members), len(group.again))]
+        places: dict[Codes, list[int]] = {}
+        for place, names in enumerate(group.decisions):
+            places.setdefault(tuple([now[name] for name in names]), []).append(place)
+        return [_Alike(own, at[0], len(at), len(group.again.intersection(at))) for own, at in places.items()]
+
     def _group_row(self, group: _Group, options: Mapping[str, int]) -> Sequence[int] | None:
         """What a whole group comes to. options: what is set, by representative."""
-        alike, shared, again = self._alike, group.shared, group.again
-        codes = tuple([options[name] if name in options else alike[name] for name in shared])
-        if -1 not in codes:
-            one, count = self._worth(group, 0, codes), len(group.members)
-            if one is None or (count == 1 and (again or not one.again_ns)):
-                return one
-            row = [count * amount for amount in one]
-            row[_AGAIN] = len(again) * one.again_ns
-            return row
-        now, total = self._now, [*_NOTHING]
-        for place, names in enumerate(group.decisions):
-            pairs = zip(shared, names, strict=True)
-            one = self._worth(group, place, tuple([options[s] if s in options else now[n] for s, n in pairs]))
+        total: list[int] | None = None
+        for codes, place, count, num_again in group.ways:
+            if options:
+                pairs = zip(group.shared, codes, strict=True)
+                codes = tuple([options.get(name, code) for name, code in pairs])
+            one = self._worth(group, place, codes)
             if one is None:
                 return None
-            _add(total, one if place in again else one._replace(again_ns=0))
+            row = [count * amount for amount in one]
+            row[_AGAIN] = num_again * one.again_ns
+            if total is None:
+                total = row
+            else:
+                _add(total, row)
         return total
 
     def least_ns(self, plan: Plan, change: Change | None = None) -> int:
