@@ -95,7 +95,7 @@ class _Alike(NamedTuple):
 
     codes: Codes
     place: int
-    count: int
+    num_members: int
     num_again: int
 
 
@@ -360,14 +360,14 @@ class Ledger:
     def _group_row(self, group: _Group, options: Mapping[str, int]) -> Sequence[int] | None:
         """What a whole group comes to. options: what is set, by representative."""
         total: list[int] | None = None
-        for codes, place, count, num_again in group.ways:
+        for codes, place, num_members, num_again in group.ways:
             if options:
                 pairs = zip(group.shared, codes, strict=True)
                 codes = tuple([options.get(name, code) for name, code in pairs])
             one = self._worth(group, place, codes)
             if one is None:
                 return None
-            row = [count * amount for amount in one]
+            row = [num_members * amount for amount in one]
             row[_AGAIN] = num_again * one.again_ns
             if total is None:
                 total = row

@@ -21,7 +21,7 @@ from autopar.simulate.parts import PartLowering
 from autopar.simulate.repeats import segments_of
 from autopar.trace import find_blocks
 from benchmarks.soap.cases import CASES, Start, start
-from benchmarks.soap.delta import differences
+from benchmarks.soap.delta import PARTS, bounds_broken, differences
 from benchmarks.soap.proposals import Proposer
 from tests.random_programs.cases import cases_of
 from tests.random_programs.plans import draft_plan
@@ -47,6 +47,7 @@ def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> Non
     for number in range(PROPOSALS):
         full = simulate(part.graph, plan, profile)
         assert incremental.least_time_ns(plan) <= full.step_time_ns, f"proposal {number}"
+        assert not bounds_broken(full, incremental, plan, rng.choice(PARTS)), f"proposal {number}"
         assert not differences(full, incremental.timeline(plan)), f"proposal {number}"
         plan = proposer.propose(plan, equal=rng.random() < 0.5, stores=0.3)
     assert incremental.num_whole == 0
