@@ -451,6 +451,8 @@ def _borrowed(
 ) -> dict[int, Key]:  # fmt: skip
     """Lent slots that this part asks for ahead, by their numbers here."""
     at, found = preceding[number][0], dict[int, Key]()
+    if at < 0 or not lent[at]:
+        return found
     for n, slot in enumerate(player.program.slots):
         whose, value = player.foreign.get(slot.value, (0, -1))
         if whose == PRECEDING and (key := lent[at].get(parts[at].program.values[value].slot)):

@@ -427,9 +427,10 @@ class Ledger:
             new = self._worth(group, place, tuple([options[name] if name in options else now[name] for name in names]))
             if old is None or new is None:
                 return False
-            if group.is_node and place not in group.again:
-                new = new._replace(again_ns=old.again_ns)
-            _replace(totals[group.stage], old, new)
+            total = totals[group.stage]
+            _replace(total, old, new)
+            if place not in group.again:
+                total[_AGAIN] += old.again_ns - new.again_ns
         return True
 
     def _bound(self, totals: Sequence[Sequence[int]]) -> int:
