@@ -71,7 +71,7 @@ class Stages(NamedTuple):
     submesh_of: tuple[int, ...]
 
 
-class _Row(NamedTuple):
+class Worth(NamedTuple):
     """Of one tensor, operator or group: as `Spent`, and the bytes that the optimizer moves."""
 
     forward_ns: int
@@ -83,7 +83,7 @@ class _Row(NamedTuple):
 
 
 NODE = ("node",)
-_NOTHING = _Row(0, 0, 0, 0, 0, 0)
+_NOTHING = Worth(0, 0, 0, 0, 0, 0)
 _COLUMNS = range(len(_NOTHING))
 _AGAIN = len(_NOTHING) - 1
 
@@ -110,7 +110,7 @@ class _Group:
         self.stage, self.shared, self.is_node = stage, shared, is_node
         self.members: list[str] = []
         self.decisions: list[tuple[str, ...]] = []
-        self.known: dict[Codes, _Row | None] = {}
+        self.known: dict[Codes, Worth | None] = {}
         self.again: set[int] = set()
         self.ways: list[_Alike] = []
 
@@ -217,7 +217,7 @@ class Ledger:
 
     # Worth ----------------------------------------
 
-    def _worth(self, group: _Group, place: int, codes: Codes) -> _Row | None:
+    def _worth(self, group: _Group, place: int, codes: Codes) -> Worth | None:
         """Of a member whose decisions have these options; None where it cannot be brought to where it is read."""
         known = group.known.get(codes, _NOTHING)
         if known is not _NOTHING:
@@ -232,12 +232,12 @@ class Ledger:
         group.known[codes] = found
         return found
 
-    def _of_node(self, name: str, options: Sequence[Option]) -> _Row | None:
+    def _of_node(self, name: str, options: Sequence[Option]) -> Worth | None:
         (option,) = options
         assert isinstance(option, NodePlan)
         return _row(self.prices.node(self.space.graph.node_by_name[name], option))
 
-    def _of_tensor(self, name: str, decisions: Sequence[str], options: Sequence[Option]) -> _Row | None:
+    def _of_tensor(self, name: str, decisions: Sequence[str], options: Sequence[Option]) -> Worth | None:
         graph, own = self.space.graph, options[0]
         placed = dict(zip(decisions[1:], options[1:], strict=True))
         if isinstance(own, NodePlan):
@@ -260,6 +260,22 @@ class Ledger:
         if isinstance(own, Storage):
             return _row(self.prices.stored(name, own, routes), self.prices.moved_bytes(name, own))
         return _row(self.prices.activation(name, source, routes, placed))  # type: ignore[arg-type]
+
+    @property
+    def depends_on(self) -> list[tuple[str, ...]]:
+        """Of each group of operators or tensors that are worth the same, the decisions of one."""
+        return [group.decisions[0] for group in self._groups]
+
+    @property
+    def num_trained(self) -> int:
+        """Tensors that the optimizer updates."""
+        return sum(self._counts)
+
+    def worth(self, number: int, options: Mapping[str, Option]) -> Worth | None:
+        """What a group comes to whose decisions have these options; None where it cannot be."""
+        group = self._groups[number]
+        one = self._worth(group, 0, tuple([self._code(options[name]) for name in group.decisions[0]]))
+        return None if one is None else Worth(*(len(group.members) * amount for amount in one))
 
     # A draft ----------------------------------------
 
@@ -461,8 +477,8 @@ def _option(plan: Plan, name: str) -> Option:
     return plan.storage[name] if name in plan.storage else plan.inputs[name]
 
 
-def _row(spent: Spent, moved_bytes: int = 0) -> _Row:
-    return _Row(spent.forward_ns, spent.backward_ns, spent.inside_ns, spent.across_ns, moved_bytes, spent.again_ns)
+def _row(spent: Spent, moved_bytes: int = 0) -> Worth:
+    return Worth(spent.forward_ns, spent.backward_ns, spent.inside_ns, spent.across_ns, moved_bytes, spent.again_ns)
 
 
 def _add(total: list[int], row: Iterable[int]) -> None:
