@@ -109,7 +109,7 @@ class Worlds:
     def _ledger(self, outline: Outline, place: Place, space: Space) -> Ledger:
         graph, ranks = place.part.graph, math.prod(axis.size for axis in outline.axes)
         per_node = min(ranks, self.request.mesh.devices_per_node)
-        prices = prices_of(graph, place.draft(), place.shared_profile, per_node)
+        prices = prices_of(graph, place.draft(), place.shared_profile, per_node, bool(outline.stage_of))
         stages = None
         if outline.stage_of:
             members, firsts = self.layers.members(graph, outline.stage_of), outline.first_ranks
