@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -79,6 +79,8 @@ class Variants:
             [(place, name) for place, name in enumerate(segment.keeps) if name not in segment.stored]
             for segment in self.segments
         ]  # fmt: skip
+        keeps = Counter(name for segment in self.segments for name in segment.keeps)
+        self._read_by_several = [name for name, count in keeps.items() if count > 1]
         self._numbers: dict[Hashable, int] = {}
         self._contents: list[Any] = []
         self._lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
@@ -172,6 +174,7 @@ class Variants:
 
     def joined(self, plan: Plan) -> Joined:
         """The plan's parts, as they are played."""
+        self._check_gathered_alike(plan)
         parts = self.parts(plan)
         shares = self._shares(parts)
         regathers = any(part.regathers for part in parts)
@@ -188,6 +191,15 @@ class Variants:
                 players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False
             )  # fmt: skip
         return known
+
+    def _check_gathered_alike(self, plan: Plan) -> None:
+        """Raises Unsupported where a parameter of several segments is regathered to several placements: that one of
+        them is gathered says nothing of the others."""
+        for name in self._read_by_several:
+            if plan.storage[name].regather:
+                readers = self.graph.consumers[name]
+                if len({plan.nodes[node.name].operands[at] for node, at in readers}) > 1:
+                    raise Unsupported("a shared parameter is regathered to several placements")
 
     def _player(self, part: Part, own: tuple[Share, ...], around: tuple[Any, ...]) -> PartPlayer:
         known = part.players.get((own, around))
