@@ -110,7 +110,7 @@ class Worlds:
         graph, ranks = place.part.graph, math.prod(axis.size for axis in outline.axes)
         per_node = min(ranks, self.request.mesh.devices_per_node)
         profile = place.profile if outline.stage_of else place.shared_profile  # stages may have others' cores
-        prices = prices_of(graph, place.draft(), profile, per_node)
+        prices = prices_of(graph, place.draft(), profile, per_node, bool(outline.stage_of))
         stages = None
         if outline.stage_of:
             members, firsts = self.layers.members(graph, outline.stage_of), outline.first_ranks
@@ -180,13 +180,13 @@ class _Staged:
         self._stages, self._cut = IncrementalStages(graph, profile), cut
         self._last: tuple[Plan, Timeline | None] | None = None
 
-    def step_time_ns(self, plan: Plan) -> int:
+    def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
         played = self._timeline(plan)
         return NEVER if played is None else played.step_time_ns
 
-    def peak_bytes(self, plan: Plan) -> int:
+    def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
         played = self._timeline(plan)
-        return 0 if played is None else played.peak_bytes
+        return 0 if played is None else max(0, played.peak_bytes - limit_bytes)
 
     def _timeline(self, plan: Plan) -> Timeline | None:
         if self._last is None or self._last[0] is not plan:

@@ -6,7 +6,9 @@ work of a link level       = microbatches · Σ (collectives inside operators an
 
 An operator that reads what the one just before it makes waits for the collectives between the two, and so does that
 one for the gradient on the way back: nothing else can be computed in the meantime, so these times are added to the
-compute stream's. Not so where the host or the runtime take time beside them.
+compute stream's. So are the time in which the step's first operator's parameters are gathered, and that in which the
+gradients of the last one backward go home before the optimizer runs: whatever else travels with them, no bucket takes
+less time than a part of it. Not so where the host or the runtime take time beside them.
 
 What buckets of parameters send is bounded by their bytes at the rate of an endless message, which no message beats
 where a collective's time is concave in its bytes (`cost.collectives`, the algorithms' formulas); where it was measured,
@@ -17,13 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
+from autopar.cost.memory import Extra
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step
@@ -33,6 +37,7 @@ from autopar.simulate.differences import Differences
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.program import Transmission
+from autopar.simulate.recomputation import call_of
 from autopar.simulate.traffic import reached_tensors
 
 KEPT_TENSORS = 1 << 16
@@ -41,12 +46,13 @@ ENDLESS = 1 << 50  # bytes: more than any bucket has
 
 class Work(NamedTuple):
     """Nanoseconds: of a microbatch on the compute stream, forward and backward, with what it must wait for; of a step
-    on links inside nodes, and between them."""
+    on links inside nodes, and between them; of an operator each time that it is computed again."""
 
     forward_ns: int = 0
     backward_ns: int = 0
     inside_ns: int = 0
     across_ns: int = 0
+    again_ns: int = 0
 
 
 NONE = Work()
@@ -59,7 +65,8 @@ Way = tuple[Placement, tuple[Step, ...], bool]
 class Prices:
     """The work of each operator, activation and stored tensor by itself, whatever else a plan has."""
 
-    def __init__(self, graph: Graph, plan: Plan, lowering: PartLowering) -> None:
+    def __init__(self, graph: Graph, plan: Plan, lowering: PartLowering, is_staged: bool = False) -> None:
+        """is_staged: stages are made of the graph, so that its ends are not those of each."""
         self.graph, self._plan, self._lowering = graph, plan, lowering
         self._count, self._profile, self._facts = plan.microbatches, lowering.profile, lowering.facts
         profile, facts = lowering.profile, lowering.facts
@@ -78,6 +85,12 @@ class Prices:
                 if name in reader.operands and name not in constant and not constant.issuperset(reader.results):
                     self._next[name] = reader, reader.operands.index(name)
                     self._follows.add(reader.name)
+        has_ends = self._waits and not is_staged and not profile.collectives
+        computing = (node for node in graph.nodes if not constant.issuperset(node.results))
+        leading_back = (node for node in graph.nodes if self._goes_back[node.name])
+        self._first, self._last_back = (
+            next(found, None) if has_ends else None for found in (computing, leading_back)
+        )  # fmt: skip
         numbers: dict[Hashable, int] = {}
         self.kinds = {name: numbers.setdefault(self._kind(name), len(numbers)) for name in graph.tensors}
         self._rates: dict[tuple[str, int], float] = {}
@@ -90,8 +103,10 @@ class Prices:
         is_folded, after = name in self._facts.folded, self._next.get(name)
         leads_back = after is not None and self._goes_back[graph.producers[name].name]
         place = None if after is None else [node.name for node, _ in graph.consumers[name]].index(after[0].name)
+        ends = [node.name for node in (self._first, self._last_back) if node is not None and name in node.operands]
         return (
             tensor.shape, graph.itemsizes(name), tensor.differentiable, trained, is_folded, readers, place, leads_back,
+            tuple(ends),
         )  # fmt: skip
 
     def goes_back(self, tensor: str, reader: str) -> bool:
@@ -111,7 +126,22 @@ class Prices:
             sent += price.inner_backward
             if self._waits and node.name in self._follows and self._maker_goes_back(node):
                 backward += _spent(price.inner_backward)
-        return self._work(forward, backward, sent, self._count)
+        return self._work(forward, backward, sent, self._count)._replace(again_ns=price.forward_ns)
+
+    def computed_again(self, recompute: Sequence[str]) -> list[str]:
+        """The operators that surely run again where these modules do: each of them saves something for its own backward
+        pass."""
+        paths = frozenset(recompute)
+        return [node.name for node in self._saving if call_of(node.scope, paths) is not None] if paths else []
+
+    @cached_property
+    def _saving(self) -> list[Node]:
+        constants, facts = self._facts.constants, self._facts.nodes
+        return [
+            node for node in self.graph.nodes
+            if self._goes_back[node.name] and node.op != IDENTITY and not constants.issuperset(node.results)
+            and any(not isinstance(kept, Extra) for kept in facts[node.name].saved)
+        ]  # fmt: skip
 
     def _maker_goes_back(self, node: Node) -> bool:
         """Whether the operator just before waits for this one's gradient."""
@@ -172,11 +202,15 @@ class Prices:
         is_back = self.goes_back(name, reader.name) and self._goes_back[self.graph.producers[name].name]
         return target, target if is_back else None
 
-    def stored(self, name: str, storage: Storage, ways: Sequence[Way]) -> Work:
-        """Collectives of a stored tensor: to each placement that it is used in, and of its gradient on the way home."""
+    def stored(
+        self, name: str, storage: Storage, ways: Sequence[Way], placed: Mapping[str, NodePlan]
+    ) -> Work:  # fmt: skip
+        """Collectives of a stored tensor: to each placement that it is used in, and of its gradient on the way home;
+        what is waited for of them at the ends of the step. placed: of its readers that count."""
         stored, lowering = self.graph.stored_by_tensor[name], self._lowering
         lowering.placements[name] = storage.placement
-        total = [0.0, 0.0]
+        total, waited = [0.0, 0.0], [0, 0]
+        ends = self._targets_at_ends(name, placed)
         for target, steps, goes_back in ways:
             if not steps:
                 continue
@@ -190,9 +224,19 @@ class Prices:
             is_alone = used >= LONE_BYTES, False
             for direction in (0, 1):
                 for sent in lowering.transmissions_of(steps, sizes, direction) if times[direction] else ():
+                    waited[direction] += sent.duration_ns if target in ends[direction] else 0
                     spent = sent.duration_ns if is_alone[direction] else sent.num_bytes * self._rate(sent)
                     total[sent.level != INSIDE] += times[direction] * spent
-        return Work(0, 0, int(total[0]), int(total[1]))
+        forward, backward = (amount // self._count for amount in waited)
+        return Work(forward, backward, int(total[0]), int(total[1]))
+
+    def _targets_at_ends(self, name: str, placed: Mapping[str, NodePlan]) -> list[set[Placement]]:
+        """As what the step's first operator reads a tensor, and the last one of the backward pass."""
+        return [
+            {target for own, target in zip(node.operands, placed[node.name].operands, strict=True) if own == name}
+            if node is not None and node.name in placed else set()
+            for node in (self._first, self._last_back)
+        ]  # fmt: skip
 
     def _rate(self, sent: Transmission) -> float:
         """Nanoseconds that no byte of a bucket can do with less of, rounded down."""
@@ -217,13 +261,14 @@ class Prices:
         return self._lowering.optimizer_ns(moved_bytes, tensors) if moved_bytes else 0
 
 
-def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int) -> Prices:
-    """The prices of plans like this one: on its axes, with its microbatches. per_node: devices of a stage in a node."""
+def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int, is_staged: bool = False) -> Prices:
+    """The prices of plans like this one: on its axes, with its microbatches. per_node: devices of a stage in a node;
+    is_staged: stages are made of the graph."""
     batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     facts = graph_facts(graph, profile.device_type)
     stored = {item.tensor: Storage((), False, False) for item in graph.stored}  # which are stored is all that is asked
     plan = replace(plan, storage=stored)
-    return Prices(graph, plan, PartLowering(graph, plan, profile, per_node, facts, batched))
+    return Prices(graph, plan, PartLowering(graph, plan, profile, per_node, facts, batched), is_staged)
 
 
 def _spent(sent: Sequence[Transmission]) -> int:
@@ -238,7 +283,7 @@ class Bound:
         self._count, self._prices = plan.microbatches, Prices(graph, plan, lowering)
         self._of_node: list[Work] = [NONE] * len(graph.nodes)
         self._of_tensor: dict[str, Work] = {}
-        self._total = [0, 0, 0, 0]
+        self._total = [*NONE]
         self._known: dict[tuple[int, Storage | None, tuple[int, ...]], Work] = {}
 
     @property
@@ -254,7 +299,7 @@ class Bound:
         except PlanError:
             self._differences.ask_again(nodes, tensors)
             raise
-        forward, backward, inside, across = self._total
+        forward, backward, inside, across, _ = self._total
         return max(self._count * (forward + backward) + optimizer_ns, inside, across)
 
     def _follow(self, plan: Plan, nodes: set[int], tensors: set[str]) -> None:
@@ -280,7 +325,7 @@ class Bound:
             if storage is None:
                 known = self._prices.activation(name, base, ways, plan.nodes)
             else:
-                known = self._prices.stored(name, storage, ways)
+                known = self._prices.stored(name, storage, ways, plan.nodes)
             self._known[key] = known
         return known
 

@@ -9,6 +9,7 @@ change reaches without a difference are not played again either.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 
@@ -16,7 +17,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.part_player import Unsupported
-from autopar.simulate.parted import Step
+from autopar.simulate.parted import Beyond, Step
 from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate, without_collector
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.variants import Variants
@@ -37,14 +38,24 @@ class Incremental:
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
         self.num_whole = 0  # of plans that were simulated as a whole
 
-    def step_time_ns(self, plan: Plan) -> int:
-        """As `simulate(graph, plan, profile).step_time_ns`."""
-        played = self._play(plan)
+    def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
+        """As `simulate(graph, plan, profile).step_time_ns`; where that is above `until_ns`, it or something between."""
+        try:
+            played = self._play(plan, until_ns)
+        except Beyond as beyond:
+            return beyond.least_ns
         return played.end_ns if isinstance(played, Step) else played.step_time_ns
 
     def peak_bytes(self, plan: Plan) -> int:
         """As `simulate(graph, plan, profile).peak_bytes`."""
         return self.timeline(plan).peak_bytes
+
+    def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
+        """How much the peak is above a limit; where it is far below, memory is not added up moment by moment."""
+        played = self._play(plan)
+        if isinstance(played, Step) and played.most_bytes() <= limit_bytes:
+            return 0
+        return max(0, self.peak_bytes(plan) - limit_bytes)
 
     def timeline(self, plan: Plan) -> Timeline:
         """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
@@ -60,26 +71,26 @@ class Incremental:
         optimizer_ns = variants.optimizer(plan)[0] if variants.trains else 0
         return variants.bound.least_ns(plan, optimizer_ns)
 
-    def _play(self, plan: Plan) -> Step | Timeline:
+    def _play(self, plan: Plan, until_ns: float = math.inf) -> Step | Timeline:
         known = self._played.get(id(plan))
         if known is None:
-            known = self._played[id(plan)] = plan, self._played_now(plan)
+            known = self._played[id(plan)] = plan, self._played_now(plan, until_ns)
             if len(self._played) > KEPT_PLANS:
                 self._played.popitem(last=False)
         return known[1]
 
-    def _played_now(self, plan: Plan) -> Step | Timeline:
+    def _played_now(self, plan: Plan, until_ns: float) -> Step | Timeline:
         if not _is_whole(plan):
             try:
-                return self._step(plan)
+                return self._step(plan, until_ns)
             except Unsupported:
                 pass
         self.num_whole += 1
         return simulate(self._graph, plan, self._profile)
 
-    def _step(self, plan: Plan) -> Step:
+    def _step(self, plan: Plan, until_ns: float) -> Step:
         with without_collector():
-            return Step(self._variants_of(plan), plan)
+            return Step(self._variants_of(plan), plan, until_ns)
 
     def _variants_of(self, plan: Plan) -> Variants:
         key = plan.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks

@@ -5,6 +5,7 @@ A part that begins as it has begun before is not played again (`part_player`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
@@ -23,6 +24,7 @@ from autopar.simulate.part_player import (
     ending,
     finished,
 )
+from autopar.simulate.parts import Part
 from autopar.simulate.passes import BACKWARD, FORWARD, turns
 from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.schedule import Submesh, lane_of
@@ -53,15 +55,24 @@ _OpenBucket = tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]
 NO_GRADIENTS: _Gradients = ((), (), NOTHING, NOTHING, NOTHING, (), ())
 
 
-class Step:
-    """One step in absolute time."""
+class Beyond(Exception):
+    """The step takes longer than asked for: at least so many nanoseconds."""
 
-    def __init__(self, variants: Variants, plan: Plan) -> None:
-        self.variants, self.plan = variants, plan
+    def __init__(self, least_ns: int) -> None:
+        super().__init__(f"at least {least_ns} ns")
+        self.least_ns = least_ns
+
+
+class Step:
+    """One step in absolute time. Raises Beyond as soon as it must take longer than `until_ns`."""
+
+    def __init__(self, variants: Variants, plan: Plan, until_ns: float = math.inf) -> None:
+        self.variants, self.plan, self.until_ns = variants, plan, until_ns
         self.joined = joined = variants.joined(plan)
         self.players, self.lent_slots = joined.players, joined.lent
         self.host = variants.profile.host
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
+        self.left_ns = self.optimizer_ns + plan.microbatches * sum([sum(part.work_ns) for part in self.parts])
         gathered, count = joined.gathered, len(joined.players)
         self.begin = self.busy = 0
         self.now = gathered.done.length_ns
@@ -222,12 +233,20 @@ class Step:
 
     # Passes ----------------------------------------
 
+    def _done(self, work_ns: int) -> None:
+        """Work of the compute stream is done; what is left cannot take less than it."""
+        self.left_ns -= work_ns
+        if self.now + self.left_ns > self.until_ns:
+            raise Beyond(self.now + self.left_ns)
+
     def _forward(self) -> None:
         self._begin(FORWARD)
         latest, count = self.now, len(self.players)
         ends: Sequence[tuple[int, str] | None] = ()
         exits = []
-        for number in range(self._calm_parts(), count):
+        calm = self._calm_parts()
+        self._done(sum([player.part.work_ns[0] for player in self.players[:calm]]))
+        for number in range(calm, count):
             player, begin = self.players[number], self.now
             self.arrived[number] = ends
             try:
@@ -236,6 +255,7 @@ class Step:
                 left = self._play_forward(number, player, ends)
             exits.append(left)
             latest, lowered = begin + left.latest_ns, player.part.lowered
+            self._done(player.part.work_ns[0])
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
         if not self.variants.trains and self.joined.regathers:
@@ -296,6 +316,7 @@ class Step:
             except LooksBack:
                 left = self._play_backward(number, player, kind, gradients, transient, names)
             exits.append(left)
+            self._done(player.part.work_ns[1])
             if names:
                 self.held.update([name for place, name in names if place in left.held])
             self.whole[number] = left.whole
@@ -413,15 +434,24 @@ class Step:
 
     # Results ----------------------------------------
 
+    def most_bytes(self) -> int:
+        """At least the peak: every part of a pass at its own fullest, as if that were at one time."""
+        rise = self.variants.rise_bytes
+        played = sum([rise(done) for _, done in self.pieces]) + sum([max(0, change[1]) for change in self.changes])
+        return self.variants.resident_bytes(self.plan, self.parts) + played
+
+    @property
+    def parts(self) -> list[Part]:
+        """What was played."""
+        return [player.part for player in self.players]
+
     def timeline(self) -> Timeline:
         """Everything that was played; tasks have the names of equal layers' ones."""
         submesh = Submesh(range(self.plan.mesh.num_devices), [0])
         for begin, done in self.pieces:
             submesh.take(done, begin, "")
         resident = [
-            (0, size, kind, Moment.START)
-            for size, kind in self.variants.residents(self.plan, [player.part for player in self.players])
-            if size
+            (0, size, kind, Moment.START) for size, kind in self.variants.residents(self.plan, self.parts) if size
         ]
         submesh.pieces.append(Piece(0, "", [], [*resident, *self.changes]))
         submesh.free_ns = self.now

@@ -146,7 +146,8 @@ class Marked:
 
 @dataclass(eq=False, slots=True)
 class Part:
-    """A part as it is played. freed_bytes: given back where the forward pass ends; end: one past its last item."""
+    """A part as it is played. freed_bytes: given back where the forward pass ends; end: one past its last item;
+    work_ns: of the compute stream, forward and backward, without what is computed again."""
 
     program: Program
     orders: Orders
@@ -159,6 +160,8 @@ class Part:
     ways: tuple[OnWay, ...] | None = None
     players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
     forward: dict[Any, Any] = field(default_factory=dict)
+    first_form: int = -1  # see `variants`
+    work_ns: tuple[int, int] = field(init=False)
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
     first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins
@@ -168,6 +171,10 @@ class Part:
 
     def __post_init__(self) -> None:
         slots, count = self.program.slots, self.lowered.num_entering
+        self.work_ns = (
+            sum([item.forward_ns for item in self.program.items[NUM_BEFORE : self.end]]),
+            sum([step.own_ns for step in self.direction.steps]) if self.direction is not None else 0,
+        )
         held = {n for buckets in self.orders.gathers.values() for bucket in buckets for n in bucket.slots}
         moved = [n for n, slot in enumerate(slots) if slot.steps and slot.value >= count]
         self.unhoused = tuple([n for n in moved if slots[n].storage.regather and n not in held])

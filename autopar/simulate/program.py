@@ -8,7 +8,6 @@ free conversions share their base's.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -171,9 +170,14 @@ class Slot:
 
     def at(self, value: int, unit: int) -> Slot:
         """The slot in another program."""
-        other = copy.copy(self)
+        other = object.__new__(Slot)
+        for name in _SLOT_FIELDS:  # a third of the time that `copy.copy` takes
+            setattr(other, name, getattr(self, name))
         other.value, other.unit = value, unit
         return other
+
+
+_SLOT_FIELDS = tuple(Slot.__slots__)
 
 
 @dataclass(slots=True)
@@ -821,13 +825,7 @@ class Lowering:
     def _residents(self) -> None:
         """Parameters and buffers, optimizer state, this rank's inputs of all microbatches; and the optimizer's time."""
         held = self.program.residents
-        for name in (name for name in self.graph.inputs if name not in self.graph.received):
-            whole = self.graph.tensors[name]
-            local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
-            count = self.plan.microbatches if name in self.batched else 1
-            held.append((count * math.prod(local) * whole.itemsize, "inputs"))
-        held += [(size, "constants") for size in self.constants.values()]
-        held.append((self._scalar_bytes(), "scalars"))
+        held += self.other_residents()
         moved = tensors = before = 0
         for item in self.graph.stored:
             price = self._stored_price(item.tensor)
@@ -841,6 +839,17 @@ class Lowering:
                 tensors += 1
         if moved:
             self.program.optimizer_ns = self.optimizer_ns(moved, tensors)
+
+    def other_residents(self) -> list[tuple[int, str]]:
+        """What is not stored from step to step."""
+        held = []
+        for name in (name for name in self.graph.inputs if name not in self.graph.received):
+            whole = self.graph.tensors[name]
+            local = local_shape(whole.shape, self.plan.inputs[name], self.plan.axes)
+            count = self.plan.microbatches if name in self.batched else 1
+            held.append((count * math.prod(local) * whole.itemsize, "inputs"))
+        held += [(size, "constants") for size in self.constants.values()]
+        return [*held, (self._scalar_bytes(), "scalars")]
 
     def optimizer_ns(self, moved_bytes: int, tensors: int) -> int:
         """How long it takes to update so many tensors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.bound import Bound
 from autopar.simulate.differences import Differences, Key
+from autopar.simulate.engine import Change as MemoryChange
 from autopar.simulate.engine import Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
@@ -30,11 +31,12 @@ from autopar.simulate.parts import (
     kept_after,
 )
 from autopar.simulate.player import Pass
-from autopar.simulate.program import Program, Transmission
+from autopar.simulate.program import STEP_COUNT_BYTES, Program, Transmission
 from autopar.simulate.repeats import segments_of
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways, ways_of
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
+KEPT_RISES = 1 << 14
 
 
 class Gathered(NamedTuple):
@@ -77,6 +79,8 @@ class Variants:
             [(place, name) for place, name in enumerate(segment.keeps) if name not in segment.stored]
             for segment in self.segments
         ]  # fmt: skip
+        keeps = Counter(name for segment in self.segments for name in segment.keeps)
+        self._read_by_several = [name for name, count in keeps.items() if count > 1]
         self._numbers: dict[Hashable, int] = {}
         self._contents: list[Any] = []
         self._lowered: dict[tuple[int, int, int], tuple[Lowered, int]] = {}
@@ -86,7 +90,9 @@ class Variants:
         self._calm_begin: Gathered | None = None
         self._moved = [0] * len(graph.stored)
         self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
+        self._held = [0] * len(graph.stored)
         self._updated = 0, 0
+        self._rises: dict[Pass, int] = {}
         self.bound = Bound(graph, plan, self.lowering, self.differences)
 
     @property
@@ -168,6 +174,7 @@ class Variants:
 
     def joined(self, plan: Plan) -> Joined:
         """The plan's parts, as they are played."""
+        self._check_gathered_alike(plan)
         parts = self.parts(plan)
         shares = self._shares(parts)
         regathers = any(part.regathers for part in parts)
@@ -184,6 +191,15 @@ class Variants:
                 players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False
             )  # fmt: skip
         return known
+
+    def _check_gathered_alike(self, plan: Plan) -> None:
+        """Raises Unsupported where a parameter of several segments is regathered to several placements: that one of
+        them is gathered says nothing of the others."""
+        for name in self._read_by_several:
+            if plan.storage[name].regather:
+                readers = self.graph.consumers[name]
+                if len({plan.nodes[node.name].operands[at] for node, at in readers}) > 1:
+                    raise Unsupported("a shared parameter is regathered to several placements")
 
     def _player(self, part: Part, own: tuple[Share, ...], around: tuple[Any, ...]) -> PartPlayer:
         known = part.players.get((own, around))
@@ -311,13 +327,31 @@ class Variants:
             begin = Begin(Program(), self.profile, set())
             begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
             return Gathered({}, {}, begin.result(), 0)
-        key = tuple(parts)
+        key = tuple([self._first_form(part) for part in parts])
         known = self._gathered.get(key)
         if known is None:
             known = self._gathered[key] = self._played_gathers(parts)
-        return known
+        ready = {
+            number: {parts[number].program.slots[n].value: end for n, end in ends.items()}
+            for number, ends in known.ready.items()
+        }  # fmt: skip
+        return known._replace(ready=ready)
+
+    def _first_form(self, part: Part) -> int:
+        """One number for parts of which equal slots are gathered when the step begins."""
+        if part.first_form < 0:
+            slots, last = part.program.slots, part.orders.last
+            form = tuple([
+                (
+                    n, one.steps, one.sizes, one.stored_bytes, one.used_bytes, one.gather_bytes, one.is_alias,
+                    one.reduces_each, one.unit, one.unit in last,
+                ) for n, one in [(n, slots[n]) for n in part.first]
+            ])  # fmt: skip
+            part.first_form = self._number(form)
+        return part.first_form
 
     def _played_gathers(self, parts: Sequence[Part]) -> Gathered:
+        """As `Gathered`, but slots by number."""
         places, program = list[tuple[int, int]](), Program()
         units: dict[tuple[int, int], int] = {(0, 0): 0}
         is_plain = self.profile.runtime is None  # then what sends nothing is there at once
@@ -325,7 +359,7 @@ class Variants:
             for n in part.first_sent if is_plain else part.first:
                 slot = part.program.slots[n]
                 unit = (number, slot.unit) if slot.unit else (0, 0)
-                places.append((number, slot.value))
+                places.append((number, n))
                 program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units))))
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
@@ -356,16 +390,40 @@ class Variants:
         lowering, stored = self.lowering, self.graph.stored
         lowering.plan = plan
         for number in changed:
-            price = lowering.stored_price(stored[number].tensor) if stored[number].requires_grad else None
-            self._moved[number], self._workspace[number] = (price.moved_bytes, price.workspace) if price else (0, None)
+            price, is_trained = lowering.stored_price(stored[number].tensor), stored[number].requires_grad
+            self._held[number] = price.stored_bytes + (price.state_bytes + STEP_COUNT_BYTES if is_trained else 0)
+            self._moved[number], self._workspace[number] = (
+                (price.moved_bytes, price.workspace) if is_trained else (0, None)
+            )
         moved, most, before, count = sum(self._moved), 0, 0, 0
         for workspace in self._workspace:
             if workspace is not None:
                 most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
         self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
 
+    def rise_bytes(self, done: Pass) -> int:
+        """The most that a pass adds to what was there when it began."""
+        known = self._rises.get(done)
+        if known is None:
+            if len(self._rises) >= KEPT_RISES:
+                self._rises.clear()
+            held = itertools.accumulate(size for _, size, _, _ in sorted(done.allocations, key=_in_time))
+            known = self._rises[done] = max(held, default=0)
+        return max(0, known)
+
+    def resident_bytes(self, plan: Plan, parts: Sequence[Part]) -> int:
+        """Bytes that stay through the step; at least, where nothing is trained."""
+        self.optimizer(plan)
+        self._place_residents(plan, parts)
+        return sum(self._held) + sum([size for size, _ in self.lowering.other_residents()])
+
     def residents(self, plan: Plan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
+        self._place_residents(plan, parts)
+        self.lowering._residents()
+        return self.lowering.program.residents
+
+    def _place_residents(self, plan: Plan, parts: Sequence[Part]) -> None:
         lowering, loss = self.lowering, self.graph.loss
         lowering.plan, lowering.program = plan, Program()
         lowering.placements = {} if loss is None else {loss: ()}
@@ -377,8 +435,11 @@ class Variants:
             constants.update((names[storage], size) for storage, size in lowered.constants.items())
             entering = [names[storage] for storage in lowered.storages]
         lowering.constants = dict(enumerate(constants.values()))
-        lowering._residents()
-        return lowering.program.residents
+
+
+def _in_time(change: MemoryChange) -> tuple[int, int, int]:
+    """When, at which moment of that, and what gives back before what takes (as in `timeline`)."""
+    return change[0], change[3], change[1]
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
@@ -402,6 +463,8 @@ def _borrowed(
 ) -> dict[int, Key]:  # fmt: skip
     """Lent slots that this part asks for ahead, by their numbers here."""
     at, found = preceding[number][0], dict[int, Key]()
+    if at < 0 or not lent[at]:
+        return found
     for n, slot in enumerate(player.program.slots):
         whose, value = player.foreign.get(slot.value, (0, -1))
         if whose == PRECEDING and (key := lent[at].get(parts[at].program.values[value].slot)):

@@ -7,14 +7,15 @@ lower bound is above that is refused without: the chain is the same, only faster
 Where a plan does not fit its memory, its cost grows by as large a part as it is over, ten times; a plan that fits is
 never left for one that does not. Metropolis et al. (1953); FlexFlow (MLSys'19), section 6.2.
 
-T is a part of the best cost and falls from `HOT` to `COLD` over a round; each round begins again at the best plan.
+T is a part of the best cost and falls from `HOT` to `COLD` over a round; each round begins again at the best plan. What
+is left of the proposals goes down from there: one change after another, each of them tried, as long as one gains.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
@@ -28,6 +29,7 @@ from autopar.soap.space import Change, Draft, Space
 
 HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
+DESCENT = 0.25  # of proposals, those that are kept for the way down
 JUMPS = 0.015  # of proposals, where there are any
 SETTINGS, SOLVED = 0.8, 48  # of proposals, and how many at most: jumps that land on what is solved there
 SETTING = "setting"
@@ -36,10 +38,11 @@ _OVER = 10  # how much dearer a plan is by each part of its limit that it is ove
 
 
 class Score(Protocol):
-    """The simulator, as far as the search asks it. Plans are of one stage and one microbatch's graph."""
+    """The simulator, as far as the search asks it. Plans are of one stage and one microbatch's graph. A step that takes
+    longer than `until_ns` need not be played to its end: anything between may be said of it."""
 
-    def step_time_ns(self, plan: Plan) -> int: ...
-    def peak_bytes(self, plan: Plan) -> int: ...
+    def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int: ...
+    def excess_bytes(self, plan: Plan, limit_bytes: int) -> int: ...
 
 
 class World(NamedTuple):
@@ -120,8 +123,9 @@ class _Annealing:
     ) -> None:  # fmt: skip
         self.random, self.jumps, self.watch = random, jumps, watch
         self.limit, self.deadline, self.memory_limit = proposals, deadline, plan.memory_limit
+        self.chain_limit = proposals - int(DESCENT * proposals)
         self.proposals: dict[Space, Proposals] = {}
-        self.known: dict[Hashable, int] = {}  # step times of what was simulated
+        self.known: dict[Hashable, int] = {}  # at most the step times of what was simulated
         self.key: Hashable = None  # of the plan that is looked at
         self.tally = Tally()
         step_ns = world.score.step_time_ns(plan)
@@ -131,9 +135,11 @@ class _Annealing:
     def run(self) -> Chain:
         empty = self._proposals(self.first.world.space).is_empty() and not self.jumps
         reason = "nothing to change" if empty else ""
-        while not reason:
+        while not reason and self.tally.proposals < self.chain_limit:
             self._propose()
             reason = self._reason_to_stop()
+        if not reason or reason == self._without_gain:
+            reason = self._descend() or reason or f"no change gains after {self.tally.proposals:,} proposals"
         self._note(always=True)
         return Chain(self.first, self.best, self.tally, reason)
 
@@ -143,23 +149,53 @@ class _Annealing:
             return "interrupted"
         if count >= self.limit:
             return f"all {count:,} proposals made"
-        if count - self.improved_at >= max(1, self.limit // 2):
-            return f"half of {self.limit:,} proposals without gain"
         if time.monotonic() > self.deadline:
             return f"time limit after {count:,} proposals"
+        return self._without_gain if count - self.improved_at >= max(1, self.limit // 2) else ""
+
+    @property
+    def _without_gain(self) -> str:
+        return f"half of {self.limit:,} proposals without gain"
+
+    # The way down ----------------------------------------
+
+    def _descend(self) -> str:
+        """Takes every change that gains, until none does; says why it stopped before."""
+        self.current, proposals = self.best, self._proposals(self.best.world.space)
+        changes = deque(proposals.all_changes(self.best.draft))
+        self.random.shuffle(changes)
+        refused = 0
+        while refused < len(changes):
+            reason = self._reason_to_stop()
+            if reason and reason != self._without_gain:
+                return reason
+            changes.rotate(-1)
+            refused = 0 if self._gains(changes[-1]) else refused + 1
         return ""
+
+    def _gains(self, change: Change) -> bool:
+        """Whether the best plan is better with a change, which it then has."""
+        world, draft, threshold = self.best.world, self.best.draft, self.best.cost_ns - 1
+        real = self._proposals(world.space).exchanged(draft.plan, change)
+        found = None if real is None else self._changed(world, draft, real, threshold)
+        after = None if found is None else self._within(*found, threshold)
+        self._count(change.kind, after)
+        return after is not None and after is self.best
 
     # A step of the chain ----------------------------------------
 
     def _propose(self) -> None:
-        number, length = self.tally.proposals, max(1, self.limit // ROUNDS)
+        number, length = self.tally.proposals, max(1, self.chain_limit // ROUNDS)
         if number % length == 0:
             self.current = self.best
         temperature = self.best.cost_ns * HOT * (COLD / HOT) ** (number % length / length)
         threshold = threshold_ns(self.current.cost_ns, temperature, self.random.random())
         kind, found = self._drawn(threshold)
+        self._count(kind, None if found is None else self._within(*found, threshold))
+
+    def _count(self, kind: str, after: Scored | None) -> None:
+        """Notes a proposal, and goes where it leads if it is accepted."""
         self.tally.made[kind] += 1
-        after = None if found is None else self._within(*found, threshold)
         if after is not None:
             self.tally.accepted[kind] += 1
             self.current = after
@@ -180,10 +216,14 @@ class _Annealing:
         if proposals.is_empty():
             return "nothing", None
         change = proposals.draw(draft, random)
+        return change.kind, self._changed(world, draft, change, threshold)
+
+    def _changed(self, world: World, draft: Draft, change: Change, threshold: float) -> tuple[World, Draft] | None:
+        """The draft with a change, if there is one that may cost as little."""
         if world.least_ns(draft.plan, change) > threshold or self._is_known_above(world, draft.plan, change, threshold):
-            return change.kind, None
+            return None
         after = world.space.changed(draft, change)
-        return change.kind, None if after is None or after is draft else (world, after)
+        return None if after is None or after is draft else (world, after)
 
     def _jump(self, always: bool) -> str:
         """The kind of a jump, if this is one."""
@@ -209,7 +249,7 @@ class _Annealing:
     def _within(self, world: World, draft: Draft, threshold: float) -> Scored | None:
         """A draft, where it costs no more than so much."""
         self.tally.simulated += 1
-        step_ns = world.score.step_time_ns(draft.plan)
+        step_ns = world.score.step_time_ns(draft.plan, threshold)
         if self.key is not None:
             self.known[self.key] = step_ns
         if step_ns > threshold:
@@ -218,7 +258,8 @@ class _Annealing:
         return found if found.cost_ns <= threshold and found.fits >= self.current.fits else None
 
     def _scored(self, world: World, draft: Draft, step_ns: int) -> Scored:
-        over = max(0.0, world.score.peak_bytes(draft.plan) / self.memory_limit - 1.0) if self.memory_limit else 0.0
+        limit = self.memory_limit
+        over = world.score.excess_bytes(draft.plan, limit) / limit if limit else 0.0
         return Scored(world, draft, round(step_ns * (1.0 + _OVER * over)), over == 0.0)
 
     def _note(self, always: bool = False) -> None:

@@ -5,14 +5,14 @@ least = max over stages of   microbatches · (forward + backward) + optimizer + 
 
 Operators and tensors that stand in the same place of equal blocks, and are placed alike, are priced once (`_Group`), so
 what a change of all of them takes does not grow with the number of blocks. What crosses a border between stages is left
-out, and so is what is computed again.
+out. Of what is computed again, operators count that save something for their own backward pass: they surely are.
 """
 
 from __future__ import annotations
 
-from array import array
+import operator
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
@@ -30,7 +30,7 @@ KEPT_WORKS = 1 << 12  # of a group: more are forgotten all at once
 
 class Spent(Protocol):
     """Nanoseconds of a microbatch on the compute stream, forward and backward, and of a step on links inside nodes and
-    between them."""
+    between them; and, of an operator, what it takes where it is computed again."""
 
     @property
     def forward_ns(self) -> int: ...
@@ -40,6 +40,8 @@ class Spent(Protocol):
     def inside_ns(self) -> int: ...
     @property
     def across_ns(self) -> int: ...
+    @property
+    def again_ns(self) -> int: ...
 
 
 Way = tuple[Placement, tuple[Step, ...], bool]
@@ -54,9 +56,10 @@ class Prices(Protocol):
     def goes_back(self, tensor: str, reader: str) -> bool: ...
     def node(self, node: Node, placed: NodePlan) -> Spent: ...
     def activation(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> Spent: ...
-    def stored(self, name: str, storage: Storage, ways: Sequence[Way]) -> Spent: ...
+    def stored(self, name: str, storage: Storage, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> Spent: ...
     def moved_bytes(self, name: str, storage: Storage) -> int: ...
     def optimizer_ns(self, moved_bytes: int, tensors: int) -> int: ...
+    def computed_again(self, recompute: Sequence[str]) -> Iterable[str]: ...
 
 
 class Stages(NamedTuple):
@@ -68,7 +71,7 @@ class Stages(NamedTuple):
     submesh_of: tuple[int, ...]
 
 
-class _Row(NamedTuple):
+class Worth(NamedTuple):
     """Of one tensor, operator or group: as `Spent`, and the bytes that the optimizer moves."""
 
     forward_ns: int
@@ -76,25 +79,40 @@ class _Row(NamedTuple):
     inside_ns: int
     across_ns: int
     moved_bytes: int
+    again_ns: int
 
 
 NODE = ("node",)
-_NOTHING = _Row(0, 0, 0, 0, 0)
+_NOTHING = Worth(0, 0, 0, 0, 0, 0)
+_COLUMNS = range(len(_NOTHING))
+_AGAIN = len(_NOTHING) - 1
 
 Codes = tuple[int, ...]
+
+
+class _Alike(NamedTuple):
+    """Members of a group with equal decisions: the place of one, how many, and how many of them run again."""
+
+    codes: Codes
+    place: int
+    num_members: int
+    num_again: int
 
 
 class _Group:
     """Tensors, or operators, that are worth the same wherever decisions of the same names are.
 
     decisions: by member, what its worth depends on: who makes it, then who reads it; shared: these by representative.
+    again: the members, by place, that are computed again; ways: how they are decided now.
     """
 
     def __init__(self, stage: int, shared: tuple[str, ...], is_node: bool) -> None:
         self.stage, self.shared, self.is_node = stage, shared, is_node
         self.members: list[str] = []
         self.decisions: list[tuple[str, ...]] = []
-        self.known: dict[Codes, _Row | None] = {}
+        self.known: dict[Codes, Worth | None] = {}
+        self.again: set[int] = set()
+        self.ways: list[_Alike] = []
 
 
 class Ledger:
@@ -123,6 +141,9 @@ class Ledger:
                 for name in dict.fromkeys(names):
                     self._uses[name].append((number, place))
         self._counts = self._trained()
+        self._names = tuple(node.name for node in graph.nodes), tuple(item.tensor for item in graph.stored)
+        self._digests: dict[tuple[str, int], int] = {}
+        self._held: list[Option] = []
         self._plan: Plan | None = None
 
     # Groups ----------------------------------------
@@ -196,7 +217,7 @@ class Ledger:
 
     # Worth ----------------------------------------
 
-    def _worth(self, group: _Group, place: int, codes: Codes) -> _Row | None:
+    def _worth(self, group: _Group, place: int, codes: Codes) -> Worth | None:
         """Of a member whose decisions have these options; None where it cannot be brought to where it is read."""
         known = group.known.get(codes, _NOTHING)
         if known is not _NOTHING:
@@ -211,12 +232,12 @@ class Ledger:
         group.known[codes] = found
         return found
 
-    def _of_node(self, name: str, options: Sequence[Option]) -> _Row | None:
+    def _of_node(self, name: str, options: Sequence[Option]) -> Worth | None:
         (option,) = options
         assert isinstance(option, NodePlan)
         return _row(self.prices.node(self.space.graph.node_by_name[name], option))
 
-    def _of_tensor(self, name: str, decisions: Sequence[str], options: Sequence[Option]) -> _Row | None:
+    def _of_tensor(self, name: str, decisions: Sequence[str], options: Sequence[Option]) -> Worth | None:
         graph, own = self.space.graph, options[0]
         placed = dict(zip(decisions[1:], options[1:], strict=True))
         if isinstance(own, NodePlan):
@@ -237,85 +258,180 @@ class Ledger:
                 return None
             routes.append((target, way.steps, back))
         if isinstance(own, Storage):
-            return _row(self.prices.stored(name, own, routes), self.prices.moved_bytes(name, own))
+            spent = self.prices.stored(name, own, routes, placed)  # type: ignore[arg-type]
+            return _row(spent, self.prices.moved_bytes(name, own))
         return _row(self.prices.activation(name, source, routes, placed))  # type: ignore[arg-type]
+
+    @property
+    def depends_on(self) -> list[tuple[str, ...]]:
+        """Of each group of operators or tensors that are worth the same, the decisions of one."""
+        return [group.decisions[0] for group in self._groups]
+
+    @property
+    def num_trained(self) -> int:
+        """Tensors that the optimizer updates."""
+        return sum(self._counts)
+
+    def worth(self, number: int, options: Mapping[str, Option]) -> Worth | None:
+        """What a group comes to whose decisions have these options; None where it cannot be."""
+        group = self._groups[number]
+        one = self._worth(group, 0, tuple([self._code(options[name]) for name in group.decisions[0]]))
+        return None if one is None else Worth(*(len(group.members) * amount for amount in one))
 
     # A draft ----------------------------------------
 
-    def _begin(self, plan: Plan) -> None:
-        """Adds up what a plan comes to."""
-        code = self._code
-        self._now = {
-            name: code(option) for held in (plan.nodes, plan.storage, plan.inputs) for name, option in held.items()
-        }
-        self._alike = {}
-        for name, names in self.space.equals.items():
-            codes = {self._now[one] for one in names}
-            self._alike[name] = codes.pop() if len(codes) == 1 else -1
-        for name in plan.inputs:
-            self._alike[name] = self._now[name]
-        self._rows: list[list[int] | None] = []
-        self._totals = [[0] * 5 for _ in range(self.num_stages)]
-        for group in self._groups:
-            row = self._group_row(group, self._alike.__getitem__, self._now.__getitem__)
-            assert row is not None, "a draft has a way for each of its tensors"
-            self._rows.append(row)
-            _add(self._totals[group.stage], row)
-        self._plan = plan
+    def _follow(self, plan: Plan) -> None:
+        """Adds up what a plan comes to, where it is not the one of before."""
+        if plan is self._plan:
+            return
+        options = self._options_of(plan)
+        if self._plan is None:
+            self._begin(plan, options)
+        else:
+            same = [*map(operator.is_, options, self._held)]
+            if not all(same):
+                self._exchange([name for name, is_same in zip(self._now, same, strict=True) if not is_same], plan)
+            if plan.recompute != self._plan.recompute:
+                self._mark_again(plan.recompute)
+        self._plan, self._held = plan, options
 
-    def _group_row(
-        self, group: _Group, alike: Callable[[str], int], now: Callable[[str], int]
-    ) -> list[int] | None:  # fmt: skip
-        """What a whole group comes to."""
-        codes = tuple([alike(shared) for shared in group.shared])
+    def _options_of(self, plan: Plan) -> list[Option]:
+        nodes, stored = self._names
+        inputs = map(plan.inputs.__getitem__, self.space.graph.inputs)
+        return [*map(plan.nodes.__getitem__, nodes), *map(plan.storage.__getitem__, stored), *inputs]
+
+    def _begin(self, plan: Plan, options: Sequence[Option]) -> None:
+        """Adds everything."""
+        names = (*self._names[0], *self._names[1], *self.space.graph.inputs)
+        self._now = dict(zip(names, map(self._code, options), strict=True))
+        self._alike = {name: self._now[name] for name in self.space.graph.inputs}
+        self._alike |= {name: self._common(name) for name in self.space.equals}
+        self._digest = 0
+        for name, code in self._now.items():
+            self._digest ^= self._digest_of(name, code)
+        self._rows: list[Sequence[int]] = [_NOTHING] * len(self._groups)
+        self._totals = [[*_NOTHING] for _ in range(self.num_stages)]
+        self._add_anew(range(len(self._groups)))
+        self._mark_again(plan.recompute)
+
+    def _common(self, name: str) -> int:
+        """The code of all that a representative stands for, −1 where they differ."""
+        codes = {self._now[one] for one in self.space.equals[name]}
+        return codes.pop() if len(codes) == 1 else -1
+
+    def _exchange(self, names: Sequence[str], plan: Plan) -> None:
+        """Adds what has changed with these decisions."""
+        changed = set[str]()
+        for name in names:
+            old, new = self._now[name], self._code(_option(plan, name))
+            if old != new:
+                self._digest ^= self._digest_of(name, old) ^ self._digest_of(name, new)
+                self._now[name] = new
+                changed.add(self._representative(name))
+        for name in changed:
+            self._alike[name] = self._common(name) if name in self.space.equals else self._now[name]
+        self._add_anew({number for name in changed for number in self._of_decision[name]})
+
+    def _add_anew(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            group = self._groups[number]
+            group.ways = self._ways(group)
+            row = self._group_row(group, {})
+            assert row is not None, "a draft has a way for each of its tensors"
+            _replace(self._totals[group.stage], self._rows[number], row)
+            self._rows[number] = row
+
+    def _mark_again(self, recompute: Sequence[str]) -> None:
+        """Notes what is computed again from now on."""
+        found: dict[int, set[int]] = defaultdict(set)
+        for name in self.prices.computed_again(recompute):
+            for number, place in self._uses[name]:
+                if self._groups[number].is_node:
+                    found[number].add(place)
+        changed = [n for n, group in enumerate(self._groups) if group.again != found.get(n, set())]
+        for number in changed:
+            self._groups[number].again = found.get(number, set())
+        self._add_anew(changed)
+
+    def _again_ns(self, recompute: Sequence[str]) -> list[int]:
+        """What a draft's operators come to, stage by stage, where others of them are computed again."""
+        found = [0] * self.num_stages
+        for name in self.prices.computed_again(recompute):
+            for number, place in self._uses[name]:
+                group = self._groups[number]
+                row = self._worth(group, place, (self._now[name],)) if group.is_node else None
+                found[group.stage] += row.again_ns if row is not None else 0
+        return found
+
+    def _ways(self, group: _Group) -> list[_Alike]:
+        """How the members are decided, each way once."""
+        alike, now = self._alike, self._now
+        codes = tuple([alike[name] for name in group.shared])
         if -1 not in codes:
-            one, count = self._worth(group, 0, codes), len(group.members)
-            return None if one is None else [count * amount for amount in one]
-        total = [0] * 5
+            return [_Alike(codes, 0, len(group.members), len(group.again))]
+        places: dict[Codes, list[int]] = {}
         for place, names in enumerate(group.decisions):
-            one = self._worth(group, place, tuple([now(name) for name in names]))
+            places.setdefault(tuple([now[name] for name in names]), []).append(place)
+        return [_Alike(own, at[0], len(at), len(group.again.intersection(at))) for own, at in places.items()]
+
+    def _group_row(self, group: _Group, options: Mapping[str, int]) -> Sequence[int] | None:
+        """What a whole group comes to. options: what is set, by representative."""
+        total: list[int] | None = None
+        for codes, place, num_members, num_again in group.ways:
+            if options:
+                pairs = zip(group.shared, codes, strict=True)
+                codes = tuple([options.get(name, code) for name, code in pairs])
+            one = self._worth(group, place, codes)
             if one is None:
                 return None
-            _add(total, one)
+            row = [num_members * amount for amount in one]
+            row[_AGAIN] = num_again * one.again_ns
+            if total is None:
+                total = row
+            else:
+                _add(total, row)
         return total
 
     def least_ns(self, plan: Plan, change: Change | None = None) -> int:
         """At most the step time of a plan with a change; more than anything where it has no plan."""
-        if plan is not self._plan:
-            self._begin(plan)
+        self._follow(plan)
         if change is None:
             return self._bound(self._totals)
         options = {name: self._code(option) for name, option in change.options.items()}
         totals = [[*row] for row in self._totals]
         possible = self._change_all(options, totals) if change.together else self._change_some(options, totals)
+        if change.recompute is not None:
+            for total, again_ns in zip(totals, self._again_ns(change.recompute), strict=True):
+                total[_AGAIN] = 0 if options else again_ns
         return self._bound(totals) if possible else NEVER
 
-    def key(self, plan: Plan, change: Change) -> bytes:
+    def key(self, plan: Plan, change: Change) -> int:
         """Equal for equal decisions of a plan with a change: a digest, of which no two are equal by chance."""
-        if plan is not self._plan:
-            self._begin(plan)
-        now, equals = dict(self._now), self.space.equals
+        self._follow(plan)
+        digest, equals, now = self._digest, self.space.equals, self._now
         for name, option in change.options.items():
             code = self._code(option)
             for one in equals.get(name, (name,)) if change.together else (name,):
-                now[one] = code
-        return blake2b(array("L", now.values()).tobytes(), digest_size=16).digest()
+                if now[one] != code:
+                    digest ^= self._digest_of(one, now[one]) ^ self._digest_of(one, code)
+        return digest
+
+    def _digest_of(self, name: str, code: int) -> int:
+        """Of one decision; that of several is their sum without carries, which each can be taken out of again."""
+        known = self._digests.get((name, code))
+        if known is None:
+            text = f"{name} {code}".encode()
+            known = self._digests[name, code] = int.from_bytes(blake2b(text, digest_size=16).digest())
+        return known
 
     def _change_all(self, options: Mapping[str, int], totals: list[list[int]]) -> bool:
         """Adds what changes with options of representatives and all that they stand for."""
-        alike, equals = self._alike, self.space.equals
-        of_name = {one: code for name, code in options.items() for one in equals.get(name, (name,))}
-
-        def shared(name: str) -> int:
-            return options[name] if name in options else alike[name]
-
-        def single(name: str) -> int:
-            return of_name[name] if name in of_name else self._now[name]
-
         for number in {number for name in options for number in self._of_decision[name]}:
             group = self._groups[number]
-            if not _exchange(totals[group.stage], self._rows[number], self._group_row(group, shared, single)):
+            row = self._group_row(group, options)
+            if row is None:
                 return False
+            _replace(totals[group.stage], self._rows[number], row)
         return True
 
     def _change_some(self, options: Mapping[str, int], totals: list[list[int]]) -> bool:
@@ -325,9 +441,13 @@ class Ledger:
             group = self._groups[number]
             names = group.decisions[place]
             old = self._worth(group, place, tuple([now[name] for name in names]))
-            new = self._worth(group, place, tuple([options.get(name, now[name]) for name in names]))
-            if not _exchange(totals[group.stage], old, new):
+            new = self._worth(group, place, tuple([options[name] if name in options else now[name] for name in names]))
+            if old is None or new is None:
                 return False
+            total = totals[group.stage]
+            _replace(total, old, new)
+            if place not in group.again:
+                total[_AGAIN] += old.again_ns - new.again_ns
         return True
 
     def _bound(self, totals: Sequence[Sequence[int]]) -> int:
@@ -339,7 +459,7 @@ class Ledger:
             own = [n for n, where in enumerate(self.stages.submesh_of) if where == submesh]
             total = [sum(column) for column in zip(*(totals[n] for n in own), strict=True)]
             alone = self._alone(total, sum(self._counts[n] for n in own))
-            passes = count * (total[0] + total[1])
+            passes = count * (total[0] + total[1] + total[_AGAIN])
             most = max(most, before + alone, before + passes + after)
             if len(own) == 1:
                 before += total[0] if self.stages.is_row[0] else 0
@@ -347,13 +467,19 @@ class Ledger:
         return most
 
     def _alone(self, total: Sequence[int], tensors: int) -> int:
-        forward, backward, inside, across, moved = total
-        busy = self.microbatches * (forward + backward) + self.prices.optimizer_ns(moved, tensors)
+        forward, backward, inside, across, moved, again = total
+        busy = self.microbatches * (forward + backward + again) + self.prices.optimizer_ns(moved, tensors)
         return max(busy, inside, across)
 
 
-def _row(spent: Spent, moved_bytes: int = 0) -> _Row:
-    return _Row(spent.forward_ns, spent.backward_ns, spent.inside_ns, spent.across_ns, moved_bytes)
+def _option(plan: Plan, name: str) -> Option:
+    if name in plan.nodes:
+        return plan.nodes[name]
+    return plan.storage[name] if name in plan.storage else plan.inputs[name]
+
+
+def _row(spent: Spent, moved_bytes: int = 0) -> Worth:
+    return Worth(spent.forward_ns, spent.backward_ns, spent.inside_ns, spent.across_ns, moved_bytes, spent.again_ns)
 
 
 def _add(total: list[int], row: Iterable[int]) -> None:
@@ -361,10 +487,7 @@ def _add(total: list[int], row: Iterable[int]) -> None:
         total[place] += amount
 
 
-def _exchange(total: list[int], old: Sequence[int] | None, new: Sequence[int] | None) -> bool:
-    """Adds a new row in place of an old one; whether there are both."""
-    if old is None or new is None:
-        return False
-    for place in range(5):
+def _replace(total: list[int], old: Sequence[int], new: Sequence[int]) -> None:
+    """Adds a new row in place of an old one."""
+    for place in _COLUMNS:
         total[place] += new[place] - old[place]
-    return True

@@ -6,6 +6,7 @@
     storage      another ZeRO stage or dim of a stored tensor, or of all in its place
     input        another slice of the batch for each rank
     recompute    modules of one block, or of all, are computed again in the backward pass, or no more
+    axes         two axes of the mesh, equally long, change places in all decisions (on the way down only)
     jumps        what the caller knows how to do: operators placed on a part of the devices, microbatches, stages
 
 The change goes on to a neighbour with a probability that is drawn for each proposal: the neighbour takes an option that
@@ -16,7 +17,9 @@ is that of its later releases.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from itertools import combinations
 from random import Random
 from typing import NamedTuple
 
@@ -25,7 +28,7 @@ from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.soap.space import Change, Draft, End, Link, Modules, Option, Space
 
 SAMPLE, ATTRIBUTE, PARAMETER = "sample", "attribute", "parameter"
-STORAGE, INPUT, RECOMPUTE = "storage", "input", "recompute"
+STORAGE, INPUT, RECOMPUTE, AXES = "storage", "input", "recompute", "axes"
 
 _WEIGHTS = {"operator": 64, STORAGE: 12, INPUT: 3, RECOMPUTE: 1}
 _ALONE = 0.2  # of proposals to operators and storage that change one block's alone
@@ -46,6 +49,8 @@ class Proposals:
     def __init__(self, space: Space) -> None:
         self.space = space
         self._matching: dict[tuple[str, End, Placement], tuple[Option, ...]] = {}
+        self._same: dict[str, dict[Option, Option]] = {}
+        self._others: dict[tuple[str, int], tuple[Option, list[Option]]] = {}  # by name and identity of what is kept
 
     @cached_property
     def _kinds(self) -> tuple[list[str], list[int]]:
@@ -74,9 +79,43 @@ class Proposals:
         if not held.isdisjoint(equals):
             return Change(kind, first)
         now = self._now(draft.plan, first)
-        option = random.choice([option for option in self._options(first) if option != now])
+        option = random.choice(self._other_options(first, now))
         found = self._spread({first: option}, draft.plan, together, random)
         return Change(self._kind_of(draft.plan, first, option), first, found, together)
+
+    def all_changes(self, draft: Draft) -> list[Change]:
+        """Every option of every decision, for all that it stands for; and equal axes of the mesh exchanged."""
+        space, plan, held = self.space, draft.plan, self.space.held(draft.plan)
+        single = [
+            Change(self._kind_of(plan, name, option), name, {name: option}, together=True)
+            for name in (*space.operators, *space.stored, *space.fed)
+            if held.isdisjoint(space.equals.get(name, (name,)))
+            for option in self._options(name)
+        ]
+        equal = [pair for pair in combinations(range(len(plan.axes)), 2) if len({plan.axes[n].size for n in pair}) == 1]
+        return [*single, *(Change(AXES, " and ".join(map(str, pair))) for pair in equal if not plan.forks)]
+
+    def exchanged(self, plan: Plan, change: Change) -> Change | None:
+        """What an exchange of axes sets, if each decision has the option; any other change as it is."""
+        if change.kind != AXES:
+            return change
+        first, second = map(int, change.name.split(" and "))
+        order = [*range(len(plan.axes))]
+        order[first], order[second] = second, first
+        found = dict[str, Option]()
+        for held in (plan.nodes, plan.storage, plan.inputs):
+            for name, option in held.items():
+                other = self._same_options(name).get(_permuted(option, order))
+                if other is None:
+                    return None
+                found[name] = other
+        return replace(change, options=found)
+
+    def _same_options(self, name: str) -> Mapping[Option, Option]:
+        key = name if name in self.space.inputs else self.space.representative(name)
+        if key not in self._same:
+            self._same[key] = {option: option for option in self._options(key)}
+        return self._same[key]
 
     # Options ----------------------------------------
 
@@ -86,6 +125,12 @@ class Proposals:
             return space.inputs[name]
         key = space.representative(name)
         return space.strategies[key] if key in space.strategies else space.storages.get(key, ())
+
+    def _other_options(self, name: str, now: Option) -> list[Option]:
+        known = self._others.get((name, id(now)))
+        if known is None:
+            known = self._others[name, id(now)] = now, [option for option in self._options(name) if option != now]
+        return known[1]
 
     def _now(self, plan: Plan, name: str) -> Option:
         if name in plan.nodes:
@@ -199,6 +244,18 @@ def placement_at(option: Option, end: End) -> Placement:
     if isinstance(option, NodePlan):
         return (option.results if end.kind == "result" else option.operands)[end.position]
     return option.placement if isinstance(option, Storage) else option
+
+
+def _permuted(option: Option, order: Sequence[int]) -> Option:
+    """With the mesh's axes in another order."""
+
+    def along(placement: Placement) -> Placement:
+        return tuple([placement[axis] for axis in order])
+
+    if isinstance(option, NodePlan):
+        operands, results = tuple(map(along, option.operands)), tuple(map(along, option.results))
+        return replace(option, operands=operands, results=results)
+    return replace(option, placement=along(option.placement)) if isinstance(option, Storage) else along(option)
 
 
 def _fits(option: Option, end: End, placement: Placement) -> bool:

@@ -150,7 +150,7 @@ class _Differences:
             return None
         world, limit = self.best.world, draft.plan.memory_limit
         step_ns = world.score.step_time_ns(draft.plan)
-        return Scored(world, draft, step_ns, not limit or world.score.peak_bytes(draft.plan) <= limit)
+        return Scored(world, draft, step_ns, not limit or not world.score.excess_bytes(draft.plan, limit))
 
     def _is_comparable(self) -> bool:
         """Whether both are plans of one world with the same branches: decisions can be taken back one by one."""

@@ -11,17 +11,21 @@ import pytest
 from autopar.cost import load_profile
 from autopar.errors import PlanError
 from autopar.ir import verifier
+from autopar.ir.placement import Type
+from autopar.ir.plan import Storage
 from autopar.ops import admits
-from autopar.planning import divided
+from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.refinement import space_of
 from autopar.simulate import repeats, simulate
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.incremental import Incremental
 from autopar.simulate.part_player import PartPlayer
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.repeats import segments_of
+from autopar.soap.space import Change
 from autopar.trace import find_blocks
 from benchmarks.soap.cases import CASES, Start, start
-from benchmarks.soap.delta import differences
+from benchmarks.soap.delta import PARTS, bounds_broken, differences
 from benchmarks.soap.proposals import Proposer
 from tests.random_programs.cases import cases_of
 from tests.random_programs.plans import draft_plan
@@ -47,6 +51,7 @@ def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> Non
     for number in range(PROPOSALS):
         full = simulate(part.graph, plan, profile)
         assert incremental.least_time_ns(plan) <= full.step_time_ns, f"proposal {number}"
+        assert not bounds_broken(full, incremental, plan, rng.choice(PARTS)), f"proposal {number}"
         assert not differences(full, incremental.timeline(plan)), f"proposal {number}"
         plan = proposer.propose(plan, equal=rng.random() < 0.5, stores=0.3)
     assert incremental.num_whole == 0
@@ -60,6 +65,24 @@ def test_equal_layers_of_which_some_are_computed_again_are_told_apart() -> None:
     for again in ((), (paths[0],), (paths[1],), (f"{paths[1]}.attention",), (paths[0], f"{paths[1]}.attention")):
         other = replace(plan, recompute=again)
         assert not differences(simulate(part.graph, other, profile), incremental.timeline(other)), again
+
+
+def test_a_shared_parameter_that_is_regathered_to_several_placements_is_gathered_for_each() -> None:
+    """Its second gather was left out in the backward pass: such plans are simulated as a whole."""
+    part, plan, profile = begin("gpt, tied, ZeRO-3, all computed again")
+    (table,) = (item.tensor for item in part.graph.stored if len(part.graph.consumers[item.tensor]) > 1)
+    space = space_of(Place(part, plan.axes, Request(plan.mesh, "train", "adamw", None, (), SearchBudget()), profile))
+    (_, (head, at)) = part.graph.consumers[table]
+    stored = Storage((Type("S", 0), Type("S", 1)), regather=True, reduce_each_microbatch=True)
+    options = {option.operands[at]: option for option in space.strategies[head.name]}
+    assert options.pop(plan.nodes[head.name].operands[at])
+    changes = [Change("", "", {head.name: option, table: stored}) for option in [*options.values()][:3]]
+    drafts = [space.changed(space.draft(plan), change) for change in changes]
+    for other in [draft.plan for draft in drafts if draft is not None]:
+        assert not differences(
+            simulate(part.graph, other, profile), Incremental(part.graph, profile).timeline(other)
+        )  # fmt: skip
+    assert any(drafts)
 
 
 @pytest.mark.parametrize("seed", [3, 26])

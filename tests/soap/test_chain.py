@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import cache
+from random import Random
 
 import pytest
 
@@ -13,8 +14,8 @@ from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import Plan, Refinement
 from autopar.refinement import space_of
 from autopar.simulate import Incremental, prices_of
-from autopar.soap import Budget, Ledger, Start, World, refine
-from autopar.soap.annealing import threshold_ns
+from autopar.soap import Budget, Ledger, Proposals, Start, World, refine
+from autopar.soap.annealing import anneal, threshold_ns
 from tests.soap.drawn import drawn_graph, drawn_place, drawn_plan, first_plan
 
 MESH = autopar.Mesh("h100", devices_per_node=4)
@@ -45,6 +46,35 @@ def test_a_lower_bound_changes_nothing_but_what_is_simulated() -> None:
     assert bounded[0] == unbounded[0]
     assert bounded[1].simulated < 0.7 * unbounded[1].simulated
     assert replace(bounded[1], simulated=0) == replace(unbounded[1], simulated=0)
+
+
+def test_at_the_end_of_the_way_down_no_change_of_one_decision_gains() -> None:
+    own, plan = world()
+    for seed in range(4):
+        chain = anneal(own, plan, 1000, math.inf, Random(seed))
+        if chain.stop_reason.startswith(("no change", "half")) and chain.tally.proposals < 1000:
+            break
+    assert chain.tally.proposals < 1000
+    for change in Proposals(own.space).all_changes(chain.best.draft):
+        real = Proposals(own.space).exchanged(chain.best.draft.plan, change)
+        after = None if real is None else own.space.changed(chain.best.draft, real)
+        assert after is None or own.score.step_time_ns(after.plan) >= chain.best.cost_ns
+
+
+def test_equal_axes_change_places_in_all_decisions_and_back() -> None:
+    graph = drawn_graph(1, 4)
+    place = drawn_place(graph, logical_meshes(MESH)[1], MESH)
+    space, plan = space_of(place), first_plan(place)
+    proposals, draft = Proposals(space), space.draft(plan)
+    (change,) = [one for one in proposals.all_changes(draft) if one.kind == "axes"]
+    real = proposals.exchanged(plan, change)
+    assert real is not None
+    other = space.changed(draft, real)
+    assert other is not None
+    assert all(placed.results[0] == plan.nodes[name].results[0][::-1] for name, placed in other.plan.nodes.items())
+    back = proposals.exchanged(other.plan, change)
+    assert back is not None
+    assert back.options == {**plan.nodes, **plan.storage, **plan.inputs}
 
 
 def test_the_plan_is_never_slower_than_the_first() -> None:

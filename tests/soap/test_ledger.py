@@ -69,6 +69,19 @@ def test_a_change_of_one_layer_is_priced_beside_equal_ones_that_stay() -> None:
         assert option == now or world.least_ns(plan, change) == expected
 
 
+def test_what_is_computed_again_is_counted_once_more() -> None:
+    world, plan = worlds("gpt").first, worlds("gpt").unstaged(worlds("gpt").plan)
+    whole = tuple(module for group in world.space.recomputable[0] for module in group)
+    before = world.least_ns(plan)
+    for modules in (world.space.recomputable[0][0], whole):
+        change = Change("recompute", modules[0], recompute=modules)
+        after = world.space.changed(world.space.draft(plan), change)
+        assert after is not None
+        assert before < world.least_ns(plan, change) == anew("gpt").least_ns(after.plan)
+        assert world.least_ns(plan, change) <= world.score.step_time_ns(after.plan)
+        before = world.least_ns(plan, change)
+
+
 def test_equal_decisions_have_one_key() -> None:
     world, plan = worlds("gpt").first, worlds("gpt").unstaged(worlds("gpt").plan)
     ledger, name = anew("gpt"), world.space.operators[0]
