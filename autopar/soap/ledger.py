@@ -20,7 +20,7 @@ from autopar.ir.graph import Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step
-from autopar.soap.space import Change, Option, Space
+from autopar.soap.space import Change, Option, Space, option_of
 
 NEVER = 1 << 62
 """What has no plan costs more than anything."""
@@ -323,7 +323,7 @@ class Ledger:
         """Adds what has changed with these decisions."""
         changed = set[str]()
         for name in names:
-            old, new = self._now[name], self._code(_option(plan, name))
+            old, new = self._now[name], self._code(option_of(plan, name))
             if old != new:
                 self._digest ^= self._digest_of(name, old) ^ self._digest_of(name, new)
                 self._now[name] = new
@@ -470,12 +470,6 @@ class Ledger:
         forward, backward, inside, across, moved, again = total
         busy = self.microbatches * (forward + backward + again) + self.prices.optimizer_ns(moved, tensors)
         return max(busy, inside, across)
-
-
-def _option(plan: Plan, name: str) -> Option:
-    if name in plan.nodes:
-        return plan.nodes[name]
-    return plan.storage[name] if name in plan.storage else plan.inputs[name]
 
 
 def _row(spent: Spent, moved_bytes: int = 0) -> Worth:

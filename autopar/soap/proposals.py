@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import NodePlan, Plan, Storage
-from autopar.soap.space import Change, Draft, End, Link, Modules, Option, Space
+from autopar.soap.space import Change, Draft, End, Link, Modules, Option, Space, option_of
 
 SAMPLE, ATTRIBUTE, PARAMETER = "sample", "attribute", "parameter"
 STORAGE, INPUT, RECOMPUTE, AXES = "storage", "input", "recompute", "axes"
@@ -78,7 +78,7 @@ class Proposals:
         first = name if together else random.choice(equals)
         if not held.isdisjoint(equals):
             return Change(kind, first)
-        now = self._now(draft.plan, first)
+        now = option_of(draft.plan, first)
         option = random.choice(self._other_options(first, now))
         found = self._spread({first: option}, draft.plan, together, random)
         return Change(self._kind_of(draft.plan, first, option), first, found, together)
@@ -132,11 +132,6 @@ class Proposals:
             known = self._others[name, id(now)] = now, [option for option in self._options(name) if option != now]
         return known[1]
 
-    def _now(self, plan: Plan, name: str) -> Option:
-        if name in plan.nodes:
-            return plan.nodes[name]
-        return plan.inputs[name] if name in plan.inputs else plan.storage[name]
-
     def _agreeing(self, name: str, end: End, placement: Placement) -> tuple[Option, ...]:
         """The options of a neighbour that meet a placement without a redistribution."""
         key = (name if end.kind == "input" else self.space.representative(name)), end, placement
@@ -160,7 +155,7 @@ class Proposals:
                 if link.other in changed or not self._may_follow(link, held) or random.random() > reach:
                     continue
                 meets = placement_at(changed[name], link.own)
-                if placement_at(self._now(plan, link.other), link.end) == meets:
+                if placement_at(option_of(plan, link.other), link.end) == meets:
                     continue
                 options = self._agreeing(link.other, link.end, meets)
                 if options:
@@ -186,7 +181,7 @@ class Proposals:
         looked_at = options if len(options) <= _LOOKED_AT else random.sample(options, _LOOKED_AT)
         links = self._links(name, together)
         around = [
-            (link.own, placement_at(changed.get(link.other) or self._now(plan, link.other), link.end)) for link in links
+            (link.own, placement_at(changed.get(link.other) or option_of(plan, link.other), link.end)) for link in links
         ]
         agreeing = [sum(placement_at(option, own) == met for own, met in around) for option in looked_at]
         most = max(agreeing)

@@ -20,7 +20,7 @@ from autopar.ir.plan import Move, NodePlan, Plan, Refinement, Storage
 from autopar.ir.text import bracketed, storage_text, strategy_text
 from autopar.soap.annealing import Chain, Jump, Scored, Watch, World, anneal, joined_trace
 from autopar.soap.proposals import INPUT, RECOMPUTE, STORAGE, Option
-from autopar.soap.space import Change, Space
+from autopar.soap.space import Change, Space, option_of
 
 RESOLUTION = 0.001
 """Of a step: what no profile tells apart is not worth a decision that differs."""
@@ -182,7 +182,7 @@ class _Differences:
             old, new = (", ".join(plan.recompute) or "none" for plan in (before, after))
             return Move(change.name, change.kind, 1, old, new, gain_ns)
         names = [*change.options]
-        old, new = (option_text(_option(plan, names[0])) for plan in (before, after))
+        old, new = (option_text(option_of(plan, names[0])) for plan in (before, after))
         return Move(names[0], change.kind, len(names), old, new, gain_ns)
 
 
@@ -194,12 +194,6 @@ def _outline(scored: Scored) -> str:
 def _back(names: Sequence[str], option: Option) -> Change:
     kind = "operator" if isinstance(option, NodePlan) else STORAGE if isinstance(option, Storage) else INPUT
     return Change(kind, names[0], dict.fromkeys(names, option))
-
-
-def _option(plan: Plan, name: str) -> Option:
-    if name in plan.nodes:
-        return plan.nodes[name]
-    return plan.inputs[name] if name in plan.inputs else plan.storage[name]
 
 
 def option_text(option: Option) -> str:

@@ -37,6 +37,13 @@ Option = NodePlan | Storage | Placement
 """Of a node, of a stored tensor, of an input."""
 
 
+def option_of(plan: Plan, name: str) -> Option:
+    """What a plan has decided of a node, a stored tensor or an input."""
+    if name in plan.nodes:
+        return plan.nodes[name]
+    return plan.storage[name] if name in plan.storage else plan.inputs[name]
+
+
 class Twins(Protocol):
     """Which nodes and tensors stand in the same place of equal blocks: they have one representative."""
 
