@@ -117,12 +117,16 @@ class Layered:
         return part_of_step(sharing, schedule, submeshes, microbatches, self.request.mode == "train", parts)
 
     def in_time(self, candidate: Candidate) -> Candidate:
-        """A candidate that was estimated as if no rank left its core to others, with that."""
-        part = self.part_of_candidate(candidate)
-        if part == 1.0:
+        """A candidate that was estimated as if no rank left its core to others, with that.
+
+        Stages of other sizes may leave each other more: as much as all cores, which is what the bound allows for.
+        """
+        sharing = sharing_of([self.shared])
+        if sharing is None or candidate.num_submeshes == 1:
             return candidate
-        step, bound = (round(part * time) for time in (candidate.step_ns, candidate.lower_bound_ns))
-        return replace(candidate, step_ns=step, lower_bound_ns=bound)
+        step = round(self.part_of_candidate(candidate) * candidate.step_ns)
+        bound = candidate.lower_bound_ns * sharing.cores // sharing.ranks
+        return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound))
 
     def part_of_candidate(self, candidate: Candidate) -> float:
         """As `part_of_step`."""
