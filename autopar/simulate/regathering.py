@@ -19,6 +19,7 @@ from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.simulate.recomputation import Recomputation
+from autopar.simulate.way import tensors_on_the_way
 
 
 class Span(NamedTuple):
@@ -104,10 +105,11 @@ class Regathering:
     def _gets_gradient(self, span: Span, statements: Sequence[Statement]) -> bool:
         """Whether a gradient reaches what the statements leave to others, in the first part if there are two."""
         made = {value for statement in statements for value in statement.makes}
-        wanted = self._trained & self._leading_back if self._has_second_part else self._trained
+        if self._has_second_part:
+            made = {value for value in made if value[0] in self._leading_back}
         return any(
             value in self._losses or any(not span.start <= position < span.end for position in self._handed[value])
-            for value in made & wanted
+            for value in made & self._trained
         )
 
     @cached_property
@@ -125,14 +127,9 @@ class Regathering:
         return found
 
     @cached_property
-    def _leading_back(self) -> set[Value]:
-        """The values on the way to what earlier stages wait for, which the first part of the backward pass visits."""
-        found = {value for value in self._flat.values.values() if value[0] in self.graph.received}
-        found = {value for value in found if value[0] in self.reached}
-        for statement in self._flat.statements:
-            if not found.isdisjoint(statement.reads):
-                found.update(value for value in statement.makes if value[0] in self.reached)
-        return found
+    def _leading_back(self) -> frozenset[str]:
+        """The tensors that the first part of the backward pass makes gradients of."""
+        return tensors_on_the_way(self.graph)
 
     @cached_property
     def _trained(self) -> set[Value]:

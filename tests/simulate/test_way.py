@@ -27,6 +27,17 @@ class Biased(nn.Module):
         return (x * factor).sum()
 
 
+class Beside(nn.Module):
+    """Two results: of what is received, and of a parameter alone, which a later stage hands a gradient back for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.scale = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+        return x * self.scale.sin(), self.table.exp() * mask
+
+
 def made_of_table_on_the_way(readers: int) -> set[str]:
     """The results of operators on parameters that are found to be on the way, by operator."""
     graph = trace(Biased(readers), (torch.ones(4),))
@@ -56,3 +67,23 @@ def test_the_runtime_makes_the_same_gradients_first() -> None:
         assert [leaf is model.table for leaf in aside] == [True] * (readers - 1)
         split.second()
         assert model.table.grad is not None and model.scale.grad is not None
+
+
+def test_what_only_a_source_of_gradients_comes_of_does_not_wait() -> None:
+    graph = trace(Beside(), (torch.ones(4), torch.ones(4)), mode="inference")
+    values = {n: replace(t, differentiable=True) for n, t in graph.tensors.items()}
+    answered = tuple((name, ()) for name in graph.outputs)
+    way = tensors_on_the_way(replace(graph, received=graph.inputs[:1], tensors=values, answered=answered, ends=()))
+    found = {node.op.split(".")[1] for node in graph.nodes if not way.isdisjoint(node.results)}
+    model, x = Beside(), torch.ones(4, requires_grad=True)
+    roots = [(torch.autograd.graph.get_gradient_edge(made), torch.ones_like(made)) for made in model(x, torch.ones(4))]
+    split = SplitBackward(roots, [x], list(model.parameters()))
+    split.first()
+    assert found == {"mul", "exp"}
+    assert [leaf is model.table for leaf, _ in split._aside] == [True]
+
+
+def test_what_is_received_without_a_gradient_leads_nowhere() -> None:
+    graph = trace(Beside(), (torch.ones(4), torch.ones(4)), mode="inference")
+    way = tensors_on_the_way(replace(graph, received=graph.inputs, answered=()))
+    assert not way
