@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
@@ -20,7 +21,6 @@ from autopar.planning import Request
 from autopar.progress import Report, reporting
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.worlds import Worlds, space_of
-from autopar.simulate.schedule import without_collector
 from autopar.soap import Budget, Watch, refine
 from autopar.trace import Blocks
 
