@@ -1,9 +1,9 @@
 """trace: nn.Module + example inputs -> Graph.
 
 export (torch.export, functional; of blocks that do the same, one) → convert (plain data, every block)
-→ clean (alias, assert and dead nodes removed) → fuse_routing (tokens' way to their experts and back becomes one
-operator) → clean → number (nodes named by their order) → share (one identity node for each tensor with several
-consumers)
+→ clean (alias, assert and dead nodes removed) → without_counting (indexing that takes all, in order, is a reshape)
+→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean → number (nodes named by their
+order) → share (one identity node for each tensor with several consumers)
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.sharing import share
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
+from autopar.trace.counting import without_counting
 from autopar.trace.export import bind_inputs, export
 from autopar.trace.numbering import number
 from autopar.trace.precision import cast_copy, cast_inputs, with_kept_dtypes
@@ -48,5 +49,5 @@ def trace(
     arguments = bound if compute_dtype is None else cast_inputs(model, names, bound, compute_dtype)
     program = export(traced, names, arguments, loss_fn, mode, fewest)
     graph = convert(program, traced, names, with_loss=loss_fn is not None, mode=mode)
-    graph = share(number(clean(fuse_routing(clean(graph)))))
+    graph = share(number(clean(fuse_routing(clean(without_counting(clean(graph)))))))
     return graph if compute_dtype is None else with_kept_dtypes(graph, model, names, bound)
