@@ -747,10 +747,12 @@ class Lowering:
             self._call_function(items[begin], branch, is_idle(home, self.coordinates))
 
     def _call_function(self, item: Item, branch: _Branch, idle: bool) -> None:
-        """What autograd's function adds to a branch's first item."""
+        """What autograd's function adds to a branch's first item: it reads all that the branch reads of others, and
+        hands each of these a gradient, if only zeros."""
         if not idle:
-            read = [value for value in branch.reads if value[0] not in self.plan.storage]
-            kept = [self.program.values[self.known[value]].storage for value in read]
+            read = [self.known[value] for value in branch.reads if value[0] not in self.plan.storage]
+            item.inputs = tuple(dict.fromkeys((*item.inputs, *read)))
+            kept = [self.program.values[value].storage for value in read]
             item.saved = tuple(dict.fromkeys((*item.saved, *kept)))
         if self.profile.runtime is not None:
             item.forward_ns += self.profile.runtime.function_ns[0]
@@ -955,16 +957,20 @@ def is_summed_first(slot: Slot) -> bool:
 
 def mark_gradients(program: Program, ends: list[int]) -> None:
     """Which values have a gradient: those that an end (the loss, what is sent) depends on and that lead to a parameter
-    or input."""
+    or input. A branch's first item hands out gradients where any of its items has some."""
+    called: set[int] = set()
     for value in ends:
         program.values[value].wants_gradient = True
-    for item in reversed(program.items):
-        if not any(program.values[v].wants_gradient for v in item.outputs or item.inputs):
+    for number, item in reversed([*enumerate(program.items)]):
+        wanted = any(program.values[v].wants_gradient for v in item.outputs or item.inputs)
+        if not wanted and number not in called:
             continue
         item.runs_backward = item.runs_backward or not item.inputs or not item.outputs
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True
+        if item.runs_backward and number in program.first_of:
+            called.add(program.first_of[number])
 
 
 def _mark_parts(program: Program) -> None:

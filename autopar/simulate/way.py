@@ -2,7 +2,8 @@
 
 On the way is all that depends on what the stage has received. What is computed from parameters beside it waits for the
 second part, unless several operators on the way read what comes of one parameter, such as a bias that all attention
-layers share, or gradients come in beside the way: then all between these and the parameter is on the way, too.
+layers share, or gradients come in beside the way: then all between these and the parameter is on the way, too. Where
+nothing waits for gradients, as in a first stage, the second part makes them all.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def tensors_on_the_way(graph: Graph) -> frozenset[str]:
     for node in graph.nodes:
         if not way.isdisjoint(node.operands):
             way.update(node.results)
-    while more := _shared(graph, way):
+    while way and (more := _shared(graph, way)):
         way |= more
     return frozenset(way)
 

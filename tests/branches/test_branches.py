@@ -18,13 +18,14 @@ from autopar import runtime as rt
 from autopar.branches import find_regions, with_branches
 from autopar.branches.search import assign
 from autopar.cost import load_profile
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir import verifier
 from autopar.ir.branches import in_order
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Branch, Fork, Plan
 from autopar.ops import admits
 from autopar.simulate import simulate
+from autopar.simulate.meeting import Meeting
 from autopar.trace import trace
 from models import inception, two_towers
 from tests.branches.cases import case, forks, in_branches, plan, regions
@@ -315,3 +316,46 @@ def test_nothing_changes_that_is_not_faster() -> None:
     unbranched = autopar.template_plan(*case("two_towers")[:1], fast.mesh, case("two_towers")[1], tp=2)
     unbranched = replace(unbranched, predicted=replace(unbranched.predicted, step_time_ns=1), simulator=None)
     assert with_branches(graph, unbranched, load_profile("h100"), score, lambda name: name, 5.0) is unbranched
+
+
+class Scattered(nn.Module):
+    """Two branches, of which one reads a tensor for its dtype alone: it hands no gradient back of that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key = self.query(x), self.key(x)
+        turned = torch.cat([-key[..., 4:], key[..., :4]], -1).sin()
+        joined = query.new_zeros(*key.shape[:-1], 16)
+        joined[..., :8] = key
+        joined[..., 8:] = turned
+        return (joined.square().sum(-1) + query.sum(-1)).mean()
+
+
+def test_ranks_meet_where_a_branch_hands_no_gradient_back() -> None:
+    batch = (torch.randn(4, 8),)
+    graph = trace(Scattered(), batch)
+    names = {node.op.split(".")[1]: node.name for node in graph.nodes}
+    turned = tuple(n.name for n in graph.nodes if n.op.split(".")[1] in ("neg", "cat", "sin"))
+    made = (names["new_zeros"], next(n.name for n in graph.nodes if "slice_scatter" in n.op))
+    base = autopar.template_plan(Scattered(), autopar.Mesh("cpu", devices_per_node=2), batch, tp=2)
+    own = in_branches(graph, base, [Fork("tp", (Branch(0, turned), Branch(1, made)))])
+    timeline = simulate(graph, own, load_profile("cpu"))
+    first, second = ([(e.name, e.start_ns) for e in timeline.events if e.stream[0] == rank and e.stream[1] != "compute"]
+                     for rank in (0, 1))  # fmt: skip
+    assert first == second and first
+
+
+def test_lanes_that_wait_for_what_does_not_come_are_told_so() -> None:
+    meeting = Meeting({0: [(), ()], 1: [(), ()]})
+    try:
+        assert meeting.play([0, 5], [lambda meet: meet(0, 7), lambda meet: meet(0, 1)]) == [7, 2]
+        for other in (lambda meet: 0, lambda meet: meet(1, 3)):
+            with pytest.raises(PlanError, match="the same collectives in the same order"):
+                meeting.play([0, 0], [lambda meet: meet(0, 7), other])
+        with pytest.raises(ZeroDivisionError):
+            meeting.play([0, 0], [lambda meet: meet(0, 7), lambda meet: 1 // 0])
+    finally:
+        meeting.close()

@@ -85,5 +85,5 @@ def test_what_only_a_source_of_gradients_comes_of_does_not_wait() -> None:
 
 def test_what_is_received_without_a_gradient_leads_nowhere() -> None:
     graph = trace(Beside(), (torch.ones(4), torch.ones(4)), mode="inference")
-    way = tensors_on_the_way(replace(graph, received=graph.inputs, answered=()))
-    assert not way
+    answered = tuple((name, ()) for name in graph.outputs)
+    assert not tensors_on_the_way(replace(graph, received=graph.inputs, answered=answered, ends=()))
