@@ -26,7 +26,7 @@ from autopar.cost.fit import profile_from_points
 from autopar.cost.profile import FORMAT, Profile, profile_from_json
 from autopar.errors import ProfileError
 
-REVISION = 4  # of the measurements: a new one measures every host anew
+REVISION = 5  # of the measurements: a new one measures every host anew
 TIMEOUT_SECONDS = 600  # each script takes about thirty on an idle machine
 MEASURE = (Path(__file__).with_name("measure.py"), Path(__file__).with_name("measure_gloo.py"))
 
