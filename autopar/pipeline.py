@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autopar import interrupt
+from autopar.collector import without_collector
 from autopar.cost import load_profile, profiles_of
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, PlanError
@@ -71,6 +72,7 @@ _BUDGETS = {
 }
 
 
+@without_collector()
 def parallelize(
     model: nn.Module,
     mesh: Mesh,
@@ -111,6 +113,7 @@ def parallelize(
     return PlannedProgram(graph, _with_simulator(plan, graph), source, model_state(model))
 
 
+@without_collector()
 def planned_jointly(
     graph: Graph, request: Request, progress: Report | None = None, passes: Passes | None = None
 ) -> tuple[Graph, Plan]:
@@ -234,6 +237,7 @@ def _looks_for_stages(request: Request) -> bool:
     return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
 
 
+@without_collector()
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none",

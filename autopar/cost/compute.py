@@ -2,7 +2,8 @@
 
 time = launch_ns · kernels + max(FLOPs / (peak · efficiency), bytes / (bandwidth · efficiency))
 
-Where the profile has tables (`kernels`): time = call_ns · gradients + Σ FLOPs · rate(shape) + copies + sums.
+Where the profile has tables (`kernels`):
+time = call_ns · gradients + max(Σ FLOPs · rate(shape), bytes / bandwidth) + copies + sums
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profi
     curve = profile.curve(family)
     found = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
     if found is not None and all(kernel.table in profile.tables for kernel in found.kernels):
-        return _kernels_ns(found, curve, direction, call.dtype, profile)
+        return _kernels_ns(found, work, curve, direction, call.dtype, profile)
     moving = family if curve.bound == "memory" else "pointwise"
     duration = _memory_ns(work.num_bytes, moving, direction, profile)
     if curve.bound == "memory" and call.dtype in curve.dtype_ratios:  # of float32's time, not of its time a byte
@@ -212,10 +213,11 @@ def _call_ns(curve: OperatorCurve, direction: int, profile: Profile) -> int:
     return (curve.call_ns or profile.facts.launch_ns)[direction]
 
 
-def _kernels_ns(found: Kernels, curve: OperatorCurve, direction: int, dtype: str, profile: Profile) -> int:
+def _kernels_ns(found: Kernels, work: Work, curve: OperatorCurve, direction: int, dtype: str, profile: Profile) -> int:
     """Tables are of float32; another dtype takes as much longer as the family's points in both say.
 
-    Each gradient of a product is a call; those of attention and of a convolution come from one.
+    Each gradient of a product is a call; those of attention and of a convolution come from one. Beside a grid, as where
+    a product has one row, the rate on its border would have operands come faster than memory gives them.
     """
     calls = len(found.kernels) if curve.family == "matmul" else min(1, len(found.kernels))
     rates = [profile.tables[kernel.table].ns_per_flop(kernel.coordinates) for kernel in found.kernels]
@@ -226,7 +228,8 @@ def _kernels_ns(found: Kernels, curve: OperatorCurve, direction: int, dtype: str
         for size in found.summed_bytes
     )
     copied = copy_time_ns(found.copied_bytes // 2, profile)
-    return calls * _call_ns(curve, direction, profile) + round(computed) + summed + copied
+    least = work.num_bytes * 1e9 / profile.facts.memory_bandwidth
+    return calls * _call_ns(curve, direction, profile) + round(max(computed, least)) + summed + copied
 
 
 def _memory_ns(num_bytes: int, family: str, direction: int, profile: Profile) -> int:

@@ -15,19 +15,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from statistics import median_high
 from typing import Any
 
 from autopar.cost.fit import profile_from_points
+from autopar.cost.measure import median_of
 from autopar.cost.profile import FORMAT, Profile, profile_from_json
 from autopar.errors import ProfileError
 
-REVISION = 5  # of the measurements: a new one measures every host anew
-TIMEOUT_SECONDS = 600  # each script takes about thirty on an idle machine
+REVISION = 6  # of the measurements: a new one measures every host anew
+TIMEOUT_SECONDS = 600  # each script takes about forty on an idle machine
 MEASURE = (Path(__file__).with_name("measure.py"), Path(__file__).with_name("measure_gloo.py"))
 
 
@@ -87,16 +86,6 @@ def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 
 
 def _window_file(points: Path, number: int) -> Path:
     return points.with_name(f"{points.name}.{number}") if number else points
-
-
-def median_of(windows: Sequence[Any]) -> Any:
-    """The windows' results as one: of each number the median, the higher of two in the middle."""
-    first = windows[0]
-    if isinstance(first, dict):
-        return {key: median_of([window[key] for window in windows]) for key in first}
-    if isinstance(first, list):
-        return [median_of(items) for items in zip(*windows, strict=True)]
-    return median_high(windows) if isinstance(first, int | float) and not isinstance(first, bool) else first
 
 
 def _points(script: Path, *arguments: str) -> dict[str, Any]:

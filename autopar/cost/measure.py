@@ -8,6 +8,9 @@ Times are those of the thread on the CPU, so that other programs disturb little;
 second-level cache overwritten before each. Operands alternate, so that small ones do not stay in the cache; and before
 the smallest calls others' data pass through it, as in a training step, so that the code must be fetched again too.
 
+The whole sweep is made in ROUNDS, of which medians are kept: a machine whose speed drifts is then alike fast for all
+points, and what one operator takes more than another does not come of when each was measured.
+
 With --points, every measured point is kept in that file, and a run that was stopped goes on there. A file of another
 machine, device, torch or revision is refused.
 """
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import sys
@@ -23,6 +27,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
@@ -31,12 +36,14 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 7  # of the sweep: points of another one do not mix
-SECONDS_A_POINT = 0.02
+REVISION = 8  # of the sweep: points of another one do not mix
+ROUNDS = 4
+SECONDS_A_POINT = 0.005  # of a round
+LEAST_TIMES = 2  # of a point in a round; the first one only warms up
 BYTES_OF_OPERANDS = 1 << 25
 SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 21
 MOST_FLOPS = 1.1e9  # a larger product is as efficient as one of this size
-MOST_BYTES = 1 << 28  # of an operator's operands, so that memory never runs out
+MOST_ELEMENTS = 1 << 23  # of an operand, so that memory never runs out
 
 Tensors = list[torch.Tensor]
 Operator = Callable[..., torch.Tensor]
@@ -88,7 +95,7 @@ def typed_cases(dtype: torch.dtype) -> list[Case]:
 
 def _typed(family: str, op: str, shapes: tuple[tuple[int, ...], ...], run: Operator, dtype: torch.dtype) -> Case:
     def operands() -> Tensors:
-        return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+        return [_drawn(*shape).to(dtype).requires_grad_() for shape in shapes]
 
     return Case(family, op, tuple(size for shape in shapes for size in shape), operands, run)
 
@@ -157,7 +164,7 @@ def _product_cases() -> Iterator[Case]:
 def _product(layout: str, m: int, n: int, k: int) -> Case:
     def operands() -> Tensors:
         left, right = (k, m) if layout == "TN" else (m, k), (n, k) if layout == "NT" else (k, n)
-        return [torch.randn(left), torch.randn(right)]
+        return [_drawn(*left), _drawn(*right)]
 
     def run(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.mm(left.t() if layout == "TN" else left, right.t() if layout == "NT" else right)
@@ -167,7 +174,7 @@ def _product(layout: str, m: int, n: int, k: int) -> Case:
 
 def _batched(m: int, n: int, k: int) -> Case:
     def operands() -> Tensors:
-        return [torch.randn(BATCH, m, k), torch.randn(BATCH, k, n)]
+        return [_drawn(BATCH, m, k), _drawn(BATCH, k, n)]
 
     return Case("matmul", "bmm", (m, n, k), operands, torch.bmm, kind="batched")
 
@@ -192,8 +199,18 @@ def _convolution_cases() -> Iterator[Case]:
     yield _convolution(1, 1, 1, 1, gradient="weight")
 
 
+@lru_cache(maxsize=1)
+def _pool(device: torch.device) -> torch.Tensor:
+    return torch.randn(MOST_ELEMENTS, device=device)
+
+
+def _drawn(*shape: int) -> torch.Tensor:
+    """Normal numbers: a copy of the same ones each time, since drawing them takes longer than most operators."""
+    return _pool(torch.get_default_device())[: math.prod(shape)].view(shape).clone()
+
+
 def _leaves(*shapes: tuple[int, ...]) -> Tensors:
-    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+    return [_drawn(*shape).requires_grad_() for shape in shapes]
 
 
 def _softmax(x: torch.Tensor) -> torch.Tensor:
@@ -238,7 +255,7 @@ def _attention(heads: int, length: int, width: int, causal: bool) -> Case:
 
 def _convolution(channels: int, filters: int, size: int, kernel: int, gradient: str) -> Case:
     def operands() -> Tensors:
-        image, weight = torch.randn(BATCH, channels, size, size), torch.randn(filters, channels, kernel, kernel)
+        image, weight = _drawn(BATCH, channels, size, size), _drawn(filters, channels, kernel, kernel)
         return [image.requires_grad_(gradient == "input"), weight.requires_grad_(gradient == "weight")]
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -323,7 +340,7 @@ class Clock:
 
 
 def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
-    """Nanoseconds (forward, backward), everything included: the median over the repetitions."""
+    """Nanoseconds (forward, backward), everything included: the median over one round's repetitions."""
     sets = [case.operands()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in sets[0])
     sets += [case.operands() for _ in range(min(16, BYTES_OF_OPERANDS // (4 * size)))]
@@ -331,7 +348,7 @@ def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
     passing = torch.zeros(PASSING_BYTES if size <= SMALL_BYTES else 0, dtype=torch.uint8)
     times: list[tuple[int, int]] = []
     deadline = time.perf_counter() + SECONDS_A_POINT * (4 if passing.numel() else 1)
-    while time.perf_counter() < deadline or len(times) < 4:
+    while time.perf_counter() < deadline or len(times) < LEAST_TIMES:
         operands = sets[len(times) % len(sets)]
         times.append(_measure_once(case, operands, gradient, passing, clock))
     forward, backward = zip(*times[1:], strict=True)
@@ -352,8 +369,8 @@ def _measure_once(
 
 def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tuple[int, int, int]:
     """Nanoseconds of one operator of a long chain, forward and backward; and a backward pass's own cost."""
-    one = [_chain(step, shape, 1, clock) for _ in range(40)]
-    many = [_chain(step, shape, 201, clock) for _ in range(20)]
+    one = [_chain(step, shape, 1, clock) for _ in range(10)]
+    many = [_chain(step, shape, 201, clock) for _ in range(5)]
     forward = (median_high([f for f, _ in many]) - median_high([f for f, _ in one])) // 200
     backward = (median_high([b for _, b in many]) - median_high([b for _, b in one])) // 200
     return forward, backward, max(0, median_high([b for _, b in one]) - backward)
@@ -390,7 +407,7 @@ def measure_optimizer(num_elements: int, clock: Clock, num_tensors: int = 4) -> 
 def _repeat(call: Callable[[], Any], clock: Clock) -> list[int]:
     times: list[int] = []
     deadline = time.perf_counter() + SECONDS_A_POINT
-    while time.perf_counter() < deadline or len(times) < 4:
+    while time.perf_counter() < deadline or len(times) < LEAST_TIMES:
         times.append(clock.time_ns(call)[0])
     return times
 
@@ -404,8 +421,8 @@ ADAMW: dict[str, Any] = {
 
 def measure_dtype(dtype: torch.dtype, clock: Clock, size: int = 384) -> int:
     """Nanoseconds of a square matrix product, for the peak rate of a dtype."""
-    left, right = (torch.randn(size, size).to(dtype) for _ in range(2))
-    return median_high(_repeat(lambda: torch.mm(left, right), clock))
+    left, right = (_drawn(size, size).to(dtype) for _ in range(2))
+    return median_high(_repeat(lambda: torch.mm(left, right), clock)[1:])
 
 
 # The sweep ----------------------------------------
@@ -451,20 +468,28 @@ def _describe(case: Case) -> dict[str, Any]:
 
 
 def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
-    """Every operator point of one rank."""
-    launch = kept.get("launch", measure_launch, lambda x: x * 1.5, (4,), clock)
-    view = kept.get("view", measure_launch, lambda x: x.transpose(0, 1), (2, 2), clock)
+    """Every operator point of one rank: of each number the median over the rounds."""
+    return median_of([_measure_round(number, kept, clock, report) for number in range(ROUNDS)])  # type: ignore[no-any-return]
+
+
+def _measure_round(number: int, kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
+    """Every point once."""
+
+    def get(key: str, measure: Callable[..., Any], *arguments: Any) -> Any:
+        return kept.get(f"{key} round {number}", measure, *arguments)
+
+    launch = get("launch", measure_launch, lambda x: x * 1.5, (4,), clock)
+    view = get("view", measure_launch, lambda x: x.transpose(0, 1), (2, 2), clock)
     points, cases = [], operator_cases()
-    for number, case in enumerate(cases):
+    for place, case in enumerate(cases):
         name = f"{case.op} {'x'.join(map(str, case.shape))}"
-        report(f"{number + 1} of {len(cases)}: {name}")
-        key = f"{case.family} {name} {case.kind}"
-        points.append(kept.get(key, _point, case, clock))
+        report(f"round {number + 1} of {ROUNDS}, {place + 1} of {len(cases)}: {name}")
+        points.append(get(f"{case.family} {name} {case.kind}", _point, case, clock))
     sizes = (64, 1 << 14, 1 << 18, 1 << 22)
-    optimizer = [[n, kept.get(f"optimizer {n}", measure_optimizer, n, clock)] for n in sizes]
+    optimizer = [[n, get(f"optimizer {n}", measure_optimizer, n, clock)] for n in sizes]
     names = ("float64", "float32", "bfloat16", "float16")
-    dtypes = {name: [384, kept.get(f"dtype {name}", measure_dtype, getattr(torch, name), clock)] for name in names}
-    typed = [point for name in TYPES for point in kept.get(f"typed {name}", measure_type, name, clock)]
+    dtypes = {name: [384, get(f"dtype {name}", measure_dtype, getattr(torch, name), clock)] for name in names}
+    typed = [point for name in TYPES for point in get(f"typed {name}", measure_type, name, clock)]
     return {
         "launch": launch, "view": view, "points": points, "optimizer": optimizer, "dtypes": dtypes, "typed": typed
     }  # fmt: skip
@@ -473,6 +498,16 @@ def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -
 def _point(case: Case, clock: Clock) -> dict[str, Any]:
     forward, backward = measure_case(case, clock)
     return {**_describe(case), "forward_ns": forward, "backward_ns": backward}
+
+
+def median_of(results: Sequence[Any]) -> Any:
+    """Results of one form as one: of each number the median, the higher of two in the middle."""
+    first = results[0]
+    if isinstance(first, dict):
+        return {key: median_of([result[key] for result in results]) for key in first}
+    if isinstance(first, list | tuple):
+        return [median_of(items) for items in zip(*results, strict=True)]
+    return median_high(results) if isinstance(first, int | float) and not isinstance(first, bool) else first
 
 
 def measure_together(count: int, kept: Kept, report: Callable[[str], None]) -> list[dict[str, Any]]:

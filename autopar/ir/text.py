@@ -44,8 +44,11 @@ def plan_text(plan: Plan) -> str:
 
 
 def refinement_text(plan: Plan) -> str:
-    """ "17.6 ms → 17.2 ms by 4 changes that MCMC kept of 1,000 proposals": what came of the refinement, if anything."""
+    """ "17.6 ms → 17.2 ms by 4 changes that MCMC kept of 1,000 proposals": what came of the refinement, if anything; or
+    why there was none."""
     refined = plan.search.refinement
+    if refined is not None and not refined.proposals:
+        return f"not: {refined.stop_reason}"
     if refined is None or not refined.moves:
         return ""
     count = len(refined.moves)

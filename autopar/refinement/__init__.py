@@ -12,15 +12,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Refinement
 from autopar.planning import Request
 from autopar.progress import Report, reporting
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.worlds import Worlds, space_of
-from autopar.simulate.schedule import without_collector
 from autopar.soap import Budget, Watch, refine
 from autopar.trace import Blocks
 
@@ -34,16 +34,20 @@ def refined(
     """The plan, or a faster one that MCMC finds around it, or from other plans, which have a name each; where there are
     such, from a drawn one as well.
 
-    A plan whose stages are placed apart, or that is for devices of several kinds, is returned as it is.
+    A plan whose stages are placed apart, or that is for devices of several kinds, stays as it is, and says so.
     """
     budget = request.budget
-    if request.mesh.num_devices == 1 or not request.mesh.is_homogeneous or not budget.proposals or not _is_alike(plan):
+    if request.mesh.num_devices == 1 or not budget.proposals:
         return plan
+    if not request.mesh.is_homogeneous:
+        return _as_it_is(plan, "the devices are of several kinds", budget.seed)
+    if not _is_alike(plan):
+        return _as_it_is(plan, "its stages are on unlike submeshes, or on parts of them", budget.seed)
     worlds = Worlds(graph, blocks, replace(request, recompute=plan.recompute), profile, plan)
     try:
         starts = [worlds.start(name, one) for name, one in [("the plan", plan), *others]]
-    except PlanError:
-        return plan
+    except PlanError as error:
+        return _as_it_is(plan, f"it is in no space of the search ({error})", budget.seed)
     if others:
         starts.append(worlds.drawn(starts[0], budget.seed))
     chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
@@ -56,6 +60,13 @@ def refined(
     if _fits(plan) and not is_better:
         return replace(plan, search=replace(plan.search, refinement=report))
     return replace(stated, search=replace(plan.search, refinement=report))
+
+
+def _as_it_is(plan: Plan, reason: str, seed: int) -> Plan:
+    """The plan, which says why it was not refined."""
+    step_ns = plan.predicted.step_time_ns
+    report = Refinement("the plan", step_ns, step_ns, 0, 0, 0.0, seed, reason)
+    return replace(plan, search=replace(plan.search, refinement=report))
 
 
 def _fits(plan: Plan) -> bool:

@@ -13,12 +13,13 @@ import math
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
 
+from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.part_player import Unsupported
 from autopar.simulate.parted import Beyond, Step
-from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate, without_collector
+from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.variants import Variants
 

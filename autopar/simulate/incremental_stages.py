@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
@@ -17,7 +18,7 @@ from autopar.ir.plan import Plan, Stage
 from autopar.ir.stages import answered_values
 from autopar.simulate.player import Player
 from autopar.simulate.program import Prices, leaving_by_name, lower_stage
-from autopar.simulate.schedule import play_stages, profiles_of_stages, without_collector
+from autopar.simulate.schedule import play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
 
 KEPT_STAGES = 12  # of each place in the row

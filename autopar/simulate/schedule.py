@@ -10,15 +10,14 @@ Where ranks share cores, those that are busy have the cores of those that wait (
 
 from __future__ import annotations
 
-import gc
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
+from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
@@ -76,18 +75,6 @@ def profiles_of_stages(plan: Plan, profile: Profile | Mapping[str, Profile]) -> 
     groups = [plan.mesh.group_of(stage.ranks) for stage in plan.stages] or [plan.mesh.group_of()]
     known = {group.profile: profile if isinstance(profile, Profile) else profile[group.profile] for group in groups}
     return [known[group.profile].shared_by(group.devices_per_node) for group in groups]
-
-
-@contextmanager
-def without_collector() -> Iterator[None]:
-    """Many small objects and no cycles: the collector would go through all that torch has loaded, for nothing."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @lru_cache(maxsize=1 << 10)

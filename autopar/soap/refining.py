@@ -20,10 +20,12 @@ from autopar.ir.plan import Move, NodePlan, Plan, Refinement, Storage
 from autopar.ir.text import bracketed, storage_text, strategy_text
 from autopar.soap.annealing import Chain, Jump, Scored, Watch, World, anneal, joined_trace
 from autopar.soap.proposals import INPUT, RECOMPUTE, STORAGE, Option
-from autopar.soap.space import Change, Space, option_of
+from autopar.soap.space import Change, Draft, Space, option_of
 
 RESOLUTION = 0.001
 """Of a step: what no profile tells apart is not worth a decision that differs."""
+
+CHAINED = 0.75  # of the seconds, those of the chains; taking back what hardly gains has the rest
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ def refine(
     random = Random(budget.seed)
     chains: list[Chain] = []
     for start in starts:
-        deadline = began + budget.seconds * (len(chains) + 1) / len(starts)
+        deadline = began + CHAINED * budget.seconds * (len(chains) + 1) / len(starts)
         count = max(1, budget.proposals // len(starts))
         chains.append(anneal(start.world, start.plan, count, deadline, Random(random.random()), jumps, watch))
         if chains[-1].stop_reason == "interrupted":
@@ -136,20 +138,18 @@ class _Differences:
             return self.space.in_order(self.best.draft), [Move("plan", "jump", 1, *self._outlines(), gain)]
         kept: list[tuple[Change, int]] = []
         for change in self._changes():
-            without = self._without(change)
-            if without is not None and without.fits >= self.best.fits and without.cost_ns <= self._good_enough_ns:
+            draft = self.space.changed(self.best.draft, change)
+            without_ns = self.best.cost_ns if draft is None else self.best.world.score.step_time_ns(draft.plan)
+            without = self._scored(draft, without_ns) if draft and without_ns <= self._good_enough_ns else None
+            if without is not None and without.fits >= self.best.fits:
                 self.best = without
             else:
-                kept.append((change, without.cost_ns - self.best.cost_ns if without is not None else 0))
+                kept.append((change, without_ns - self.best.cost_ns))
         moves = [self._move(change, gain) for change, gain in kept]
         return self.space.in_order(self.best.draft), sorted(moves, key=lambda move: -move.gain_ns)
 
-    def _without(self, change: Change) -> Scored | None:
-        draft = self.space.changed(self.best.draft, change)
-        if draft is None:
-            return None
+    def _scored(self, draft: Draft, step_ns: int) -> Scored:
         world, limit = self.best.world, draft.plan.memory_limit
-        step_ns = world.score.step_time_ns(draft.plan)
         return Scored(world, draft, step_ns, not limit or not world.score.excess_bytes(draft.plan, limit))
 
     def _is_comparable(self) -> bool:

@@ -17,13 +17,13 @@ import time
 from dataclasses import replace
 
 from autopar import interrupt
+from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.planning import Request, best_plan, faster_plan
 from autopar.progress import Report, reporting
-from autopar.simulate.schedule import without_collector
 from autopar.staged.finalists import Finalists
 from autopar.staged.layered import Layered
 from autopar.staged.mixing import mixed

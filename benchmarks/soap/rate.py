@@ -17,11 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from autopar.collector import without_collector
 from autopar.cost import load_profile
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.refinement import Worlds
-from autopar.simulate.schedule import without_collector
 from autopar.soap import Budget, Start, refine
 from autopar.trace import find_blocks
 from benchmarks.facts import facts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,6 +194,14 @@ def test_products_cost_by_shape_and_layout() -> None:
     assert backward == pytest.approx(flops / 50 + flops / 100 + 2 * called[1], rel=0.01)
 
 
+def test_a_product_of_one_row_takes_as_long_as_its_operands_take_to_come() -> None:
+    profile = fitted()
+    forward, _ = node_time_ns(*call("linear", [(1, 1024), (1024, 1024)], (1, 1024)), profile)
+    read_and_written = 4 * (1024 + 1024 * 1024 + 1024)
+    assert forward == pytest.approx(read_and_written / 10 + 1000, rel=0.02)
+    assert forward > 2 * 1024 * 1024 / 50 + 1000, "what the table's border says"
+
+
 def test_between_the_vertices_of_a_table_rates_are_geometric_means() -> None:
     table = fitted().tables["NT"]
     assert table.ns_per_flop((64, 100, 100)) == pytest.approx((1 / 50 / 100) ** 0.5, rel=1e-3)
@@ -236,6 +244,39 @@ def test_points_of_another_machine_do_not_mix(tmp_path: Path) -> None:
     assert measure.Kept(file, host).get("a", lambda: 2) == 1
     with pytest.raises(SystemExit, match=r"do not mix; name another file"):
         measure.Kept(file, {**host, "torch": "2.10"})
+
+
+def test_all_is_measured_in_rounds_of_which_medians_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast round, as machines have them that change their speed, is fast for all points, and changes none."""
+    speeds = iter((1.0, 0.5, 1.25, 1.0))
+    speed = 0.0
+
+    def measure_launch(*_: object) -> tuple[int, int, int]:
+        nonlocal speed  # it is what a round begins with, and the second thing it measures
+        speed = next(speeds) if not asked or asked[-1] == "typed" else speed
+        asked.append("launch")
+        return round(1000 * speed), round(2000 * speed), 0
+
+    def timed(name: str) -> Callable[..., int]:
+        return lambda *_: asked.append(name) or round(8000 * speed)  # type: ignore[func-returns-value]
+
+    asked: list[str] = []
+    cases = [case for case in measure.operator_cases() if case.op == "linear"]
+    monkeypatch.setattr(measure, "operator_cases", lambda: cases)
+    monkeypatch.setattr(measure, "TYPES", ("bfloat16",))
+    monkeypatch.setattr(measure, "measure_launch", measure_launch)
+    monkeypatch.setattr(measure, "measure_case", lambda *_: (round(100 * speed), round(300 * speed)))
+    monkeypatch.setattr(measure, "measure_optimizer", timed("optimizer"))
+    monkeypatch.setattr(measure, "measure_dtype", timed("dtype"))
+    monkeypatch.setattr(measure, "measure_type", lambda *_: asked.append("typed") or [])
+    found = measure.measure_operators(measure.Kept(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
+    assert found["launch"] == [1000, 2000, 0]
+    assert [(p["forward_ns"], p["backward_ns"]) for p in found["points"]] == [(100, 300)] * len(cases)
+    assert found["dtypes"]["float32"] == [384, 8000]
+    asked.clear()
+    again = measure.measure_operators(measure.Kept(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
+    assert not asked, "a run that was stopped goes on where it was"
+    assert json.dumps(again) == json.dumps(found)
 
 
 def test_the_cache_is_written_whole_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

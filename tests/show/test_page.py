@@ -351,6 +351,18 @@ def test_a_refinement_is_shown_with_its_curve_rates_starts_and_moves(page: Page)
     assert len(best) == 3 and heights == sorted(heights), "down the page is faster"
 
 
+def not_refined() -> Plan:
+    found = Refinement("the plan", 100_000_000, 100_000_000, 0, 0, 0.0, 0, "the devices are of several kinds")
+    return replace(staged(), search=replace(staged().search, refinement=found))
+
+
+@shows(not_refined)
+def test_why_a_plan_was_not_refined_is_shown(page: Page) -> None:
+    assert page.one("#search .refinement").text == (
+        "Not refined by a random walk (MCMC): the devices are of several kinds."
+    )
+
+
 @shows(staged)
 def test_the_page_is_as_wide_as_a_phone_and_dark_when_asked(page: Page) -> None:
     light = page.run("return getComputedStyle(document.body).backgroundColor")

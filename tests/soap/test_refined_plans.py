@@ -66,6 +66,16 @@ def test_without_proposals_the_plan_is_as_it_was() -> None:
     assert plan is first
 
 
+def test_a_plan_that_is_not_refined_says_why() -> None:
+    first, _ = both(proposals=0)
+    mesh = autopar.Mesh.parse("h100:4+v100:4")
+    request = Request(mesh, "train", "adamw", None, (), SearchBudget(5.0, proposals=100))
+    plan = refined(graph(), find_blocks(graph()), request, load_profile("h100"), first)
+    assert plan.predicted == first.predicted and plan.nodes == first.nodes
+    assert "  refined     not: the devices are of several kinds\n" in str(plan)
+    assert autopar.Plan.from_json(plan.to_json()) == plan
+
+
 def test_a_long_search_begins_at_expert_plans_and_at_a_drawn_one_too() -> None:
     budget = SearchBudget(5.0, stages=False, proposals=5_000, refine_seconds=4.0)
     request = Request(autopar.Mesh("h100", devices_per_node=4), "train", "adamw", None, (), budget)

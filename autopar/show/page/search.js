@@ -112,6 +112,9 @@ function tried(plan) {
 }
 
 function refinement(found) {
+  if (!found.proposals) {
+    return el('p', { class: 'refinement' }, `Not refined by a random walk (MCMC): ${found.stop_reason}.`);
+  }
   const rates = Object.entries(found.rates).map(([kind, [made, accepted]]) => [
     words(kind),
     grouped(made),
