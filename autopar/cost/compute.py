@@ -63,14 +63,16 @@ def split_backward_ns(
 ) -> tuple[tuple[int, int], tuple[int, int]]:
     """Nanoseconds of an operator's backward direction in two parts, and what the host needs to launch each.
 
-    First the gradients of the operands that `leads_back` marks, then those of the others: each as if it were alone.
+    First the gradients of the operands that `leads_back` marks, then those of the others: each as if it were alone, so
+    that what both need is done twice. An operator with both is a branch, which costs what the profile's runtime says.
     """
     call = node_call(node, operand_shapes, result_shapes, tensors)
     led = tuple(wanted and back for wanted, back in zip(call.differentiable, leads_back, strict=True))
     kept = tuple(wanted and not back for wanted, back in zip(call.differentiable, leads_back, strict=True))
     parts = call._replace(differentiable=led), call._replace(differentiable=kept)
     times, issues = ([f(part, profile)[1] for part in parts] for f in (_call_time_ns, _call_issue_ns))
-    return (times[0], times[1]), (issues[0], issues[1])
+    branch = profile.runtime.branch_ns if profile.runtime and any(led) and any(kept) else (0, 0)
+    return (times[0] + branch[0], times[1] + branch[1]), (issues[0], issues[1])
 
 
 def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Shape, ...]) -> int:

@@ -117,6 +117,7 @@ def _runtime(measured: Mapping[str, Any]) -> dict[str, Any]:
         "parameter_ns": measured["parameter"],
         "convert_ns": measured["convert"],
         "function_ns": measured["function"],
+        "branch_ns": measured["branch"],
     }
 
 

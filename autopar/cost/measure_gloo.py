@@ -19,12 +19,15 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import median_high
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -179,7 +182,8 @@ def measure_runtime() -> dict[str, Any]:
 
     optimizer: AdamW a parameter, plain and a DTensor. parameter: a gradient's hook, its copy to a bucket, its DTensor.
     convert: a parameter's shards packed, joined and copied. function: an autograd function in Python, forward and
-    backward.
+    backward. branch: an operator with parameters in a backward pass in two parts, less its kernels: in the first part,
+    in the second.
     """
     mesh = init_device_mesh("cpu", (2,)) if dist.get_world_size() == 2 else _pair_mesh()
     return {
@@ -187,6 +191,7 @@ def measure_runtime() -> dict[str, Any]:
         "parameter": _parameter_ns(mesh),
         "convert": _convert_ns(),
         "function": _function_ns(),
+        "branch": _branch_ns(),
     }
 
 
@@ -300,6 +305,50 @@ def _function_ns(count: int = 50) -> list[int]:
         forward.append(middle - start)
         backward.append(time.thread_time_ns() - middle)
     return [median_high(forward) // count, median_high(backward) // count]
+
+
+def _branch_ns(count: int = 8) -> list[int]:
+    """Of products with a bias, in two parts: a walk through their graph and gradients kept, then a call of autograd for
+    each; less what the whole backward pass does for the same gradients."""
+    first, second = zip(*(_parts_ns(count) for _ in range(30)), strict=True)
+    return [max(0, median_high(part)) // count for part in (first, second)]
+
+
+def _parts_ns(count: int) -> tuple[int, int]:
+    x, gradient = torch.ones(8, 8, requires_grad=True), torch.ones(8, 8)
+    pairs = [[torch.ones(8, 8, requires_grad=True), torch.ones(8, requires_grad=True)] for _ in range(count)]
+    edges, result = [], x
+    for weight, bias in pairs:
+        result = torch.nn.functional.linear(result, weight, bias)
+        edges.append(get_gradient_edge(result))
+    inputs_ns, _ = _once(lambda: torch.autograd.grad(result, [x], gradient, retain_graph=True))
+    all_ns, _ = _once(lambda: torch.autograd.backward(result, gradient, retain_graph=True, inputs=[x, *chain(*pairs)]))
+    walk_ns, _ = _once(lambda: _walk(edges[-1]))
+    wanted: list[Any] = [x, *edges]
+    first_ns, (_, *kept) = _once(lambda: torch.autograd.grad(result, wanted, gradient, retain_graph=True))
+    for leaf in chain(*pairs):
+        leaf.grad = None
+    calls = [partial(torch.autograd.backward, [e], [g], inputs=p) for e, g, p in zip(edges, kept, pairs, strict=True)]
+    second_ns = sum(_once(call)[0] for call in calls)
+    return walk_ns + first_ns - inputs_ns, second_ns - (all_ns - inputs_ns)
+
+
+def _once(call: Callable[[], Any]) -> tuple[int, Any]:
+    """The thread's CPU time of a call after other data have passed through the cache, and its result."""
+    torch.zeros(PASSING_BYTES, dtype=torch.uint8).add_(1)
+    start = time.thread_time_ns()
+    result = call()
+    return time.thread_time_ns() - start, result
+
+
+def _walk(root: Any) -> list[tuple[int | None, int]]:
+    """Each edge of the graph from a node on, by number: how the runtime knows a graph again."""
+    edges, number = [(root.node, root.output_nr)], dict[Any, int]()
+    for node, _ in edges:
+        if node is not None and node not in number:
+            number[node] = len(number)
+            edges += node.next_functions
+    return [(number.get(node), position) for node, position in edges]
 
 
 def main() -> None:

@@ -189,7 +189,9 @@ class Runtime:
 
     `optimizer_ns`: a parameter's part of the update (of a plain tensor, of a DTensor). `parameter_ns`: a gradient's
     hook and its wrapping. `convert_ns`: a parameter's way through a gather. `function_ns`: a redistribution as an
-    autograd function, (forward, backward).
+    autograd function, (forward, backward). `branch_ns`: what an operator with parameters takes longer where its
+    backward pass is made in two parts, beside kernels: in the first its gradient is kept, in the second autograd is
+    called for it; profiles that do not say it have none.
     """
 
     optimizer_ns: tuple[int, int]
@@ -197,6 +199,7 @@ class Runtime:
     convert_ns: int
     function_ns: tuple[int, int]
     provenance: Provenance
+    branch_ns: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -354,6 +357,7 @@ def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
         parameter_ns=round(runtime.parameter_ns * slowdown),
         convert_ns=round(runtime.convert_ns * slowdown),
         function_ns=_slowed_pair(runtime.function_ns, slowdown),
+        branch_ns=_slowed_pair(runtime.branch_ns, slowdown),
     )
 
 
@@ -434,7 +438,7 @@ def _read_table(item: Mapping[str, Any]) -> Table:
 
 
 def _read_runtime(item: Mapping[str, Any]) -> Runtime:
-    pairs = {name: tuple(item[name]) for name in ("optimizer_ns", "function_ns")}
+    pairs = {name: tuple(item[name]) for name in ("optimizer_ns", "function_ns", "branch_ns") if name in item}
     return Runtime(**{**_with_provenance(item), **pairs})
 
 

@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Sched
 from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, Wait
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.local import Local
-from autopar.runtime.splitting import Root, SplitBackward
+from autopar.runtime.splitting import Outline, Root, SplitBackward
 from autopar.runtime.transport import Channel, Transport
 
 
@@ -49,6 +49,7 @@ class ScheduledStage:
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.args_recv_info: dict[int, tuple[()]] = {0: ()}
         self.act_send_info: dict[int, list[int]] = {}
+        self._outlines: list[Outline] = []
         self.clear_runtime_states()
 
     def begin_step(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:
@@ -142,7 +143,7 @@ class ScheduledStage:
             else:
                 self._second[index] = whole
         else:
-            split = SplitBackward(roots, trained, self.local.leaves)
+            split = SplitBackward(roots, trained, self.local.leaves, self._outlines)
             self._pass(partial(self.local.backward_of_inputs, index, split.first))
             self._second[index] = partial(self.local.backward_of_leaves, index, split.second)
         self._gradients[index] = [torch.zeros_like(t) if t.grad is None else t.grad for t in received]

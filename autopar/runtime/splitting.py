@@ -13,40 +13,49 @@ makes all of its gradients at once, and would send again what it sends for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain, islice
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 Root = tuple[GradientEdge, Tensor]
 """Where gradients come in, and the gradient; the tensor itself is not kept for that."""
 
+AccumulateGrad = type(get_gradient_edge(torch.empty(0, requires_grad=True)).node)
+
 
 class SplitBackward:
-    """One microbatch's backward pass. received: what gradients are handed back of; leaves: of parameters."""
+    """One microbatch's backward pass. received: what gradients are handed back of; leaves: of parameters.
 
-    def __init__(self, roots: Sequence[Root], received: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    outlines: what is known of the graphs of earlier microbatches; this one's is added.
+    """
+
+    def __init__(
+        self, roots: Sequence[Root], received: Sequence[Tensor], leaves: Sequence[Tensor],
+        outlines: list[Outline] | None = None,
+    ) -> None:  # fmt: skip
         self._roots, self._received = list(roots), list(received)
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
+        self._outlines = [] if outlines is None else outlines
         self._aside: list[tuple[Tensor, Tensor | None]] = []  # leaves on the way, with their gradients
-        self._branches: dict[Node, list[Tensor]] = {}  # the leaves that each leads to
-        self._kept: dict[Node, tuple[Tensor | None, ...]] = {}
+        self._kept: list[tuple[Branch, tuple[Tensor | None, ...]]] = []  # the gradients that came by at each
 
     def first(self) -> None:
         """The gradients of what was received, as their `grad`."""
         if not self._roots:
             return
         ends, gradients = zip(*self._roots, strict=True)
-        aside = self._find_branches({end.node for end in ends})
-        handles = [node.register_prehook(_keeper(self._kept, node)) for node in self._branches]
-        wanted = [*self._received, *aside]
-        found = torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True)
-        for handle in handles:
-            handle.remove()
-        for tensor, gradient in zip(self._received, found, strict=False):
-            tensor.grad = gradient
-        self._aside = list(zip(aside, found[len(self._received) :], strict=True))
+        branches, aside = self._branches(ends)
+        passed = chain.from_iterable(branch.edges for branch in branches)
+        wanted: list[Any] = [*self._received, *aside, *passed]
+        found = iter(torch.autograd.grad(ends, wanted, gradients, retain_graph=True, allow_unused=True))
+        for tensor in self._received:
+            tensor.grad = next(found)
+        self._aside = [(leaf, next(found)) for leaf in aside]
+        self._kept = [(branch, tuple(islice(found, len(branch.edges)))) for branch in branches]
         self._roots = []
 
     def second(self) -> None:
@@ -56,30 +65,112 @@ class SplitBackward:
         """
         _hand_over(self._aside)
         self._aside = []
-        while self._branches:
-            node, leaves = self._branches.popitem()
-            edges = [(GradientEdge(node, n), grad) for n, grad in enumerate(self._kept.pop(node)) if grad is not None]
-            starts, gradients = zip(*edges, strict=True)
-            torch.autograd.backward(starts, gradients, inputs=leaves)
+        while self._kept:
+            branch, kept = self._kept.pop()
+            came = [(edge, grad) for edge, grad in zip(branch.edges, kept, strict=True) if grad is not None]
+            if came:
+                starts, gradients = zip(*came, strict=True)
+                torch.autograd.backward(starts, gradients, inputs=branch.leaves)
 
-    def _find_branches(self, roots: set[Node]) -> list[Tensor]:
-        """Fills in the branches; returns the leaves on the way: the way grows with each, until none is left to add."""
-        before = _before(roots)
-        ends, aside = [_node(tensor) for tensor in self._received], list[Tensor]()
-        rest = [(leaf, node) for leaf in self._leaves if (node := _node(leaf)) in before or node in roots]
-        while True:
-            way = _closure(ends, lambda node: before.get(node, []))
-            places = [_place(node, before, way, roots) for _, node in rest]
-            more = [item for item, place in zip(rest, places, strict=True) if place is None]
-            if not more:
-                break
-            aside += [leaf for leaf, _ in more]
-            ends += [node for _, node in more]
-            rest = [item for item, place in zip(rest, places, strict=True) if place is not None]
-        for (leaf, _), place in zip(rest, places, strict=True):
-            assert place is not None
-            self._branches.setdefault(place, []).append(leaf)
-        return aside
+    def _branches(self, ends: Sequence[GradientEdge]) -> tuple[list[Branch], list[Tensor]]:
+        """The branches, and the leaves on the way: read off an outline that the graph has."""
+        for outline in self._outlines:
+            nodes = outline.matched(ends, self._received, self._leaves)
+            if nodes is not None:
+                return outline.branches(nodes, self._leaves), [self._leaves[n] for n in outline.aside]
+        self._outlines.append(Outline(ends, self._received, self._leaves))
+        return self._branches(ends)
+
+
+class Branch(NamedTuple):
+    """Where the gradients come by that a branch starts from, and the leaves that it leads to."""
+
+    edges: tuple[GradientEdge, ...]
+    leaves: list[Tensor]
+
+
+class Outline:
+    """The form of a graph, and where its branches are: nodes by number, leaves by their place among those of the stage.
+
+    A stage runs one program, so the graphs of its microbatches have one form: branches are searched for once, and a
+    later graph is only walked through, to see that it is alike, edge by edge. Holds no tensor and no node.
+    """
+
+    def __init__(self, roots: Sequence[GradientEdge], received: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+        edges = _edges(roots)
+        number: dict[Node | None, int] = {}
+        self._steps: list[tuple[type[Node], int]] = []  # of each node, its kind, and which edge leads to it first
+        for place, (node, _) in enumerate(edges):
+            if node is not None and node not in number:
+                number[node] = len(number)
+                self._steps.append((type(node), place))
+                edges += node.next_functions  # the loop goes on through these
+        self._edges = [(number.get(node), position) for node, position in edges]
+        self._ends = _ends(number, received, leaves)
+        found, aside = _find_branches({root.node for root in roots}, received, leaves)
+        order = {id(leaf): n for n, leaf in enumerate(leaves)}
+        self.aside = [order[id(leaf)] for leaf in aside]
+        self._branches = [
+            (number[node], len(node._input_metadata), [order[id(leaf)] for leaf in led]) for node, led in found.items()
+        ]
+
+    def matched(
+        self, roots: Sequence[GradientEdge], received: Sequence[Tensor], leaves: Sequence[Tensor]
+    ) -> list[Node] | None:
+        """The nodes of a graph that has this form and leads to these tensors; None where it has another."""
+        edges = _edges(roots)
+        nodes: list[Node] = []
+        for kind, place in self._steps:
+            node = edges[place][0] if place < len(edges) else None
+            if node is None or type(node) is not kind:
+                return None
+            nodes.append(node)
+            edges += node.next_functions
+        number: dict[Node | None, int] = {node: n for n, node in enumerate(nodes)}
+        if [(number.get(node), position) for node, position in edges] != self._edges:
+            return None
+        return nodes if _ends(nodes, received, leaves) == self._ends else None
+
+    def branches(self, nodes: Sequence[Node], leaves: Sequence[Tensor]) -> list[Branch]:
+        """The branches of a graph that is alike."""
+        return [
+            Branch(tuple([GradientEdge(nodes[start], n) for n in range(count)]), [leaves[n] for n in led])
+            for start, count, led in self._branches
+        ]
+
+
+def _edges(roots: Sequence[GradientEdge]) -> list[tuple[Node | None, int]]:
+    return [(root.node, root.output_nr) for root in roots]
+
+
+def _ends(nodes: Iterable[object], received: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int | None]:
+    """Of each node that adds to a gradient, the place of its tensor."""
+    places = {id(tensor): n for n, tensor in enumerate((*received, *leaves))}
+    return [places.get(id(getattr(node, "variable"))) for node in nodes if type(node) is AccumulateGrad]  # noqa: B009
+
+
+def _find_branches(
+    roots: set[Node], received: Sequence[Tensor], leaves: Sequence[Tensor]
+) -> tuple[dict[Node, list[Tensor]], list[Tensor]]:
+    """The branches with the leaves that each leads to, and the leaves on the way: the way grows with each of these,
+    until none is left to add."""
+    before = _before(roots)
+    ends, aside = [_node(tensor) for tensor in received], list[Tensor]()
+    rest = [(leaf, node) for leaf in leaves if (node := _node(leaf)) in before or node in roots]
+    while True:
+        way = _closure(ends, lambda node: before.get(node, []))
+        places = [_place(node, before, way, roots) for _, node in rest]
+        more = [item for item, place in zip(rest, places, strict=True) if place is None]
+        if not more:
+            break
+        aside += [leaf for leaf, _ in more]
+        ends += [node for _, node in more]
+        rest = [item for item, place in zip(rest, places, strict=True) if place is not None]
+    branches: dict[Node, list[Tensor]] = {}
+    for (leaf, _), place in zip(rest, places, strict=True):
+        assert place is not None
+        branches.setdefault(place, []).append(leaf)
+    return branches, aside
 
 
 def _hand_over(gradients: Sequence[tuple[Tensor, Tensor | None]]) -> None:
@@ -114,21 +205,9 @@ def _is_in_python(node: object) -> bool:
     return isinstance(node, BackwardCFunction)
 
 
-def _keeper(kept: dict[Node, tuple[Tensor | None, ...]], node: Node) -> Callable[[tuple[Tensor | None, ...]], None]:
-    def keep(gradients: tuple[Tensor | None, ...]) -> None:
-        kept[node] = gradients
-
-    return keep
-
-
 def _node(tensor: Tensor) -> Node:
     """The node that makes a tensor, or that adds to the gradient of a leaf."""
-    if tensor.grad_fn is not None:
-        return tensor.grad_fn
-    view = tensor.view_as(tensor).grad_fn
-    node = view.next_functions[0][0] if view is not None else None
-    assert node is not None, "a tensor that requires a gradient"
-    return node
+    return get_gradient_edge(tensor).node
 
 
 def _before(roots: Iterable[Node]) -> dict[Node, list[Node]]:

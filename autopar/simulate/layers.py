@@ -28,7 +28,8 @@ class LayerCost(NamedTuple):
     what crosses the border before the layer, and to send its gradient back. reduce_ns: a step, gathering parameters and
     summing gradients over ranks, which up to `hide_ns` of passes can run beside. optimizer_ns: a step.
     resident_bytes: parameters, gradients and optimizer state. activation_bytes: of each microbatch in flight.
-    workspace_bytes: what a pass takes beside both.
+    workspace_bytes: what a pass takes beside both. split_ns: what a backward pass in two parts takes longer, but for
+    kernels that run in both.
     """
 
     forward_ns: int
@@ -40,6 +41,7 @@ class LayerCost(NamedTuple):
     resident_bytes: int
     activation_bytes: int
     workspace_bytes: int
+    split_ns: int
 
 
 def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
@@ -50,7 +52,9 @@ def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
     transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None
     return [
-        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))
+        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))._replace(
+            split_ns=sum(shared.runtime.branch_ns) * _num_branches(program) if shared.runtime else 0
+        )
         for number, program in enumerate(programs)
     ]
 
@@ -92,7 +96,19 @@ def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) 
         resident_bytes=resident,
         activation_bytes=kept,
         workspace_bytes=_workspace(passes, resident, kept),
+        split_ns=0,
     )
+
+
+def _num_branches(program: Program) -> int:
+    """The items that gradients go through to what was received, and to other tensors, too."""
+    way, found = set(program.receives.values()), 0
+    for item in program.items:
+        wanted = [value in way for value in item.inputs if program.values[value].wants_gradient]
+        if any(wanted):
+            way.update(item.outputs)
+        found += item.runs_backward and any(wanted) and not all(wanted)
+    return found
 
 
 class _Alone:

@@ -40,7 +40,7 @@ class Finalists:
     @cached_property
     def plans(self) -> list[tuple[Candidate, Timeline]]:
         """Those that fit, simulated."""
-        return self._kept_more(self._fitting())
+        return self._kept_more(self._with_other_borders(self._fitting()))
 
     @property
     def best_ns(self) -> int | None:
@@ -86,6 +86,20 @@ class Finalists:
             if is_enough or len(plans) == most or (plans and (now > deadline or interrupt.is_asked())):
                 break
         return plans
+
+    def _with_other_borders(self, plans: list[tuple[Candidate, Timeline]]) -> list[tuple[Candidate, Timeline]]:
+        """With the fastest plan's runners-up, whose stages begin at other layers, as far as there is time."""
+        if not plans:
+            return plans
+        best = min(plans, key=lambda pair: pair[1].step_time_ns)[0]
+        known = {(candidate.ways, candidate.schedule, candidate.stage_of_layer) for candidate, _ in plans}
+        others: dict[Any, Candidate] = {}
+        for candidate in self.found:
+            key = candidate.ways, candidate.schedule, candidate.stage_of_layer
+            is_like = key[:2] == (best.ways, best.schedule) and candidate.recompute == best.recompute
+            if is_like and key not in known and candidate.peak_bytes <= self.layered.admitted:
+                others.setdefault(key, candidate)
+        return plans + self._simulated_of(list(others.values()), FINALISTS)
 
     def _kept_more(self, plans: list[tuple[Candidate, Timeline]]) -> list[tuple[Candidate, Timeline]]:
         """With the fastest plan again, of which fewer layers are computed again, if any are and that fits.

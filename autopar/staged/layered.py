@@ -205,6 +205,7 @@ class Layered:
             resident_bytes=columns["resident_bytes"],
             activation_bytes=columns["activation_bytes"],
             workspace_bytes=columns["workspace_bytes"],
+            split_ns=columns["split_ns"],
             memory_limit=self.admitted,
         )
 

@@ -52,6 +52,8 @@ _SOLVE_SHARE = 0.1
 _FULL = 4
 """With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins."""
 _CHUNKS = (2, 4)
+_RUNNERS_UP = 2
+"""Other borders between stages that are kept of each setting, for when it is the best when simulated."""
 
 
 class _Look(NamedTuple):
@@ -306,7 +308,10 @@ class Search:
         return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._interleaved(way))]
 
     def _of_schedules(self, way: Way) -> Iterator[Candidate]:
-        """Of stages that are submeshes; where none fit, those of the smallest limit that would do."""
+        """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
+
+        With borders that are estimated to be little worse: messages that wait are estimated to hide nothing.
+        """
         kind, setting = self.layered.kind(way), way.setting
         stages, count = setting.num_stages, setting.microbatches
         again = (way.recompute,) * kind.num_layers
@@ -318,16 +323,17 @@ class Search:
                     continue
                 free = replace(kind, memory_limit=error.smallest_bytes)
                 found = best_stages([free], self.request.mesh.num_devices, count, schedule)
-            of_layer = tuple(n for n, (begin, end, _) in enumerate(found.best.stages) for _ in range(begin, end))
             kinds, ways = [kind] * stages, (way,) * stages
-            peak = largest_peak(kinds, of_layer, count, schedule)
-            step, bound = found.best.step_ns, found.lower_bound_ns
-            yield Candidate(ways, schedule, of_layer, again, step, peak, bound)
             waits = stages > 1 and makes_rounds(count, stages) and not self.layered.recomputations[way.recompute]
-            if schedule == "1f1b" and waits:
-                step -= hidden_bubble(kinds, of_layer, count)
-                peak = largest_peak(kinds, of_layer, count, "zero_bubble")
-                yield Candidate(ways, "zero_bubble", of_layer, again, step, peak, min(step, bound))
+            for choice in (found.best, *found.runners_up[:_RUNNERS_UP]):
+                of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
+                peak = largest_peak(kinds, of_layer, count, schedule)
+                step, bound = choice.step_ns, found.lower_bound_ns
+                yield Candidate(ways, schedule, of_layer, again, step, peak, bound)
+                if schedule == "1f1b" and waits:
+                    step -= hidden_bubble(kinds, of_layer, count)
+                    peak = largest_peak(kinds, of_layer, count, "zero_bubble")
+                    yield Candidate(ways, "zero_bubble", of_layer, again, step, peak, min(step, bound))
 
     def _interleaved(self, way: Way) -> Iterator[Candidate]:
         """Equal chunks, each submesh with several in turn."""

@@ -124,11 +124,17 @@ def hidden_passes(microbatches: int, stages: int) -> float:
 
 
 def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int) -> int:
-    """`hidden_passes` in ns. Unequal stages wait for the slowest, which is busy all the time: it counts as none of the
-    others, for which their mean does."""
+    """`hidden_passes` in ns, less what the slowest stage takes longer in two parts. Unequal stages wait for that one,
+    which is busy all the time: it counts as none of the others, for which their mean does.
+
+    The first stage takes no longer: it has received nothing, so its second part is the whole pass.
+    """
     of_layer, count = np.array(stage_of_layer), len(kinds)
     times = [int(kind.time_ns[of_layer == number].sum()) for number, kind in enumerate(kinds)]
-    return round(hidden_passes(microbatches, count) * (sum(times) - max(times)) / max(1, count - 1))
+    added = [int(kind.split_ns[of_layer == number].sum()) if number else 0 for number, kind in enumerate(kinds)]
+    longer = [time + more for time, more in zip(times, added, strict=True)]
+    hidden = hidden_passes(microbatches, count) * (sum(times) - max(times)) / max(1, count - 1)
+    return round(hidden) - microbatches * (max(longer) - max(times))
 
 
 def interleaved_estimate(

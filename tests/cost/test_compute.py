@@ -157,7 +157,8 @@ def raw_points() -> dict[str, object]:
         "dtypes": {"float32": [384, 2 * 384**3 / 100]},
         "collectives": [{"collective": "all_reduce", "ranks": 2, "points": [[1024, 20000], [1 << 20, 1020000]]}],
         "busy_share": {"2": 0.5}, "host": {"torch": "2"},
-        "runtime": {"optimizer": [20_000, 150_000], "parameter": 40_000, "convert": 9_000, "function": [5000, 4000]},
+        "runtime": {"optimizer": [20_000, 150_000], "parameter": 40_000, "convert": 9_000, "function": [5000, 4000],
+                    "branch": [3000, 50_000]},
     }  # fmt: skip
 
 
@@ -314,6 +315,24 @@ def test_the_parts_of_a_backward_pass_are_worth_the_whole_and_what_is_read_again
     launch = profile.facts.launch_ns[1]
     assert whole - launch <= led + own <= most * whole + launch
     assert (own == 0) == all(leads_back) and led > 0
+
+
+def test_an_operator_with_a_parameter_costs_a_call_of_autograd_more_in_parts() -> None:
+    known = fitted()
+    assert known.runtime is not None
+    data = json.loads(json.dumps(profile_to_json(known)))
+    del data["runtime"]["branch_ns"]  # as of a profile that was measured before
+    before = profile_from_json(data, "before")
+    node, shapes, results, tensors = call("linear", [(64, 64), (64, 64)], (64, 64))
+    for leads_back, more in (((True, False), (3000, 50_000)), ((True, True), (0, 0)), ((False, False), (0, 0))):
+        (first, second), (less, least) = (
+            split_backward_ns(node, shapes, results, tensors, leads_back, profile)[0] for profile in (known, before)
+        )
+        assert (first - less, second - least) == more
+    assert known.shared_by(4).runtime == replace(
+        known.runtime, optimizer_ns=(40_000, 300_000), parameter_ns=80_000, convert_ns=18_000,
+        function_ns=(10_000, 8000), branch_ns=(6000, 100_000),
+    )  # fmt: skip
 
 
 def test_a_dtype_takes_as_long_beside_float32_as_it_was_measured_to_take() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.runtime.splitting import SplitBackward
+from autopar.runtime.splitting import Outline, SplitBackward
 
 
 def plain(x: Tensor, p: list[Tensor]) -> list[Tensor]:
@@ -115,3 +115,28 @@ def test_a_function_of_the_runtime_runs_backward_once() -> None:
     split.second()
     assert Sent.times == 1
     assert bias.grad is not None
+
+
+def twice(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return (x @ first).tanh() @ second
+
+
+def with_a_shared_factor(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
+    return (x @ first).tanh() @ first + second
+
+
+def test_an_outline_serves_graphs_of_one_form_that_lead_to_the_same_leaves() -> None:
+    torch.manual_seed(0)
+    one, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    outlines: list[Outline] = []
+    runs = [(twice, one, other), (twice, one, other), (twice, other, one), (with_a_shared_factor, one, other)]
+    for (run, *weights), known in zip(runs, (1, 1, 2, 3), strict=True):
+        x = torch.randn(4, 4, requires_grad=True)
+        expected = torch.autograd.grad(run(x, *weights).sum(), [x, one, other])
+        made = run(x, *weights)
+        one.grad = other.grad = None
+        split = SplitBackward([(get_gradient_edge(made), torch.ones(4, 4))], [x], [one, other], outlines)
+        split.first()
+        split.second()
+        torch.testing.assert_close([x.grad, one.grad, other.grad], list(expected))
+        assert len(outlines) == known
