@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import difflib
-import gc
 import os
 import shutil
 import tempfile
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+
+from tests.garbage import collect_seldom
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,9 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Refuses --refresh-golden where nobody would read the difference."""
-    gc.set_threshold(
-        50_000, 20, 50
-    )  # what torch and graphs consist of stays, and looking at it took a sixth of the time
+    collect_seldom()
     _take_the_shipped_profile_of_cpus()
     if config.getoption("--substitutions"):
         _take_substituted_graphs()

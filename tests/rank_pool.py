@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from tests.garbage import collect_seldom
+
 #: what every rank needs and takes seconds to import: a server imports it once, and ranks are forks of that
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.pipelining", "torch.distributed.pipelining.schedules",
              "autopar.runtime", "autopar.program"]  # fmt: skip
@@ -121,6 +123,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     )
     from autopar import runtime
 
+    collect_seldom()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world, timeout=timedelta(seconds=60))
     while True:

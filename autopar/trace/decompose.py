@@ -8,6 +8,7 @@ reported. So does one that draws random numbers: another way to draw them would 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +36,12 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:
+    return {op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)}
+
+
+@cache
+def _known() -> dict[OpOverload, Callable[..., Any]]:
+    """Of torch's own operators: torch goes through all that are registered to list them, a sixth of a small trace."""
     known = {**torch.export.default_decompositions(), **_OWN}
-    wanted = (op for op in known if op.namespace == "aten" and not has_rules(op))
-    return {op: known[op] for op in wanted if torch.Tag.nondeterministic_seeded not in op.tags}
+    wanted = (op for op in known if op.namespace == "aten" and torch.Tag.nondeterministic_seeded not in op.tags)
+    return {op: known[op] for op in wanted}

@@ -85,10 +85,10 @@ def prove(case: Case, mutations: Iterable[Mutation], ranks: RankPool, verify: Ve
 
 
 def groups(case: Case, mutations: Sequence[Mutation]) -> list[list[Mutation]]:
-    """Each mutation in the first group that has none that it meets."""
+    """Each mutation in the first group that has none that it meets. Those that change most come first: fewer groups."""
     found: list[tuple[Reach, list[Mutation]]] = []
-    for mutation in mutations:
-        reach = mutation.reach(case.graph, case.plan)
+    reaches = [(mutation.reach(case.graph, case.plan), mutation) for mutation in mutations]
+    for reach, mutation in sorted(reaches, key=lambda pair: len(pair[0].changed), reverse=True):
         index = next((i for i, (taken, _) in enumerate(found) if not reach.meets(taken)), len(found))
         taken, members = found.pop(index) if index < len(found) else (Reach(), [])
         found.insert(index, (reach.joined(taken), [*members, mutation]))
