@@ -14,6 +14,11 @@ In --folder, programs and times are kept, and a later run adds its rounds to the
 
 The ranks keep the memory that they free, as train.py does: otherwise page faults make equal steps differ by a fifth.
 
+Cores of a rented machine are not as fast at all times. So before and after a pair's steps both ranks measure a few
+products of the profile again (`REFERENCES`), in the way in which the profile was measured; how much longer these take
+now, on the slower rank, is the pair's `slowdown`. All figures are given twice: of the times as measured, and of the
+times divided by their slowdown, which is what the profile can know of. No step and no prediction is in that factor.
+
 Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
 percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
 is slower than the plan measured best.
@@ -25,6 +30,7 @@ import argparse
 import datetime
 import gc
 import json
+import math
 import os
 import statistics
 import sys
@@ -42,19 +48,28 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar import runtime
+from autopar.cost import load_profile
+from autopar.cost.measure import Case, Clock, measure_case, operator_cases
 from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.runtime.run import free_port, machine
 
 STEPS, PASSES = 2, 2
 QUIET = 0.02
-Timed = tuple[float, float, float]  # milliseconds a step, others' share of the cores, milliseconds of CPU time a rank
+REFERENCES = ((64, 512, 512), (256, 512, 512), (256, 512, 2048))
+"""Rows, columns and inner dims of the products that say how fast the cores are: vertices of the profile's table."""
+
+Timed = tuple[float, float, float, float]
+"""Milliseconds a step, others' share of the cores, milliseconds of CPU time a rank, and how much slower the cores were
+than when the profile was measured."""
+
 TARGETS = {"mape": 0.10, "spearman": 0.95, "worst": 0.25, "best_plan": 0.03}
 
 
 class Row(NamedTuple):
     """One pair: milliseconds a step, the range over the median of the rounds that count, others' share of the cores.
 
-    `cpu_ms` is the CPU time that a rank's threads took, gloo's too, which other programs stretch least.
+    `cpu_ms` is the CPU time that a rank's threads took, gloo's too, which other programs stretch least; `slowdown` how
+    much longer the references took than in the profile, and `even_ms` the step at the profile's speed.
     """
 
     pair: Pair
@@ -63,10 +78,17 @@ class Row(NamedTuple):
     spread: float
     disturbed: float
     cpu_ms: float
+    slowdown: float
+    even_ms: float
 
     @property
     def error(self) -> float:
         return self.predicted_ms / self.measured_ms - 1
+
+    @property
+    def even(self) -> Row:
+        """The row as if the machine had been as fast as when the profile was measured."""
+        return self._replace(measured_ms=self.even_ms)
 
 
 # Before: profile and programs ----------------------------------------
@@ -112,8 +134,31 @@ class Trainer:
         return loss
 
 
-def timed(trainer: Trainer) -> Timed:
+class Reference(NamedTuple):
+    """The profile's products that are measured again, and what each took then, in ns."""
+
+    cases: tuple[Case, ...]
+    known_ns: tuple[float, ...]
+    clock: Clock
+
+    def slowdown(self) -> float:
+        """How much longer they take now on this rank; both ranks measure at the same time."""
+        dist.barrier()
+        ratios = [measure_case(case, self.clock)[0] / ns for case, ns in zip(self.cases, self.known_ns, strict=True)]
+        return statistics.geometric_mean(ratios)
+
+
+def reference(profile: Path) -> Reference:
+    """That of a profile."""
+    table = load_profile(str(profile)).tables["NT"]
+    cases = tuple(case for case in operator_cases() if case.kind == "NT" and case.shape in REFERENCES)
+    known = tuple(2 * math.prod(case.shape) * table.ns_per_flop(case.shape) for case in cases)
+    return Reference(cases, known, Clock("cpu"))
+
+
+def timed(trainer: Trainer, products: Reference) -> Timed:
     """Times STEPS steps, as the slower rank needs for them, after one that warms caches and allocator."""
+    before = products.slowdown()
     trainer.step()
     dist.barrier()
     busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
@@ -124,7 +169,10 @@ def timed(trainer: Trainer) -> Timed:
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     dist.all_reduce(together)
     others = (busy_seconds() - busy - together.item()) / longest.item() / (os.cpu_count() or 1)
-    return longest.item() / STEPS * 1e3, max(0.0, others), together.item() / WORLD / STEPS * 1e3
+    slowdown = torch.tensor([(before + products.slowdown()) / 2])
+    dist.all_reduce(slowdown, dist.ReduceOp.MAX)
+    step_ms, cpu_ms = longest.item() / STEPS * 1e3, together.item() / WORLD / STEPS * 1e3
+    return step_ms, max(0.0, others), cpu_ms, slowdown.item()
 
 
 def busy_seconds() -> float:
@@ -133,7 +181,7 @@ def busy_seconds() -> float:
     return (user + nice + system + interrupt + soft + steal) / os.sysconf("SC_CLK_TCK")
 
 
-def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds: int) -> None:
+def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds: int, profile: Path) -> None:
     """Times all pairs in rounds on one rank; rank 0 writes the slower rank's times of each round."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -143,10 +191,11 @@ def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds:
     file = folder / "times.json"
     times: dict[str, list[Timed]] = json.loads(file.read_text()) if file.exists() else {}
     dist.barrier()
-    passes = min(PASSES, rounds)
+    passes, products = min(PASSES, rounds), reference(profile)
     for _ in range(passes):
         for model in dict.fromkeys(pair.model for pair in chosen):
-            time_model([pair for pair in chosen if pair.model == model], folder, -(-rounds // passes), times)
+            own = [pair for pair in chosen if pair.model == model]
+            time_model(own, folder, -(-rounds // passes), times, products)
             if rank == 0:
                 print(f"timed {model}", flush=True)
                 file.write_text(json.dumps(times))
@@ -154,14 +203,16 @@ def run_rank(rank: int, port: int, chosen: Sequence[Pair], folder: Path, rounds:
     dist.destroy_process_group()
 
 
-def time_model(chosen: Sequence[Pair], folder: Path, rounds: int, times: dict[str, list[Timed]]) -> None:
+def time_model(
+    chosen: Sequence[Pair], folder: Path, rounds: int, times: dict[str, list[Timed]], products: Reference
+) -> None:
     """Adds rounds of one model's pairs, interleaved."""
     trainers = {pair: Trainer(pair, folder) for pair in chosen}
     for trainer in trainers.values():
         trainer.step()
     for _ in range(rounds):
         for pair, trainer in trainers.items():
-            times.setdefault(str(pair), []).append(timed(trainer))
+            times.setdefault(str(pair), []).append(timed(trainer, products))
     trainers.clear()
     build_model.cache_clear()
     gc.collect()
@@ -199,18 +250,24 @@ def table(rows: Sequence[Row], found: dict[str, Any]) -> str:
     """All rows, then the figures beside their targets."""
     lines = [
         f"{row.pair!s:28s} predicted {row.predicted_ms:8.1f} ms   measured {row.measured_ms:8.1f} ms   "
-        f"{row.error:+7.1%}   spread {row.spread:5.1%}   others {row.disturbed:4.0%}   CPU {row.cpu_ms:8.1f} ms"
+        f"{row.error:+7.1%}   spread {row.spread:5.1%}   others {row.disturbed:4.0%}   CPU {row.cpu_ms:8.1f} ms   "
+        f"cores {row.slowdown:4.2f}x   evened {row.even_ms:8.1f} ms {row.even.error:+7.1%}"
         for row in rows
     ]
+    lines += ["", "As measured:", *_figures(found)]
+    return "\n".join([*lines, "", "At the profile's speed:", *_figures(summary([row.even for row in rows]))])
+
+
+def _figures(found: dict[str, Any]) -> list[str]:
+    """Those that the targets are about, beside these."""
     losses = found["best_plan"]
-    lines += [
+    return [
         f"{found['pairs']} pairs: MAPE {found['mape']:.1%} (≤ {TARGETS['mape']:.0%})   "
         f"Spearman {found['spearman']:.3f} (≥ {TARGETS['spearman']})   "
         f"worst {found['worst']:.1%} (≤ {TARGETS['worst']:.0%})",
         f"the plan predicted best is slower than the plan measured best by (≤ {TARGETS['best_plan']:.0%}):",
         *(f"  {model:16s} {loss:6.1%}" for model, loss in losses.items()),
     ]
-    return "\n".join(lines)
 
 
 def rows_of(predicted: dict[Pair, float], times: dict[str, list[Timed]]) -> list[Row]:
@@ -218,13 +275,15 @@ def rows_of(predicted: dict[Pair, float], times: dict[str, list[Timed]]) -> list
     return [Row(pair, guess, *measured(times[str(pair)])) for pair, guess in predicted.items()]
 
 
-def measured(rounds: Sequence[Timed]) -> tuple[float, float, float, float]:
-    """Of the quiet rounds, or the third that was disturbed least: median, relative range, others' share, CPU time."""
+def measured(rounds: Sequence[Timed]) -> tuple[float, float, float, float, float, float]:
+    """Of the quiet rounds, or the third that was disturbed least: median, relative range, others' share, CPU time,
+    slowdown, and the median of the times without it."""
     quiet = [item for item in rounds if item[1] <= QUIET]
     least = max(quiet, sorted(rounds, key=lambda item: item[1])[: max(1, -(-len(rounds) // 3))], key=len)
-    times, shares, worked = zip(*least, strict=True)
-    median = statistics.median(times)
-    return median, (max(times) - min(times)) / median, statistics.median(shares), statistics.median(worked)
+    times, shares, worked, slowdowns = zip(*least, strict=True)
+    median, even = statistics.median(times), statistics.median(item[0] / item[3] for item in least)
+    spread = (max(times) - min(times)) / median
+    return median, spread, statistics.median(shares), statistics.median(worked), statistics.median(slowdowns), even
 
 
 def main() -> None:
@@ -244,7 +303,7 @@ def main() -> None:
         folder.mkdir(parents=True, exist_ok=True)
         profile = options.profile or _measured_profile(folder, options.windows, options.pause)
         predicted = write_programs(chosen, profile, folder)
-        mp.spawn(run_rank, (free_port(), chosen, folder, options.rounds), nprocs=WORLD)
+        mp.spawn(run_rank, (free_port(), chosen, folder, options.rounds, profile), nprocs=WORLD)
         rows = rows_of(predicted, json.loads((folder / "times.json").read_text()))
     found = summary(rows)
     print(table(rows, found))
@@ -265,6 +324,7 @@ def _record(rows: Sequence[Row], found: dict[str, Any], rounds: int) -> dict[str
         "rounds": rounds,
         "targets": TARGETS,
         "summary": found,
+        "summary_at_the_profile_s_speed": summary([row.even for row in rows]),
         "rows": [{**row._asdict(), "pair": str(row.pair), "error": row.error} for row in rows],
     }
 

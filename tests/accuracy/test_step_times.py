@@ -12,7 +12,7 @@ from benchmarks.accuracy.pairs import Pair
 
 
 def row(model: str, plan: str, predicted: float, found: float) -> Row:
-    return Row(Pair(model, plan), predicted, found, 0.0, 0.0, found)
+    return Row(Pair(model, plan), predicted, found, 0.0, 0.0, found, 1.25, found / 1.25)
 
 
 ROWS = [row("gpt", "dp", 90, 100), row("gpt", "tp", 100, 80), row("moe", "dp", 50, 40), row("moe", "tp", 55, 50)]
@@ -26,16 +26,26 @@ def test_the_figures_are_those_of_the_rows() -> None:
     assert best_plan_loss(ROWS[2:]) == 0.0
 
 
+def test_what_slow_cores_took_is_told_apart() -> None:
+    even = [one.even for one in ROWS]
+    assert even[0].error == pytest.approx(90 * 1.25 / 100 - 1) and even[0].predicted_ms == 90
+    assert summary(even)["spearman"] == summary(ROWS)["spearman"], "a factor that all have changes no order"
+
+
 def test_rank_correlation_sees_order_alone() -> None:
     assert spearman([1, 2, 3], [10, 200, 3000]) == pytest.approx(1.0)
     assert spearman([1, 2, 3], [3, 2, 1]) == pytest.approx(-1.0)
 
 
 def test_the_rounds_that_others_disturbed_least_count() -> None:
-    rounds = [(100.0, 0.0, 90.0), (300.0, 0.5, 95.0), (104.0, 0.1, 91.0), (250.0, 0.4, 95.0), (240.0, 0.3, 95.0)]
-    assert measured(rounds) == (102.0, pytest.approx(4 / 102), pytest.approx(0.05), 90.5)
-    quiet = [(100.0, 0.0, 90.0), (110.0, 0.01, 90.0), (130.0, 0.02, 90.0), (90.0, 0.03, 90.0)]
-    assert measured(quiet) == (110.0, pytest.approx(30 / 110), pytest.approx(0.01), 90.0)
+    rounds = [
+        (100.0, 0.0, 90.0, 1.0), (300.0, 0.5, 95.0, 1.0), (104.0, 0.1, 91.0, 1.04), (250.0, 0.4, 95.0, 1.0),
+        (240.0, 0.3, 95.0, 1.0),
+    ]  # fmt: skip
+    assert measured(rounds) == (102.0, pytest.approx(4 / 102), pytest.approx(0.05), 90.5, pytest.approx(1.02), 100.0)
+    quiet = [(100.0, 0.0, 90.0, 1.0), (110.0, 0.01, 90.0, 1.1), (130.0, 0.02, 90.0, 1.3), (90.0, 0.03, 90.0, 1.0)]
+    assert measured(quiet)[:4] == (110.0, pytest.approx(30 / 110), pytest.approx(0.01), 90.0)
+    assert measured(quiet)[4:] == (1.1, pytest.approx(100.0))
 
 
 @pytest.mark.parametrize(
