@@ -68,9 +68,10 @@ class Page:
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def requests(self) -> set[str]:
-        """What the page asked for since it was opened."""
+        """What was asked for since a page was opened, but by the browser's own first page, which may still load."""
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
-        return {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+        sent = [m["params"] for m in messages if m["method"] == "Network.requestWillBeSent"]
+        return {one["request"]["url"] for one in sent if not one["documentURL"].startswith("chrome://")}
 
 
 @pytest.fixture(scope="session")
