@@ -25,13 +25,11 @@ from autopar.soap.space import Change, Draft, Space, option_of
 RESOLUTION = 0.001
 """Of a step: what no profile tells apart is not worth a decision that differs."""
 
-CHAINED = 0.75  # of the seconds, those of the chains; taking back what hardly gains has the rest
-
 
 @dataclass(frozen=True)
 class Budget:
-    """Proposals over all chains, seconds as a safeguard (results depend on the machine where these end a chain), and
-    the seed of all chance."""
+    """Proposals over all chains, seconds for these as a safeguard (results depend on the machine where these end a
+    chain), and the seed of all chance."""
 
     proposals: int
     seconds: float
@@ -67,7 +65,7 @@ def refine(
     random = Random(budget.seed)
     chains: list[Chain] = []
     for start in starts:
-        deadline = began + CHAINED * budget.seconds * (len(chains) + 1) / len(starts)
+        deadline = began + budget.seconds * (len(chains) + 1) / len(starts)
         count = max(1, budget.proposals // len(starts))
         chains.append(anneal(start.world, start.plan, count, deadline, Random(random.random()), jumps, watch))
         if chains[-1].stop_reason == "interrupted":
