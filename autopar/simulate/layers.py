@@ -51,10 +51,9 @@ def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
     programs = lower_stages(graph, plan, profiles)
     transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None
+    branch_ns = sum(shared.runtime.branch_ns) if shared.runtime else 0
     return [
-        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))._replace(
-            split_ns=sum(shared.runtime.branch_ns) * _num_branches(program) if shared.runtime else 0
-        )
+        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number), branch_ns)
         for number, program in enumerate(programs)
     ]
 
@@ -70,7 +69,7 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
     return sum(found.values())
 
 
-def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) -> LayerCost:
+def _cost(program: Program, player: Player, microbatches: int, receive_ns: int, branch_ns: int) -> LayerCost:
     """Plays a step of at most three microbatches: the first, one of those between, and the last."""
     alone = _Alone(player)
     count = min(microbatches, 3)
@@ -96,7 +95,7 @@ def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) 
         resident_bytes=resident,
         activation_bytes=kept,
         workspace_bytes=_workspace(passes, resident, kept),
-        split_ns=0,
+        split_ns=branch_ns * _num_branches(program),
     )
 
 
