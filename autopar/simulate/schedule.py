@@ -83,6 +83,12 @@ def _change(num_bytes: int) -> list[Change]:
     return [(0, num_bytes, ON_ITS_WAY, Moment.START)]
 
 
+@lru_cache(maxsize=1 << 10)
+def _held(num_bytes: int, under_way_ns: int) -> list[Change]:
+    """One list for what is held equally long."""
+    return [*_change(num_bytes), (under_way_ns, -num_bytes, ON_ITS_WAY, Moment.END)]
+
+
 class _Arrival(NamedTuple):
     """What travels: when it left and is there, if it is received from the begin; and from where."""
 
@@ -99,8 +105,7 @@ class _Arrival(NamedTuple):
         """The sender keeps what has not left."""
         size, under_way = self.transfer.held_bytes, self.time_ns - self.left_ns
         if size and under_way:
-            taken = (0, size, ON_ITS_WAY, Moment.START)
-            self.sender.pieces.append(Piece(self.left_ns, "", [], [taken, (under_way, -size, ON_ITS_WAY, Moment.END)]))
+            self.sender.pieces.append(Piece(self.left_ns, "", [], _held(size, under_way)))
 
 
 @dataclass(eq=False)

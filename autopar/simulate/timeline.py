@@ -214,16 +214,20 @@ def _work(tasks: list[Task]) -> dict[str, int]:
 def _played_memory(pieces: tuple[Piece, ...]) -> _Memory:
     """At equal times changes go by their moments; at equal moments memory is given back before more is taken."""
     kinds: dict[str, int] = {}
-    known: dict[int, tuple[Any, ...]] = {}
+    begins: dict[int, list[int]] = defaultdict(list)
+    lists: dict[int, Changes] = {}
     for piece in pieces:
-        if piece.changes and id(piece.changes) not in known:
-            known[id(piece.changes)] = _columns(piece.changes, kinds)
-    found = [(piece.begin_ns, known[id(piece.changes)]) for piece in pieces if piece.changes]
-    if not found:
+        if piece.changes:
+            lists[id(piece.changes)] = piece.changes
+            begins[id(piece.changes)].append(piece.begin_ns)
+    if not lists:
         nothing = np.zeros(1, np.int64)
         return _Memory(nothing, nothing, nothing, nothing, ("nothing",))
-    times = np.concatenate([begin + columns[0] for begin, columns in found])
-    sizes, numbers, moments = (np.concatenate([columns[which] for _, columns in found]) for which in (1, 2, 3))
+    found = [(np.array(begins[key], np.int64), _columns(changes, kinds)) for key, changes in lists.items()]
+    times = np.concatenate([np.add.outer(begin, columns[0]).ravel() for begin, columns in found])
+    sizes, numbers, moments = (
+        np.concatenate([np.tile(columns[which], len(begin)) for begin, columns in found]) for which in (1, 2, 3)
+    )
     order = np.lexsort((sizes, times * Moment.COUNT + moments))
     totals = np.cumsum(sizes[order])
     return _Memory(times[order], totals, sizes[order], numbers[order], tuple(kinds))

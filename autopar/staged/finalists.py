@@ -174,7 +174,8 @@ class Finalists:
         if len(plans) == 1:
             return part.on_all_axes(replace(plans[0], **told))
         if part.types:
-            stated = {id(plan): over_microbatches(whole, plan, part.types, part.microbatches) for plan in plans}
+            unlike = {id(plan): plan for plan in plans}
+            stated = {key: over_microbatches(whole, unlike[key], part.types, part.microbatches) for key in unlike}
             plans = [stated[id(plan)] for plan in plans]
         plan = replace(self._cut(plans, candidate, whole), **told)
         by_submesh = traffic_by_submesh(whole, plan, part.graph, one_microbatch_plan(plan), played)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 from autopar import interrupt
@@ -90,7 +91,8 @@ class Search:
 
     @cached_property
     def shapes(self) -> list[tuple[int, LogicalMesh]]:
-        """Submesh sizes with logical shapes, first those whose inner axis fills a node, which mostly are the best.
+        """Submesh sizes with logical shapes, first of each size the one whose inner axis fills a node, which mostly is
+        the best, then each size's next.
 
         Where stages are pinned, those of so many.
         """
@@ -104,7 +106,8 @@ class Search:
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
         sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / _LIKELY_STAGES)))
-        return [(size, axes) for size in sizes for axes in reversed(logical_shapes(size, mesh.devices_per_node))]
+        of_size = [[(size, axes) for axes in reversed(logical_shapes(size, mesh.devices_per_node))] for size in sizes]
+        return [shape for rank in zip_longest(*of_size) for shape in rank if shape is not None]
 
     def run(self, report: Report) -> list[Candidate]:
         """Everything that was looked at in time, the fastest by estimate first."""
