@@ -3,7 +3,7 @@
 from autopar.interop.clustering import Layers, Members, balanced_layers, block_layers
 from autopar.interop.dp import ChosenStage, StageChoice, StageKind, StageSearch, best_stages
 from autopar.interop.folding import Folded, fold
-from autopar.interop.schedules import in_flight
+from autopar.interop.schedules import in_flight, waiting
 
 __all__ = [
     "ChosenStage",
@@ -18,4 +18,5 @@ __all__ = [
     "block_layers",
     "fold",
     "in_flight",
+    "waiting",
 ]

@@ -43,7 +43,8 @@ class StageKind:
     All arrays have an entry a layer. time_ns: forward and backward of a microbatch. receive_ns: what a stage that
     begins at the layer waits for its tensors and for sending their gradients back, a microbatch. once_ns: a step.
     reduce_ns: gradient sums a step, of which `hide_ns` can run beside the last backward pass. workspace_bytes: of a
-    stage the largest counts. split_ns: what a microbatch's backward pass in two parts takes longer.
+    stage the largest counts. Of backward passes in two parts: waiting_bytes: of a microbatch between them.
+    second_bytes: what the second takes besides. split_ns: what both take longer, a microbatch.
     """
 
     key: Any
@@ -56,6 +57,8 @@ class StageKind:
     resident_bytes: Int64Array
     activation_bytes: Int64Array
     workspace_bytes: Int64Array
+    waiting_bytes: Int64Array
+    second_bytes: Int64Array
     split_ns: Int64Array
     memory_limit: int
 

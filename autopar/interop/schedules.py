@@ -21,3 +21,11 @@ def in_flight(schedule: str, remaining: int, microbatches: int, chunks: int = 1,
         a_round = math.ceil(microbatches / num_rounds(microbatches, num_submeshes))
         return min(microbatches * chunks, (chunks - 1) * a_round + 2 * (remaining - 1) + 1)
     return min(num_submeshes if schedule == "zero_bubble" else remaining, microbatches)
+
+
+def waiting(remaining: int, microbatches: int, num_submeshes: int) -> int:
+    """Of the microbatches in flight under zero_bubble, the most that are between the two parts of their backward pass:
+    submesh p makes gradients of stored tensors p microbatches behind, the first one at once and in one part.
+    """
+    behind = num_submeshes - remaining
+    return min(behind + 1, num_submeshes, microbatches) if behind else 0

@@ -7,6 +7,7 @@ backward passes of those before it, so what could hide them is told apart.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -15,6 +16,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.engine import COMPUTE, Change
+from autopar.simulate.passes import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.simulate.player import Pass, PassKind, Player
 from autopar.simulate.program import Program, lower_stages
 from autopar.simulate.schedule import Progress, Submesh
@@ -28,8 +30,10 @@ class LayerCost(NamedTuple):
     what crosses the border before the layer, and to send its gradient back. reduce_ns: a step, gathering parameters and
     summing gradients over ranks, which up to `hide_ns` of passes can run beside. optimizer_ns: a step.
     resident_bytes: parameters, gradients and optimizer state. activation_bytes: of each microbatch in flight.
-    workspace_bytes: what a pass takes beside both. split_ns: what a backward pass in two parts takes longer, but for
-    kernels that run in both.
+    workspace_bytes: what a pass takes beside both. Of backward passes in two parts, if these were played (else 0):
+    waiting_bytes: of each microbatch between them. second_bytes: what the second takes beside what is there before it,
+    in a stage of several layers for all of them at once. split_ns: what they take longer, but for kernels that run in
+    both.
     """
 
     forward_ns: int
@@ -41,21 +45,29 @@ class LayerCost(NamedTuple):
     resident_bytes: int
     activation_bytes: int
     workspace_bytes: int
+    waiting_bytes: int
+    second_bytes: int
     split_ns: int
 
 
-def layer_costs(graph: Graph, plan: Plan, profile: Profile) -> list[LayerCost]:
-    """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`."""
+def layer_costs(graph: Graph, plan: Plan, profile: Profile, splits: bool = False) -> list[LayerCost]:
+    """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`.
+
+    splits: whether backward passes are played in two parts, too.
+    """
     shared = profile.shared_by(plan.mesh.devices_per_node)
     profiles = [shared] * max(1, len(plan.stages))
     programs = lower_stages(graph, plan, profiles)
     transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None
-    branch_ns = sum(shared.runtime.branch_ns) if shared.runtime else 0
-    return [
-        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number), branch_ns)
+    costs = [
+        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))
         for number, program in enumerate(programs)
     ]
+    if not (splits and trains and plan.stages):
+        return costs
+    in_two = lower_stages(graph, replace(plan, schedule="zero_bubble"), profiles)
+    return [_with_two_parts(cost, program, shared) for cost, program in zip(costs, in_two, strict=True)]
 
 
 def _crossing_ns(transfers: Transfers, border: int) -> int:
@@ -69,7 +81,7 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
     return sum(found.values())
 
 
-def _cost(program: Program, player: Player, microbatches: int, receive_ns: int, branch_ns: int) -> LayerCost:
+def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) -> LayerCost:
     """Plays a step of at most three microbatches: the first, one of those between, and the last."""
     alone = _Alone(player)
     count = min(microbatches, 3)
@@ -95,6 +107,22 @@ def _cost(program: Program, player: Player, microbatches: int, receive_ns: int, 
         resident_bytes=resident,
         activation_bytes=kept,
         workspace_bytes=_workspace(passes, resident, kept),
+        waiting_bytes=0,
+        second_bytes=0,
+        split_ns=0,
+    )
+
+
+def _with_two_parts(cost: LayerCost, program: Program, profile: Profile) -> LayerCost:
+    """Plays two microbatches, of which the second holds what every other does."""
+    alone = _Alone(Player(program, profile, trains=True))
+    kinds = [PassKind(name) for name in ("begin", FORWARD, FORWARD, BACKWARD_INPUT, BACKWARD_INPUT)]
+    _, _, forward, _, first = [alone.play(kind) for kind in kinds]
+    _, second = [alone.play(PassKind(BACKWARD_WEIGHT, is_first, not is_first)) for is_first in (True, False)]
+    branch_ns = sum(profile.runtime.branch_ns) if profile.runtime else 0
+    return cost._replace(
+        waiting_bytes=_net(forward.allocations) + _net(first.allocations),
+        second_bytes=_peak(second.allocations),
         split_ns=branch_ns * _num_branches(program),
     )
 

@@ -191,7 +191,7 @@ class Layered:
         count = max(1, short.layers.count)
         firsts = [layer * setting.num_devices % self.request.mesh.num_devices for layer in range(count)]
         cut_plan = cut(part.graph, plan, self._short_members, firsts, "1f1b")
-        costs = layer_costs(part.graph, cut_plan, self.shared)
+        costs = layer_costs(part.graph, cut_plan, self.shared, splits=self.may_wait(way))
         every = [costs[layer] for layer in short.layer_of or (0,)]
         columns = {name: np.array([getattr(cost, name) for cost in every]) for name in LayerCost._fields}
         return StageKind(
@@ -205,9 +205,16 @@ class Layered:
             resident_bytes=columns["resident_bytes"],
             activation_bytes=columns["activation_bytes"],
             workspace_bytes=columns["workspace_bytes"],
+            waiting_bytes=columns["waiting_bytes"],
+            second_bytes=columns["second_bytes"],
             split_ns=columns["split_ns"],
             memory_limit=self.admitted,
         )
+
+    def may_wait(self, way: Way) -> bool:
+        """Whether gradients of stored tensors may wait on stages that are run so, as in the schedule zero_bubble."""
+        is_trained_in_stages = self.request.mode == "train" and way.setting.num_stages > 1
+        return is_trained_in_stages and not self.recomputations[way.recompute]
 
     @cached_property
     def _short_members(self) -> Mapping[str, tuple[int, ...]]:

@@ -327,7 +327,7 @@ class Search:
                 free = replace(kind, memory_limit=error.smallest_bytes)
                 found = best_stages([free], self.request.mesh.num_devices, count, schedule)
             kinds, ways = [kind] * stages, (way,) * stages
-            waits = stages > 1 and makes_rounds(count, stages) and not self.layered.recomputations[way.recompute]
+            waits = makes_rounds(count, stages) and self.layered.may_wait(way)
             for choice in (found.best, *found.runners_up[:_RUNNERS_UP]):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.interop import StageKind, in_flight
+from autopar.interop import StageKind, in_flight, waiting
 from autopar.intraop import TradeOff
 from autopar.ir.mesh import LogicalMesh
 from autopar.planning import sizes_text
@@ -94,10 +94,17 @@ def _counted(recompute: Sequence[str]) -> str:
 # Estimates ----------------------------------------
 
 
-def peak_of(kind: StageKind, begin: int, end: int, in_flight: int) -> int:
-    """Of a stage of neighbouring layers in bytes a device, with so many microbatches in flight."""
-    stays = kind.resident_bytes[begin:end].sum() + kind.workspace_bytes[begin:end].max()
-    return int(stays + in_flight * kind.activation_bytes[begin:end].sum())
+def peak_of(kind: StageKind, begin: int, end: int, in_flight: int, waiting: int = 0) -> int:
+    """Of a stage of neighbouring layers in bytes a device, with so many microbatches in flight, of which some wait
+    between the two parts of their backward pass: in a pass of the others, or in the second part of one of these.
+    """
+    stays = int(kind.resident_bytes[begin:end].sum())
+    workspace = int(kind.workspace_bytes[begin:end].max())
+    kept, waits = (int(sizes[begin:end].sum()) for sizes in (kind.activation_bytes, kind.waiting_bytes))
+    fewest = max(0, waiting - 1)
+    peak = stays + (in_flight - fewest) * kept + fewest * waits + workspace
+    second = stays + (in_flight - waiting) * kept + waiting * waits + int(kind.second_bytes[begin:end].sum())
+    return max(peak, second if waiting else 0)
 
 
 def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int, schedule: str) -> int:
@@ -105,9 +112,10 @@ def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], micr
     of_layer, stages = np.array(stage_of_layer), len(kinds)
     peaks = []
     for number, kind in enumerate(kinds):
-        own = np.flatnonzero(of_layer == number)
-        flying = in_flight(schedule, stages - number, microbatches, num_submeshes=stages)
-        peaks.append(peak_of(kind, int(own[0]), int(own[-1]) + 1, flying))
+        own, left = np.flatnonzero(of_layer == number), stages - number
+        flying = in_flight(schedule, left, microbatches, num_submeshes=stages)
+        waits = waiting(left, microbatches, stages) if schedule == "zero_bubble" else 0
+        peaks.append(peak_of(kind, int(own[0]), int(own[-1]) + 1, flying, waits))
     return max(peaks)
 
 

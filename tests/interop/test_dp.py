@@ -34,7 +34,7 @@ def drawn(rng: random.Random, layers: int, devices: int, limit: int) -> list[Row
 def kind(row: Row) -> StageKind:
     arrays = {f"{name}_ns": np.array(row[name]) for name in ATTRIBUTES[:5]}
     arrays |= {f"{name}_bytes": np.array(row[name]) for name in ATTRIBUTES[5:]}
-    arrays["split_ns"] = np.zeros_like(arrays["time_ns"])
+    arrays["waiting_bytes"] = arrays["second_bytes"] = arrays["split_ns"] = np.zeros_like(arrays["time_ns"])
     return StageKind(key=None, num_devices=row["devices"], memory_limit=row["limit"], **arrays)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
+from autopar.interop import waiting
 from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Turn, turns
 
 UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}  # of time, of a pass of one chunk
@@ -92,6 +94,19 @@ HELD: dict[str, Callable[[int, int, int], int]] = {
 def test_microbatches_in_flight(schedule: str, count: int, microbatches: int) -> None:
     rows = orders(schedule, count, 1, microbatches)
     assert [in_flight(row) for row in rows] == [HELD[schedule](p, count, microbatches) for p in range(count)]
+
+
+@pytest.mark.parametrize(("count", "microbatches"), [(4, 8), (4, 2), (3, 9), (8, 8)])
+def test_microbatches_whose_gradients_wait(count: int, microbatches: int) -> None:
+    """The first submesh has received nothing, so its first part is empty: none of its microbatches wait."""
+    rows = orders("zero_bubble", count, 1, microbatches)
+    told = [waiting(count - p, microbatches, count) for p in range(count)]
+    assert told == [0, *(most_waiting(row) for row in rows[1:])]
+
+
+def most_waiting(row: list[Turn]) -> int:
+    held = itertools.accumulate({BACKWARD_INPUT: 1, BACKWARD_WEIGHT: -1}.get(turn.direction, 0) for turn in row)
+    return max(held)
 
 
 def test_interleaving_refuses_microbatches_that_make_no_equal_rounds() -> None:
