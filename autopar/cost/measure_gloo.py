@@ -41,7 +41,7 @@ NS_A_RUN, MOST_IN_A_RUN = 4e7, 6
 RANKS = (2, 4)
 WAITING_UNITS = (1, 3, 10, 24)  # of `_layer_part`, before each collective: the first is about what `_computation` takes
 WAITING_BYTES = (1 << 10, 1 << 20)
-MEETINGS, WAITING_ROUNDS = 6, 7
+MEETINGS, WAITING_ROUNDS = 6, 8
 PASSING_BYTES = 1 << 21
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -175,17 +175,30 @@ def measure_waits(ranks: int, group: Any) -> list[tuple[int, int]]:
 
     What it adds is a cycle's time by the clock less the CPU time of the rank's own thread for what it computes, of
     ranks that share cores as much longer as they do: waiting for the slowest rank, being interrupted by gloo's threads,
-    and the collective. Means over all ranks and `MEETINGS`; of these the median over rounds, in which the lengths take
-    turns, since a step pays for all that happens to it, but not for what happens to the machine once.
+    and the collective. Means over all ranks and `MEETINGS`, since a step pays for all that happens to it; of these the
+    median over rounds, in which the lengths take turns: over the half that other programs disturbed least.
     """
     calls = [_collective("all_reduce", size, ranks, group) for size in WAITING_BYTES]
     part, sharing = _layer_part(), max(1.0, ranks / len(os.sched_getaffinity(0)))
-    rounds = [
-        [_mean_pair([_meet(call, part, units, sharing, group) for call in calls]) for units in WAITING_UNITS]
-        for _ in range(WAITING_ROUNDS)
-    ]
-    found = [tuple(map(median_high, zip(*pairs, strict=True))) for pairs in zip(*rounds, strict=True)]
+    rounds = []
+    for _ in range(WAITING_ROUNDS):
+        before = _others_seconds(group)
+        pairs = [_mean_pair([_meet(call, part, units, sharing, group) for call in calls]) for units in WAITING_UNITS]
+        rounds.append((_others_seconds(group) - before, pairs))
+    quiet = [pairs for _, pairs in sorted(rounds)[: (WAITING_ROUNDS + 1) // 2]]
+    found = [tuple(map(median_high, zip(*pairs, strict=True))) for pairs in zip(*quiet, strict=True)]
     return [(length, max(0, added - found[0][1])) for length, added in found]
+
+
+def _others_seconds(group: Any) -> float:
+    """CPU time that other programs than the ranks of a group have had so far of the cores that these may use."""
+    own = torch.tensor([time.process_time()], dtype=torch.float64)
+    dist.all_reduce(own, group=group)
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = map(str.split, Path("/proc/stat").read_text().splitlines())
+    ticks = [map(int, fields) for name, *fields in lines if name in names]
+    busy = sum(user + nice + system + irq + soft + steal for user, nice, system, _, _, irq, soft, steal, *_ in ticks)
+    return busy / os.sysconf("SC_CLK_TCK") - own.item()
 
 
 def _meet(call: Callable[[], Any], part: Callable[[], Any], units: int, sharing: float, group: Any) -> tuple[int, int]:

@@ -349,7 +349,9 @@ class Profile:
         wanted |= {f"links/{self.link(level).level}" for level in levels}
         found = {name: source for name, source in self.provenance.items() if name in wanted}
         measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
-        return found | {f"collectives/{item.collective}": str(item.provenance) for item in measured}
+        found |= {f"collectives/{item.collective}": str(item.provenance) for item in measured}
+        waits = [item for item in self.waits.values() if item.level in levels]
+        return found | {f"waits/{item.ranks} ranks": str(item.provenance) for item in waits}
 
 
 def _slowed(facts: Facts, slowdown: float) -> Facts:

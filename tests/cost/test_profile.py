@@ -66,6 +66,8 @@ def test_waits_are_read_and_written_and_do_not_fall() -> None:
     profile = profile_from_json({**shipped_json("cpu"), "waits": [waits]}, "mine")
     assert profile.waits["intra_node", 2].points == ((1000, 0), (2000, 5))
     assert profile.provenance["waits/intra_node/2"].startswith("measured: a host")
+    assert "waits/2 ranks" in profile.sources((), ["intra_node"])
+    assert "waits/2 ranks" not in profile.sources((), ["inter_node"])
     assert json.loads(json.dumps(profile_to_json(profile)))["waits"] == [waits]
     with pytest.raises(ProfileError, match="waits of 2: expected more work to take more time"):
         profile_from_json({**shipped_json("cpu"), "waits": [{**waits, "points": [[1000, 5], [2000, 0]]}]}, "mine")
