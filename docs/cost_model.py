@@ -33,7 +33,9 @@ at its first use. [The fourth notebook](../notebooks/4_your_own_operator_and_clu
 SIMULATION = """
 The simulator plays the plan's forward and backward pass as events: a stream for computation and one for each level of
 links, on each group of equal ranks. Overlap, waiting and pipeline bubbles come out of that rather than being assumed.
-What slows computation while a collective is in flight is the profile's `overlap_slowdown`. Memory is followed through
+What slows computation while a collective is in flight is the profile's `overlap_slowdown`. Where a collective stops the
+ranks, as one inside a block does, it starts later by what they wait for each other after what they have computed since
+they met (`waits` of the profile); collectives beside computation stop nobody. Memory is followed through
 the same events: what autograd saves, gradients, buffers of collectives, optimizer state.
 
 Where more ranks than a host has cores share these, those that are busy have the cores of those that wait for another

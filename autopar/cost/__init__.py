@@ -9,6 +9,7 @@ from autopar.cost.collectives import path as path
 from autopar.cost.collectives import redistribution as redistribution
 from autopar.cost.collectives import redistribution_cost as redistribution_cost
 from autopar.cost.collectives import step_time_ns as step_time_ns
+from autopar.cost.collectives import waits_along as waits_along
 from autopar.cost.compute import flops as flops
 from autopar.cost.compute import node_time_ns as node_time_ns
 from autopar.cost.host import measure_profile as measure_profile

@@ -20,6 +20,9 @@ MLSys'23).
 A ring over several nodes uses the adapters of all its m ranks in a node, so it crosses at m times one adapter's
 bandwidth, or at the speed inside the node if that is less (NCCL's channels).
 
+Where a rank stops until a collective has ended, it waits for the others besides, the longer the longer all of them have
+computed since they met: `waits_along`, where the profile has measured it.
+
 The groups along a mesh axis do the same at the same time, so together they use every device of a node. Where the
 devices of a node share its adapters, each has its part of their bandwidth (`Link.node_bandwidth`).
 """
@@ -30,7 +33,7 @@ import math
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.cost.profile import CollectivePoints, Link, Profile, interpolate
+from autopar.cost.profile import CollectivePoints, Link, Profile, Waits, interpolate
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Axis, Placement
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
@@ -149,6 +152,21 @@ def _measured(kind: str, group: Group, profile: Profile) -> CollectivePoints | N
     if group.nodes == 1:
         return profile.collectives.get((kind, INSIDE, group.ranks))
     return profile.collectives.get((kind, ACROSS, group.ranks)) if group.inside == 1 else None
+
+
+@lru_cache(maxsize=1024)
+def waits_along(axis: Axis, devices_per_node: int, profile: Profile) -> Waits | None:
+    """How long the ranks along an axis wait for each other where a collective stops them; None where nothing is known.
+
+    Of as many ranks as were measured, or the nearest number of them, as much slower as their collectives are.
+    """
+    inside = ranks_within_node(axis, devices_per_node)
+    level, ranks = (INSIDE if inside == axis.size else ACROSS), axis.size
+    known = [waits for (at, _), waits in profile.waits.items() if at == level]
+    if ranks == 1 or not known:
+        return None
+    nearest = min(known, key=lambda waits: (abs(waits.ranks - ranks), waits.ranks))
+    return nearest.slowed(_contention(devices_per_node, nearest.ranks, profile))
 
 
 def measured_ns(measured: CollectivePoints, num_bytes: int) -> float:

@@ -42,6 +42,7 @@ def profile_from_points(raw: Mapping[str, Any], host: Mapping[str, Any], date: s
         "operators": _operators(raw, families, peak, bandwidth),
         "links": _links(raw["collectives"]),
         "collectives": [_collective(item) for item in raw["collectives"]],
+        "waits": [_waits(int(ranks), points) for ranks, points in raw["waits"].items()],
         "tables": _tables(families, _calls(raw, families)),
         "runtime": [_runtime(raw["runtime"])],
     }
@@ -289,6 +290,13 @@ def _collective(item: Mapping[str, Any]) -> dict[str, Any]:
     times = non_decreasing([duration for _, duration in item["points"]])
     points = [[size, round(duration)] for (size, _), duration in zip(item["points"], times, strict=True)]
     return {"collective": item["collective"], "level": "intra_node", "ranks": item["ranks"], "points": points}
+
+
+def _waits(ranks: int, points: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Who computes longer does not wait less."""
+    lengths, waited = zip(*points, strict=True)
+    rising = map(round, non_decreasing(waited))
+    return {"level": "intra_node", "ranks": ranks, "points": [list(pair) for pair in zip(lengths, rising, strict=True)]}
 
 
 def _links(collectives: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

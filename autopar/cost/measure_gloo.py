@@ -8,6 +8,10 @@ A collective's time is what it adds, by the wall clock, to a rank that computes 
 step: waking gloo's threads beside busy ones, caches that hold other data, and waiting for the slower rank are part of
 it, and multiply what a collective takes that follows another one at once. Times are medians: a step is the sum of what
 usually happens, not of what happens at best. What a rank computes itself is timed by the CPU time of its thread.
+
+Ranks that have computed for long wait longer for each other than those of which the collectives are measured: one of
+them was interrupted, its core slower, its threads asleep. So what a collective adds is also measured by how long ranks
+compute before it.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ import time
 import warnings
 from collections.abc import Callable
 from functools import partial
-from itertools import chain
+from itertools import chain, cycle
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -35,6 +39,9 @@ COLLECTIVE_BYTES = (1 << 10, 1 << 15, 1 << 17, 1 << 19, 1 << 21, 1 << 23, 1 << 2
 RUNS = 7
 NS_A_RUN, MOST_IN_A_RUN = 4e7, 6
 RANKS = (2, 4)
+WAITING_UNITS = (1, 3, 10, 24)  # of `_layer_part`, before each collective: the first is about what `_computation` takes
+WAITING_BYTES = (1 << 10, 1 << 20)
+MEETINGS, WAITING_ROUNDS = 6, 8
 PASSING_BYTES = 1 << 21
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -69,15 +76,17 @@ def _run_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=address, rank=rank, world_size=max(RANKS))
     points: list[dict[str, Any]] = []
     shares: dict[int, float] = {}
+    waits: dict[int, list[tuple[int, int]]] = {}
     for ranks in RANKS:
         group = dist.new_group(list(range(ranks)))
         if rank < ranks:
             points += [_measure_collective(kind, ranks, group) for kind in KINDS if kind != "send" or ranks == 2]
             shares[ranks] = _busy_share(group)
+            waits[ranks] = measure_waits(ranks, group)
         dist.barrier()
     runtime = measure_runtime() if rank < 2 else {}
     if rank == 0:
-        found = {"collectives": points, "busy_share": shares, "runtime": runtime}
+        found = {"collectives": points, "busy_share": shares, "waits": waits, "runtime": runtime}
         (folder / "points.json").write_text(json.dumps(found))
     dist.barrier()
 
@@ -159,6 +168,73 @@ def _time_runs(call: Callable[[], Any], repeats: int) -> int:
     for _ in range(repeats):
         call()
     return (time.perf_counter_ns() - start) // repeats
+
+
+def measure_waits(ranks: int, group: Any) -> list[tuple[int, int]]:
+    """(ns that a rank computes before a collective, ns that this adds more than after the shortest computation).
+
+    What it adds is a cycle's time by the clock less the CPU time of the rank's own thread for what it computes, of
+    ranks that share cores as much longer as they do: waiting for the slowest rank, being interrupted by gloo's threads,
+    and the collective. Means over all ranks and `MEETINGS`, since a step pays for all that happens to it; of these the
+    median over rounds, in which the lengths take turns: over the half that other programs disturbed least.
+    """
+    calls = [_collective("all_reduce", size, ranks, group) for size in WAITING_BYTES]
+    part, sharing = _layer_part(), max(1.0, ranks / len(os.sched_getaffinity(0)))
+    rounds = []
+    for _ in range(WAITING_ROUNDS):
+        before = _others_seconds(group)
+        pairs = [_mean_pair([_meet(call, part, units, sharing, group) for call in calls]) for units in WAITING_UNITS]
+        rounds.append((_others_seconds(group) - before, pairs))
+    quiet = [pairs for _, pairs in sorted(rounds)[: (WAITING_ROUNDS + 1) // 2]]
+    found = [tuple(map(median_high, zip(*pairs, strict=True))) for pairs in zip(*quiet, strict=True)]
+    return [(length, max(0, added - found[0][1])) for length, added in found]
+
+
+def _others_seconds(group: Any) -> float:
+    """CPU time that other programs than the ranks of a group have had so far of the cores that these may use."""
+    own = torch.tensor([time.process_time()], dtype=torch.float64)
+    dist.all_reduce(own, group=group)
+    names = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = map(str.split, Path("/proc/stat").read_text().splitlines())
+    ticks = [map(int, fields) for name, *fields in lines if name in names]
+    busy = sum(user + nice + system + irq + soft + steal for user, nice, system, _, _, irq, soft, steal, *_ in ticks)
+    return busy / os.sysconf("SC_CLK_TCK") - own.item()
+
+
+def _meet(call: Callable[[], Any], part: Callable[[], Any], units: int, sharing: float, group: Any) -> tuple[int, int]:
+    """Mean nanoseconds over the ranks that each computes before a call, and that are added to that."""
+    dist.barrier(group)
+    call()
+    computed, start = 0, time.perf_counter_ns()
+    for _ in range(MEETINGS):
+        began = time.thread_time_ns()
+        for _ in range(units):
+            part()
+        computed += time.thread_time_ns() - began
+        call()
+    elapsed = time.perf_counter_ns() - start
+    times = torch.tensor([computed, elapsed - sharing * computed], dtype=torch.float64)
+    dist.all_reduce(times, group=group)
+    length, added = (times / (MEETINGS * dist.get_world_size(group))).tolist()
+    return round(length), round(added)
+
+
+def _mean_pair(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
+    return tuple(sum(column) // len(column) for column in zip(*pairs, strict=True))
+
+
+def _layer_part() -> Callable[[], Any]:
+    """About as long as `_computation`, over activations that together no cache of one core holds."""
+    left, right = torch.ones(256, 512), torch.ones(512, 512)
+    activations = [torch.ones(1 << 18) for _ in range(32)]
+    order = cycle(activations)
+
+    def compute() -> None:
+        torch.mm(left, right)
+        for _ in range(2):
+            next(order).mul_(1.0)
+
+    return compute
 
 
 def _busy_share(group: Any) -> float:

@@ -247,6 +247,32 @@ class CollectivePoints:
 
 
 @dataclass(frozen=True, eq=False)
+class Waits:
+    """How long `ranks` ranks of one level wait at a collective that stops them, beside what it takes after a short
+    computation: points (nanoseconds that they have computed since they met, nanoseconds)."""
+
+    level: str
+    ranks: int
+    points: tuple[tuple[int, int], ...]
+    provenance: Provenance
+
+    def after(self, length_ns: int) -> int:
+        """Between the points in proportion; before the first its wait, after the last that one's."""
+        points = self.points
+        if length_ns >= points[-1][0]:
+            return points[-1][1]
+        right = bisect_right(points, (length_ns, -1))
+        if right == 0:
+            return points[0][1]
+        (begin, low), (end, high) = points[right - 1 : right + 1]
+        return low + (high - low) * (length_ns - begin) // (end - begin)
+
+    def slowed(self, times: float) -> Waits:
+        """Where everything takes so many times as long."""
+        return replace(self, points=tuple((round(length * times), round(ns * times)) for length, ns in self.points))
+
+
+@dataclass(frozen=True, eq=False)
 class Profile:
     """What the cost model knows of a device. Compared by identity, so that costs can be memoised on it."""
 
@@ -261,6 +287,7 @@ class Profile:
     host: Host | None = None  # None: operators cost their launch and nothing else
     tables: Mapping[str, Table] = field(default_factory=dict)
     runtime: Runtime | None = None
+    waits: Mapping[tuple[str, int], Waits] = field(default_factory=dict)
     ranks_sharing: int = 1  # ranks on one host that this profile is already slowed down for
     _shared: dict[int, Profile] = field(default_factory=dict, repr=False)
 
@@ -313,6 +340,7 @@ class Profile:
         blocks |= {"runtime": self.runtime.provenance} if self.runtime else {}
         blocks |= {f"links/{name}": link.provenance for name, link in self.links.items()}
         blocks |= {"/".join(map(str, ("collectives", *k))): c.provenance for k, c in self.collectives.items()}
+        blocks |= {"/".join(map(str, ("waits", *key))): item.provenance for key, item in self.waits.items()}
         return {name: str(block) for name, block in blocks.items()}
 
     def sources(self, families: Collection[str], levels: Collection[str]) -> dict[str, str]:
@@ -321,7 +349,9 @@ class Profile:
         wanted |= {f"links/{self.link(level).level}" for level in levels}
         found = {name: source for name, source in self.provenance.items() if name in wanted}
         measured = [item for (_, level, _), item in self.collectives.items() if level in levels]
-        return found | {f"collectives/{item.collective}": str(item.provenance) for item in measured}
+        found |= {f"collectives/{item.collective}": str(item.provenance) for item in measured}
+        waits = [item for item in self.waits.values() if item.level in levels]
+        return found | {f"waits/{item.ranks} ranks": str(item.provenance) for item in waits}
 
 
 def _slowed(facts: Facts, slowdown: float) -> Facts:
@@ -387,6 +417,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
         tables={item["name"]: _read_table(item) for item in data.get("tables", ())},
         runtime=_read_runtime(data["runtime"]) if data.get("runtime") else None,
+        waits={(item["level"], item["ranks"]): _read_waits(item) for item in data.get("waits", ())},
     )
     _check(profile, origin)
     return profile
@@ -407,6 +438,7 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
         "collectives": [asdict(item) for item in profile.collectives.values()],
         "tables": [asdict(item) for item in profile.tables.values()],
         "runtime": profile.runtime and asdict(profile.runtime),
+        "waits": [asdict(item) for item in profile.waits.values()],
     }
 
 
@@ -457,6 +489,10 @@ def _read_collective(item: Mapping[str, Any]) -> CollectivePoints:
     return CollectivePoints(**{**_with_provenance(item), "points": _pairs(item["points"])})
 
 
+def _read_waits(item: Mapping[str, Any]) -> Waits:
+    return Waits(**{**_with_provenance(item), "points": _pairs(item["points"])})
+
+
 def _pairs(rows: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
     return tuple((first, second) for first, second in rows)
 
@@ -474,6 +510,8 @@ def _check(profile: Profile, origin: str) -> None:
             raise ProfileError(f"{origin}: {table.name}: expected a rate for each vertex, found {len(table.rates)}")
     for measured in profile.collectives.values():
         _check_increasing(measured.points, f"{origin}: {measured.collective} of {measured.ranks}")
+    for waits in profile.waits.values():
+        _check_increasing(waits.points, f"{origin}: waits of {waits.ranks}")
 
 
 def _check_increasing(points: Sequence[tuple[float, float]], where: str) -> None:

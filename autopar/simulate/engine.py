@@ -5,6 +5,9 @@ submitted after those they depend on, so each is placed once, in order of submis
 as on the device. While a collective is in flight, compute progresses `overlap_slowdown` times slower. Times count from
 the begin of the pass, which is when the compute stream is free; what is still under way then is *carried*.
 
+Where a collective stops the rank, its ranks *meet*: it starts once the slowest of them is there, which takes the longer
+the longer they have computed since they met before (`Waits`).
+
 Where the host takes time to launch, it launches tasks in the order of submission from the begin of the pass on, ahead
 of the device when that is slower.
 """
@@ -15,6 +18,8 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from operator import add
 from typing import NamedTuple
+
+from autopar.cost.profile import Waits
 
 COMPUTE = "compute"
 
@@ -50,12 +55,13 @@ class Carried(NamedTuple):
     """What a device has under way when a pass begins, in ns after that.
 
     links: when each communication stream is free; in_flight: its collectives, as intervals; last_ns: how long the
-    compute stream's latest task took, which ended at 0.
+    compute stream's latest task took, which ended at 0; unmet_ns: how long it has computed since its ranks met.
     """
 
     links: tuple[tuple[str, int], ...] = ()
     in_flight: tuple[tuple[int, int], ...] = ()
     last_ns: int = 0
+    unmet_ns: int = 0
 
 
 class Moment:
@@ -94,6 +100,14 @@ class Engine:
         self.num_carried = 1
         self.host_ns = host_ns  # until when the host is busy launching what was submitted
         self.kind = kind  # of the compute that waits for launches
+        self.has_met = False
+        self._unmet_ns = carried.unmet_ns  # until the ranks meet
+        self._met_ns = 0  # when they did, or the begin, later by what compute has been idle since
+
+    @property
+    def unmet_ns(self) -> int:
+        """How long the compute stream has computed since the ranks met, or since the begin."""
+        return self.free_ns - self._met_ns
 
     def carry(self, end_ns: int, kind: str) -> int:
         """A task of an earlier pass that ends after this one has begun, to depend on."""
@@ -121,6 +135,7 @@ class Engine:
                 start, cause = task[3], task[4]
         if start > free:
             self.waited[cause] += start - free
+            self._met_ns += start - free
         end = start + duration_ns
         if self.in_flight and self._slowdown > 1.0:
             end = self._slowed_end(start, duration_ns)
@@ -131,10 +146,10 @@ class Engine:
 
     def transmit(
         self, link: str, name: str, kind: str, duration_ns: int, after: Iterable[int] = (), issue_ns: int = 0,
-        others: Callable[[int], int] | None = None,
+        others: Callable[[int], int] | None = None, waits: Waits | None = None,
     ) -> int:  # fmt: skip
         """Places a collective on a communication stream; returns its number. others: from when this rank could start,
-        when all of its ranks can."""
+        when all of its ranks can. waits: of one that stops the rank."""
         if issue_ns:
             self.launch(issue_ns)
         tasks = self.tasks
@@ -143,6 +158,9 @@ class Engine:
             end = tasks[number][3]
             if end > start:
                 start = end
+        if waits is not None:
+            start += waits.after(self._unmet_ns + self.free_ns - self._met_ns)
+            self.has_met, self._unmet_ns, self._met_ns = True, 0, self.free_ns
         if others is not None:
             start = others(start)
         end = start + duration_ns

@@ -18,7 +18,7 @@ from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Mome
 from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.passes import BACKWARD, FORWARD
-from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing
+from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing, meets
 from autopar.simulate.program import Bucket, Program, Slot, Transmission, is_summed_first
 from autopar.simulate.sharing import Share
 
@@ -91,12 +91,13 @@ class Entry(NamedTuple):
     """All that a part of a pass depends on.
 
     last_ns: when the compute stream's latest task ended; host_ns: until when the host is busy; waiting: the kind of
-    compute that waits for it. links, in_flight: as in `Carried`. ready: of values that come in, by number, of slots,
-    and of what was sent inside an operator; gradients: of values that leave, contributions that are under way; others:
-    of each share, when the last gradient of other parts was there. live, arriving, pinned, whole, journeys: as in
-    `Standing`; root: how many gradients are missing of what belongs to no unit. awaited: what compute waits for. held:
-    stored tensors, by place, that have memory for their gradients; transient: of slots that leave, whose gradients wait
-    to be added to that. arrivals: bytes of other parts' shards in each share, those that are new and those added.
+    compute that waits for it. links, in_flight, unmet_ns: as in `Carried`. ready: of values that come in, by number, of
+    slots, and of what was sent inside an operator; gradients: of values that leave, contributions that are under way;
+    others: of each share, when the last gradient of other parts was there. live, arriving, pinned, whole, journeys: as
+    in `Standing`; root: how many gradients are missing of what belongs to no unit. awaited: what compute waits for.
+    held: stored tensors, by place, that have memory for their gradients; transient: of slots that leave, whose
+    gradients wait to be added to that. arrivals: bytes of other parts' shards in each share, those that are new and
+    those added.
     """
 
     kind: PassKind
@@ -118,6 +119,7 @@ class Entry(NamedTuple):
     awaited: Ends = ()
     journeys: tuple[Travelling, ...] = ()
     arrivals: tuple[tuple[int, int], ...] = ()
+    unmet_ns: int = 0
 
 
 class Exit(NamedTuple):
@@ -154,11 +156,11 @@ class Exit(NamedTuple):
 
 class Forward:
     """What is known of a part's forward pass, whatever buckets its gradients travel in. calm: of one that begins when
-    nothing is under way."""
+    nothing is under way, by how long its ranks have computed since they met."""
 
     def __init__(self) -> None:
         self.known: dict[Any, Exit] = {}
-        self.calm: Exit | None = None
+        self.calm: dict[int, Exit] = {}
 
 
 class PartPlayer(Player):
@@ -209,6 +211,7 @@ class PartPlayer(Player):
         }))  # fmt: skip
         self.recomputes = any(item.region >= 0 for item in items[NUM_BEFORE : part.end])
         self.levels = self._levels()
+        self.meets = any(map(meets, items[NUM_BEFORE : part.end]))
         self.looks_back = {FORWARD: False, BACKWARD: False}  # whether collectives may begin before the part does
 
     def _look_around(self, following: Ahead | None, preceding: Ahead | None, root: Root | None) -> None:
@@ -287,8 +290,8 @@ class PartPlayer(Player):
     def _begin(self, entry: Entry) -> None:
         kind, num_shares = entry.kind, len(self.shares)
         self.engine = engine = Engine(
-            self._slowdown, Carried(entry.links, entry.in_flight), entry.host_ns, entry.waiting
-        )  # fmt: skip
+            self._slowdown, Carried(entry.links, entry.in_flight, unmet_ns=entry.unmet_ns), entry.host_ns, entry.waiting
+        )
         engine.tasks[LAST] = (COMPUTE, "", entry.last_ns, entry.last_ns, "")
         self._kind, self._late, self.comm_bytes, self.along = kind, [], defaultdict(int), {}
         self._ready = {value: engine.carry(end, cause) for value, end, cause in entry.ready}
@@ -511,5 +514,5 @@ def finished(kind: PassKind, engine: Engine, sent: dict[str, int], along: dict[t
     return Pass(
         kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, along, length,
         engine.links, [span for span in engine.in_flight if span[1] > length],
-        tasks[engine.last][3] - tasks[engine.last][2], NO_STANDING, {},
+        tasks[engine.last][3] - tasks[engine.last][2], engine.unmet_ns, engine.has_met, NO_STANDING, {},
     )  # fmt: skip

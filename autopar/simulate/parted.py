@@ -77,6 +77,7 @@ class Step:
         self.begin = self.busy = 0
         self.now = gathered.done.length_ns
         self.last, self.waiting = self.now + gathered.last_ns, ""
+        self.unmet_ns = gathered.done.unmet_ns
         self.links: dict[str, int] = dict(gathered.done.links)
         self.in_flight = list(gathered.done.in_flight)
         self.pieces: list[tuple[int, Pass]] = [(0, gathered.done)]
@@ -151,12 +152,14 @@ class Step:
         self, number: int, player: PartPlayer, kind: PassKind, ready: _Coming, backward: _Gradients = NO_GRADIENTS
     ) -> Exit:
         streams, gathering = self._streams(player, kind), self._gathering(number, player, kind)
-        key = kind, streams, ready, gathering, backward
+        unmet_ns = self.unmet_ns if player.meets else 0
+        key = kind, streams, ready, gathering, backward, unmet_ns
         memory = player.forward.known if kind is FORWARD_KIND else player.known
         known = memory.get(key)
         if known is None:
             entry = Entry(
-                kind, *streams, ready, *backward[:4], *gathering[:3], backward[4], *gathering[3:], *backward[5:]
+                kind, *streams, ready, *backward[:4], *gathering[:3], backward[4], *gathering[3:], *backward[5:],
+                unmet_ns,
             )  # fmt: skip
             known = memory[key] = player.play_part(entry)
         self._take(number, player, known)
@@ -167,6 +170,7 @@ class Step:
         begin, done = self.now, known.done
         self.pieces.append((begin, done))
         self.now = begin + done.length_ns
+        self.unmet_ns = done.unmet_ns if done.has_met else self.unmet_ns + done.unmet_ns
         self.last, self.waiting = self.now + known.last_ns, known.waiting
         if self.host:
             self.busy = self.now + known.host_ns
@@ -277,20 +281,25 @@ class Step:
         if not self.may_be_calm or any(end > self.now for end in self.links.values()):
             return 0
         now, pieces, count = self.now, self.pieces, len(self.pieces)
+        begun_ns = unmet_ns = self.unmet_ns
         for number, player in enumerate(self.players):
-            known = player.forward.calm
+            before_ns = unmet_ns if player.meets else 0
+            known = player.forward.calm.get(before_ns)
             if known is None and not player.looks_back[FORWARD]:
+                entry = Entry(FORWARD_KIND, unmet_ns=before_ns)
                 with suppress(LooksBack):
-                    known = player.forward.calm = player.play_part(Entry(FORWARD_KIND))
+                    known = player.forward.calm[before_ns] = player.play_part(entry)
             if known is None:  # it asks for the past of the links, which is not followed here
                 del pieces[count:]
-                self.may_be_calm = False
+                self.may_be_calm, self.unmet_ns = False, begun_ns
                 return 0
             if not known.is_calm or self.ready[number] or self.arriving[number]:
                 self.now = self.last = now
                 return number
-            pieces.append((now, known.done))
-            now += known.done.length_ns
+            done = known.done
+            pieces.append((now, done))
+            now += done.length_ns
+            self.unmet_ns = unmet_ns = done.unmet_ns if done.has_met else unmet_ns + done.unmet_ns
         self.now = self.last = now
         return len(self.players)
 

@@ -30,6 +30,7 @@ from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, F
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 
 UNDER_WAY = "gradients under way"
+STOPPING = ("activation", "operator")  # purposes of collectives that the rank does not go on beside
 ROOT = 0  # the unit of parameters that belong to no block
 LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
 
@@ -86,7 +87,8 @@ class Standing(NamedTuple):
 class Pass:
     """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
 
-    along: what was sent, by axis (its position) and kind. links, in_flight, last_ns: as in `Carried`, at its end.
+    along: what was sent, by axis (its position) and kind. links, in_flight, last_ns, unmet_ns: as in `Carried`, at its
+    end, but unmet_ns of a pass in which its ranks have not met is what was computed in it.
     ready_ns: by tensor that it sends, when that is there. met: when its collectives with ranks that differ start.
     """
 
@@ -101,6 +103,8 @@ class Pass:
     links: dict[str, int]
     in_flight: list[tuple[int, int]]
     last_ns: int
+    unmet_ns: int
+    has_met: bool
     standing: Standing
     ready_ns: dict[str, int]
 
@@ -126,6 +130,7 @@ class Player:
         self._complete_at = self.orders.complete_at
         self._slowdown = profile.facts.overlap_slowdown
         self._copies = any(not bucket.transmissions for unit in self.orders.gathers.values() for bucket in unit)
+        self._meets = any(map(meets, program.items))
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
 
     def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
@@ -143,6 +148,8 @@ class Player:
             standing = standing.without_gradients()
         if not self._copies:
             carried = carried._replace(last_ns=0)
+        if not self._meets:
+            carried = carried._replace(unmet_ns=0)
         return kind, carried, standing
 
     def played(self, kind: PassKind, carried: Carried, standing: Standing, meet: Meet | None = None) -> Pass:
@@ -200,6 +207,8 @@ class Player:
             links=engine.links,
             in_flight=engine.in_flight,
             last_ns=last[3] - last[2],
+            unmet_ns=engine.unmet_ns,
+            has_met=engine.has_met,
             standing=Standing(
                 tuple((value, task[3], task[4]) for value, task in ends if task[3] > length),
                 frozenset(self._live),
@@ -386,15 +395,19 @@ class Player:
     ) -> tuple[int, int]:
         """Collectives one after another; the first and the last task."""
         tasks: list[int] = []
+        stops = purpose in STOPPING
         for sent in transmissions:
             kind = f"{purpose} {sent.collective}"
-            waits = tasks[-1:] or after
+            before = tasks[-1:] or after
             others = None if self._meet is None else partial(self._meet, sent.axis)
-            task = self.engine.transmit(sent.level, name, kind, sent.duration_ns, waits, self._collective_ns, others)
+            task = self.engine.transmit(
+                sent.level, name, kind, sent.duration_ns, before, self._collective_ns, others,
+                sent.waits if stops else None,
+            )  # fmt: skip
             tasks.append(task)
             self.comm_bytes[sent.collective] += sent.num_bytes
-            before = self.along.get((sent.axis, kind), NOTHING_SENT)
-            self.along[sent.axis, kind] = before.plus(Sent(1, sent.num_bytes, sent.duration_ns))
+            known = self.along.get((sent.axis, kind), NOTHING_SENT)
+            self.along[sent.axis, kind] = known.plus(Sent(1, sent.num_bytes, sent.duration_ns))
         return tasks[0], tasks[-1]
 
     # Parameters ----------------------------------------
@@ -566,3 +579,9 @@ class Player:
         engine.release(end, journey.copied_bytes + added, UNDER_WAY, arrived)
         kind = "gradients" if bucket.has_buffer else UNDER_WAY
         engine.release(end, self._whole_bytes(journey.bucket), kind, arrived)
+
+
+def meets(item: Item) -> bool:
+    """Whether ranks wait for each other in it, forward or backward."""
+    sent = (*item.forward, *item.inner, *item.backward, *item.inner_backward)
+    return any(one.waits is not None for one in sent)

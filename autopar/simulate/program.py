@@ -13,7 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.cost import Profile, collective_time_ns
+from autopar.cost import Profile, collective_time_ns, waits_along
 from autopar.cost.collectives import ACROSS, INSIDE
 from autopar.cost.compute import (
     copy_time_ns,
@@ -26,6 +26,7 @@ from autopar.cost.compute import (
     split_norm_time_ns,
 )
 from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
+from autopar.cost.profile import Waits
 from autopar.cost.work import operator
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
@@ -69,13 +70,15 @@ CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
 
 class Transmission(NamedTuple):
-    """One collective: its name, the link level that it is on, its bytes and nanoseconds."""
+    """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
+    for each other besides where it stops them, if that is known."""
 
     collective: str
     level: str
     axis: int
     num_bytes: int
     duration_ns: int
+    waits: Waits | None = None
 
 
 @dataclass(slots=True)
@@ -510,7 +513,8 @@ class Lowering:
             inside = ranks_within_node(mesh_axis, per_node) == mesh_axis.size
             duration = collective_time_ns(collective, num_bytes, mesh_axis, per_node, self.profile)
             level = INSIDE if inside else ACROSS
-            self.transmissions[key] = Transmission(collective, level, axis, num_bytes, duration)
+            waits = waits_along(mesh_axis, per_node, self.profile)
+            self.transmissions[key] = Transmission(collective, level, axis, num_bytes, duration, waits)
         return self.transmissions[key]
 
     def _transmissions(

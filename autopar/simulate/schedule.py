@@ -118,6 +118,7 @@ class Submesh:
     following: dict[Turn, Turn] = field(default_factory=dict)
     free_ns: int = 0
     last_ns: int = 0
+    unmet_ns: int = 0
     links: dict[str, int] = field(default_factory=dict)
     sends: dict[str, int] = field(default_factory=dict)
     in_flight: list[tuple[int, int]] = field(default_factory=list)
@@ -136,12 +137,13 @@ class Submesh:
     def carried(self, now: int) -> Carried:
         links = tuple(sorted((link, end - now) for link, end in self.links.items() if end > now))
         in_flight = tuple((begin - now, end - now) for begin, end in self.in_flight if end > now)
-        return Carried(links, in_flight, self.last_ns)
+        return Carried(links, in_flight, self.last_ns, self.unmet_ns)
 
     def take(self, done: Pass, begin: int, label: str) -> None:
         """Adds a pass that began then."""
         self.free_ns = begin + done.length_ns
         self.last_ns = done.last_ns
+        self.unmet_ns = done.unmet_ns if done.has_met else self.unmet_ns + done.unmet_ns
         self.links.update((link, begin + end) for link, end in done.links.items())
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
         self.pieces.append(Piece(begin, label, done.tasks, done.allocations))

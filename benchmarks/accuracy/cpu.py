@@ -15,9 +15,10 @@ In --folder, programs and times are kept, and a later run adds its rounds to the
 The ranks keep the memory that they free, as train.py does: otherwise page faults make equal steps differ by a fifth.
 
 Cores of a rented machine are not as fast at all times. So before and after a pair's steps both ranks measure a few
-products of the profile again (`REFERENCES`), in the way in which the profile was measured; how much longer these take
-now, on the slower rank, is the pair's `slowdown`. All figures are given twice: of the times as measured, and of the
-times divided by their slowdown, which is what the profile can know of. No step and no prediction is in that factor.
+products of the profile again (`REFERENCES`), `REPEATS` times each, in the way in which the profile was measured; how
+much longer these take now, by the median of each product on the slower rank, is the pair's `slowdown`. All figures are
+given twice: of the times as measured, and of the times divided by their slowdown, which is what the profile can know
+of. No step and no prediction is in that factor.
 
 Printed and written to benchmarks/accuracy/cpu.json with command, machine and date: the table, the mean absolute
 percentage error, Spearman's rank correlation, the worst error, and for each model by how much the plan predicted best
@@ -53,7 +54,7 @@ from autopar.cost.measure import Case, Clock, measure_case, operator_cases
 from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.runtime.run import free_port, machine
 
-STEPS, PASSES = 2, 2
+STEPS, PASSES, REPEATS = 2, 2, 3
 QUIET = 0.02
 REFERENCES = ((64, 512, 512), (256, 512, 512), (256, 512, 2048))
 """Rows, columns and inner dims of the products that say how fast the cores are: vertices of the profile's table."""
@@ -141,11 +142,18 @@ class Reference(NamedTuple):
     known_ns: tuple[float, ...]
     clock: Clock
 
-    def slowdown(self) -> float:
-        """How much longer they take now on this rank; both ranks measure at the same time."""
+    def measure(self) -> list[list[float]]:
+        """How much longer each takes now on this rank, `REPEATS` times; both ranks measure at the same time."""
         dist.barrier()
-        ratios = [measure_case(case, self.clock)[0] / ns for case, ns in zip(self.cases, self.known_ns, strict=True)]
-        return statistics.geometric_mean(ratios)
+        return [
+            [measure_case(case, self.clock)[0] / ns for _ in range(REPEATS)]
+            for case, ns in zip(self.cases, self.known_ns, strict=True)
+        ]
+
+
+def slowdown_of(before: list[list[float]], after: list[list[float]]) -> float:
+    """The mean product's, of which each takes its median time."""
+    return statistics.geometric_mean(statistics.median([*a, *b]) for a, b in zip(before, after, strict=True))
 
 
 def reference(profile: Path) -> Reference:
@@ -158,7 +166,7 @@ def reference(profile: Path) -> Reference:
 
 def timed(trainer: Trainer, products: Reference) -> Timed:
     """Times STEPS steps, as the slower rank needs for them, after one that warms caches and allocator."""
-    before = products.slowdown()
+    before = products.measure()
     trainer.step()
     dist.barrier()
     busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
@@ -169,7 +177,7 @@ def timed(trainer: Trainer, products: Reference) -> Timed:
     dist.all_reduce(longest, dist.ReduceOp.MAX)
     dist.all_reduce(together)
     others = (busy_seconds() - busy - together.item()) / longest.item() / (os.cpu_count() or 1)
-    slowdown = torch.tensor([(before + products.slowdown()) / 2])
+    slowdown = torch.tensor([slowdown_of(before, products.measure())])
     dist.all_reduce(slowdown, dist.ReduceOp.MAX)
     step_ms, cpu_ms = longest.item() / STEPS * 1e3, together.item() / WORLD / STEPS * 1e3
     return step_ms, max(0.0, others), cpu_ms, slowdown.item()

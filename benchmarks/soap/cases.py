@@ -10,7 +10,7 @@ import torch
 
 import autopar
 from autopar.cost import Profile, load_profile
-from autopar.cost.profile import Host, Provenance
+from autopar.cost.profile import Host, Provenance, Waits
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
@@ -20,10 +20,11 @@ from models import bert, gpt, llama, mlp, moe, unet, wide_resnet
 
 SOURCE = Provenance("assumed", "for the sake of trying", "2026-11-22")
 SLOW_HOST = Host(5000, 8000, 9000, 20000, provenance=SOURCE)
+WAITS = Waits("intra_node", 2, ((10_000, 5_000), (1_000_000, 400_000)), SOURCE)
 
 
 class Case(NamedTuple):
-    """A model with a template plan. slowdown: of compute while a collective is in flight."""
+    """A model with a template plan. slowdown: of compute while a collective is in flight; waits: of ranks."""
 
     model: Any
     config: Any
@@ -31,6 +32,7 @@ class Case(NamedTuple):
     profile: str = "a100"
     slowdown: float = 1.2
     host: Host | None = None
+    waits: Waits | None = None
 
 
 def _gpt(layers: int = 4, hidden: int = 256, tied: bool = False) -> gpt.Config:
@@ -47,8 +49,11 @@ CASES: dict[str, Case] = {
     ),
     "gpt, all computed again": Case(gpt, _gpt(), {"dp": 2, "tp": 4, "recompute": "full", "microbatches": 2}),
     "gpt, slow host": Case(gpt, _gpt(), {"dp": 2, "tp": 4, "microbatches": 2}, host=SLOW_HOST),
-    "gpt, CPU": Case(gpt, _gpt(), {"dp": 2, "tp": 2}, "cpu"),
-    "gpt, CPU, ZeRO-3": Case(gpt, _gpt(), {"dp": 4, "zero": 3}, "cpu"),
+    "gpt, CPU": Case(gpt, _gpt(), {"dp": 2, "tp": 2}, "cpu", waits=WAITS),
+    "gpt, CPU, ZeRO-3": Case(gpt, _gpt(), {"dp": 4, "zero": 3}, "cpu", waits=WAITS),
+    "gpt, CPU, sequences, blocks computed again": Case(
+        gpt, _gpt(), {"tp": 4, "sequence_parallel": True, "recompute": "block", "microbatches": 2}, "cpu", waits=WAITS
+    ),
     "gpt, ZeRO-1": Case(gpt, _gpt(), {"dp": 8, "zero": 1, "microbatches": 2}),
     "gpt, ZeRO-2": Case(gpt, _gpt(4, 512), {"dp": 4, "tp": 2, "zero": 2, "microbatches": 2}),
     "gpt, ZeRO-3": Case(gpt, _gpt(4, 512), {"dp": 8, "zero": 3, "microbatches": 2}),
@@ -85,4 +90,5 @@ def start(case: Case, num_nodes: int = 1) -> Start:
     plan = one_microbatch_plan(whole) if whole.microbatches > 1 else whole
     profile = load_profile(case.profile)
     facts = replace(profile.facts, overlap_slowdown=case.slowdown)
-    return Start(part, plan, replace(profile, facts=facts, host=case.host or profile.host, _shared={}))
+    waits = {(case.waits.level, case.waits.ranks): case.waits} if case.waits else profile.waits
+    return Start(part, plan, replace(profile, facts=facts, host=case.host or profile.host, waits=waits, _shared={}))

@@ -16,8 +16,9 @@ from autopar.cost import (
     redistribution,
     redistribution_cost,
     step_time_ns,
+    waits_along,
 )
-from autopar.cost.profile import CollectivePoints, Link, Protocol, Provenance
+from autopar.cost.profile import CollectivePoints, Link, Protocol, Provenance, Waits
 from autopar.ir.mesh import make_axes
 from autopar.ir.placement import Axis, P, R, S, parse_placement
 from autopar.ir.redistribution import Step
@@ -202,3 +203,36 @@ def test_no_route_gives_none() -> None:
     axes = make_axes(("x",), (2,))
     arguments = ((8, 16), 4, parse_placement("S(0)"), parse_placement("P"), axes, 8, flat_profile())
     assert (redistribution_cost(*arguments) is None) == (path(*arguments) is None)
+
+
+# Waits ----------------------------------------
+
+
+def with_waits(*ranks: int) -> Profile:
+    found = {("intra_node", n): Waits("intra_node", n, ((1000, 0), (3000, 100 * n)), SOURCE) for n in ranks}
+    known = load_profile("cpu")
+    return replace(known, facts=replace(known.facts, cores=8), waits=found, _shared={})
+
+
+@pytest.mark.parametrize(
+    ("length_ns", "waited_ns"), [(0, 0), (1000, 0), (2000, 100), (2999, 199), (3000, 200), (10**9, 200)]
+)
+def test_waits_lie_between_their_points(length_ns: int, waited_ns: int) -> None:
+    waits = waits_along(Axis("tp", 2, 1), 2, with_waits(2))
+    assert waits is not None
+    assert waits.after(length_ns) == waited_ns
+
+
+def test_waits_are_those_of_the_nearest_number_of_ranks_as_much_slower_as_they_share_cores() -> None:
+    profile = with_waits(2, 4)
+    three, four, more = (waits_along(Axis("tp", n, 1), n, profile) for n in (3, 4, 8))
+    assert [waits and waits.points[-1] for waits in (three, four, more)] == [(3000, 200), (3000, 400), (3000, 400)]
+    pairs = waits_along(Axis("tp", 2, 1), 32, profile)
+    assert pairs is not None
+    assert pairs.points == ((4000, 0), (12000, 800))
+
+
+def test_no_waits_are_priced_where_none_were_measured() -> None:
+    assert waits_along(Axis("tp", 2, 1), 2, load_profile("h100")) is None
+    assert waits_along(Axis("tp", 1, 1), 2, with_waits(2)) is None
+    assert waits_along(Axis("dp", 2, 2), 2, with_waits(2)) is None, "across nodes"

@@ -32,7 +32,9 @@ OPERATORS = {
     "IMAGE_SHAPES": ((2, 2, 2), (4, 16, 8)), "LINEAR_SHAPES": ((2, 4, 4), (128, 128, 128)),
     "TYPED_PRODUCTS": ((64, 64, 64),), "TYPED_ATTENTION": ((2, 16, 16),), "TYPED_ROWS": ((64, 64),),
 }  # fmt: skip
-COLLECTIVES = {"RUNS": 3, "COLLECTIVE_BYTES": (1 << 10, 1 << 22), "MOST_IN_A_RUN": 2}
+COLLECTIVES = {
+    "RUNS": 3, "COLLECTIVE_BYTES": (1 << 10, 1 << 22), "MOST_IN_A_RUN": 2, "WAITING_ROUNDS": 2, "WAITING_UNITS": (1, 3),
+}  # fmt: skip
 
 
 def measured(script: Path, changes: dict[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -64,6 +66,10 @@ def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
     axis = Axis("dp", 2, 1)
     few, many = (collective_time_ns("all_reduce", size, axis, 2, profile) for size in (1 << 10, 1 << 22))
     assert 0 < few <= many < 10**10
+    for ranks in (2, 4):
+        (short, none), (long, waited) = profile.waits["intra_node", ranks].points
+        assert 2 * short < long < 10 * short
+        assert none == 0 <= waited < 10**9
 
     lines = kept.read_text()
     again = printed(measured(host.MEASURE[0], OPERATORS, "--points", str(kept)))

@@ -60,6 +60,19 @@ def test_round_trip_through_json() -> None:
         assert profile_to_json(profile_from_json(json.loads(json.dumps(data)), name)) == data
 
 
+def test_waits_are_read_and_written_and_do_not_fall() -> None:
+    source = {"kind": "measured", "source": "a host", "date": "2026-11-23"}
+    waits = {"level": "intra_node", "ranks": 2, "points": [[1000, 0], [2000, 5]], "provenance": source}
+    profile = profile_from_json({**shipped_json("cpu"), "waits": [waits]}, "mine")
+    assert profile.waits["intra_node", 2].points == ((1000, 0), (2000, 5))
+    assert profile.provenance["waits/intra_node/2"].startswith("measured: a host")
+    assert "waits/2 ranks" in profile.sources((), ["intra_node"])
+    assert "waits/2 ranks" not in profile.sources((), ["inter_node"])
+    assert json.loads(json.dumps(profile_to_json(profile)))["waits"] == [waits]
+    with pytest.raises(ProfileError, match="waits of 2: expected more work to take more time"):
+        profile_from_json({**shipped_json("cpu"), "waits": [{**waits, "points": [[1000, 5], [2000, 0]]}]}, "mine")
+
+
 def test_malformed_profiles_name_the_field() -> None:
     data = shipped_json("h100")
     data["facts"]["memory_bandwidth"] = -1

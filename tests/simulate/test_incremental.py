@@ -24,7 +24,7 @@ from autopar.simulate.parts import PartLowering
 from autopar.simulate.repeats import segments_of
 from autopar.soap.space import Change
 from autopar.trace import find_blocks
-from benchmarks.soap.cases import CASES, Start, start
+from benchmarks.soap.cases import CASES, WAITS, Start, start
 from benchmarks.soap.delta import PARTS, bounds_broken, differences
 from benchmarks.soap.proposals import Proposer
 from tests.random_programs.cases import cases_of
@@ -33,8 +33,8 @@ from tests.random_programs.plans import draft_plan
 PROPOSALS = 17
 NAMES = (
     "gpt, data and tensor, 2 microbatches", "gpt, tied, 4 microbatches", "gpt, all computed again", "gpt, slow host",
-    "gpt, CPU, ZeRO-3", "gpt, ZeRO-2", "gpt, tied, ZeRO-3, all computed again", "gpt, inference", "moe", "wide_resnet",
-    "mlp", "llama",
+    "gpt, CPU", "gpt, CPU, sequences, blocks computed again", "gpt, CPU, ZeRO-3", "gpt, ZeRO-2",
+    "gpt, tied, ZeRO-3, all computed again", "gpt, inference", "moe", "wide_resnet", "mlp", "llama",
 )  # fmt: skip
 GPT = "gpt, large"
 
@@ -91,7 +91,8 @@ def test_random_plans_of_random_programs_in_segments_of_two_operators(
 ) -> None:
     monkeypatch.setattr(repeats, "ROOT_NODES", 2)
     profile = replace(load_profile("cpu"), _shared={})
-    profile = replace(profile, facts=replace(profile.facts, overlap_slowdown=1.3), _shared={})
+    facts, waits = replace(profile.facts, overlap_slowdown=1.3), {("intra_node", 2): WAITS}
+    profile = replace(profile, facts=facts, waits=waits, _shared={})
     for case in cases_of(seed, 5):
         part = divided(case.subject.graph, find_blocks(case.subject.graph), case.choices.microbatches)
         plan, incremental = draft_plan(part, case.choices, case.subject.mode), Incremental(part.graph, profile)
