@@ -10,7 +10,7 @@ thread, in one process that keeps its freed memory. A measured gain is the media
 time: on one thread that is the time of the wall but for what other programs take. The program of the graph as it was
 is timed twice; the gain of one over the other, "control", says how far gains can be told apart on this machine.
 For the devices --elsewhere, the gain is only predicted. A graph that the search leaves as it is, is not timed: its
-gain is 1. With --keep, results.json keeps the rows of the graphs that are not asked for now, so that all may be measured
+gain is 1. With --keep, the rows of graphs that are not asked for stay as results.json has them, so that all may be made
 in parts.
 
 Printed and written to results.json and results.md with command, machine and date: the table; how many graphs are
