@@ -155,12 +155,10 @@ GROUPS, GROUP_CHANNELS = 32, (1, 4, 8, 16, 64)
 
 
 def _product_cases() -> Iterator[Case]:
-    for layout in LAYOUTS:
-        for m in ROWS:
-            for n in COLUMNS:
-                for k in INNER:
-                    if 2 * m * n * k <= MOST_FLOPS:
-                        yield _product(layout, m, n, k)
+    """Layouts of one shape come one after the other: a rewrite changes the layout alone, and machines drift."""
+    for m, n, k in itertools.product(ROWS, COLUMNS, INNER):
+        if 2 * m * n * k <= MOST_FLOPS:
+            yield from (_product(layout, m, n, k) for layout in LAYOUTS)
     for m in BATCHED:
         for n in BATCHED:
             for k in BATCHED:
@@ -235,7 +233,7 @@ def _convolution_cases() -> Iterator[Case]:
 
 
 def _plain_convolutions() -> Iterator[Convolution]:
-    for kernel, channels, filters, size in itertools.product(KERNELS, CHANNELS, FILTERS, SIZES):
+    for kernel, size, channels, filters in itertools.product(KERNELS, SIZES, CHANNELS, FILTERS):
         for batch in BATCHES:
             yield Convolution(batch, channels, filters, size, kernel)
         yield Convolution(1, channels, filters, size, kernel, stride=2)

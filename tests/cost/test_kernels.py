@@ -144,3 +144,11 @@ def test_what_a_profile_measured_of_pools_copies_and_frozen_norms_is_what_they_c
     assert slower == {"max_pool2d", "cat", "_native_batch_norm_legit_no_training"}
     normed = costs(measured, "train")["_native_batch_norm_legit_functional"]
     assert normed == costs(gpu, "train")["_native_batch_norm_legit_functional"], "it makes its statistics anew"
+
+
+def test_layouts_of_a_product_are_measured_one_after_the_other() -> None:
+    """A machine that drifts would else have one of them slower than the others."""
+    products = [case for case in measure.operator_cases() if case.op == "mm"]
+    for number in range(0, len(products), 3):
+        assert len({case.shape for case in products[number : number + 3]}) == 1
+        assert [case.kind for case in products[number : number + 3]] == list(measure.LAYOUTS)
