@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+from autopar import interrupt
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop.submeshes import logical_shapes
@@ -36,7 +37,8 @@ NEAR = 1.1
 """Settings in which a plan takes so many times the best one's step are near enough for an equal graph to be better."""
 _MOST_SETTINGS = 3
 NEARBY_S = 6.0
-"""Seconds, from the begin of the search for equal graphs, after which planning of no more of them begins."""
+"""Seconds, from the begin of the search for equal graphs, after which planning of no more of them begins; the fastest
+on one device is planned in any case: where finding it took that long, leaving it out would leave all to chance."""
 
 
 class Setting(NamedTuple):
@@ -132,7 +134,7 @@ def entries_near(
     that substitutions make in the others, unless it is far from the given one."""
     found = list[Entry]()
     for candidate in candidates if settings else ():
-        if not is_over():
+        if not (is_over() if found else interrupt.is_asked()):
             found.append(Entry(candidate, settings[0], plan_in_setting(candidate, settings[0])))
     best = min(found, key=_step_ns, default=None)
     for setting in settings[1:] if best is not None and best.step_ns <= NEAR * given.step_ns else ():

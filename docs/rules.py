@@ -65,7 +65,7 @@ def rules() -> str:
         f"{sum(bool(rule['guards']) for rule in known)} rules have guards; the most frequent:",
         table(("guard", "rules"), _guards(known)),
         "### The rules that are used most",
-        "By how often they were applied to the eight graphs of `python -m benchmarks.substitution.run`.",
+        "By how often they were applied to the graphs of `python -m benchmarks.substitution.run`.",
         table(("rule", "applied", "status", "before", "after"), _used(known)),
         "### Other rules that people stated",
         f"The first {MOST_SHOWN} of {len(_stated(known))} in their order, without those that are another one reversed.",

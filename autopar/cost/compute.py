@@ -8,6 +8,7 @@ time = call_ns · gradients + max(Σ FLOPs · rate(shape), bytes / bandwidth) + 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -20,6 +21,7 @@ from autopar.cost.work import (
     Shape,
     Work,
     backward_work,
+    base_name,
     forward_flops,
     forward_work,
     operator,
@@ -151,11 +153,21 @@ def _name(node: Node) -> str:
 def _detail(node: Node) -> str:
     if ".einsum" in node.op:
         return str(node.args[0])
+    if "_pool" in node.op and "adaptive" not in node.op:
+        return str(_window(node))
     if ".routed_experts" in node.op:
         return str(node.args[-1])
     if "attention" in node.op:
         return "causal" if argument(node, 5, "is_causal", False) else ""
     return ""
+
+
+def _window(node: Node) -> int:
+    """Elements of a pool's window: one length may stand for that of every dim."""
+    given = argument(node, 1, "kernel_size", 1)
+    lengths = given if isinstance(given, tuple) else (given,)
+    dims = int(base_name(node.op).partition("pool")[2][0])
+    return math.prod(lengths) if len(lengths) == dims else int(lengths[0] ** dims)
 
 
 def argument(node: Node, position: int, name: str, default: Any) -> Any:

@@ -20,6 +20,7 @@ from autopar.cost.work import Call, backward_work, forward_flops, forward_work
 RESERVE_BYTES = 512 << 20
 LEAST_SHARE = 0.1  # of a measured time that is left after call costs: below it lies noise
 MATRIX_FAMILIES = ("matmul", "attention", "convolution")
+COMPUTING_FAMILIES = (*MATRIX_FAMILIES, "max_pool", "avg_pool")
 #: bytes that AdamW reads or writes for a float32 parameter
 OPTIMIZER_BYTES = 28.0
 
@@ -161,16 +162,16 @@ def _operators(
 
 
 def _operator(family: str, points: Points, call: Pair, engine: int, peak: float, bandwidth: float) -> dict[str, Any]:
-    is_matrix = family in MATRIX_FAMILIES
+    computes = family in COMPUTING_FAMILIES
     measured = [point for point in points if point is not _smallest(points)]
-    rate = peak if is_matrix else bandwidth
+    rate = peak if computes else bandwidth
     curves = {
-        side: _knots(_samples(measured, side, is_matrix, call[position], position * engine), rate)
+        side: _knots(_samples(measured, side, computes, call[position], position * engine), rate)
         for position, side in enumerate(("forward", "backward"))
     }
     return {
         "family": family,
-        "bound": "compute" if is_matrix else "memory",
+        "bound": "compute" if computes else "memory",
         **curves,
         "call_ns": list(call),
         "residual": None,  # the curve passes through its points
@@ -178,15 +179,15 @@ def _operator(family: str, points: Points, call: Pair, engine: int, peak: float,
     }
 
 
-def _samples(points: Points, side: str, is_matrix: bool, call_ns: int, engine: int) -> Samples:
+def _samples(points: Points, side: str, computes: bool, call_ns: int, engine: int) -> Samples:
     """Work and nanoseconds without the call, sorted by work; of a matrix gradient, one of its kernels."""
     found: Samples = []
     for point in points:
         work = (forward_work if side == "forward" else backward_work)(_call(point))
-        kernels = work.products if is_matrix and side == "backward" and point["family"] != "attention" else 1
+        kernels = work.products if computes and side == "backward" and point["family"] != "attention" else 1
         total = point[f"{side}_ns"] - engine
         left = max(total - call_ns, LEAST_SHARE * total, 1.0)
-        found.append(((work.flops if is_matrix else work.num_bytes) / kernels, left / kernels))
+        found.append(((work.flops if computes else work.num_bytes) / kernels, left / kernels))
     return sorted(found)
 
 
@@ -234,7 +235,7 @@ def _point(point: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tables(families: Mapping[str, Points], calls: Mapping[str, Pair]) -> list[dict[str, Any]]:
-    """Products by layout, attention by mask and direction, convolutions by kernel and direction."""
+    """Products by layout, attention by mask and direction, convolutions by form, kernel and direction."""
     rates: dict[str, dict[tuple[float, ...], list[float]]] = defaultdict(lambda: defaultdict(list))
     for family in MATRIX_FAMILIES:
         for point in families.get(family, ()):
@@ -259,9 +260,9 @@ def _vertices(
         return [(f"attention {kind} forward", at, forward), (f"attention {kind} backward", at, backward)] * (
             shape[2] > 2
         )
-    kernel, side = kind.split()
-    made = [(f"convolution {kernel} forward", shape, forward), (f"convolution {kernel} {side}", shape, backward)]
-    return made * (math.prod(shape) > 1)
+    form, kernel, side = kind.split()
+    name = f"{form} convolution {kernel}"
+    return [(f"{name} forward", shape, forward), (f"{name} {side}", shape, backward)] * (math.prod(shape) > 1)
 
 
 def _net(total: float, call: float) -> float:

@@ -9,7 +9,12 @@ bytes: operands that must be copied first, biases whose gradient is a sum of col
 | a (m, k) · b (k, n) | NN (m, n, k)       | NT (m, k, n) to a, TN (k, n, m) to b |
 | batches of these    | batched (m, n, k)  | batched (m, k, n), batched (k, n, m) |
 | attention           | by (length, width) | by the same |
-| convolution         | by (channels, filters, size), for 1×1 and 3×3 | by the same, to the input and to the weight |
+| convolution         | by (channels, filters, size, batch), 1×1 and 3×3 | by the same, to the input and to the weight |
+| strided convolution | by (channels, filters, size) | by the same |
+| grouped convolution | by (channels of a group, size, batch) | by the same |
+
+The size of an image is the side of the square that has as many pixels. A transposed convolution is the gradient of the
+one that it transposes.
 """
 
 from __future__ import annotations
@@ -168,8 +173,15 @@ def _attention(call: Call, direction: str, flops: int) -> Kernel:
 
 def _convolution(call: Call, side: str) -> Kernel:
     image, weight, result = call.operand_shapes[0], call.operand_shapes[1], call.result_shapes[0]
+    if "transpose" in base_name(call.op):
+        image, result = result, image
+        side = {"forward": "input", "input": "forward"}.get(side, side)
+    groups = max(1, image[1] // weight[1])
+    channels, filters, size = weight[1], max(1, weight[0] // groups), math.sqrt(math.prod(result[2:]))
     kernel = "1x1" if math.prod(weight[2:]) == 1 else "3x3"
-    size = math.prod(result[2:]) ** (1 / max(1, len(result) - 2))
-    groups = image[1] // weight[1]
-    coordinates = (weight[1], max(1, weight[0] // groups), size)
-    return Kernel(f"convolution {kernel} {side}", coordinates, forward_flops(call))
+    flops = forward_flops(call)
+    if groups > 1:
+        return Kernel(f"grouped convolution 3x3 {side}", (math.sqrt(channels * filters), size, image[0]), flops)
+    if any(length > made + window - 1 for length, made, window in zip(image[2:], result[2:], weight[2:], strict=True)):
+        return Kernel(f"strided convolution {kernel} {side}", (channels, filters, size), flops)
+    return Kernel(f"plain convolution {kernel} {side}", (channels, filters, size, image[0]), flops)

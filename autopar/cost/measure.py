@@ -18,6 +18,7 @@ machine, device, torch or revision is refused.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -27,7 +28,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from statistics import median_high
 from typing import Any, NamedTuple
@@ -36,13 +37,14 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 8  # of the sweep: points of another one do not mix
+REVISION = 9  # of the sweep: points of another one do not mix
 ROUNDS = 4
 SECONDS_A_POINT = 0.005  # of a round
 LEAST_TIMES = 2  # of a point in a round; the first one only warms up
 BYTES_OF_OPERANDS = 1 << 25
 SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 21
 MOST_FLOPS = 1.1e9  # a larger product is as efficient as one of this size
+MOST_CONVOLUTION_FLOPS = 6e8  # so is a larger convolution
 MOST_ELEMENTS = 1 << 23  # of an operand, so that memory never runs out
 
 Tensors = list[torch.Tensor]
@@ -68,7 +70,7 @@ def operator_cases() -> list[Case]:
     """The sweep: each family from launch-bound to bandwidth- or compute-bound sizes."""
     cases = [_linear(*shape) for shape in LINEAR_SHAPES]
     cases += [case for rows, width in ROW_SHAPES for case in _row_cases(rows, width)]
-    cases += [_batch_norm(*shape) for shape in IMAGE_SHAPES]
+    cases += [case for shape in IMAGE_SHAPES for case in _image_cases(*shape)]
     cases += [_embedding(*shape) for shape in LOOKUP_SHAPES]
     cases += [_cross_entropy(*shape) for shape in LOSS_SHAPES]
     cases.append(Case("view", "transpose", (2, 2), lambda: _leaves((2, 2)), torch.t))
@@ -135,6 +137,7 @@ def _row_cases(rows: int, width: int) -> list[Case]:
 LINEAR_SHAPES = ((2, 4, 4), (128, 128, 128), (512, 512, 512))
 ROW_SHAPES = ((2, 8), (16, 64), (128, 64), (256, 256), (512, 512), (512, 2048), (2048, 2048))
 IMAGE_SHAPES = ((2, 2, 2), (4, 16, 8), (8, 32, 16), (8, 64, 32), (16, 64, 32))  # batch, channels, size
+WINDOW = 3  # of pools
 LOOKUP_SHAPES = ((4, 10, 4), (64, 1000, 64), (512, 2000, 256), (512, 4000, 512), (2048, 16000, 512))
 LOSS_SHAPES = ((2, 8), (32, 256), (256, 1024), (512, 2048), (512, 8192))
 
@@ -143,17 +146,19 @@ LAYOUTS = ("NT", "NN", "TN")  # x·Wᵀ (forward), g·W (to the input), gᵀ·x 
 ROWS, COLUMNS, INNER = (16, 64, 256, 1024, 4096), (32, 128, 512, 2048), (32, 128, 512, 2048)
 BATCHED = (16, 64, 256, 1024)
 LENGTHS, WIDTHS = (32, 128, 512), (16, 32, 64, 128)
-CHANNELS, FILTERS, SIZES, KERNELS = (4, 16, 64, 256), (16, 64, 256), (4, 8, 16, 32), (1, 3)
 BATCH = 8
+#: Of convolutions: channels from those of photographs on; sizes of results; one image, whose weights are laid out anew
+#: for few pixels, and several. Strided ones are of other kernels, so are grouped ones, whose channels are a group's.
+CHANNELS, FILTERS, SIZES = (3, 16, 64, 256, 1024), (16, 64, 256, 1024), (4, 8, 16, 32, 64)
+BATCHES, KERNELS = (1, 8), (1, 3)
+GROUPS, GROUP_CHANNELS = 32, (1, 4, 8, 16, 64)
 
 
 def _product_cases() -> Iterator[Case]:
-    for layout in LAYOUTS:
-        for m in ROWS:
-            for n in COLUMNS:
-                for k in INNER:
-                    if 2 * m * n * k <= MOST_FLOPS:
-                        yield _product(layout, m, n, k)
+    """Layouts of one shape come one after the other: a rewrite changes the layout alone, and machines drift."""
+    for m, n, k in itertools.product(ROWS, COLUMNS, INNER):
+        if 2 * m * n * k <= MOST_FLOPS:
+            yield from (_product(layout, m, n, k) for layout in LAYOUTS)
     for m in BATCHED:
         for n in BATCHED:
             for k in BATCHED:
@@ -187,16 +192,56 @@ def _attention_cases() -> Iterator[Case]:
     yield _attention(1, 2, 2, True)  # what a call costs
 
 
+class Convolution(NamedTuple):
+    """Sizes of a square convolution, padded so that a stride divides the image's size: `size` is the result's."""
+
+    batch: int
+    channels: int
+    filters: int
+    size: int
+    kernel: int
+    stride: int = 1
+    groups: int = 1
+
+    @property
+    def kind(self) -> str:
+        """The kernels that it takes."""
+        form = "grouped" if self.groups > 1 else "strided" if self.stride > 1 else "plain"
+        return f"{form} {self.kernel}x{self.kernel}"
+
+    @property
+    def coordinates(self) -> tuple[int, ...]:
+        """Where it stands in the table of its kind (`kernels`)."""
+        if self.groups > 1:
+            return self.channels // self.groups, self.size, self.batch
+        return (self.channels, self.filters, self.size, *(() if self.stride > 1 else (self.batch,)))
+
+    @property
+    def is_small_enough(self) -> bool:
+        image = self.batch * self.channels * (self.stride * self.size) ** 2
+        weight = self.filters * self.channels // self.groups * self.kernel**2
+        flops = 2 * self.batch * self.size**2 * weight
+        return flops <= MOST_CONVOLUTION_FLOPS and max(image, weight) <= MOST_ELEMENTS
+
+
 def _convolution_cases() -> Iterator[Case]:
-    for kernel in KERNELS:
-        for channels in CHANNELS:
-            for filters in FILTERS:
-                for size in SIZES:
-                    if 2 * BATCH * (size * kernel) ** 2 * channels * filters <= MOST_FLOPS:
-                        yield _convolution(channels, filters, size, kernel, gradient="input")
-                        yield _convolution(channels, filters, size, kernel, gradient="weight")
-    yield _convolution(1, 1, 1, 1, gradient="input")
-    yield _convolution(1, 1, 1, 1, gradient="weight")
+    least = Convolution(1, 1, 1, 1, 1)
+    for made in (*_plain_convolutions(), *_grouped_convolutions(), least):
+        if made.is_small_enough:
+            yield _convolution(made, gradient="input")
+            yield _convolution(made, gradient="weight")
+
+
+def _plain_convolutions() -> Iterator[Convolution]:
+    for kernel, size, channels, filters in itertools.product(KERNELS, SIZES, CHANNELS, FILTERS):
+        for batch in BATCHES:
+            yield Convolution(batch, channels, filters, size, kernel)
+        yield Convolution(1, channels, filters, size, kernel, stride=2)
+
+
+def _grouped_convolutions() -> Iterator[Convolution]:
+    for channels, size, batch in itertools.product(GROUP_CHANNELS, SIZES, BATCHES):
+        yield Convolution(batch, GROUPS * channels, GROUPS * channels, size, 3, groups=GROUPS)
 
 
 @lru_cache(maxsize=1)
@@ -253,16 +298,17 @@ def _attention(heads: int, length: int, width: int, causal: bool) -> Case:
     return Case("attention", name, shape, lambda: _leaves(shape, shape, shape), run, detail, detail or "full")
 
 
-def _convolution(channels: int, filters: int, size: int, kernel: int, gradient: str) -> Case:
+def _convolution(made: Convolution, gradient: str) -> Case:
     def operands() -> Tensors:
-        image, weight = _drawn(BATCH, channels, size, size), _drawn(filters, channels, kernel, kernel)
+        side = made.stride * made.size
+        image = _drawn(made.batch, made.channels, side, side)
+        weight = _drawn(made.filters, made.channels // made.groups, made.kernel, made.kernel)
         return [image.requires_grad_(gradient == "input"), weight.requires_grad_(gradient == "weight")]
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, weight, padding=kernel // 2)
+        return F.conv2d(x, weight, stride=made.stride, padding=made.kernel // 2, groups=made.groups)
 
-    kind = f"{kernel}x{kernel} {gradient}"
-    return Case("convolution", "conv2d", (channels, filters, size), operands, run, kind=kind)
+    return Case("convolution", "conv2d", made.coordinates, operands, run, kind=f"{made.kind} {gradient}")
 
 
 def _layer_norm(rows: int, width: int) -> Case:
@@ -280,14 +326,36 @@ def _rms_norm(rows: int, width: int) -> Case:
     return Case("rms_norm", "rms_norm", (rows, width), lambda: _leaves((rows, width), (width,)), run)
 
 
-def _batch_norm(batch: int, channels: int, size: int) -> Case:
-    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.batch_norm(x, None, None, weight, bias, training=True)
+def _image_cases(batch: int, channels: int, size: int) -> list[Case]:
+    shape = (batch, channels, size, size)
 
     def operands() -> Tensors:
-        return _leaves((batch, channels, size, size), (channels,), (channels,))
+        return _leaves(shape, (channels,), (channels,))
 
-    return Case("batch_norm", "batch_norm", (batch, channels, size), operands, run)
+    def normalized(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, None, None, weight, bias, training=True)
+
+    def scaled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.batch_norm(x, *_statistics(channels), weight, bias)
+
+    def max_pooled(x: torch.Tensor) -> torch.Tensor:
+        return F.max_pool2d(x, WINDOW, 1, WINDOW // 2)
+
+    def avg_pooled(x: torch.Tensor) -> torch.Tensor:
+        return F.avg_pool2d(x, WINDOW, 1, WINDOW // 2)
+
+    sizes, window = (batch, channels, size), str(WINDOW**2)
+    return [
+        Case("batch_norm", "batch_norm", sizes, operands, normalized),
+        Case("batch_norm_inference", "_native_batch_norm_legit_no_training", sizes, operands, scaled),
+        Case("max_pool", "max_pool2d", sizes, lambda: _leaves(shape), max_pooled, window),
+        Case("avg_pool", "avg_pool2d", sizes, lambda: _leaves(shape), avg_pooled, window),
+    ]
+
+
+@cache
+def _statistics(channels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(channels), torch.ones(channels)
 
 
 def _embedding(tokens: int, vocabulary: int, width: int) -> Case:

@@ -27,7 +27,8 @@ NO_OVERLAP = 16.0  # compute all but stands still while a collective is in fligh
 #: families that a profile may know apart from a wider one
 LIKE = {
     "gelu": "transcendental", "gelu_tanh": "transcendental", "silu": "transcendental",
-    "rms_norm": "normalization", "batch_norm": "normalization", "column_sum": "reduction", "straight_copy": "copy",
+    "rms_norm": "normalization", "batch_norm": "normalization", "batch_norm_inference": "pointwise",
+    "max_pool": "reduction", "avg_pool": "reduction", "column_sum": "reduction", "straight_copy": "copy",
 }  # fmt: skip
 
 

@@ -24,7 +24,8 @@ class Call(NamedTuple):
     result_itemsizes: tuple[int, ...]
     differentiable: tuple[bool, ...]
     dtype: str
-    detail: str = ""  # an einsum's equation; "causal" for attention under a causal mask; the number of experts of all
+    detail: str = ""
+    """An einsum's equation; "causal" for attention with such a mask; the number of experts of all; a pool's window."""
 
     @property
     def operand_bytes(self) -> list[int]:
@@ -196,6 +197,22 @@ def _normalization_gradient(call: Call) -> Work:
     return Work(0, (2 if call.differentiable[0] else 1) * activation + call.result_bytes, 1)
 
 
+def _pool_flops(call: Call) -> int:
+    """One for each element of each window; of an adaptive pool, windows part the operand."""
+    made = math.prod(call.result_shapes[0])
+    return made * int(call.detail) if call.detail else max(made, math.prod(call.operand_shapes[0]))
+
+
+def _max_pool_gradient(call: Call) -> Work:
+    """Each result's gradient is added where its largest element was, in zeros of the operand's size."""
+    return Work(math.prod(call.result_shapes[0]), sum(_differentiable_bytes(call)) + call.result_bytes, 1)
+
+
+def _avg_pool_gradient(call: Call) -> Work:
+    """Each result's gradient is added to all of its window."""
+    return Work(_pool_flops(call), sum(_differentiable_bytes(call)) + call.result_bytes, 1)
+
+
 def _reduction_gradient(call: Call) -> Work:
     """The gradient is expanded to the operand."""
     return Work(0, sum(_differentiable_bytes(call)) + call.result_bytes, 1)
@@ -266,6 +283,10 @@ _REDUCTION = Operator("reduction", backward=_reduction_gradient)
 _NORMALIZATION = Operator("normalization", backward=_normalization_gradient)
 _RMS_NORM = Operator("rms_norm", backward=_normalization_gradient)
 _BATCH_NORM = Operator("batch_norm", backward=_normalization_gradient)
+_BATCH_NORM_INFERENCE = Operator("batch_norm_inference", backward=_normalization_gradient)
+_MAX_POOL = Operator("max_pool", _pool_flops, backward=_max_pool_gradient)
+_AVG_POOL = Operator("avg_pool", _pool_flops, backward=_avg_pool_gradient)
+_STRAIGHT_COPY = Operator("straight_copy", backward=_copy_gradient)
 _COPY = Operator("copy", backward=_copy_gradient)
 _CREATION = Operator("copy", moved=_writes, backward=_no_gradient)
 _LINEAR = Operator("matmul", _linear_flops, backward=_matrix_gradient)
@@ -310,19 +331,21 @@ OPERATORS: dict[str, Operator] = {
     **_rows("layer_norm native_layer_norm group_norm native_group_norm", _NORMALIZATION),
     **_rows("rms_norm", _RMS_NORM),
     **_rows("batch_norm _native_batch_norm_legit_functional _native_batch_norm_legit", _BATCH_NORM),
-    **_rows("_native_batch_norm_legit_no_training native_batch_norm instance_norm", _BATCH_NORM),
-    **_rows("_batch_norm_with_update_functional", _BATCH_NORM),
+    **_rows("native_batch_norm instance_norm _batch_norm_with_update_functional", _BATCH_NORM),
+    **_rows("_native_batch_norm_legit_no_training", _BATCH_NORM_INFERENCE),
     **_rows("softmax _softmax log_softmax _log_softmax logsumexp", _SOFTMAX),
     **_rows("sum mean amax amin max min var std prod norm linalg_vector_norm argmax argmin all", _REDUCTION),
-    **_rows("any var_mean std_mean cumsum cumprod topk sort avg_pool2d adaptive_avg_pool2d", _REDUCTION),
-    **_rows("max_pool2d max_pool2d_with_indices adaptive_max_pool2d", _REDUCTION),
+    **_rows("any var_mean std_mean cumsum cumprod topk sort", _REDUCTION),
+    **_rows("max_pool1d max_pool2d max_pool3d max_pool2d_with_indices adaptive_max_pool2d", _MAX_POOL),
+    **_rows("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool2d", _AVG_POOL),
     **_rows("embedding _embedding_bag", _EMBEDDING),
     **_rows("index index_select gather take_along_dim", _LOOKUP),
     **_rows("scatter scatter_add index_add index_put index_copy scatter_reduce", _SCATTER),
     **_rows("cross_entropy_loss", _CROSS_ENTROPY),
     **_rows("nll_loss nll_loss_forward", _NLL),
     **_rows("dropout native_dropout bernoulli rand rand_like randn randn_like", _DROPOUT),
-    **_rows("clone contiguous _to_copy to cat stack repeat repeat_interleave roll flip pad", _COPY),
+    **_rows("cat", _STRAIGHT_COPY),
+    **_rows("clone contiguous _to_copy to stack repeat repeat_interleave roll flip pad", _COPY),
     **_rows("constant_pad_nd copy slice_scatter select_scatter masked_fill tril triu", _COPY),
     **_rows("reflection_pad2d replication_pad2d", _COPY),
     **_rows("zeros ones full empty arange zeros_like ones_like full_like empty_like new_zeros", _CREATION),

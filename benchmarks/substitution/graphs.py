@@ -1,7 +1,8 @@
-"""The eight models whose graphs are rewritten, in the sizes that TASO (SOSP'19) and Tensat (MLSys'21) measure.
+"""The models whose graphs are rewritten, in the sizes that TASO (SOSP'19) and Tensat (MLSys'21) measure.
 
 As theirs, a batch is one sequence or one image. BERT, the NAS cell, ResNeXt, Inception, SqueezeNet and VGG are their
-models; a Llama layer with adapters and GPT-2 as transformers writes it (query, key and value in one product) are ours.
+models; ours are a Llama layer with adapters, on the output of each product (as peft writes them) and on its weight (as
+parametrizations do), and GPT-2 as transformers writes it (query, key and value in one product).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ GRAPHS: dict[str, Callable[[], Made]] = {
     "squeezenet": _own(squeezenet, squeezenet.squeezenet1_0()),
     "vgg19": _own(vgg, vgg.vgg19()),
     "llama_lora": _own(llama_lora, llama_lora.llama_block()),
+    "llama_lora_weight": _own(llama_lora, llama_lora.llama_block(adapts="weight")),
     "hf_gpt2": _gpt2,
 }
 SIZES = {
@@ -48,6 +50,7 @@ SIZES = {
     "squeezenet": "1.0, 224 × 224",
     "vgg19": "224 × 224",
     "llama_lora": "1 layer, hidden 2,048, MLP 8,192, 8 of 32 heads for keys, rank 16, 256 tokens, vocabulary 512",
+    "llama_lora_weight": "the same with adapters on the weight",
     "hf_gpt2": "12 layers, hidden 768, 128 tokens, vocabulary 50,257",
 }
 

@@ -54,8 +54,12 @@ def _of(module: Any, config: Any) -> Callable[[], tuple[nn.Module, Any]]:
 
 
 _LORA = llama_lora.Config(512, 128, 2, 512, 8, 4, 1408, batch_size=8, rank=8, alpha=16.0)
+_ON_WEIGHTS = llama_lora.Config(
+    512, 64, 4, 256, 8, 4, 704, batch_size=16, rank=32, alpha=16.0, adapts="weight"
+)  # fmt: skip
 MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lora": _of(llama_lora, _LORA),
+    "lora-weight": _of(llama_lora, _ON_WEIGHTS),
     "lora-7b-block": _of(llama_lora, llama_lora.Config(32000, 2048, 2, 4096, 32, 32, 11008, batch_size=16, rank=16)),
     "gpt2": lambda: _gpt2(4, 1024, 16, 16, 512),
     "gpt2-wide": lambda: _gpt2(2, 4096, 32, 8, 1024),
@@ -77,6 +81,7 @@ CASES = (
     "lstm@h100:4",
     "nas_rnn@h100:4",
     "lora@cpu:4",
+    "lora-weight@cpu:4",
     "gpt-2-layers@a100:8",
     "gpt-32-layers@a100:8",
 )

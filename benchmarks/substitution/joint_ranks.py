@@ -1,10 +1,11 @@
 """Measured on CPU ranks: the joint choice of graph and sharding beside substituting first and sharding afterwards.
 
-    python -m benchmarks.substitution.joint_ranks [--cases llama-1@cpu:4] [--rounds 15] [--seconds 8]
+    python -m benchmarks.substitution.joint_ranks [--cases lora-weight@cpu:4] [--rounds 15] [--seconds 8]
 
-Planned as in `joint`, with the shipped `cpu` profile; the two programs are timed in turns (`benchmarks.side_by_side`).
-Written to joint_ranks.json with command, machine and date: predicted and measured milliseconds, and how many times
-longer substitute-then-shard takes, round by round.
+Planned as in `joint`, with this host's profile; the two programs are timed in turns (`benchmarks.side_by_side`). How
+long that takes is said before: models of `joint` that are meant for GPUs take minutes a round here. Written to
+joint_ranks.json with command, machine and date: predicted and measured milliseconds, and how many times longer
+substitute-then-shard takes, round by round.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 
 import autopar
 from benchmarks.facts import facts
-from benchmarks.side_by_side import ratios, side_by_side
+from benchmarks.side_by_side import STEPS, ratios, side_by_side
 from benchmarks.substitution.joint import MODELS, chosen_plans
 
 HERE = Path(__file__).parent
@@ -41,6 +42,8 @@ def measured(case: str, rounds: int, seconds: float) -> dict[str, Any]:
     programs = {
         way: autopar.parallelize(model, mesh, batch, plan=plan) for way, plan in plans.items() if way != "as it is"
     }
+    step_s = sum(plan.predicted.step_time_ns for way, plan in plans.items() if way in programs) / 1e9
+    print(f"{case}: about {rounds * (STEPS + 1) * step_s:.0f} s of steps, as predicted", flush=True)
     times = side_by_side(
         partial(build, name), {way: program.source for way, program in programs.items()}, mesh.num_devices, rounds
     )
@@ -61,7 +64,7 @@ def measured(case: str, rounds: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Measures the cases, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["llama-1@cpu:4"])
+    parser.add_argument("--cases", nargs="+", default=["lora-weight@cpu:4"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=8.0)
     options = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Search time, predicted and measured gain of substitutions on eight graphs.
+"""Search time, predicted and measured gain of substitutions on nine graphs.
 
-    python -m benchmarks.substitution.run [--models bert vgg19 …] [--modes train inference] [--rounds 15]
+    python -m benchmarks.substitution.run [--models bert vgg19 …] [--modes train inference] [--rounds 15] [--keep]
                                           [--profile cpu] [--elsewhere h100] [--seconds 10] [--output FOLDER]
 
 Run from the root of the repository. Each graph of graphs.py is traced for training (a step is forward and backward) and
@@ -10,7 +10,8 @@ thread, in one process that keeps its freed memory. A measured gain is the media
 time: on one thread that is the time of the wall but for what other programs take. The program of the graph as it was
 is timed twice; the gain of one over the other, "control", says how far gains can be told apart on this machine.
 For the devices --elsewhere, the gain is only predicted. A graph that the search leaves as it is, is not timed: its
-gain is 1.
+gain is 1. With --keep, the rows of graphs that are not asked for stay as results.json has them, so that all may be made
+in parts.
 
 Printed and written to results.json and results.md with command, machine and date: the table; how many graphs are
 predicted and measured on the same side of 1 (what is within `NOISE` of it counts as 1); the mean error of the predicted
@@ -27,6 +28,7 @@ import warnings
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -45,6 +47,7 @@ SEARCH_S, MEAN_ERROR, SLOWEST = 10.0, 0.20, 1 / 1.02
 #: gains that are to be reached, by model, mode and where
 TARGETS = {
     ("llama_lora", "train", "measured"): 1.1,
+    ("llama_lora_weight", "train", "measured"): 1.1,
     ("nas_rnn", "train", "h100"): 1.4,
     ("bert", "train", "h100"): 1.1,
 }
@@ -190,13 +193,30 @@ def summary(rows: list[Row]) -> str:
     )
 
 
+def kept(folder: Path, new: list[Row]) -> list[Row]:
+    """The rows that the folder's results have, with the new ones in the place of theirs, in the order of `GRAPHS`."""
+    file = folder / "results.json"
+    items = json.loads(file.read_text(encoding="utf-8"))["rows"] if file.exists() else []
+    known = {(item["model"], item["mode"]): _row_of(item) for item in items if item["model"] in GRAPHS}
+    found = {**known, **{(each.model, each.mode): each for each in new}}
+    order = {name: number for number, name in enumerate(GRAPHS)}
+    return sorted(found.values(), key=lambda each: (order[each.model], each.mode != "train"))
+
+
+def _row_of(item: dict[str, Any]) -> Row:
+    fields = {name: value for name, value in item.items() if name not in ("error", "agrees")}
+    return Row(**{name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()})
+
+
 def write(folder: Path, rows: list[Row], options: argparse.Namespace) -> None:
     """Writes results.json and results.md."""
     told = {
         **facts("benchmarks.substitution.run"),
         "threads": str(torch.get_num_threads()),
         "rounds": str(options.rounds),
-        "sizes (batches of one)": "; ".join(f"{name}: {SIZES[name]}" for name in options.models),
+        "sizes (batches of one)": "; ".join(
+            f"{name}: {SIZES[name]}" for name in dict.fromkeys(each.model for each in rows)
+        ),
     }
     items = [{**asdict(each), "error": round(each.error, 4), "agrees": each.agrees} for each in rows]
     folder.mkdir(parents=True, exist_ok=True)
@@ -216,6 +236,7 @@ def main() -> None:
     parser.add_argument("--elsewhere", nargs="*", default=["h100"], help="profiles to predict for")
     parser.add_argument("--seconds", type=float, default=SEARCH_S, help="that a search may take")
     parser.add_argument("--output", type=Path, default=HERE, help="folder for the results")
+    parser.add_argument("--keep", action="store_true", help="rows of other graphs that the folder has")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -225,6 +246,7 @@ def main() -> None:
         for mode in options.modes:
             rows.append(row(name, mode, options))
             print(" | ".join(_cells(rows[-1], options.elsewhere)), flush=True)
+    rows = kept(options.output, rows) if options.keep else rows
     write(options.output, rows, options)
     print(summary(rows))
     sys.exit(bool(missed(rows)))

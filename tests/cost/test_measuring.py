@@ -28,7 +28,8 @@ script.main()
 OPERATORS = {
     "SECONDS_A_POINT": 0.001, "ROW_SHAPES": ((2, 8), (128, 64)), "ROWS": (16, 64), "COLUMNS": (32,), "INNER": (32, 128),
     "BATCHED": (16,), "LENGTHS": (32,), "WIDTHS": (16,), "CHANNELS": (4, 16), "FILTERS": (16,), "SIZES": (4,),
-    "KERNELS": (1,), "LOOKUP_SHAPES": ((4, 10, 4), (64, 1000, 64)), "LOSS_SHAPES": ((2, 8), (32, 256)),
+    "KERNELS": (1,), "BATCHES": (1,), "GROUP_CHANNELS": (4,),
+    "LOOKUP_SHAPES": ((4, 10, 4), (64, 1000, 64)), "LOSS_SHAPES": ((2, 8), (32, 256)),
     "IMAGE_SHAPES": ((2, 2, 2), (4, 16, 8)), "LINEAR_SHAPES": ((2, 4, 4), (128, 128, 128)),
     "TYPED_PRODUCTS": ((64, 64, 64),), "TYPED_ATTENTION": ((2, 16, 16),), "TYPED_ROWS": ((64, 64),),
 }  # fmt: skip

@@ -16,6 +16,7 @@ from tests.rank_pool import pool
 CASES: dict[str, tuple[ModuleType, Any, dict[str, int]]] = {
     "bert": (bert, bert.Config(num_layers=1), {"tp": 2}),
     "llama_lora": (llama_lora, llama_lora.Config(num_layers=1), {"tp": 2}),
+    "llama_lora_weight": (llama_lora, llama_lora.Config(num_layers=1, adapts="weight"), {"tp": 2}),
     "nas_rnn": (nas_rnn, nas_rnn.Config(num_steps=2), {"tp": 2}),
     "resnext": (wide_resnet, wide_resnet.Config(depths=(1,), bottleneck=True, groups=4), {"dp": 2}),
     "squeezenet": (squeezenet, squeezenet.Config(), {"dp": 2}),
@@ -55,6 +56,25 @@ def test_only_adapters_are_trained_and_all_linears_of_layers_have_one() -> None:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(name.endswith(("down.weight", "up.weight")) and "base" not in name for name in trained)
     assert len(trained) == config.num_layers * 7 * 2
+
+
+def test_adapters_on_weights_compute_what_those_on_outputs_do() -> None:
+    """With the names that parametrizations give them."""
+    beside, within = (llama_lora.build(llama_lora.Config(adapts=adapts)) for adapts in ("output", "weight"))
+    names = {".base.weight": "original", ".down.weight": "0.down", ".up.weight": "0.up"}
+
+    def named(name: str) -> str:
+        ending = next((ending for ending in names if name.endswith(ending)), None)
+        return f"{name.removesuffix(ending)}.parametrizations.weight.{names[ending]}" if ending else name
+
+    within.load_state_dict({named(name): tensor for name, tensor in beside.state_dict().items()})
+    batch = llama_lora.example_inputs(llama_lora.Config())
+    losses = [model(**batch) for model in (beside, within)]
+    torch.testing.assert_close(*losses)
+    for loss in losses:
+        loss.backward()
+    gradients = [{n: p.grad for n, p in model.named_parameters() if p.grad is not None} for model in (beside, within)]
+    torch.testing.assert_close({named(name): gradient for name, gradient in gradients[0].items()}, gradients[1])
 
 
 def test_resnext_blocks_have_groups_in_the_middle() -> None:

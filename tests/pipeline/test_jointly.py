@@ -15,7 +15,7 @@ import autopar
 from autopar import Constraint, Plan, SearchBudget
 from autopar.cost import load_profile
 from autopar.ir.graph import Graph
-from autopar.jointly import Entry, Setting, planned_near, reported, setting_of, settings_near, taken
+from autopar.jointly import Entry, Setting, entries_near, planned_near, reported, setting_of, settings_near, taken
 from autopar.pipeline import placed, planned_jointly
 from autopar.planning import Request
 from autopar.rewrites import Rewrites, rewrites
@@ -67,6 +67,17 @@ def test_the_simplest_graph_is_taken_of_those_that_a_profile_cannot_tell_apart()
 
 def row(mesh: str, step_ns: int, stages: int = 1, peak: int = 1, **others: Any) -> dict[str, Any]:
     return {"mesh": mesh, "stages": stages, "microbatches": 1, "step_time_ns": step_ns, "peak_bytes": peak, **others}
+
+
+def test_the_fastest_graph_is_planned_however_long_it_was_looked_for() -> None:
+    """On a busy host the search alone took all of the time, and what it had found was never planned."""
+    fast, slow = entry(2, 900), entry(1, 950)
+    plans = {len(each.candidate.steps): each.plan for each in (fast, slow)}
+    settings = settings_near(plan())
+    candidates = [fast.candidate, slow.candidate]
+    found = entries_near(entry(0, 1000), candidates, settings, lambda it, _: plans[len(it.steps)], lambda: True)
+    assert [len(each.candidate.steps) for each in found] == [0, 2]
+    assert len(taken(found).candidate.steps) == 2
 
 
 def test_settings_near_are_the_plan_s_own_and_the_next_best_that_fitted() -> None:
