@@ -130,14 +130,17 @@ class Search:
         return [candidate for look in self._known.values() for candidate in look.found]
 
     def _by_first_look(self, deadline: float) -> list[tuple[int, LogicalMesh]]:
-        """The shapes, those of the best first looks first, and then those that there was no time for."""
-        looks: list[tuple[int, int]] = []
+        """The shapes in which something fits, the best first; then others by what would be if it did; then those that
+        there was no time for.
+        """
+        looks: list[tuple[bool, int, int]] = []
         for number, (size, axes) in enumerate(self.shapes):
             if looks and (time.monotonic() > deadline or interrupt.is_asked()):
                 break
             look = self._look(self._setting(size, axes, self._start(size)))
-            looks.append((min(look.floor_ns, look.least_ns), number))
-        return [*(self.shapes[number] for _, number in sorted(looks)), *self.shapes[len(looks) :]]
+            nothing_fits = look.least_ns == _NEVER
+            looks.append((nothing_fits, look.floor_ns if nothing_fits else look.least_ns, number))
+        return [*(self.shapes[number] for _, _, number in sorted(looks)), *self.shapes[len(looks) :]]
 
     def near(self, size: int, mesh: str, microbatches: int) -> list[Candidate]:
         """What is found on logical shapes of one name in so many microbatches, freely and around templates."""
