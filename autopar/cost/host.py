@@ -70,7 +70,7 @@ def cache_folder() -> Path:
 
 
 def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 0.0) -> dict[str, Any]:
-    """Measures in processes of their own, with one thread each, in two to three minutes a window; goes on from `points`.
+    """Measures in processes of their own, with one thread each, two to three minutes a window; goes on from `points`.
 
     windows: how often everything is measured, `pause_s` seconds apart; each number is its median over them. A host that
     is fast or slow for minutes then does not make all of the profile so.
