@@ -4,11 +4,12 @@
     setting = (logical mesh, stages, microbatches)
     the model's own graph       planned in all settings
     each equal graph            planned in the best setting of that plan
-    the fastest of these        planned in the next best settings, too
+    the fastest of these        planned in the next best settings, too; in all where it is much faster than the own one
     taken                       of the plans within RESOLUTION of the fastest, the one of the fewest substitutions
 
 Settings near the best of one graph are good for an equal graph, of which most is the same. So planning several graphs
-takes little more than planning one. `SearchBudget.everywhere` plans each graph in all settings instead.
+takes little more than planning one; but where much of a step is saved, another setting may be the best.
+`SearchBudget.everywhere` plans each graph in all settings instead.
 """
 
 from __future__ import annotations
@@ -141,6 +142,13 @@ def entries_near(
         if best is not None and not is_over():
             found.append(Entry(best.candidate, setting, plan_in_setting(best.candidate, setting)))
     return [given, *found]
+
+
+def much_faster(entries: Sequence[Entry]) -> Candidate | None:
+    """The graph of the fastest plan where that is so much faster than the model's own, which comes first, that settings
+    near its best say little."""
+    given, best = entries[0], min(entries, key=_step_ns)
+    return best.candidate if best.step_ns * NEAR < given.step_ns else None
 
 
 def taken(entries: Sequence[Entry]) -> Entry:

@@ -32,6 +32,7 @@ from autopar.jointly import (
     Entry,
     Setting,
     entries_near,
+    much_faster,
     planned_near,
     reported,
     setting_of,
@@ -64,6 +65,8 @@ from autopar.unequal import UnequalStages
 
 _SEVERAL_STARTS = 5_000
 """With so many proposals, refinement begins at expert plans and at a drawn one, too."""
+_SECOND_SHARE = 0.5
+"""Of the budget for planning an equal graph in all settings, where it is much faster than the model's own."""
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0),
@@ -151,6 +154,10 @@ def _best_graph(graph: Graph, plan: Plan, request: Request, progress: Report | N
         with reporting(progress, len(found.candidates) + len(settings)) as report:
             near = partial(_planned_near, plan, request, report)
             entries = entries_near(given, found.candidates, settings, near, partial(_is_over, began + NEARBY_S))
+        faster = much_faster(entries)
+        if faster is not None and not interrupt.is_asked():
+            less = replace(request.budget, seconds=request.budget.seconds * _SECOND_SHARE)
+            entries.append(_placed_anywhere(faster, replace(request, budget=less), progress))
     best = taken(entries)
     return best.candidate.graph, reported(entries, best, found, time.monotonic() - began)
 

@@ -15,7 +15,17 @@ import autopar
 from autopar import Constraint, Plan, SearchBudget
 from autopar.cost import load_profile
 from autopar.ir.graph import Graph
-from autopar.jointly import Entry, Setting, entries_near, planned_near, reported, setting_of, settings_near, taken
+from autopar.jointly import (
+    Entry,
+    Setting,
+    entries_near,
+    much_faster,
+    planned_near,
+    reported,
+    setting_of,
+    settings_near,
+    taken,
+)
 from autopar.pipeline import placed, planned_jointly
 from autopar.planning import Request
 from autopar.rewrites import Rewrites, rewrites
@@ -63,6 +73,12 @@ def test_the_simplest_graph_is_taken_of_those_that_a_profile_cannot_tell_apart()
     assert taken([given, small, large]) is small
     assert taken([entry(0, 1010), large, entry(3, 969)]).step_ns == 969
     assert taken([given, none]) is given
+
+
+def test_a_graph_that_is_much_faster_is_planned_in_all_settings() -> None:
+    given, near, fast = entry(0, 1000), entry(2, 920), entry(5, 900)
+    assert much_faster([given, near]) is None
+    assert much_faster([given, near, fast, entry(9, None)]) is fast.candidate
 
 
 def row(mesh: str, step_ns: int, stages: int = 1, peak: int = 1, **others: Any) -> dict[str, Any]:
