@@ -43,7 +43,7 @@ def profile_from_points(raw: Mapping[str, Any], host: Mapping[str, Any], date: s
         "operators": _operators(raw, families, peak, bandwidth),
         "links": _links(raw["collectives"]),
         "collectives": [_collective(item) for item in raw["collectives"]],
-        "waits": [_waits(int(ranks), points) for ranks, points in raw["waits"].items()],
+        "waits": [_waits(int(ranks), points) for ranks, points in raw.get("waits", {}).items()],
         "tables": _tables(families, _calls(raw, families)),
         "runtime": [_runtime(raw["runtime"])],
     }

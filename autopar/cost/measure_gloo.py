@@ -137,7 +137,7 @@ def _measure_collective(kind: str, ranks: int, group: Any) -> dict[str, Any]:
     points = []
     for num_bytes in COLLECTIVE_BYTES[:: 1 if ranks <= len(os.sched_getaffinity(0)) else 2]:
         duration = _added_ns(_collective(kind, num_bytes, ranks, group), group)
-        points.append([num_bytes, duration // 2 if kind == "send" else duration])
+        points.append([num_bytes, max(1, duration // 2) if kind == "send" else duration])
     return {"collective": kind, "ranks": ranks, "points": points}
 
 

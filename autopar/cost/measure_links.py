@@ -278,7 +278,7 @@ def _points(
     for num_bytes in SIZES:
         before = time.monotonic()
         duration = watch.time_ns(collective(kind, num_bytes, group, world.device))
-        points.append([num_bytes, duration // 2 if kind == "send" else duration])
+        points.append([num_bytes, max(1, duration // 2) if kind == "send" else duration])
         larger = next((size for size in SIZES if size > num_bytes), 0)
         spent, last = time.monotonic() - begin, time.monotonic() - before
         longest = max(NS_A_WINDOW, duration * larger / num_bytes)  # of the next size's windows
