@@ -170,7 +170,7 @@ class Step:
         begin, done = self.now, known.done
         self.pieces.append((begin, done))
         self.now = begin + done.length_ns
-        self.unmet_ns = done.unmet_ns if done.has_met else self.unmet_ns + done.unmet_ns
+        self.unmet_ns = done.unmet_after(self.unmet_ns)
         self.last, self.waiting = self.now + known.last_ns, known.waiting
         if self.host:
             self.busy = self.now + known.host_ns
@@ -299,7 +299,7 @@ class Step:
             done = known.done
             pieces.append((now, done))
             now += done.length_ns
-            self.unmet_ns = unmet_ns = done.unmet_ns if done.has_met else unmet_ns + done.unmet_ns
+            self.unmet_ns = unmet_ns = done.unmet_after(unmet_ns)
         self.now = self.last = now
         return len(self.players)
 

@@ -108,6 +108,10 @@ class Pass:
     standing: Standing
     ready_ns: dict[str, int]
 
+    def unmet_after(self, before_ns: int) -> int:
+        """How long its ranks have computed since they met, at its end, where it was so long at its begin."""
+        return self.unmet_ns if self.has_met else before_ns + self.unmet_ns
+
 
 class Player:
     """One stage's state while its program is played."""

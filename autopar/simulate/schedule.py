@@ -143,7 +143,7 @@ class Submesh:
         """Adds a pass that began then."""
         self.free_ns = begin + done.length_ns
         self.last_ns = done.last_ns
-        self.unmet_ns = done.unmet_ns if done.has_met else self.unmet_ns + done.unmet_ns
+        self.unmet_ns = done.unmet_after(self.unmet_ns)
         self.links.update((link, begin + end) for link, end in done.links.items())
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
         self.pieces.append(Piece(begin, label, done.tasks, done.allocations))
