@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,6 +31,16 @@ def facts(module: str) -> dict[str, str]:
         f"torch {torch.__version__}, load {load:.1f}",
         "date": date.today().isoformat(),
     }
+
+
+def write_record(place: Path, told: Mapping[str, Any], found: Mapping[str, Any], text: str = "") -> None:
+    """Writes PLACE.json with everything; where there is a text for people, PLACE.md with it below what was told."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    record = json.dumps({**told, **found}, indent=1, ensure_ascii=False)
+    place.with_suffix(".json").write_text(record + "\n", encoding="utf-8")
+    if text:
+        lines = [*(f"{key}: {value}  " for key, value in told.items()), "", text, ""]
+        place.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _told(options: Sequence[str]) -> Iterator[str]:

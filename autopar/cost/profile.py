@@ -405,7 +405,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         raise ProfileError(f"{origin} is no cost profile: at {where}: {error.message}")
     operators = [_read_operator(item) for item in data["operators"]]
     links = [_read_link(item) for item in data["links"]]
-    collectives = [_read_collective(item) for item in data["collectives"]]
+    collectives = [CollectivePoints(**_with_points(item)) for item in data["collectives"]]
     profile = Profile(
         name=data["name"],
         title=data["title"],
@@ -418,7 +418,7 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
         host=Host(**_with_provenance(data["host"])) if data.get("host") else None,
         tables={item["name"]: _read_table(item) for item in data.get("tables", ())},
         runtime=_read_runtime(data["runtime"]) if data.get("runtime") else None,
-        waits={(item["level"], item["ranks"]): _read_waits(item) for item in data.get("waits", ())},
+        waits={(item["level"], item["ranks"]): Waits(**_with_points(item)) for item in data.get("waits", ())},
     )
     _check(profile, origin)
     return profile
@@ -486,12 +486,8 @@ def _read_link(item: Mapping[str, Any]) -> Link:
     return Link(**{**fields, "low_latency": fast and Protocol(**fast), "bandwidth_by_ranks": by_ranks})
 
 
-def _read_collective(item: Mapping[str, Any]) -> CollectivePoints:
-    return CollectivePoints(**{**_with_provenance(item), "points": _pairs(item["points"])})
-
-
-def _read_waits(item: Mapping[str, Any]) -> Waits:
-    return Waits(**{**_with_provenance(item), "points": _pairs(item["points"])})
+def _with_points(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {**_with_provenance(item), "points": _pairs(item["points"])}
 
 
 def _pairs(rows: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:

@@ -191,7 +191,7 @@ class Layered:
         count = max(1, short.layers.count)
         firsts = [layer * setting.num_devices % self.request.mesh.num_devices for layer in range(count)]
         cut_plan = cut(part.graph, plan, self._short_members, firsts, "1f1b")
-        costs = layer_costs(part.graph, cut_plan, self.shared, splits=self.may_wait(way))
+        costs = layer_costs(part.graph, cut_plan, self.shared, splits=self.may_wait(setting.num_stages, way.recompute))
         every = [costs[layer] for layer in short.layer_of or (0,)]
         columns = {name: np.array([getattr(cost, name) for cost in every]) for name in LayerCost._fields}
         return StageKind(
@@ -211,10 +211,10 @@ class Layered:
             memory_limit=self.admitted,
         )
 
-    def may_wait(self, way: Way) -> bool:
-        """Whether gradients of stored tensors may wait on stages that are run so, as in the schedule zero_bubble."""
-        is_trained_in_stages = self.request.mode == "train" and way.setting.num_stages > 1
-        return is_trained_in_stages and not self.recomputations[way.recompute]
+    def may_wait(self, num_stages: int, recompute: str) -> bool:
+        """Whether gradients of stored tensors may wait on so many stages that compute this again, as in the schedule
+        zero_bubble."""
+        return self.request.mode == "train" and num_stages > 1 and not self.recomputations[recompute]
 
     @cached_property
     def _short_members(self) -> Mapping[str, tuple[int, ...]]:

@@ -92,7 +92,7 @@ def _candidates(
     found = layered.in_time(Candidate(ways, "1f1b", of_layer, again, step_ns, peak, bound_ns))
     if len(set(ways)) > 1:
         yield found
-        if makes_rounds(count, len(ways)) and all(map(layered.may_wait, ways)):
+        if makes_rounds(count, len(ways)) and all(layered.may_wait(len(ways), way.recompute) for way in ways):
             peak = largest_peak(of_stage, of_layer, count, "zero_bubble")
             less = step_ns - hidden_bubble(of_stage, of_layer, count)
             waiting = Candidate(ways, "zero_bubble", of_layer, again, less, peak, min(less, bound_ns))

@@ -133,13 +133,12 @@ class Search:
         """The shapes in which something fits, the best first; then others by what would be if it did; then those that
         there was no time for.
         """
-        looks: list[tuple[bool, int, int]] = []
+        looks: list[tuple[int, int, int]] = []
         for number, (size, axes) in enumerate(self.shapes):
             if looks and (time.monotonic() > deadline or interrupt.is_asked()):
                 break
             look = self._look(self._setting(size, axes, self._start(size)))
-            nothing_fits = look.least_ns == _NEVER
-            looks.append((nothing_fits, look.floor_ns if nothing_fits else look.least_ns, number))
+            looks.append((look.least_ns, look.floor_ns, number))
         return [*(self.shapes[number] for _, _, number in sorted(looks)), *self.shapes[len(looks) :]]
 
     def near(self, size: int, mesh: str, microbatches: int) -> list[Candidate]:
@@ -259,7 +258,7 @@ class Search:
     def _fewest_passes(self, stages: int, count: int) -> float:
         """Of a stage in a step of so many microbatches, what it waits included: in the schedule with least to wait."""
         hidden = [0.0]
-        if stages > 1 and makes_rounds(count, stages) and not self.layered.recomputations[self._least_again]:
+        if makes_rounds(count, stages) and self.layered.may_wait(stages, self._least_again):
             hidden.append(hidden_passes(count, stages))
         for chunks in _CHUNKS:
             if self._makes_chunks(stages, chunks, count):
@@ -330,7 +329,7 @@ class Search:
                 free = replace(kind, memory_limit=error.smallest_bytes)
                 found = best_stages([free], self.request.mesh.num_devices, count, schedule)
             kinds, ways = [kind] * stages, (way,) * stages
-            waits = makes_rounds(count, stages) and self.layered.may_wait(way)
+            waits = makes_rounds(count, stages) and self.layered.may_wait(stages, way.recompute)
             for choice in (found.best, *found.runners_up[:_RUNNERS_UP]):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)

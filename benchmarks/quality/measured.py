@@ -27,7 +27,7 @@ from autopar.errors import AutoparError
 from autopar.pipeline import planned_jointly, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.trace import trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.quality.run import grid
 from benchmarks.side_by_side import ratios, side_by_side
 from models import gpt, llama, moe, unet
@@ -100,8 +100,8 @@ def main() -> None:
     for name in options.models:
         rows.append(measured(name, options.templates, options.rounds))
         print(json.dumps(rows[-1], indent=1), flush=True)
-    report = {**facts("benchmarks.quality.measured"), "rounds": options.rounds, "target": 1.03, "rows": rows}
-    (HERE / "measured.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    found = {"rounds": options.rounds, "target": 1.03, "rows": rows}
+    write_record(HERE / "measured", facts("benchmarks.quality.measured"), found)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ from autopar.cost.files import profiles_folder
 from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
 from autopar.trace import trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.runtime.run import free_port
 from benchmarks.side_by_side import ENOUGH, QUIET, Times, join, leave, ratios, side_by_side
 from models import gpt
@@ -180,8 +180,8 @@ def main() -> None:
         print(f"{name}: gain measured {gain['measured']:.2f} ({low:.2f} to {high:.2f}), predicted "
               f"{gain['predicted']:.2f}, {gain['quiet_rounds']} of {gain['rounds']} rounds quiet: "
               f"{'conclusive' if gain['is_conclusive'] else 'inconclusive'}")  # fmt: skip
-    record = {**facts("benchmarks.quality.slow_rank"), "probe_ms": probe_ms, "gain": gains, "rows": rows}
-    options.output.write_text(json.dumps(record, indent=1) + "\n")
+    told = facts("benchmarks.quality.slow_rank")
+    write_record(options.output, told, {"probe_ms": probe_ms, "gain": gains, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -28,7 +27,7 @@ from typing import Any
 from autopar.ir.plan import Plan
 from autopar.simulate import Timeline, simulate
 from autopar.simulate.incremental import Incremental
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.simulate.run import SMALL
 from benchmarks.soap.cases import CASES, Case, Start, start
 from benchmarks.soap.proposals import Proposer
@@ -56,7 +55,7 @@ def main() -> None:
     print(f"{total} proposals, {differ} differ from full simulation")
     if options.output:
         rows = {"proposals": total, "differ": differ, "timed": timed, "compared": compared}
-        options.output.write_text(json.dumps({**facts("benchmarks.soap.delta"), **rows}, indent=1) + "\n")
+        write_record(options.output, facts("benchmarks.soap.delta"), rows)
 
 
 # Equality ----------------------------------------

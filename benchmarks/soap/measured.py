@@ -12,7 +12,6 @@ and date: predicted and measured milliseconds a step, and how many times longer 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 from dataclasses import asdict
 from functools import partial
@@ -27,7 +26,7 @@ from autopar.pipeline import placed
 from autopar.planning import Request, SearchBudget
 from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.side_by_side import ratios, side_by_side
 from models import gpt, inception, lstm, unet
 
@@ -87,8 +86,7 @@ def main() -> None:
         rows.append(measured(case, options.rounds, options.proposals))
         print({key: rows[-1][key] for key in ("case", "predicted_ms", "measured_ms", "predicted_ratio",
                                               "measured_ratio", "quartiles")}, flush=True)  # fmt: skip
-    report = {**facts("benchmarks.soap.measured"), "rounds": options.rounds, "rows": rows}
-    (HERE / "measured.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    write_record(HERE / "measured", facts("benchmarks.soap.measured"), {"rounds": options.rounds, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ taken back that gain next to nothing (`soap.refining.RESOLUTION`, a thousandth o
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from autopar.planning import SearchBudget
 from autopar.refinement import space_of
 from autopar.simulate import Incremental, prices_of
 from autopar.soap import Budget, Ledger, Start, World, refine
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.soap.exhaustive import least_step
 from tests.soap.drawn import drawn_graph, drawn_place, drawn_plan, first_plan, num_plans
 
@@ -78,8 +77,7 @@ def main() -> None:
     }
     print(counts)
     if options.output:
-        report = {**facts("benchmarks.soap.optimum"), **counts, "rows": rows}
-        options.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_record(options.output, facts("benchmarks.soap.optimum"), {**counts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ simulator and the bound know by then. Of one world: jumps, which build others, a
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from autopar.planning import Request, SearchBudget
 from autopar.refinement import Worlds
 from autopar.soap import Budget, Start, refine
 from autopar.trace import find_blocks
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.simulate.run import SMALL
 from benchmarks.soap.starts import MODELS, graph_of, mesh_of
 from models import gpt
@@ -70,8 +69,7 @@ def main() -> None:
         rows.append(measured(case, options.seconds))
         print(rows[-1], flush=True)
     if options.output:
-        told = facts("benchmarks.soap.rate")
-        options.output.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", encoding="utf-8")
+        write_record(options.output, facts("benchmarks.soap.rate"), {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ ends by its time limit, which its stop reason says.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -36,7 +35,7 @@ from autopar.pipeline import placed, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from models import gpt, inception, lstm, moe, wide_resnet
 
 HERE = Path(__file__).parent
@@ -167,10 +166,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
 
 def _write(rows: list[dict[str, Any]]) -> None:
     """What there is so far."""
-    told = facts("benchmarks.soap.starts")
-    (HERE / "starts.json").write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n", encoding="utf-8")
-    head = [*(f"{key}: {value}  " for key, value in told.items()), "", _summary(rows), "", HEAD]
-    (HERE / "starts.md").write_text("\n".join([*head, *map(_row_text, rows), ""]), encoding="utf-8")
+    text = "\n".join([_summary(rows), "", HEAD, *map(_row_text, rows)])
+    write_record(HERE / "starts", facts("benchmarks.soap.starts"), {"rows": rows}, text)
 
 
 if __name__ == "__main__":

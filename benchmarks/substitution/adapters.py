@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import json
 import statistics
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import runtime
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import SIZES
 from benchmarks.substitution.timing import Call, gain, times
 from models import llama_lora
@@ -109,8 +108,7 @@ def main() -> None:
     runtime.keep_freed_memory()
     found = {mode: measured(mode, options.rounds) for mode in ("train", "inference")}
     told = {**facts("benchmarks.substitution.adapters"), "size": SIZES["llama_lora"]}
-    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", "| mode | form | ms | gain | quartiles |"]
-    lines.append("|---" * 5 + "|")
+    lines = ["| mode | form | ms | gain | quartiles |", "|---" * 5 + "|"]
     for mode, rows in found.items():
         lines += [
             f"| {mode} | {name} | {row['ms']:.2f} | {row['gain']:.3f} | {row['quartiles'][0]:.3f} … "
@@ -119,8 +117,7 @@ def main() -> None:
         ]
     bounds = ", ".join(f"{rows['no adapters']['gain']:.3f} in {mode}" for mode, rows in found.items())
     lines += ["", f"No equal form that leaves the frozen products as they are gains more than what has none: {bounds}."]
-    (HERE / "adapters.json").write_text(json.dumps({**told, "forms": found}, indent=1) + "\n", encoding="utf-8")
-    (HERE / "adapters.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
+    write_record(HERE / "adapters", told, {"forms": found}, "\n".join(lines))
     print("\n".join(lines))
 
 

@@ -12,7 +12,6 @@ that median, and the mean |predicted / measured − 1| after it by direction and
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections import defaultdict
@@ -27,7 +26,7 @@ from autopar.cost import Profile, load_profile
 from autopar.cost.compute import node_time_ns
 from autopar.ir.graph import Node, Ref, Tensor
 from autopar.trace import trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import build
 
 HERE = Path(__file__).parent
@@ -149,13 +148,9 @@ def main() -> None:
         rows.append(
             {"kind": made.kind, **made._asdict(), "result": result, "measured_s": taken, "predicted_s": expected}
         )
-    told = facts("benchmarks.substitution.convolutions")
-    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", *table(rows)]
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**told, "rows": rows}, indent=None, ensure_ascii=False)
-    (options.output / "convolutions.json").write_text(text + "\n", encoding="utf-8")
-    (options.output / "convolutions.md").write_text("\n".join([*lines, ""]), encoding="utf-8")
-    print("\n".join(lines))
+    text = "\n".join(table(rows))
+    write_record(options.output / "convolutions", facts("benchmarks.substitution.convolutions"), {"rows": rows}, text)
+    print(text)
 
 
 if __name__ == "__main__":

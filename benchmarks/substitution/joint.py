@@ -12,7 +12,6 @@ written to joint.json and joint.md with command, machine and date.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +30,7 @@ from autopar.planning import Request
 from autopar.rewrites import rewrites
 from autopar.substitute import load_rules
 from autopar.trace import trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import build
 from models import gpt, llama, llama_lora, lstm
 
@@ -173,12 +172,8 @@ def main() -> None:
     for case in options.cases:
         rows.append(row(case, options.seconds))
         print(rows[-1], flush=True)
-    told = facts("benchmarks.substitution.joint")
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**told, "rows": [asdict(each) for each in rows]}, indent=1, ensure_ascii=False)
-    (options.output / "joint.json").write_text(text + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", table(rows), ""]
-    (options.output / "joint.md").write_text("\n".join(lines), encoding="utf-8")
+    told, found = facts("benchmarks.substitution.joint"), {"rows": [asdict(each) for each in rows]}
+    write_record(options.output / "joint", told, found, table(rows))
     print(table(rows))
 
 

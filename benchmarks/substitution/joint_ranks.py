@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import autopar
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.side_by_side import STEPS, ratios, side_by_side
 from benchmarks.substitution.joint import MODELS, chosen_plans
 
@@ -69,8 +69,8 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=8.0)
     options = parser.parse_args()
     rows = [measured(case, options.rounds, options.seconds) for case in options.cases]
-    report = {**facts("benchmarks.substitution.joint_ranks"), "rounds": options.rounds, "rows": rows}
-    (HERE / "joint_ranks.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    told = facts("benchmarks.substitution.joint_ranks")
+    write_record(HERE / "joint_ranks", told, {"rounds": options.rounds, "rows": rows})
     for row in rows:
         print(json.dumps(row, indent=1))
 

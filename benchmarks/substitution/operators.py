@@ -11,7 +11,6 @@ machine and date: milliseconds by kind of operator.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 import warnings
@@ -29,7 +28,7 @@ from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.structure import constant_tensors
 from autopar.substitute.pricing import Pricer
 from autopar.trace import trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import build
 from benchmarks.substitution.run import SEARCH_S
 from benchmarks.substitution.searching import search
@@ -123,11 +122,7 @@ def main() -> None:
     profile = load_profile(options.profile)
     found = [row for name in options.models for row in rows(name, options.rounds, profile)]
     told = facts("benchmarks.substitution.operators")
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**told, "rows": found}, indent=1, ensure_ascii=False)
-    (options.output / "operators.json").write_text(text + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", table(found), ""]
-    (options.output / "operators.md").write_text("\n".join(lines), encoding="utf-8")
+    write_record(options.output / "operators", told, {"rows": found}, table(found))
     print(table(found))
 
 

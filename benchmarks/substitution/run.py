@@ -36,7 +36,7 @@ from autopar import runtime
 from autopar.cost import load_profile
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import GRAPHS, SIZES, build
 from benchmarks.substitution.searching import Found, search
 from benchmarks.substitution.timing import call_of, compare_with_model, gain, program_of, times
@@ -220,10 +220,7 @@ def write(folder: Path, rows: list[Row], options: argparse.Namespace) -> None:
     }
     items = [{**asdict(each), "error": round(each.error, 4), "agrees": each.agrees} for each in rows]
     folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**told, "rows": items}, indent=1, ensure_ascii=False)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", summary(rows), "", table(rows), ""]
-    (folder / "results.md").write_text("\n".join(lines), encoding="utf-8")
+    write_record(folder / "results", told, {"rows": items}, f"{summary(rows)}\n\n{table(rows)}")
 
 
 def main() -> None:

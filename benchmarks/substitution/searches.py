@@ -13,7 +13,6 @@ Printed and written to searches.json and searches.md with command, machine, load
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from collections import Counter
@@ -24,7 +23,7 @@ from autopar.cost import load_profile
 from autopar.substitute import load_rules, substituted
 from autopar.substitute.searching import Limits
 from autopar.trace import find_blocks, trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import GRAPHS, build
 
 HERE = Path(__file__).parent
@@ -77,11 +76,7 @@ def main() -> None:
         for mode in options.modes:
             found += rows(name, mode, options.profiles, options.seconds)
     told = facts("benchmarks.substitution.searches")
-    options.output.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({**told, "rows": found}, indent=1, ensure_ascii=False)
-    (options.output / "searches.json").write_text(text + "\n", encoding="utf-8")
-    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", table(found), ""]
-    (options.output / "searches.md").write_text("\n".join(lines), encoding="utf-8")
+    write_record(options.output / "searches", told, {"rows": found}, table(found))
 
 
 if __name__ == "__main__":
