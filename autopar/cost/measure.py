@@ -4,6 +4,7 @@ Needs torch only and imports nothing of autopar, so the file can be copied to an
 `OMP_NUM_THREADS=1 python -P measure.py [--device cuda] [--points FILE] > points.json`; `fit.py` makes a profile of it.
 
 As many processes as there are cores measure at the same time, since ranks that train share memory bandwidth and cache.
+They keep the memory that they free, as ranks that train do (`runtime.allocation`).
 Times are those of the thread on the CPU, so that other programs disturb little; on a GPU those of events, with the
 second-level cache overwritten before each. Operands alternate, so that small ones do not stay in the cache; and before
 the smallest calls others' data pass through it, as in a training step, so that the code must be fetched again too.
@@ -18,6 +19,7 @@ machine, device, torch or revision is refused.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import itertools
 import json
 import math
@@ -37,7 +39,7 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 9  # of the sweep: points of another one do not mix
+REVISION = 10  # of the sweep: points of another one do not mix
 ROUNDS = 4
 SECONDS_A_POINT = 0.005  # of a round
 LEAST_TIMES = 2  # of a point in a round; the first one only warms up
@@ -46,6 +48,8 @@ SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 21
 MOST_FLOPS = 1.1e9  # a larger product is as efficient as one of this size
 MOST_CONVOLUTION_FLOPS = 6e8  # so is a larger convolution
 MOST_ELEMENTS = 1 << 23  # of an operand, so that memory never runs out
+
+ALLOCATION = ((-1, (1 << 31) - 1), (-2, 1 << 26), (-3, 1 << 25))  # of mallopt(3): those of `runtime.allocation`
 
 Tensors = list[torch.Tensor]
 Operator = Callable[..., torch.Tensor]
@@ -535,6 +539,13 @@ def _describe(case: Case) -> dict[str, Any]:
     }
 
 
+def keep_freed_memory() -> None:
+    """As ranks that train do: what was freed is taken again, without a page fault for each page of a large result."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda number, value: 0)  # glibc's
+    for number, value in ALLOCATION:
+        mallopt(ctypes.c_int(number), ctypes.c_int(value))
+
+
 def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
     """Every operator point of one rank: of each number the median over the rounds."""
     return median_of([_measure_round(number, kept, clock, report) for number in range(ROUNDS)])  # type: ignore[no-any-return]
@@ -600,6 +611,7 @@ def _fork(file: Path, kept: Kept, report: Callable[[str], None]) -> int:
     status = 1
     try:
         torch.set_num_threads(1)
+        keep_freed_memory()
         file.write_text(json.dumps(measure_operators(kept, Clock("cpu"), report)))
         status = 0
     finally:

@@ -14,6 +14,8 @@ _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # mallopt(3)
 _NEVER_TRIM = (1 << 31) - 1  # bytes free at the end of the heap before any are given back: the most that fits
 _TOP_PAD = 1 << 26  # bytes that the heap grows by at least
 _MAPPED_FROM = 1 << 25  # bytes from which memory is taken from the system for itself alone: the most that glibc allows
+CHOICES = ((_M_TRIM_THRESHOLD, _NEVER_TRIM), (_M_TOP_PAD, _TOP_PAD), (_M_MMAP_THRESHOLD, _MAPPED_FROM))
+"""What `mallopt` is told, number and value; profiles are measured with the same (`cost.measure`)."""
 
 
 def keep_freed_memory() -> bool:
@@ -25,5 +27,4 @@ def keep_freed_memory() -> bool:
     mallopt: Callable[[ctypes.c_int, ctypes.c_int], int] | None = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
-    choices = ((_M_TRIM_THRESHOLD, _NEVER_TRIM), (_M_TOP_PAD, _TOP_PAD), (_M_MMAP_THRESHOLD, _MAPPED_FROM))
-    return sum(mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in choices) == len(choices)
+    return sum(mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in CHOICES) == len(CHOICES)

@@ -37,12 +37,14 @@ from models import gpt, llama, llama_lora, lstm
 HERE = Path(__file__).parent
 
 
-def _gpt2(layers: int, hidden: int, heads: int, batch: int, length: int) -> tuple[nn.Module, dict[str, Any]]:
+def _gpt2(
+    layers: int, hidden: int, heads: int, batch: int, length: int, vocab: int = 50304
+) -> tuple[nn.Module, dict[str, Any]]:  # fmt: skip
     import transformers
 
     config = transformers.GPT2Config(
         n_layer=layers, n_embd=hidden, n_head=heads, n_positions=length, resid_pdrop=0, attn_pdrop=0, embd_pdrop=0,
-        use_cache=False, vocab_size=50304,
+        use_cache=False, vocab_size=vocab, bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
     tokens = torch.zeros((batch, length), dtype=torch.long)
     return transformers.GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}
@@ -61,6 +63,7 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "lora-weight": _of(llama_lora, _ON_WEIGHTS),
     "lora-7b-block": _of(llama_lora, llama_lora.Config(32000, 2048, 2, 4096, 32, 32, 11008, batch_size=16, rank=16)),
     "gpt2": lambda: _gpt2(4, 1024, 16, 16, 512),
+    "gpt2-one-sample": lambda: _gpt2(4, 512, 8, 1, 256, vocab=2048),
     "gpt2-wide": lambda: _gpt2(2, 4096, 32, 8, 1024),
     "gpt": _of(gpt, gpt.Config(50304, 512, 4, 1024, 16, batch_size=16)),
     "llama": _of(llama, llama.Config(32000, 512, 4, 1024, 16, 4, 2816, batch_size=16)),
@@ -71,6 +74,8 @@ MODELS: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
     "llama-1": _of(llama, llama.Config(2048, 16, 2, 1024, 8, 8, 2816, batch_size=4)),
     "nas_rnn": lambda: build("nas_rnn", "train"),
 }
+CONSTRAINTS = {"gpt2-one-sample": (autopar.Constraint(stages=1),)}
+"""A single sample in a single stage leaves tensor parallelism, for which GPT-2's fused projections are in the way."""
 CASES = (
     "llama@h100:8",
     "gpt@h100:8",
@@ -81,6 +86,7 @@ CASES = (
     "nas_rnn@h100:4",
     "lora@cpu:4",
     "lora-weight@cpu:4",
+    "gpt2-one-sample@cpu:4",
     "gpt-2-layers@a100:8",
     "gpt-32-layers@a100:8",
 )
@@ -111,7 +117,7 @@ def _asked(case: str, seconds: float) -> tuple[Graph, Request]:
         model, batch = MODELS[name]()
     budget = autopar.SearchBudget(seconds, proposals=0)
     mesh = autopar.Mesh(profile, devices_per_node=int(devices))
-    return trace(model, batch), Request(mesh, "train", "adamw", None, (), budget)
+    return trace(model, batch), Request(mesh, "train", "adamw", None, CONSTRAINTS.get(name, ()), budget)
 
 
 def _then(graph: Graph, request: Request) -> autopar.Plan | None:

@@ -1,6 +1,6 @@
 """Measured on CPU ranks: the joint choice of graph and sharding beside substituting first and sharding afterwards.
 
-    python -m benchmarks.substitution.joint_ranks [--cases lora-weight@cpu:4] [--rounds 15] [--seconds 8]
+    python -m benchmarks.substitution.joint_ranks [--cases gpt2-one-sample@cpu:4 …] [--rounds 15] [--seconds 8]
 
 Planned as in `joint`, with this host's profile; the two programs are timed in turns (`benchmarks.side_by_side`). How
 long that takes is said before: models of `joint` that are meant for GPUs take minutes a round here. Written to
@@ -64,7 +64,7 @@ def measured(case: str, rounds: int, seconds: float) -> dict[str, Any]:
 def main() -> None:
     """Measures the cases, and writes them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", nargs="+", default=["lora-weight@cpu:4"])
+    parser.add_argument("--cases", nargs="+", default=["gpt2-one-sample@cpu:4", "lora-weight@cpu:4"])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--seconds", type=float, default=8.0)
     options = parser.parse_args()

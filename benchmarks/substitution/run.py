@@ -1,14 +1,16 @@
 """Search time, predicted and measured gain of substitutions on nine graphs.
 
-    python -m benchmarks.substitution.run [--models bert vgg19 …] [--modes train inference] [--rounds 15] [--keep]
-                                          [--profile cpu] [--elsewhere h100] [--seconds 10] [--output FOLDER]
+    python -m benchmarks.substitution.run [--models bert vgg19 …] [--modes train inference] [--rounds 15] [--most 90]
+                                          [--profile cpu] [--elsewhere h100] [--seconds 10] [--keep] [--output FOLDER]
 
 Run from the root of the repository. Each graph of graphs.py is traced for training (a step is forward and backward) and
 for inference (forward), and rewritten for the CPU by the search, with the costs of --profile. Both graphs are emitted
 for one rank in the same way, compared with the model (loss, every gradient, buffers), and timed in turns on one
 thread, in one process that keeps its freed memory. A measured gain is the median of the rounds' ratios of processor
-time: on one thread that is the time of the wall but for what other programs take. The program of the graph as it was
-is timed twice; the gain of one over the other, "control", says how far gains can be told apart on this machine.
+time: on one thread that is the time of the wall but for what other programs take. As many rounds again are added, up
+to --most, until the median is known to `NOISE` or to be far from 1: by its confidence interval of 95%, from the ratios'
+order alone. The program of the graph as it was is timed twice; the gain of one over the other, "control", says how far
+gains can be told apart on this machine.
 For the devices --elsewhere, the gain is only predicted. A graph that the search leaves as it is, is not timed: its
 gain is 1. With --keep, the rows of graphs that are not asked for stay as results.json has them, so that all may be made
 in parts.
@@ -39,10 +41,20 @@ from autopar.trace import trace
 from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import GRAPHS, SIZES, build
 from benchmarks.substitution.searching import Found, search
-from benchmarks.substitution.timing import call_of, compare_with_model, gain, program_of, times
+from benchmarks.substitution.timing import (
+    Call,
+    Times,
+    call_of,
+    compare_with_model,
+    gain,
+    interval_of_gain,
+    program_of,
+    times,
+)
 
 HERE = Path(__file__).parent
 NOISE = RESOLUTION
+FAR = 1.1  # a gain that no noise makes of 1
 SEARCH_S, MEAN_ERROR, SLOWEST = 10.0, 0.20, 1 / 1.02
 #: gains that are to be reached, by model, mode and where
 TARGETS = {
@@ -68,6 +80,8 @@ class Row:
     elsewhere_s: dict[str, float]
     measured: float
     quartiles: tuple[float, float]
+    interval: tuple[float, float]
+    rounds: int
     measured_wall: float
     control: float
     before_ms: float | None
@@ -115,25 +129,41 @@ def row(name: str, mode: str, options: argparse.Namespace) -> Row:
             for fault in each.faults()
         ),
         differences={"loss": worst.loss, "gradient": worst.gradient, "buffer": worst.buffer},
-        **_measured(ranks, batch, mode, found, before.source == after.source, options.rounds),
+        **_measured(ranks, batch, mode, found, before.source == after.source, options),
     )
 
 
-def _measured(ranks: list, batch: dict, mode: str, found: Found, same: bool, rounds: int) -> dict:
+def _measured(ranks: list, batch: dict, mode: str, found: Found, same: bool, options: argparse.Namespace) -> dict:
     """The measured fields of a row."""
     if same:
-        return {"measured": 1.0, "quartiles": (1.0, 1.0), "measured_wall": 1.0, "control": 1.0, "before_ms": None,
-                "after_ms": None}  # fmt: skip
-    before, after, again = times([call_of(rank, batch, mode) for rank in ranks], rounds)
+        return {"measured": 1.0, "quartiles": (1.0, 1.0), "interval": (1.0, 1.0), "rounds": 0, "measured_wall": 1.0,
+                "control": 1.0, "before_ms": None, "after_ms": None}  # fmt: skip
+    before, after, again = _settled([call_of(rank, batch, mode) for rank in ranks], options.rounds, options.most)
     gained, (low, high) = gain(before.cpu, after.cpu)
+    least, greatest = interval_of_gain(before.cpu, after.cpu)
     return {
         "measured": round(gained, 4),
         "quartiles": (round(low, 4), round(high, 4)),
+        "interval": (round(least, 4), round(greatest, 4)),
+        "rounds": len(before.cpu),
         "measured_wall": round(gain(before.wall, after.wall)[0], 4),
         "control": round(gain(before.cpu, again.cpu)[0], 4),
         "before_ms": round(statistics.median(before.cpu), 3),
         "after_ms": round(statistics.median(after.cpu), 3),
     }
+
+
+def _settled(calls: list[Call], rounds: int, most: int) -> list[Times]:
+    """Times of the calls, the graph before first, that after second, in as many rounds as it takes."""
+    found = times(calls, rounds)
+    while len(found[0].cpu) + rounds <= most and not _is_settled(*interval_of_gain(found[0].cpu, found[1].cpu)):
+        found = [known + added for known, added in zip(found, times(calls, rounds), strict=True)]
+    return found
+
+
+def _is_settled(least: float, greatest: float) -> bool:
+    """Whether a gain in this interval is known well enough."""
+    return greatest - least <= NOISE or least > FAR or greatest < 2 - FAR
 
 
 # Results ----------------------------------------
@@ -142,8 +172,10 @@ def _measured(ranks: list, batch: dict, mode: str, found: Found, same: bool, rou
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     others = list(rows[0].elsewhere) if rows else []
-    head = ["graph", "mode", "operators", "search s", "rules applied", "predicted", "measured", "quartiles",
-            "by the wall", "control", "ms", "error", "equal", *(f"{other}, predicted" for other in others)]  # fmt: skip
+    head = [
+        "graph", "mode", "operators", "search s", "rules applied", "predicted", "measured", "95% interval", "rounds",
+        "by the wall", "control", "ms", "error", "equal", *(f"{other}, predicted" for other in others),
+    ]  # fmt: skip
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     lines += [f"| {' | '.join(_cells(each, others))} |" for each in rows]
     return "\n".join(lines)
@@ -154,8 +186,8 @@ def _cells(each: Row, others: list[str]) -> list[str]:
     return [
         each.model, each.mode, "{} → {}".format(*each.operators), f"{each.search_s:.1f}",
         ", ".join(f"{rule} ×{count}" for rule, count in each.applied.items()) or "none", f"{each.predicted:.3f}",
-        f"{each.measured:.3f}", "{:.3f} … {:.3f}".format(*each.quartiles), f"{each.measured_wall:.3f}",
-        f"{each.control:.3f}", timed, f"{each.error:.1%}",
+        f"{each.measured:.3f}", "{:.3f} … {:.3f}".format(*each.interval), str(each.rounds),
+        f"{each.measured_wall:.3f}", f"{each.control:.3f}", timed, f"{each.error:.1%}",
         "yes" if not each.faults else "NO: " + "; ".join(each.faults),
         *(f"{each.elsewhere[other]:.3f} ({each.elsewhere_s[other]:.1f} s)" for other in others),
     ]  # fmt: skip
@@ -229,6 +261,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=[*GRAPHS], choices=[*GRAPHS], metavar="NAME")
     parser.add_argument("--modes", nargs="+", default=["train", "inference"], choices=["train", "inference"])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--most", type=int, default=90, help="rounds where gains are near 1")
     parser.add_argument("--profile", default="cpu", help="of this host, by name or file")
     parser.add_argument("--elsewhere", nargs="*", default=["h100"], help="profiles to predict for")
     parser.add_argument("--seconds", type=float, default=SEARCH_S, help="that a search may take")

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import collective_time_ns, host
+from autopar.cost import collective_time_ns, host, measure, measure_gloo
 from autopar.cost.fit import non_decreasing, profile_from_points
 from autopar.cost.profile import profile_from_json
 from autopar.ir.placement import Axis
+from autopar.runtime.allocation import CHOICES
 
 SMALLER = """
 import importlib.util, sys
@@ -115,3 +116,7 @@ def test_several_windows_take_the_median_of_each_number(tmp_path: Path, monkeypa
     assert [name for name, *_ in asked] == [first, second] * 3
     files = [Path(arguments[1]).name for name, *arguments in asked if name == first]
     assert files == ["points", "points.1", "points.2"]
+
+
+def test_measuring_ranks_allocate_as_training_ones_do() -> None:
+    assert measure.ALLOCATION == measure_gloo.ALLOCATION == CHOICES
