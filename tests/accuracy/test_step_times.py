@@ -7,7 +7,7 @@ import pytest
 from autopar.ir.placement import I, P, R, S
 from autopar.ir.redistribution import Step
 from autopar.simulate.program import copied_bytes
-from benchmarks.accuracy.cpu import Row, best_plan_loss, measured, spearman, summary
+from benchmarks.accuracy.cpu import Row, contenders, losses, measured, spearman, summary
 from benchmarks.accuracy.pairs import Pair
 
 
@@ -22,8 +22,22 @@ def test_the_figures_are_those_of_the_rows() -> None:
     found = summary(ROWS)
     assert found["mape"] == pytest.approx((0.1 + 0.25 + 0.25 + 0.1) / 4)
     assert found["worst"] == pytest.approx(0.25)
-    assert found["best_plan"] == {"gpt": pytest.approx(0.25), "moe": 0.0}
-    assert best_plan_loss(ROWS[2:]) == 0.0
+
+
+def test_plans_near_the_fastest_and_the_one_predicted_best_are_timed_again() -> None:
+    rows = [row("gpt", "dp", 90, 100), row("gpt", "tp", 95, 80), row("gpt", "sp", 80, 120), row("gpt", "zero1", 99, 87)]
+    alone = [row("moe", "dp", 50, 40), row("moe", "tp", 55, 50)]
+    assert [pair.plan for pair in contenders([*rows, *alone])] == ["sp", "tp", "zero1"]
+
+
+def test_of_plans_timed_again_ratios_within_a_round_count() -> None:
+    def rounds(*times: float) -> list[tuple[float, float, float, float]]:
+        return [(time, 0.0, time, 1.0) for time in times]
+
+    settled = {"gpt/dp": rounds(102, 204, 51), "gpt/tp": rounds(100, 200, 50), "gpt/zero1": rounds(204, 51, 102)}
+    found = losses([*ROWS, row("gpt", "zero1", 95, 90)], settled)
+    assert found["gpt"].share == pytest.approx(0.02) and found["gpt"].against == "tp", "a slow round is slow for all"
+    assert (found["moe"].share, found["moe"].against) == (0.0, "")
 
 
 def test_what_slow_cores_took_is_told_apart() -> None:
