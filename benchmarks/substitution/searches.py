@@ -1,10 +1,11 @@
 """The search for a rewritten graph in three ways: whole regions, cut ones, and cut ones with saturation.
 
-    python -m benchmarks.substitution.searches [--models nas_rnn …] [--modes train inference] [--profiles cpu h100]
-                                               [--seconds 10]
+    python -m benchmarks.substitution.searches [--models nas_rnn … llama_70b] [--modes train inference]
+                                               [--profiles cpu h100] [--seconds 10]
 
 "whole": backtracking on each region as it is. "cut": large regions in parts (`substitute.cutting`). "saturated": after
 backtracking on parts, equality saturation with extraction by integer programming (`substitute.extraction`); what ships.
+Llama-70B (80 layers, on the meta device) is searched for as it trains on h100 alone, in `LARGE_S` seconds at most.
 Gains are predicted: of a step, before over after. Limits are of the wall; seconds in the table are of the processor,
 which other programs stretch least: on one thread, those of the wall on an idle machine.
 Printed and written to searches.json and searches.md with command, machine, load and date.
@@ -24,15 +25,17 @@ from autopar.substitute import load_rules, substituted
 from autopar.substitute.searching import Limits
 from autopar.trace import find_blocks, trace
 from benchmarks.facts import facts, write_record
+from benchmarks.plan_time.run import llama_70b
 from benchmarks.substitution.graphs import GRAPHS, build
 
 HERE = Path(__file__).parent
+LARGE, LARGE_S = "llama_70b", 20.0
 WAYS = {"whole": Limits(1 << 30, 0.0), "cut": Limits(saturation_s=0.0), "saturated": Limits()}
 
 
 def rows(name: str, mode: str, profiles: list[str], seconds: float) -> list[dict[str, Any]]:
     """One for each profile and way."""
-    model, batch = build(name, mode)
+    model, batch = llama_70b()[:2] if name == LARGE else build(name, mode)
     graph = trace(model, batch, mode=mode)
     blocks = find_blocks(graph)
     found = []
@@ -64,7 +67,7 @@ def table(found: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=[*GRAPHS], choices=[*GRAPHS], metavar="NAME")
+    parser.add_argument("--models", nargs="+", default=[*GRAPHS, LARGE], choices=[*GRAPHS, LARGE], metavar="NAME")
     parser.add_argument("--modes", nargs="+", default=["train", "inference"], choices=["train", "inference"])
     parser.add_argument("--profiles", nargs="+", default=["cpu", "h100"])
     parser.add_argument("--seconds", type=float, default=10.0)
@@ -73,8 +76,10 @@ def main() -> None:
     warnings.simplefilter("ignore")
     found = []
     for name in options.models:
-        for mode in options.modes:
+        for mode in options.modes if name != LARGE else ():
             found += rows(name, mode, options.profiles, options.seconds)
+    if LARGE in options.models:
+        found += rows(LARGE, "train", ["h100"], LARGE_S)
     told = facts("benchmarks.substitution.searches")
     write_record(options.output / "searches", told, {"rows": found}, table(found))
 
