@@ -25,7 +25,7 @@ from autopar.staging import cut
 
 FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
-_MOST_FINALISTS, _QUICK_S = 16, 1.5
+_MOST_FINALISTS, _QUICK_S = 32, 1.5
 _CORRECTIONS = 3
 
 
@@ -75,10 +75,19 @@ class Finalists:
         return plans + self._simulated_of([c for c in more if c.step_ns < fastest], FINALISTS)
 
     def _simulated_of(self, candidates: Sequence[Candidate], most: int) -> list[tuple[Candidate, Timeline]]:
+        """Those that fit of the first candidates, as far as there is time.
+
+        First are those of the least estimate, corrected by how far off the last one was on as many stages of as many
+        ranks: what estimates leave out (waiting for each other, cores that ranks share) is much alike there.
+        """
         plans: list[tuple[Candidate, Timeline]] = []
         begun, deadline = time.monotonic(), self.search.started + self.request.budget.seconds
-        for candidate in candidates:
+        left, off = list(candidates), dict[Any, float]()
+        while left:
+            candidate = min(left, key=lambda one: one.step_ns * off.get(_submeshes(one), 1.0))
+            left.remove(candidate)
             played = self._simulated(candidate)
+            off[_submeshes(candidate)] = played.step_time_ns / candidate.step_ns
             if played.peak_bytes <= self.layered.limit:
                 plans.append((candidate, played))
             now = time.monotonic()
@@ -244,6 +253,11 @@ def first_ranks(sizes: Sequence[int], num_devices: int) -> list[int]:
     order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     begins = dict(zip(order, accumulate((sizes[number] for number in order), initial=0), strict=False))
     return [begins[number] for number in range(len(sizes))]
+
+
+def _submeshes(candidate: Candidate) -> tuple[int, ...]:
+    """How many ranks each stage has."""
+    return tuple(way.setting.num_devices for way in candidate.ways)
 
 
 def _distinct(found: Sequence[Candidate], least: int, most: int) -> list[Candidate]:
