@@ -363,6 +363,8 @@ def main() -> None:
     parser.add_argument("--result", type=Path, default=Path(__file__).with_name("cpu.json"))
     parser.add_argument("--folder", type=Path, help="where to keep programs and times; default: a temporary one")
     options = parser.parse_args()
+    if options.settling < 2:
+        parser.error(f"expected at least 2 rounds to tell near plans apart, found --settling {options.settling}")
     chosen = [pair for pair in PAIRS if pair.model in options.models]
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
