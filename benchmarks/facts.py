@@ -34,13 +34,17 @@ def facts(module: str) -> dict[str, str]:
 
 
 def write_record(place: Path, told: Mapping[str, Any], found: Mapping[str, Any], text: str = "") -> None:
-    """Writes PLACE.json with everything; where there is a text for people, PLACE.md with it below what was told."""
+    """Writes PLACE.json with everything; where there is a text for people, PLACE.md with it below what was told.
+
+    place: with or without that ending.
+    """
     place.parent.mkdir(parents=True, exist_ok=True)
+    name = place.name.removesuffix(".json")
     record = json.dumps({**told, **found}, indent=1, ensure_ascii=False)
-    place.with_suffix(".json").write_text(record + "\n", encoding="utf-8")
+    place.with_name(f"{name}.json").write_text(record + "\n", encoding="utf-8")
     if text:
         lines = [*(f"{key}: {value}  " for key, value in told.items()), "", text, ""]
-        place.with_suffix(".md").write_text("\n".join(lines), encoding="utf-8")
+        place.with_name(f"{name}.md").write_text("\n".join(lines), encoding="utf-8")
 
 
 def _told(options: Sequence[str]) -> Iterator[str]:

@@ -13,7 +13,6 @@ and in points of the step. Writes bubble.json and bubble.md.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -27,7 +26,7 @@ from torch import Tensor
 import autopar
 from autopar.program import load_source
 from autopar.runtime import keep_freed_memory
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from models import gpt
 from tests.rank_pool import pool
 
@@ -139,7 +138,7 @@ def main() -> None:
     options = parser.parse_args()
     found = rows(options.rounds)
     about = facts("benchmarks.accuracy.bubble")
-    (options.output / "bubble.json").write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
+    write_record(options.output / "bubble", about, {"rows": found})
     near, close = (sum(abs(row[key]) <= most for row in found) for key, most in (("error", 0.1), ("points", 10.0)))
     text = (
         f"`{about['command']}`, {about['machine']}, {about['date']}. Idle: as a share of the step.\n\n"

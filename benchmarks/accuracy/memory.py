@@ -171,7 +171,6 @@ def main() -> None:
     for name in arguments.pairs:
         rows.append(measure_pair(names[name], ranks))
         print(f"{name}: {rows[-1].error:+.2%}", flush=True)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     write(arguments.output, rows)
     ranks.stop()
     text, holds = summary(rows)

@@ -332,7 +332,6 @@ def main() -> None:
         print(
             f"{name}: {row.error:+.2%} rank {row.rank}, {row.peak_bytes / row.limit_bytes:.2%} of the limit", flush=True
         )
-    options.output.mkdir(parents=True, exist_ok=True)
     write(options.output, rows)
     text, holds = summary(rows)
     print(text)

@@ -10,7 +10,6 @@ and ends with status 1 when a program is not equal to its model.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import warnings
@@ -18,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from autopar.program import PlannedProgram
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from tests.equivalence import planned, zoo
 from tests.equivalence.step import BUFFER, GRADIENT, LOSS, Step, compare, step_alone, step_on_rank
 from tests.rank_pool import pool
@@ -117,12 +116,9 @@ def about() -> dict[str, str]:
 
 def write(folder: Path, rows: list[Row]) -> None:
     """Writes results.json and results.md."""
-    told = about()
-    text = json.dumps({**told, "rows": [asdict(row) for row in rows]}, indent=1, ensure_ascii=False)
-    (folder / "results.json").write_text(text + "\n", encoding="utf-8")
     summary = f"{sum(row.equal for row in rows)} of {len(rows)} programs equal their model."
-    lines = [*(f"{key}: {value}  " for key, value in told.items()), "", summary, "", table(rows), ""]
-    (folder / "results.md").write_text("\n".join(lines), encoding="utf-8")
+    found = {"rows": [asdict(row) for row in rows]}
+    write_record(folder / "results", about(), found, f"{summary}\n\n{table(rows)}")
 
 
 def main() -> None:
@@ -142,7 +138,6 @@ def main() -> None:
             rows.append(compare_plan(model_name, plan_name, single))
             row = rows[-1]
             print(f"{row.model} {row.plan}: {'equal' if row.equal else row.faults} ({row.seconds} s)", flush=True)
-    arguments.output.mkdir(parents=True, exist_ok=True)
     write(arguments.output, rows)
     print(f"{sum(row.equal for row in rows)} of {len(rows)} programs equal their model: {arguments.output}/results.md")
     sys.exit(not all(row.equal for row in rows))

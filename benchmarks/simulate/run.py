@@ -11,7 +11,6 @@ the machine slow the former down), `median_ms` the median wall time. Limits: 50 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.simulate import Timeline, simulate
 from autopar.trace import trace
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 from models import gpt
 
 SMALL = gpt.Config(51200, 1024, num_layers=32, hidden_size=2560, num_heads=32, batch_size=64)
@@ -60,8 +59,7 @@ def main() -> None:
         ),
     ]
     if options.output:
-        told = facts("benchmarks.simulate.run")
-        options.output.write_text(json.dumps({**told, "rows": rows}, indent=1) + "\n")
+        write_record(options.output, facts("benchmarks.simulate.run"), {"rows": rows})
 
 
 def _rows(

@@ -251,7 +251,6 @@ def write(folder: Path, rows: list[Row], options: argparse.Namespace) -> None:
         ),
     }
     items = [{**asdict(each), "error": round(each.error, 4), "agrees": each.agrees} for each in rows]
-    folder.mkdir(parents=True, exist_ok=True)
     write_record(folder / "results", told, {"rows": items}, f"{summary(rows)}\n\n{table(rows)}")
 
 
