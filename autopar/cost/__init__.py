@@ -18,3 +18,4 @@ from autopar.cost.library import profile_names as profile_names
 from autopar.cost.library import profiles_of as profiles_of
 from autopar.cost.library import template_profile as template_profile
 from autopar.cost.profile import Profile as Profile
+from autopar.cost.profile import Runtime as Runtime

@@ -28,7 +28,7 @@ from functools import partial
 from itertools import chain, cycle
 from pathlib import Path
 from statistics import median_high
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,8 @@ WAITING_UNITS = (1, 3, 10, 24)  # of `_layer_part`, before each collective: the 
 WAITING_BYTES = (1 << 10, 1 << 20)
 MEETINGS, WAITING_ROUNDS = 6, 8
 PASSING_BYTES = 1 << 21
+PASS_UNITS = 8  # of `_layer_part`: what a stage's pass computes
+MESSAGE_BYTES = (1 << 10, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
 ALLOCATION = ((-1, (1 << 31) - 1), (-2, 1 << 26), (-3, 1 << 25))  # of mallopt(3): those of `runtime.allocation`
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -87,14 +89,16 @@ def _run_rank(rank: int, folder: Path) -> None:
     points: list[dict[str, Any]] = []
     shares: dict[int, float] = {}
     waits: dict[int, list[tuple[int, int]]] = {}
+    messages: dict[str, Any] = {}
     for ranks in RANKS:
         group = dist.new_group(list(range(ranks)))
         if rank < ranks:
             points += [_measure_collective(kind, ranks, group) for kind in KINDS if kind != "send" or ranks == 2]
             shares[ranks] = _busy_share(group)
             waits[ranks] = measure_waits(ranks, group)
+            messages |= measure_messages(1 - rank, group) if ranks == 2 else {}
         dist.barrier()
-    runtime = measure_runtime() if rank < 2 else {}
+    runtime = measure_runtime() | messages if rank < 2 else {}
     if rank == 0:
         found = {"collectives": points, "busy_share": shares, "waits": waits, "runtime": runtime}
         (folder / "points.json").write_text(json.dumps(found))
@@ -247,6 +251,17 @@ def _layer_part() -> Callable[[], Any]:
     return compute
 
 
+def _units(count: int) -> Callable[[], None]:
+    """So many of `_layer_part` one after another."""
+    compute = _layer_part()
+
+    def run() -> None:
+        for _ in range(count):
+            compute()
+
+    return run
+
+
 def _busy_share(group: Any) -> float:
     """CPU time of gloo's threads over the time of the all-reduce that they work on: what compute loses then."""
     buffer = torch.ones(1 << 22)  # larger than the cache, as gradients are
@@ -269,7 +284,7 @@ def measure_runtime() -> dict[str, Any]:
     optimizer: AdamW a parameter, plain and a DTensor. parameter: a gradient's hook, its copy to a bucket, its DTensor.
     convert: a parameter's shards packed, joined and copied. function: an autograd function in Python, forward and
     backward. branch: an operator with parameters in a backward pass in two parts, less its kernels: in the first part,
-    in the second.
+    in the second. pass: a stage's pass in a schedule of `torch.distributed.pipelining`.
     """
     mesh = init_device_mesh("cpu", (2,)) if dist.get_world_size() == 2 else _pair_mesh()
     return {
@@ -278,6 +293,7 @@ def measure_runtime() -> dict[str, Any]:
         "convert": _convert_ns(),
         "function": _function_ns(),
         "branch": _branch_ns(),
+        "pass": _pass_ns(),
     }
 
 
@@ -285,6 +301,26 @@ def _pair_mesh() -> Any:
     from torch.distributed.device_mesh import DeviceMesh
 
     return DeviceMesh("cpu", [0, 1], _init_backend=False)
+
+
+def measure_messages(peer: int, group: Any) -> dict[str, Any]:
+    """What a thread does for a message between passes. send: to start to send it, (bytes, ns) by size, for what the
+    network takes at once is copied; receive: to ask for one, and to take it when it is there. group: of two ranks."""
+    send, receive, others = [], [], _units(PASS_UNITS)
+    for num_bytes in MESSAGE_BYTES:
+        part, into, times = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4), []
+        for _ in range(RUNS):
+            asked_ns, coming = _after(others, partial(dist.irecv, into, peer, group=group))
+            dist.barrier(group)
+            sent_ns, going = _after(others, partial(dist.isend, part, peer, group=group))
+            dist.barrier(group)
+            taken_ns, _ = _after(others, coming.wait)
+            going.wait()
+            times.append((sent_ns, asked_ns + taken_ns))
+        sent, received = zip(*times, strict=True)
+        send.append([num_bytes, median_high(sent)])
+        receive.append(median_high(received))
+    return {"send": send, "receive": median_high(receive)}
 
 
 def _timed(call: Callable[[], Any], runs: int) -> int:
@@ -419,9 +455,69 @@ def _parts_ns(count: int) -> tuple[int, int]:
     return walk_ns + first_ns - inputs_ns, second_ns - (all_ns - inputs_ns)
 
 
+class _SmallStage:
+    """The only stage of a pipeline, as `runtime.scheduled` makes torch's schedules see one; its passes compute next to
+    nothing. passing_ns: what it took to have other data pass through the cache."""
+
+    stage_index, num_stages, group_rank, group_size = 0, 1, 0, 1
+    is_first, is_last, has_backward, device = True, True, True, torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.leaf, self.submod = torch.ones(8, requires_grad=True), torch.nn.Identity()
+        self.ends: dict[int, Any] = {}
+        self.others, self.passing_ns = _units(PASS_UNITS), 0
+
+    def clear_runtime_states(self) -> None:
+        self.output_chunks: list[torch.Tensor] = []
+
+    def forward_one_chunk(self, index: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        self._let_pass()
+        result = self.leaf * 2.0
+        self.ends[index] = get_gradient_edge(result), torch.ones_like(result)
+        self.output_chunks.append(result.detach())
+        return self.output_chunks[-1]
+
+    def backward_one_chunk(self, index: int, **options: Any) -> None:
+        self._let_pass()
+        end, gradient = self.ends.pop(index)
+        torch.autograd.backward([end], [gradient])
+        self.leaf.grad = None
+
+    def _let_pass(self) -> None:
+        start = time.thread_time_ns()
+        self.others()
+        self.passing_ns += time.thread_time_ns() - start
+
+    def _nothing(self, *args: Any, **options: Any) -> tuple[()]:
+        return ()
+
+    get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
+    scale_grads = perform_reduce_grad = _get_init_p2p_neighbors_ops = _nothing
+    _prepare_forward_infra = _prepare_backward_infra = _nothing
+
+
+def _pass_ns(count: int = 8) -> int:
+    """A pass's part of a step of a schedule: what the schedule and autograd do for it."""
+    from torch.distributed.pipelining import Schedule1F1B
+
+    stage, target, times = _SmallStage(), torch.empty(count, 0), list[int]()
+    schedule = Schedule1F1B(cast("Any", stage), count, loss_fn=lambda output, target: output, scale_grads=False)
+    for _ in range(RUNS):
+        stage.passing_ns = 0
+        start = time.thread_time_ns()
+        schedule.step(target=target)
+        times.append(time.thread_time_ns() - start - stage.passing_ns)
+    return median_high(times) // (2 * count)
+
+
 def _once(call: Callable[[], Any]) -> tuple[int, Any]:
     """The thread's CPU time of a call after other data have passed through the cache, and its result."""
-    torch.zeros(PASSING_BYTES, dtype=torch.uint8).add_(1)
+    return _after(lambda: torch.zeros(PASSING_BYTES, dtype=torch.uint8).add_(1), call)
+
+
+def _after(others: Callable[[], Any], call: Callable[[], Any]) -> tuple[int, Any]:
+    """The thread's CPU time of a call after others have filled the caches, and its result."""
+    others()
     start = time.thread_time_ns()
     result = call()
     return time.thread_time_ns() - start, result

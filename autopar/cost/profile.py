@@ -192,7 +192,9 @@ class Runtime:
     hook and its wrapping. `convert_ns`: a parameter's way through a gather. `function_ns`: a redistribution as an
     autograd function, (forward, backward). `branch_ns`: what an operator with parameters takes longer where its
     backward pass is made in two parts, beside kernels: in the first its gradient is kept, in the second autograd is
-    called for it; profiles that do not say it have none.
+    called for it. `pass_ns`: a pass of a pipeline's stage, beside what it computes: of the schedule, and of autograd.
+    `send_ns`: to start to send a message, (bytes, ns) by size; `receive_ns`: to ask for one and to take it. Profiles
+    that do not say these have none.
     """
 
     optimizer_ns: tuple[int, int]
@@ -201,6 +203,21 @@ class Runtime:
     function_ns: tuple[int, int]
     provenance: Provenance
     branch_ns: tuple[int, int] = (0, 0)
+    pass_ns: int = 0
+    send_ns: tuple[tuple[int, int], ...] = ()
+    receive_ns: int = 0
+
+    def around_pass_ns(self, sent: Sequence[int], num_received: int) -> int:
+        """What a stage's pass takes of its rank's thread beside what it computes. sent: bytes of each message."""
+        return self.pass_ns + sum(map(self._send_ns, sent)) + num_received * self.receive_ns
+
+    def _send_ns(self, num_bytes: int) -> int:
+        """Between measured sizes in a straight line; beyond them as much as the nearest: the network takes no more of a
+        message at once."""
+        if not self.send_ns:
+            return 0
+        sizes, times = zip(*self.send_ns, strict=True)
+        return round(interpolate(sizes, times, min(max(num_bytes, sizes[0]), sizes[-1])))
 
 
 @dataclass(frozen=True)
@@ -389,6 +406,9 @@ def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
         convert_ns=round(runtime.convert_ns * slowdown),
         function_ns=_slowed_pair(runtime.function_ns, slowdown),
         branch_ns=_slowed_pair(runtime.branch_ns, slowdown),
+        pass_ns=round(runtime.pass_ns * slowdown),
+        send_ns=tuple((size, round(duration * slowdown)) for size, duration in runtime.send_ns),
+        receive_ns=round(runtime.receive_ns * slowdown),
     )
 
 
@@ -472,7 +492,7 @@ def _read_table(item: Mapping[str, Any]) -> Table:
 
 def _read_runtime(item: Mapping[str, Any]) -> Runtime:
     pairs = {name: tuple(item[name]) for name in ("optimizer_ns", "function_ns", "branch_ns") if name in item}
-    return Runtime(**{**_with_provenance(item), **pairs})
+    return Runtime(**{**_with_provenance(item), **pairs, "send_ns": _pairs(item.get("send_ns", ()))})
 
 
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:

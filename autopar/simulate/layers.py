@@ -16,7 +16,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.engine import COMPUTE, Change
-from autopar.simulate.passes import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Turn
 from autopar.simulate.player import Pass, PassKind, Player
 from autopar.simulate.program import Program, lower_stages
 from autopar.simulate.schedule import Progress, Submesh
@@ -71,14 +71,15 @@ def layer_costs(graph: Graph, plan: Plan, profile: Profile, splits: bool = False
 
 
 def _crossing_ns(transfers: Transfers, border: int) -> int:
-    """What is sent over the border before a stage, each tensor once a direction."""
+    """What is sent over the border before a stage, each tensor once a direction, and what that takes of its ranks."""
     found: dict[tuple[str, ...], int] = {}
     for (source, is_forward), sent in transfers.sent.items():
         for transfer in sent:
             first, last = sorted((source, transfer.target))
             if first < border <= last:
                 found[(str(is_forward), *transfer.names)] = transfer.duration_ns
-    return sum(found.values())
+    around = [transfers.around_ns(Turn(border, name, 0)) for name in (FORWARD, BACKWARD) if border]
+    return sum(found.values()) + sum(around)
 
 
 def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) -> LayerCost:

@@ -858,14 +858,18 @@ class Lowering:
         return [*held, (self._scalar_bytes(), "scalars")]
 
     def optimizer_ns(self, moved_bytes: int, tensors: int) -> int:
-        """How long it takes to update so many tensors."""
-        kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self.plan.mesh.num_devices > 1
+        """How long it takes to update so many tensors, which are DTensors where several ranks run the stage."""
+        kernels, sharded = tensors * OPTIMIZER_KERNELS[self.profile.device_type], self._num_ranks() > 1
         return optimizer_time_ns(moved_bytes, tensors, kernels, sharded, self.profile)
+
+    def _num_ranks(self) -> int:
+        """That run the program: of a stage, its own."""
+        return math.prod(axis.size for axis in self.plan.axes)
 
     def _scalar_bytes(self) -> int:
         """What the runtime keeps of single numbers: each microbatch's loss and its gradient, 1; what a mean divides by;
         the ranks of the mesh."""
-        loss, devices = self.graph.loss, math.prod(axis.size for axis in self.plan.axes)
+        loss, devices = self.graph.loss, self._num_ranks()
         held = RANK_BYTES * devices if devices > 1 and self.profile.device_type == "cpu" else 0
         if self.trains and loss is not None and loss in self.placements:
             held += (self.plan.microbatches + 1) * self.graph.tensors[loss].itemsize + COUNT_BYTES

@@ -281,6 +281,9 @@ class _Step:
         submesh.posted_ns = begin if is_early else submesh.free_ns
         for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
             self._send(submesh, transfer, submesh.free_ns, turn.microbatch, label)
+        around = self.transfers.around_ns(turn)
+        submesh.waited["send"] += around
+        submesh.free_ns += around
 
     def _expect(self, submesh: Submesh, begin: int, following: Turn | None) -> None:
         """Memory for what a turn reads is its own from its begin on; that for the following one's is taken."""

@@ -10,10 +10,10 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from autopar.cost import Profile, collective_time_ns
+from autopar.cost import Profile, Runtime, collective_time_ns
 from autopar.cost.collectives import ACROSS, INSIDE, sends_time_ns
 from autopar.cost.crossing import Parcel, crossing_time_ns, sent_bytes, side
 from autopar.ir.graph import Graph
@@ -42,6 +42,11 @@ class Transfer(NamedTuple):
     arriving_bytes: int
     held_bytes: int
 
+    @property
+    def messages(self) -> list[int]:
+        """Bytes of each message of the busiest rank, if they are alike."""
+        return [max(self.sent_bytes) // len(self.names)] * len(self.names)
+
 
 class Tie(NamedTuple):
     """A tensor that several stages keep, and the all-reduce that sums its gradient over them.
@@ -59,17 +64,33 @@ class Tie(NamedTuple):
 
 @dataclass(frozen=True)
 class Transfers:
-    """By stage and direction: what it sends, how many transfers it waits for, and what memory these take."""
+    """By stage and direction: what it sends, how many transfers it waits for, and what memory these take.
+
+    runtimes: of each stage's ranks.
+    """
 
     sent: dict[tuple[int, bool], list[Transfer]]
     awaited: dict[tuple[int, bool], int]
     arriving_bytes: dict[tuple[int, bool], int]
+    messages: dict[tuple[int, bool], int] = field(default_factory=dict)  # that travel to it
+    runtimes: Sequence[Runtime | None] = ()
 
     def of(self, stage: int, is_forward: bool) -> list[Transfer]:
         return self.sent.get((stage, is_forward), [])
 
     def num_awaited(self, stage: int, is_forward: bool) -> int:
         return self.awaited.get((stage, is_forward), 0)
+
+    def around_ns(self, turn: Turn) -> int:
+        """What a turn takes of its ranks' threads beside its pass: the schedule's part, and to send and to receive."""
+        runtime = self.runtimes[turn.stage]
+        if runtime is None:
+            return 0
+        if turn.direction == BACKWARD_WEIGHT:
+            return runtime.around_pass_ns((), 0)
+        key = turn.stage, turn.direction == FORWARD
+        sent = [size for one in self.sent.get(key, ()) if one.link for size in one.messages]
+        return runtime.around_pass_ns(sent, self.messages.get(key, 0))
 
     def expected_bytes(self, turn: Turn) -> int:
         """Of what a turn receives."""
@@ -82,7 +103,7 @@ class Transfers:
 
 def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profiles: Sequence[Profile]) -> Transfers:
     """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
-    found = Transfers({}, {}, {})
+    found = Transfers({}, {}, {}, {}, [profile.runtime if plan.stages else None for profile in profiles])
     kept = [_kept(program) for program in programs]
     for target, receiver in enumerate(programs):
         makers = {name: maker_of(graph, plan, target, name) for name in receiver.receives}
@@ -105,6 +126,7 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
                     key = receiving, is_forward
                     found.awaited[key] = found.awaited.get(key, 0) + 1
                     found.arriving_bytes[key] = found.arriving_bytes.get(key, 0) + arriving
+                    found.messages[key] = found.messages.get(key, 0) + (len(what) if link else 0)
     return found
 
 

@@ -36,6 +36,7 @@ OPERATORS = {
 }  # fmt: skip
 COLLECTIVES = {
     "RUNS": 3, "COLLECTIVE_BYTES": (1 << 10, 1 << 22), "MOST_IN_A_RUN": 2, "WAITING_ROUNDS": 2, "WAITING_UNITS": (1, 3),
+    "MESSAGE_BYTES": (1 << 10, 1 << 21), "PASS_UNITS": 1,
 }  # fmt: skip
 
 
@@ -58,6 +59,9 @@ def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
     facts = {"model": "this host", "cores": 2, "memory": 8 << 30}
     profile = profile_from_json(profile_from_points(operators | collectives, facts, "2026-01-01"), "measured")
     assert {source.split(":")[0] for source in profile.provenance.values()} == {"measured"}
+    runtime = profile.runtime
+    assert runtime is not None and min(runtime.pass_ns, runtime.receive_ns) > 0
+    assert runtime.around_pass_ns((1 << 21,), 0) > runtime.around_pass_ns((1 << 10,), 0) > runtime.pass_ns
     assert profile.facts.memory_bandwidth > 1e8
     assert profile.peak_flops("float32") > 1e8
     assert (

@@ -1,0 +1,74 @@
+"""What a rank's runtime takes beside passes: to call them, to send and to receive, and to update parameters."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.cost import Profile, Runtime, load_profile
+from autopar.cost.profile import Provenance
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan
+from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.pipeline import template_of_graph
+from autopar.simulate import IncrementalStages, Timeline, simulate
+from autopar.trace import trace
+from models import gpt
+
+SOURCE = Provenance("assumed", "test", "2026-11-23")
+MICROBATCHES = 4
+PASS_NS, SEND_NS, RECEIVE_NS = 5_000_000, 700_000, 90_000
+FREE = Runtime((0, 0), 0, 0, (0, 0), SOURCE)
+BUSY = replace(FREE, pass_ns=PASS_NS, send_ns=((1, SEND_NS),), receive_ns=RECEIVE_NS)
+
+
+def profile_with(runtime: Runtime) -> Profile:
+    return replace(load_profile("cpu"), runtime=runtime, _shared={})
+
+
+def planned(**ways: Any) -> tuple[Graph, Plan]:
+    """Of one microbatch, as it is simulated."""
+    config = gpt.Config(num_layers=4, hidden_size=64, num_heads=4, seq_len=32, vocab_size=64, batch_size=8)
+    graph = trace(gpt.build(config), gpt.example_inputs(config))
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    plan = template_of_graph(graph, mesh, microbatches=MICROBATCHES, memory_limit=10**13, **ways)
+    return one_microbatch(graph, types_of(plan), MICROBATCHES), one_microbatch_plan(plan)
+
+
+def played(runtime: Runtime, graph: Graph, plan: Plan) -> Timeline:
+    timeline = simulate(graph, plan, profile_with(runtime))
+    for lane in timeline.lanes:
+        assert sum(asdict(lane.breakdown).values()) == timeline.step_time_ns
+    return timeline
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
+def test_each_pass_is_called_and_each_message_handed_over(schedule: str) -> None:
+    graph, plan = planned(pp=2, schedule=schedule)
+    free, busy = (played(runtime, graph, plan) for runtime in (FREE, BUSY))
+    again = IncrementalStages(graph, profile_with(BUSY)).timeline(plan)
+    assert (again.step_time_ns, again.breakdown) == (busy.step_time_ns, busy.breakdown)
+    borders, of_each = {"interleaved": (3, 4), "zero_bubble": (1, 3)}.get(schedule, (1, 2))
+    passes = of_each * MICROBATCHES
+    for after in busy.lanes:
+        sent = received = borders * MICROBATCHES
+        around = passes * PASS_NS + sent * SEND_NS + received * RECEIVE_NS
+        assert around <= after.exposed["send"] < around + PASS_NS, "and the time that they travel"
+    assert busy.step_time_ns > free.step_time_ns
+
+
+def test_a_plan_of_one_stage_has_no_schedule() -> None:
+    graph, plan = planned(dp=2)
+    assert played(FREE, graph, plan).step_time_ns == played(BUSY, graph, plan).step_time_ns
+
+
+@pytest.mark.parametrize(("ways", "update_ns"), [({"pp": 2}, 10**6), ({"dp": 2}, 9 * 10**6)])
+def test_parameters_of_a_stage_of_one_rank_are_no_dtensors(ways: dict[str, int], update_ns: int) -> None:
+    graph, plan = planned(**ways)
+    updating = replace(FREE, optimizer_ns=(10**6, 9 * 10**6))
+    free, busy = (played(runtime, graph, plan) for runtime in (FREE, updating))
+    for before, after, part in zip(free.lanes, busy.lanes, plan.parts, strict=True):
+        assert after.breakdown.optimizer_ns - before.breakdown.optimizer_ns == len(part.storage) * update_ns
