@@ -127,10 +127,18 @@ class _Ranges:
         self.bottleneck = (microbatches - 1) * self.time + self.once
         self.resident = _sums(kind.resident_bytes) + _largest(kind.workspace_bytes)
         self.activations = _sums(kind.activation_bytes)
+        self._fitting: dict[int, Int64Array] = {}  # by microbatches in flight
 
     def peak_bytes(self, num_in_flight: int) -> Int64Array:
         total: Int64Array = self.resident + num_in_flight * self.activations
         return total
+
+    def fitting_time(self, num_in_flight: int) -> Int64Array:
+        """The time of each range that fits, NEVER of others."""
+        if num_in_flight not in self._fitting:
+            fits = self.is_range & (self.peak_bytes(num_in_flight) <= self.kind.memory_limit)
+            self._fitting[num_in_flight] = np.where(fits, self.time, NEVER)
+        return self._fitting[num_in_flight]
 
 
 def _sums(values: Int64Array) -> Int64Array:
@@ -200,9 +208,8 @@ class _Search:
 
     def _prices(self, ranges: _Ranges, count: int, threshold: int) -> Int64Array:
         """The time of each range as the first of `count` stages, NEVER where it is not allowed."""
-        flying = in_flight(self.schedule, count, self.microbatches)
-        fits = ranges.peak_bytes(flying) <= ranges.kind.memory_limit
-        return np.where(ranges.is_range & fits & (ranges.bottleneck <= threshold), ranges.time, NEVER)
+        fitting = ranges.fitting_time(in_flight(self.schedule, count, self.microbatches))
+        return fitting if threshold >= NEVER else np.where(ranges.bottleneck <= threshold, fitting, NEVER)
 
     def _extended(
         self, behind: dict[int, _Table], prices: Sequence[Int64Array], reachable: set[int]
@@ -286,7 +293,7 @@ def _in_front(price: Int64Array, behind: Int64Array, kind: int) -> _Table:
     """The best end of a stage of one kind for each first layer."""
     totals = price + behind[None, :]
     end = totals.argmin(axis=1)
-    total = np.minimum(np.take_along_axis(totals, end[:, None], axis=1)[:, 0], NEVER)
+    total = np.minimum(totals[np.arange(len(end)), end], NEVER)
     return _Table(np.append(total, NEVER), end, np.full(len(end), kind))
 
 
