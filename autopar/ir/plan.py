@@ -58,8 +58,9 @@ class Redistribute:
 class Breakdown:
     """Where the predicted step time goes, on the device that ends last; the parts add up to `step_time_ns`.
 
-    exposed_communication_ns: compute stands still for a collective or a send. bubble_ns: for the work of another
-    stage. recompute_ns: activations made again for the backward pass, no part of compute_ns.
+    exposed_communication_ns: compute stands still for a collective or a send, or for what a rank's thread does around
+    a stage's pass. bubble_ns: for the work of another stage. recompute_ns: activations made again for the backward
+    pass, no part of compute_ns.
     """
 
     compute_ns: int = 0
