@@ -22,8 +22,9 @@ import numpy as np
 
 from autopar.cost import Profile
 from autopar.simulate.engine import COMPUTE, Sent, Task
+from autopar.simulate.memory import Numbers
 from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
-from autopar.simulate.timeline import Lane, Numbers, Piece
+from autopar.simulate.timeline import Lane, Piece
 
 SEND = "send"
 Spans = Sequence[tuple[int, int]]

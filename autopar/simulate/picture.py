@@ -30,14 +30,15 @@ def picture(timeline: Timeline, most_samples: int = MEMORY_SAMPLES) -> dict[str,
     (`Lane.memory_samples`), peak_bytes, breakdown, exposed, and what it sent (axis, kind, count, bytes, ns).
     """
     streams, names, kinds, labels = _Numbered(), _Numbered(), _Numbered(), _Numbered()
-    known: dict[int, tuple[Task, ...]] = {}
+    known: dict[int, int] = {}  # by identity, for most passes are the same object
     passes: dict[tuple[Task, ...], int] = {}
     lanes = []
     for lane in timeline.lanes:
         placed = []
         for piece in sorted((piece for piece in lane.pieces if piece.tasks), key=_begin_ns):
-            tasks = known.setdefault(id(piece.tasks), tuple(piece.tasks))
-            placed.append((piece.begin_ns, passes.setdefault(tasks, len(passes)), labels[piece.label.strip()]))
+            if id(piece.tasks) not in known:
+                known[id(piece.tasks)] = passes.setdefault(tuple(piece.tasks), len(passes))
+            placed.append((piece.begin_ns, known[id(piece.tasks)], labels[piece.label.strip()]))
         lanes.append(_lane(lane, placed, timeline.step_time_ns, most_samples))
     return {
         "step_time_ns": timeline.step_time_ns,

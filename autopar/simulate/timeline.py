@@ -10,11 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from autopar.ir.plan import Breakdown, Prediction
 from autopar.ir.serialization import write_whole
-from autopar.simulate.engine import Change, Moment, Sent, Task
+from autopar.simulate.engine import Change, Sent, Task
+from autopar.simulate.memory import Memory, Samples
 from autopar.simulate.perfetto import trace
 from autopar.simulate.picture import picture
 
@@ -43,33 +42,6 @@ class Piece(NamedTuple):
     changes: Changes
 
 
-Numbers = np.ndarray[Any, np.dtype[np.int64]]
-
-
-class _Memory(NamedTuple):
-    """Changes in order: when, which kind (by number) by how much, and the memory after each; kinds by number."""
-
-    times_ns: Numbers
-    totals: Numbers
-    sizes: Numbers
-    numbers: Numbers
-    kinds: tuple[str, ...]
-
-    def after(self, changes: Numbers) -> dict[str, Numbers]:
-        """By kind: the bytes after each of some changes, which ascend."""
-        until = np.searchsorted(changes, np.arange(len(self.sizes))) * len(self.kinds)
-        added = np.bincount(until + self.numbers, self.sizes, (len(changes) + 1) * len(self.kinds))  # exact below 9 PB
-        held = np.cumsum(added.reshape(-1, len(self.kinds))[: len(changes)], axis=0).astype(np.int64)
-        return {kind: held[:, number] for number, kind in sorted(enumerate(self.kinds), key=lambda item: item[1])}
-
-
-class MemorySamples(NamedTuple):
-    """Memory at some moments of a step, exact: bytes by kind at each, kinds that are never there left out."""
-
-    times_ns: list[int]
-    by_kind: dict[str, list[int]]
-
-
 @dataclass(frozen=True, eq=False)
 class Lane:
     """What one rank did; the other ranks of its submesh do the same.
@@ -86,42 +58,40 @@ class Lane:
     along: Mapping[tuple[int, str], Sent]
 
     @cached_property
-    def _memory(self) -> _Memory:
-        return _played_memory(self.pieces)
+    def _memory(self) -> Memory:
+        return Memory(self.pieces)
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
         """(ns, bytes) after each change."""
-        return tuple(zip(self._memory.times_ns.tolist(), self._memory.totals.tolist(), strict=True))
+        return tuple(
+            pair
+            for part in self._memory.stretches()
+            for pair in zip(part.times_ns.tolist(), part.totals.tolist(), strict=True)
+        )
 
     @property
     def memory_changes(self) -> Iterator[tuple[int, int, str, int]]:
         """After each change: ns, bytes in all, the kind that changed, and its bytes."""
-        memory, held = self._memory, np.zeros(len(self._memory.times_ns), np.int64)
-        for number in range(len(memory.kinds)):
-            own = memory.numbers == number
-            held[own] = np.cumsum(memory.sizes[own])
-        names = [memory.kinds[number] for number in memory.numbers]
-        yield from zip(memory.times_ns.tolist(), memory.totals.tolist(), names, held.tolist(), strict=True)
+        held = [0] * len(self._memory.kinds)
+        for part in self._memory.stretches():
+            columns = (part.times_ns.tolist(), part.totals.tolist(), part.numbers.tolist(), part.sizes.tolist())
+            for time_ns, total, number, size in zip(*columns, strict=True):
+                held[number] += size
+                yield time_ns, total, self._memory.kinds[number], held[number]
 
-    @cached_property
+    @property
     def peak_bytes(self) -> int:
-        return int(self._memory.totals.max())
+        return self._memory.fullest[0]
 
-    @cached_property
+    @property
     def memory_at_peak(self) -> dict[str, int]:
         """Bytes by kind, the first time that the peak is reached."""
-        found = self._memory.after(np.argmax(self._memory.totals, keepdims=True))
-        return {kind: int(sizes[0]) for kind, sizes in found.items() if sizes[0]}
+        return dict(sorted(self._memory.fullest[1].items()))
 
-    def memory_samples(self, step_time_ns: int, most: int) -> MemorySamples:
+    def memory_samples(self, step_time_ns: int, most: int) -> Samples:
         """What memory holds, at its fullest moment in each of at most `most` equal intervals of the step."""
-        memory = self._memory
-        interval = memory.times_ns * most // max(1, step_time_ns + 1)
-        order = np.lexsort((memory.totals, interval))  # the last of each interval is its fullest
-        fullest = np.sort(order[np.diff(interval[order], append=most) > 0])
-        by_kind = {kind: sizes.tolist() for kind, sizes in memory.after(fullest).items() if sizes.any()}
-        return MemorySamples(memory.times_ns[fullest].tolist(), by_kind)
+        return self._memory.samples(step_time_ns, most)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,34 +179,3 @@ def _work(tasks: list[Task]) -> dict[str, int]:
     for stream, _, start, end, _ in tasks:
         busy[stream] += end - start
     return busy
-
-
-def _played_memory(pieces: tuple[Piece, ...]) -> _Memory:
-    """At equal times changes go by their moments; at equal moments memory is given back before more is taken."""
-    kinds: dict[str, int] = {}
-    begins: dict[int, list[int]] = defaultdict(list)
-    lists: dict[int, Changes] = {}
-    for piece in pieces:
-        if piece.changes:
-            lists[id(piece.changes)] = piece.changes
-            begins[id(piece.changes)].append(piece.begin_ns)
-    if not lists:
-        nothing = np.zeros(1, np.int64)
-        return _Memory(nothing, nothing, nothing, nothing, ("nothing",))
-    found = [(np.array(begins[key], np.int64), _columns(changes, kinds)) for key, changes in lists.items()]
-    times = np.concatenate([np.add.outer(begin, columns[0]).ravel() for begin, columns in found])
-    sizes, numbers, moments = (
-        np.concatenate([np.tile(columns[which], len(begin)) for begin, columns in found]) for which in (1, 2, 3)
-    )
-    order = np.lexsort((sizes, times * Moment.COUNT + moments))
-    totals = np.cumsum(sizes[order])
-    return _Memory(times[order], totals, sizes[order], numbers[order], tuple(kinds))
-
-
-def _columns(changes: Changes, kinds: dict[str, int]) -> tuple[Any, ...]:
-    """Times, sizes, kinds by number and moments."""
-    times, sizes, names, moments = zip(*changes, strict=True)
-    for name in dict.fromkeys(names):
-        kinds.setdefault(name, len(kinds))
-    numbers = [kinds[name] for name in names]
-    return tuple(np.array(column, np.int64) for column in (times, sizes, numbers, moments))
