@@ -8,7 +8,8 @@ Where a plan does not fit its memory, its cost grows by as large a part as it is
 never left for one that does not. Metropolis et al. (1953); FlexFlow (MLSys'19), section 6.2.
 
 T is a part of the best cost and falls from `HOT` to `COLD` over a round; each round begins again at the best plan. What
-is left of the proposals goes down from there: one change after another, each of them tried, as long as one gains.
+is left of the proposals goes down from there: one change after another, each of them tried, as long as one gains; then
+each with all operators around it that agree with it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import NamedTuple, Protocol
 from autopar import interrupt
 from autopar.ir.plan import Plan
 from autopar.soap.ledger import Ledger
-from autopar.soap.proposals import Proposals
+from autopar.soap.proposals import AXES, Proposals
 from autopar.soap.space import Change, Draft, Space
 
 HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
@@ -160,23 +161,31 @@ class _Annealing:
     # The way down ----------------------------------------
 
     def _descend(self) -> str:
-        """Takes every change that gains, until none does; says why it stopped before."""
+        """Takes every change that gains, by itself first, then with the operators that agree with it, until none does;
+        says why it stopped before."""
         self.current, proposals = self.best, self._proposals(self.best.world.space)
         changes = deque(proposals.all_changes(self.best.draft))
         self.random.shuffle(changes)
-        refused = 0
-        while refused < len(changes):
+        refused, spreads = 0, False
+        while refused < len(changes) or not spreads:
+            if refused >= len(changes):
+                refused, spreads = 0, True
+                continue
             reason = self._reason_to_stop()
             if reason and reason != self._without_gain:
                 return reason
             changes.rotate(-1)
-            refused = 0 if self._gains(changes[-1]) else refused + 1
+            gains = self._gains(changes[-1], spreads)
+            refused, spreads = (0, False) if gains else (refused + 1, spreads)
         return ""
 
-    def _gains(self, change: Change) -> bool:
-        """Whether the best plan is better with a change, which it then has."""
+    def _gains(self, change: Change, spreads: bool) -> bool:
+        """Whether the best plan is better with a change, which it then has. spreads: with what agrees with it."""
         world, draft, threshold = self.best.world, self.best.draft, self.best.cost_ns - 1
-        real = self._proposals(world.space).exchanged(draft.plan, change)
+        proposals = self._proposals(world.space)
+        real = proposals.exchanged(draft.plan, change)
+        if real is not None and spreads and change.kind != AXES:
+            real = proposals.spread(real, draft, self.random)
         found = None if real is None else self._changed(world, draft, real, threshold)
         after = None if found is None else self._within(*found, threshold)
         self._count(change.kind, after)

@@ -80,8 +80,15 @@ class Proposals:
             return Change(kind, first)
         now = option_of(draft.plan, first)
         option = random.choice(self._other_options(first, now))
-        found = self._spread({first: option}, draft.plan, together, random)
+        found = self._spread({first: option}, draft.plan, together, random.choice(_REACHES), random)
         return Change(self._kind_of(draft.plan, first, option), first, found, together)
+
+    def spread(self, change: Change, draft: Draft, random: Random) -> Change:
+        """The change with every operator beside it that has an option which agrees with it, theirs with theirs, and so
+        on. What is fed and stored stays: that has reasons of its own."""
+        closed = frozenset((*self.space.inputs, *self.space.storages))
+        found = self._spread(dict(change.options), draft.plan, change.together, 1.0, random, closed)
+        return replace(change, options=found)
 
     def all_changes(self, draft: Draft) -> list[Change]:
         """Every option of every decision, for all that it stands for; and equal axes of the mesh exchanged."""
@@ -143,11 +150,12 @@ class Proposals:
     # Propagation ----------------------------------------
 
     def _spread(
-        self, changed: dict[str, Option], plan: Plan, together: bool, random: Random
+        self, changed: dict[str, Option], plan: Plan, together: bool, reach: float, random: Random,
+        closed: frozenset[str] = frozenset(),
     ) -> dict[str, Option]:  # fmt: skip
         """What else is changed. together: names are representatives, and what is decided is for all that they stand
-        for."""
-        reach, held = random.choice(_REACHES), self.space.held(plan)
+        for. reach: the probability with which it goes on to a neighbour; closed: it never goes on to these."""
+        held = self.space.held(plan) | closed
         waiting = [*changed]
         while waiting and reach:
             name = waiting.pop(random.randrange(len(waiting)))

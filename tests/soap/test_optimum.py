@@ -39,6 +39,18 @@ def test_the_best_of_all_plans_is_found(seed: int, count: int) -> None:
     assert looked_at
 
 
+def test_what_takes_all_operators_at_once_is_found() -> None:
+    """Every change by itself loses: the operators have to be cut along a second axis together."""
+    graph = drawn_graph(35, 5)
+    place = drawn_place(graph, logical_meshes(MESH)[1], MESH, is_whole=True)
+    space, plan, score = space_of(place), first_plan(place), Incremental(graph, place.shared_profile)
+    ledger = Ledger(space, prices_of(graph, place.draft(), place.shared_profile, MESH.devices_per_node), 1)
+    budget = Budget(SearchBudget().proposals, 60)
+    (_, found), _ = refine([Start("the plan", World(space, score, ledger=ledger), plan)], budget)
+    proof = least_step(space, plan, score, ledger, score.step_time_ns(found) + 1)
+    assert proof.is_proved and score.step_time_ns(found) == proof.step_ns
+
+
 @pytest.mark.parametrize(("seed", "count"), [(0, 2), (1, 3), (2, 4), (7, 5), (5, 4)])
 def test_branch_and_bound_finds_the_best_of_all_plans_with_nothing_known(seed: int, count: int) -> None:
     """And looks at fewer than half of them, with parameters stored whole and not."""
