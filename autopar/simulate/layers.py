@@ -22,6 +22,8 @@ from autopar.simulate.program import Program, lower_stages
 from autopar.simulate.schedule import Progress, Submesh
 from autopar.simulate.transfers import Transfers, find_transfers
 
+CONSTANTS = "constants"  # of memory, the kind: a mask, say, that all layers read
+
 
 class LayerCost(NamedTuple):
     """Times in ns, memory in bytes a device.
@@ -176,10 +178,11 @@ def _held(passes: list[Pass], count: int) -> Held:
 
 
 def _between(passes: Held, kept: int) -> int:
-    """The most that is there between passes beside the activations of microbatches in flight."""
+    """The most that is there between passes beside the activations of microbatches in flight, and constants: what is
+    computed once is there once, however many layers of a stage read it, and counts as workspace does."""
     level = most = 0
     for done, held in passes:
-        level += _net(done.allocations)
+        level += _net(change for change in done.allocations if change[2] != CONSTANTS)
         left = held - (done.kind.name == "backward")
         most = max(most, level - left * kept)
     return most

@@ -215,7 +215,7 @@ class Finalists:
     # Where nothing fits ----------------------------------------
 
     def _smallest(self, refusal: InfeasibleError | None) -> tuple[Candidate, Timeline]:
-        """The candidate with the least simulated peak, if that fits. Which are simulated does not depend on the limit.
+        """The fastest that fits of those that take least memory. Which are simulated does not depend on the limit.
 
         refusal: of plans of one stage. Raises InfeasibleError naming the least peak, or what plans of one stage can do
         with, whichever is less.
@@ -224,9 +224,10 @@ class Finalists:
         simulated = [(candidate, self._simulated(candidate)) for candidate in frugal[:FINALISTS]]
         if not simulated:
             raise refusal or self.search.refusal
+        fitting = [pair for pair in simulated if pair[1].peak_bytes <= self.layered.limit]
+        if fitting:
+            return min(fitting, key=lambda pair: pair[1].step_time_ns)
         chosen, played = min(simulated, key=lambda pair: pair[1].peak_bytes)
-        if played.peak_bytes <= self.layered.limit:
-            return chosen, played
         if refusal is not None and (refusal.smallest_bytes or played.peak_bytes) <= played.peak_bytes:
             raise refusal
         raise self._does_not_fit(chosen.row, played)
