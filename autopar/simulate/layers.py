@@ -52,10 +52,13 @@ class LayerCost(NamedTuple):
     split_ns: int
 
 
-def layer_costs(graph: Graph, plan: Plan, profile: Profile, splits: bool = False) -> list[LayerCost]:
+def layer_costs(
+    graph: Graph, plan: Plan, profile: Profile, splits: bool = False, constants_once: bool = False
+) -> list[LayerCost]:  # fmt: skip
     """The cost of each stage of a plan for one microbatch, whose stages are layers in order. See `LayerCost`.
 
-    splits: whether backward passes are played in two parts, too.
+    splits: whether backward passes are played in two parts, too. constants_once: what is computed once is no part of
+    what stays, of which a stage has the sum over its layers, but of the workspace, of which it has the largest.
     """
     shared = profile.shared_by(plan.mesh.devices_per_node)
     profiles = [shared] * max(1, len(plan.stages))
@@ -63,7 +66,9 @@ def layer_costs(graph: Graph, plan: Plan, profile: Profile, splits: bool = False
     transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None
     costs = [
-        _cost(program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number))
+        _cost(
+            program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number), constants_once
+        )
         for number, program in enumerate(programs)
     ]
     if not (splits and trains and plan.stages):
@@ -84,7 +89,9 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
     return sum(found.values()) + sum(around)
 
 
-def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) -> LayerCost:
+def _cost(
+    program: Program, player: Player, microbatches: int, receive_ns: int, constants_once: bool
+) -> LayerCost:  # fmt: skip
     """Plays a step of at most three microbatches: the first, one of those between, and the last."""
     alone = _Alone(player)
     count = min(microbatches, 3)
@@ -98,7 +105,7 @@ def _cost(program: Program, player: Player, microbatches: int, receive_ns: int) 
     end_of_step = sum(_net(done.allocations) for done, _ in passes)
     first = _net(begin.allocations) + _net(one.allocations)
     kept = _net(one.allocations) if count > 1 else max(0, first - end_of_step)
-    resident = _between(passes, kept)
+    resident = _between(passes, kept, CONSTANTS if constants_once else None)
     length, busy = sum(done.length_ns for done in (one, *back)), _link_ns([one, *back])
     return LayerCost(
         forward_ns=one.length_ns,
@@ -177,12 +184,11 @@ def _held(passes: list[Pass], count: int) -> Held:
     return list(zip(passes, flying, strict=False))
 
 
-def _between(passes: Held, kept: int) -> int:
-    """The most that is there between passes beside the activations of microbatches in flight, and constants: what is
-    computed once is there once, however many layers of a stage read it, and counts as workspace does."""
+def _between(passes: Held, kept: int, but: str | None) -> int:
+    """The most that is there between passes beside the activations of microbatches in flight, and but one kind."""
     level = most = 0
     for done, held in passes:
-        level += _net(change for change in done.allocations if change[2] != CONSTANTS)
+        level += _net(change for change in done.allocations if change[2] != but)
         left = held - (done.kind.name == "backward")
         most = max(most, level - left * kept)
     return most

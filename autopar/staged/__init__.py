@@ -44,8 +44,12 @@ def best_staged_plan(
     """
     with without_collector():
         search = Search(Layered(graph, blocks, request, profile))
-        with reporting(progress, len(search.shapes)) as report:
+        with reporting(progress, 2 * len(search.shapes)) as report:
             found = search.run(report)
+            if all(candidate.peak_bytes > search.admitted for candidate in found) and not interrupt.is_asked():
+                # What all layers read, such as a mask, may be what does not fit when it is counted with each of them.
+                search = Search(Layered(graph, blocks, request, profile, constants_once=True))
+                found = search.run(report)
             found += mixed(search.layered, found, search.started)
         finalists = Finalists(search, found)
         return finalists.best(*_of_one_stage(graph, blocks, search.request, profile, progress, finalists))

@@ -40,10 +40,13 @@ _MOST_LAYERS = 32
 class Layered:
     """A model, what was asked of it, and the problems that were built for it, each once.
 
-    limit: bytes a device. admitted: estimates up to so many bytes are simulated.
+    limit: bytes a device. admitted: estimates up to so many bytes are simulated. constants_once: see `layer_costs`.
     """
 
-    def __init__(self, graph: Graph, blocks: Blocks, request: Request, profile: Profile) -> None:
+    def __init__(
+        self, graph: Graph, blocks: Blocks, request: Request, profile: Profile, constants_once: bool = False
+    ) -> None:  # fmt: skip
+        self.constants_once = constants_once
         self.graph, self.blocks, self.request, self.profile = graph, blocks, request, profile
         self.paths = [path for group in blocks.paths for path in group]
         self.shared = profile.shared_by(request.mesh.devices_per_node)
@@ -191,7 +194,8 @@ class Layered:
         count = max(1, short.layers.count)
         firsts = [layer * setting.num_devices % self.request.mesh.num_devices for layer in range(count)]
         cut_plan = cut(part.graph, plan, self._short_members, firsts, "1f1b")
-        costs = layer_costs(part.graph, cut_plan, self.shared, splits=self.may_wait(setting.num_stages, way.recompute))
+        splits = self.may_wait(setting.num_stages, way.recompute)
+        costs = layer_costs(part.graph, cut_plan, self.shared, splits, self.constants_once)
         every = [costs[layer] for layer in short.layer_of or (0,)]
         columns = {name: np.array([getattr(cost, name) for cost in every]) for name in LayerCost._fields}
         return StageKind(

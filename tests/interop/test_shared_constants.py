@@ -42,7 +42,10 @@ class Masked(nn.Module):
 def test_a_mask_that_all_layers_read_counts_once() -> None:
     graph = trace(Masked(), {"x": torch.ones(4, LENGTH, WIDTH)})
     request = Request(autopar.Mesh("a100", devices_per_node=2), "train", "adamw", None, (), SearchBudget())
-    layered = Layered(graph, find_blocks(graph, ()), request, load_profile("a100"))
+    layered, safe = (
+        Layered(graph, find_blocks(graph, ()), request, load_profile("a100"), constants_once=once)
+        for once in (True, False)
+    )
     assert layered.layers.count == LAYERS
     for num_devices, axes in Search(layered).shapes:
         setting = Setting(axes, num_devices, 2 // num_devices, layered.counts[0])
@@ -50,3 +53,4 @@ def test_a_mask_that_all_layers_read_counts_once() -> None:
         kind = layered.kind(Way(setting, choice, "none"))
         assert kind.resident_bytes.sum() < MASK_BYTES / 2, "not with each layer"
         assert kind.workspace_bytes.max() >= MASK_BYTES, "but beside them"
+        assert safe.kind(Way(setting, choice, "none")).resident_bytes.sum() > LAYERS * MASK_BYTES
