@@ -44,7 +44,7 @@ def best_staged_plan(
     """
     with without_collector():
         search = Search(Layered(graph, blocks, request, profile))
-        with reporting(progress, 2 * len(search.shapes)) as report:
+        with reporting(progress, len(search.shapes)) as report:
             found = search.run(report)
             if all(candidate.peak_bytes > search.admitted for candidate in found) and not interrupt.is_asked():
                 # What all layers read, such as a mask, may be what does not fit when it is counted with each of them.
