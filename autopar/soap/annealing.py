@@ -166,17 +166,13 @@ class _Annealing:
         self.current, proposals = self.best, self._proposals(self.best.world.space)
         changes = deque(proposals.all_changes(self.best.draft))
         self.random.shuffle(changes)
-        refused, spreads = 0, False
-        while refused < len(changes) or not spreads:
-            if refused >= len(changes):
-                refused, spreads = 0, True
-                continue
+        refused = 0
+        while refused < 2 * len(changes):
             reason = self._reason_to_stop()
             if reason and reason != self._without_gain:
                 return reason
             changes.rotate(-1)
-            gains = self._gains(changes[-1], spreads)
-            refused, spreads = (0, False) if gains else (refused + 1, spreads)
+            refused = 0 if self._gains(changes[-1], spreads=refused >= len(changes)) else refused + 1
         return ""
 
     def _gains(self, change: Change, spreads: bool) -> bool:

@@ -86,9 +86,13 @@ class Proposals:
     def spread(self, change: Change, draft: Draft, random: Random) -> Change:
         """The change with every operator beside it that has an option which agrees with it, theirs with theirs, and so
         on. What is fed and stored stays: that has reasons of its own."""
-        closed = frozenset((*self.space.inputs, *self.space.storages))
-        found = self._spread(dict(change.options), draft.plan, change.together, 1.0, random, closed)
+        found = self._spread(dict(change.options), draft.plan, change.together, 1.0, random, self._kept)
         return replace(change, options=found)
+
+    @cached_property
+    def _kept(self) -> frozenset[str]:
+        """What is fed, and stored."""
+        return frozenset((*self.space.inputs, *self.space.storages))
 
     def all_changes(self, draft: Draft) -> list[Change]:
         """Every option of every decision, for all that it stands for; and equal axes of the mesh exchanged."""
@@ -155,7 +159,8 @@ class Proposals:
     ) -> dict[str, Option]:  # fmt: skip
         """What else is changed. together: names are representatives, and what is decided is for all that they stand
         for. reach: the probability with which it goes on to a neighbour; closed: it never goes on to these."""
-        held = self.space.held(plan) | closed
+        held = self.space.held(plan)
+        held = held | closed if closed else held
         waiting = [*changed]
         while waiting and reach:
             name = waiting.pop(random.randrange(len(waiting)))
