@@ -124,6 +124,7 @@ def _runtime(measured: Mapping[str, Any]) -> dict[str, Any]:
         "pass_ns": measured.get("pass", 0),
         "send_ns": measured.get("send", []),
         "receive_ns": measured.get("receive", 0),
+        "late_ns": measured.get("late", 0),
     }
 
 

@@ -12,6 +12,10 @@ usually happens, not of what happens at best. What a rank computes itself is tim
 Ranks that have computed for long wait longer for each other than those of which the collectives are measured: one of
 them was interrupted, its core slower, its threads asleep. So what a collective adds is also measured by how long ranks
 compute before it.
+
+Who asks for a message that was sent before may be interrupted, while it holds the lock of the connection, by the thread
+that is to take the message and tries the lock until the first one gets its core back. That happens in some cases and
+then takes a scheduler's turn, so of these times alone the mean is told.
 """
 
 from __future__ import annotations
@@ -46,6 +50,7 @@ MEETINGS, WAITING_ROUNDS = 6, 8
 PASSING_BYTES = 1 << 21
 PASS_UNITS = 8  # of `_layer_part`: what a stage's pass computes
 MESSAGE_BYTES = (1 << 10, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
+LATE_BYTES, LATE_RUNS = (1 << 17, 1 << 19, 1 << 21), 24
 ALLOCATION = ((-1, (1 << 31) - 1), (-2, 1 << 26), (-3, 1 << 25))  # of mallopt(3): those of `runtime.allocation`
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 
@@ -96,7 +101,8 @@ def _run_rank(rank: int, folder: Path) -> None:
             points += [_measure_collective(kind, ranks, group) for kind in KINDS if kind != "send" or ranks == 2]
             shares[ranks] = _busy_share(group)
             waits[ranks] = measure_waits(ranks, group)
-            messages |= measure_messages(1 - rank, group) if ranks == 2 else {}
+            if ranks == 2:
+                messages = measure_messages(1 - rank, group) | {"late": measure_late(1 - rank, group)}
         dist.barrier()
     runtime = measure_runtime() | messages if rank < 2 else {}
     if rank == 0:
@@ -321,6 +327,31 @@ def measure_messages(peer: int, group: Any) -> dict[str, Any]:
         send.append([num_bytes, median_high(sent)])
         receive.append(median_high(received))
     return {"send": send, "receive": median_high(receive)}
+
+
+def measure_late(peer: int, group: Any) -> int:
+    """How long a thread stands still where it asks for a message that was sent before, while both ranks compute: the
+    mean over messages and over the group's two ranks."""
+    others, still = _units(PASS_UNITS), 0
+    for num_bytes in LATE_BYTES:
+        part, into = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4)
+        for number in range(2 * LATE_RUNS):
+            dist.barrier(group)
+            others()
+            if (dist.get_rank() + number) % 2:
+                sent = dist.isend(part, peer, group=group)
+                others()
+                others()
+            else:
+                others()
+                began, worked = time.perf_counter_ns(), time.thread_time_ns()
+                sent = dist.irecv(into, peer, group=group)
+                still += time.perf_counter_ns() - began - (time.thread_time_ns() - worked)
+                others()
+            cast("Any", sent).wait()
+    total = torch.tensor([float(still)], dtype=torch.float64)
+    dist.all_reduce(total, group=group)
+    return max(0, round(total.item() / (2 * LATE_RUNS * len(LATE_BYTES))))
 
 
 def _timed(call: Callable[[], Any], runs: int) -> int:

@@ -193,8 +193,9 @@ class Runtime:
     autograd function, (forward, backward). `branch_ns`: what an operator with parameters takes longer where its
     backward pass is made in two parts, beside kernels: in the first its gradient is kept, in the second autograd is
     called for it. `pass_ns`: a pass of a pipeline's stage, beside what it computes: of the schedule, and of autograd.
-    `send_ns`: to start to send a message, (bytes, ns) by size; `receive_ns`: to ask for one and to take it. Profiles
-    that do not say these have none.
+    `send_ns`: to start to send a message, (bytes, ns) by size; `receive_ns`: to ask for one and to take it; `late_ns`:
+    how long it stands still besides where it asks for one that was sent before. Profiles that do not say these have
+    none.
     """
 
     optimizer_ns: tuple[int, int]
@@ -206,6 +207,7 @@ class Runtime:
     pass_ns: int = 0
     send_ns: tuple[tuple[int, int], ...] = ()
     receive_ns: int = 0
+    late_ns: int = 0
 
     def around_pass_ns(self, sent: Sequence[int], num_received: int) -> int:
         """What a stage's pass takes of its rank's thread beside what it computes. sent: bytes of each message."""
@@ -409,6 +411,7 @@ def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
         pass_ns=round(runtime.pass_ns * slowdown),
         send_ns=tuple((size, round(duration * slowdown)) for size, duration in runtime.send_ns),
         receive_ns=round(runtime.receive_ns * slowdown),
+        late_ns=round(runtime.late_ns * slowdown),
     )
 
 

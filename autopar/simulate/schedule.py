@@ -3,14 +3,15 @@
 A pass (`player`) begins when the submesh has made the one before and what it reads has arrived. What a rank sends to
 another stage leaves at the end of the pass and queues on its stream to the level of link that joins the two; it does
 not disturb collectives. It travels once the receiver has taken memory for it, one pass ahead of the one that reads it
-(`runtime.arrivals`); a gradient keeps its memory on the sender until then.
+(`runtime.arrivals`); a gradient keeps its memory on the sender until then. Who asks for what was sent before is held
+up by that (`Runtime.late_ns`): so passes are played in the order in which they begin.
 Gradients of tied parameters are summed over their stages once all of them are home. Then the optimizer runs.
 Where ranks share cores, those that are busy have the cores of those that wait (`cores`).
 """
 
 from __future__ import annotations
 
-import itertools
+import heapq
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -97,9 +98,9 @@ class _Arrival(NamedTuple):
     left_ns: int
     time_ns: int
 
-    def received(self, posted_ns: int) -> _Arrival:
+    def received(self, asked_ns: int) -> _Arrival:
         """When it is there if it is received from then on."""
-        return self._replace(time_ns=max(self.time_ns, posted_ns + self.transfer.duration_ns))
+        return self._replace(time_ns=max(self.time_ns, asked_ns + self.transfer.duration_ns))
 
     def hold(self) -> None:
         """The sender keeps what has not left."""
@@ -115,7 +116,6 @@ class Submesh:
     ranks: range
     stages: list[int]
     turns: list[Turn] = field(default_factory=list)
-    following: dict[Turn, Turn] = field(default_factory=dict)
     free_ns: int = 0
     last_ns: int = 0
     unmet_ns: int = 0
@@ -131,7 +131,10 @@ class Submesh:
     played: Counter[Pass] = field(default_factory=Counter)
     departed: Counter[tuple[int, ...]] = field(default_factory=Counter)  # transfers, by what each rank sends
     bubble_ns: int = 0
-    posted_ns: int = 0  # from when on what the next turn reads is received
+    num_made: int = 0  # turns
+    begin_ns: int | None = None  # of the next turn, once what it reads is sent
+    asked_ns: int = 0  # from when on what the next turn reads is received
+    asked_early: bool = False  # before the turn
     expected: int = 0  # bytes that are taken for that
 
     def carried(self, now: int) -> Carried:
@@ -182,6 +185,15 @@ class Submesh:
         """What its busiest rank sends to others in the step."""
         by_rank = zip(*([size * times for size in sizes] for sizes, times in self.departed.items()), strict=True)
         return max(map(sum, by_rank), default=0)
+
+    @property
+    def next_turn(self) -> Turn | None:
+        return self.turns[self.num_made] if self.num_made < len(self.turns) else None
+
+    def stand(self, duration_ns: int) -> None:
+        """Compute stands still for what is sent."""
+        self.waited["send"] += duration_ns
+        self.free_ns += duration_ns
 
     @property
     def end_ns(self) -> int:
@@ -240,50 +252,83 @@ class _Step:
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
         for submesh, order in zip(self.submeshes, orders, strict=True):
             submesh.turns = order
-            submesh.following = dict(itertools.pairwise(order))
 
     def run(self) -> None:
         """The whole step."""
         for submesh in self.submeshes:
             for stage in submesh.stages:
                 self._play(submesh, stage, PassKind("begin"), 0, "")
-        waiting = [(submesh, iter([*submesh.turns, None])) for submesh in self.submeshes]
-        heads = [next(order) for _, order in waiting]
-        while any(head is not None for head in heads):
-            stuck = True
-            for position, (submesh, order) in enumerate(waiting):
-                while (turn := heads[position]) is not None and self._is_possible(turn):
-                    self._take_turn(submesh, turn)
-                    heads[position], stuck = next(order), False
-            assert not stuck, f"the schedule {self.plan.schedule!r} waits for itself at {heads}"
+        self._make_turns()
         if self.trains:
             self._end_step()
+
+    def _make_turns(self) -> None:
+        """Those that begin earlier first: what is sent before a turn begins is known then."""
+        coming: list[tuple[int, int, Submesh]] = []
+        may_go_on = self.submeshes
+        while True:
+            for submesh in may_go_on:
+                turn = submesh.next_turn
+                if submesh.begin_ns is None and turn is not None and self._is_possible(turn):
+                    submesh.begin_ns = self._receive(submesh, turn)
+                    heapq.heappush(coming, (submesh.begin_ns, submesh.ranks.start, submesh))
+            if not coming:
+                break
+            _, _, submesh = heapq.heappop(coming)
+            may_go_on = [submesh, *self._make_turn(submesh)]
+        stuck = [submesh.next_turn for submesh in self.submeshes if submesh.next_turn]
+        assert not stuck, f"the schedule {self.plan.schedule!r} waits for itself at {stuck}"
 
     def _is_possible(self, turn: Turn) -> bool:
         """The second part of a backward pass waits for nothing but the first, which is before it."""
         if turn.direction == BACKWARD_WEIGHT:
             return True
-        is_forward = turn.direction == FORWARD
-        there = self.arrived.get((turn.stage, is_forward, turn.microbatch), ())
-        return len(there) == self.transfers.num_awaited(turn.stage, is_forward)
+        return len(self._sent_for(turn)) == self.transfers.num_awaited(turn.stage, turn.direction == FORWARD)
 
-    def _take_turn(self, submesh: Submesh, turn: Turn) -> None:
-        """A forward or backward pass, and the sending of what it makes for others."""
-        is_forward, is_second = turn.direction == FORWARD, turn.direction == BACKWARD_WEIGHT
-        arrived = [] if is_second else self.arrived.pop((turn.stage, is_forward, turn.microbatch), [])
-        begin = self._wait(submesh, [arrival.received(submesh.posted_ns) for arrival in arrived])
-        following = submesh.following.get(turn)
-        is_early = following is not None and may_come_early(turn, following)
-        self._expect(submesh, begin, following if is_early else None)
+    def _sent_for(self, turn: Turn) -> list[_Arrival]:
+        """What a turn reads, as far as it is sent. The second part of a backward pass reads nothing."""
+        if turn.direction == BACKWARD_WEIGHT:
+            return []
+        return self.arrived[turn.stage, turn.direction == FORWARD, turn.microbatch]
+
+    def _receive(self, submesh: Submesh, turn: Turn) -> int:
+        """When the submesh's next turn begins, for which all is sent."""
+        if not submesh.asked_early:
+            submesh.asked_ns = self._ask(submesh, turn, submesh.asked_ns)
+        return self._wait(submesh, [arrival.received(submesh.asked_ns) for arrival in self._sent_for(turn)])
+
+    def _ask(self, submesh: Submesh, turn: Turn, now: int) -> int:
+        """Asks for what a turn reads; when that is done. Compute stands still for what was sent before."""
+        runtime = self.transfers.runtimes[turn.stage]
+        if runtime is None or not runtime.late_ns:
+            return now
+        late = sum(len(one.transfer.names) for one in self._sent_for(turn) if one.transfer.link and one.left_ns <= now)
+        submesh.stand(late * runtime.late_ns)
+        return now + late * runtime.late_ns
+
+    def _make_turn(self, submesh: Submesh) -> list[Submesh]:
+        """A forward or backward pass, and the sending of what it makes for others, which are returned."""
+        turn, begin = submesh.next_turn, submesh.begin_ns
+        assert turn is not None and begin is not None
+        submesh.num_made, submesh.begin_ns = submesh.num_made + 1, None
+        if turn.direction != BACKWARD_WEIGHT:
+            self.arrived.pop((turn.stage, turn.direction == FORWARD, turn.microbatch), None)
+        following = submesh.next_turn
+        early = following if following is not None and may_come_early(turn, following) else None
+        self._expect(submesh, begin, early)
+        if early is not None:
+            begin = submesh.asked_ns = self._ask(submesh, early, begin)
         label = f" #{turn.microbatch}" if self.plan.microbatches > 1 else ""
         kind = pass_kind(turn, self.stages[turn.stage], self.plan.microbatches)
         self._play(submesh, turn.stage, kind, begin, label)
-        submesh.posted_ns = begin if is_early else submesh.free_ns
-        for transfer in () if is_second else self.transfers.of(turn.stage, is_forward):
+        submesh.asked_early = early is not None
+        if early is None:
+            submesh.asked_ns = submesh.free_ns
+        sent = [] if turn.direction == BACKWARD_WEIGHT else self.transfers.of(turn.stage, turn.direction == FORWARD)
+        for transfer in sent:
             self._send(submesh, transfer, submesh.free_ns, turn.microbatch, label)
-        around = self.transfers.around_ns(turn)
-        submesh.waited["send"] += around
-        submesh.free_ns += around
+        submesh.stand(self.transfers.around_ns(turn))
+        return [self.home_of[transfer.target] for transfer in sent]
 
     def _expect(self, submesh: Submesh, begin: int, following: Turn | None) -> None:
         """Memory for what a turn reads is its own from its begin on; that for the following one's is taken."""

@@ -36,7 +36,7 @@ OPERATORS = {
 }  # fmt: skip
 COLLECTIVES = {
     "RUNS": 3, "COLLECTIVE_BYTES": (1 << 10, 1 << 22), "MOST_IN_A_RUN": 2, "WAITING_ROUNDS": 2, "WAITING_UNITS": (1, 3),
-    "MESSAGE_BYTES": (1 << 10, 1 << 21), "PASS_UNITS": 1,
+    "MESSAGE_BYTES": (1 << 10, 1 << 21), "PASS_UNITS": 1, "LATE_RUNS": 2,
 }  # fmt: skip
 
 

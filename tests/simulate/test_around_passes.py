@@ -14,13 +14,16 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.runtime.arrivals import may_come_early
 from autopar.simulate import IncrementalStages, Timeline, simulate
+from autopar.simulate.engine import COMPUTE
+from autopar.simulate.passes import FORWARD, Turn, turns
 from autopar.trace import trace
 from models import gpt
 
 SOURCE = Provenance("assumed", "test", "2026-11-23")
 MICROBATCHES = 4
-PASS_NS, SEND_NS, RECEIVE_NS = 5_000_000, 700_000, 90_000
+PASS_NS, SEND_NS, RECEIVE_NS, LATE_NS = 5_000_000, 700_000, 90_000, 1000
 FREE = Runtime((0, 0), 0, 0, (0, 0), SOURCE)
 BUSY = replace(FREE, pass_ns=PASS_NS, send_ns=((1, SEND_NS),), receive_ns=RECEIVE_NS)
 
@@ -58,6 +61,40 @@ def test_each_pass_is_called_and_each_message_handed_over(schedule: str) -> None
         around = passes * PASS_NS + sent * SEND_NS + received * RECEIVE_NS
         assert around <= after.exposed["send"] < around + PASS_NS, "and the time that they travel"
     assert busy.step_time_ns > free.step_time_ns
+
+
+def spans_of(timeline: Timeline, plan: Plan) -> list[dict[Turn, tuple[int, int]]]:
+    """When each lane's turns begin and end, in their order."""
+    stages: dict[int, list[int]] = {}
+    for number, stage in enumerate(plan.stages):
+        stages.setdefault(stage.first_rank, []).append(number)
+    found = []
+    for lane, order in zip(timeline.lanes, turns(plan.schedule, [*stages.values()], MICROBATCHES, True), strict=True):
+        passes = [piece for piece in lane.pieces if piece.label and piece.tasks[0][0] == COMPUTE]
+        spans = [(piece.begin_ns, piece.begin_ns + max(task[3] for task in piece.tasks)) for piece in passes]
+        found.append(dict(zip(order, spans, strict=True)))
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "some_late"), [("gpipe", False), ("1f1b", True), ("interleaved", True)])
+def test_who_asks_for_what_was_sent_before_stands_still(schedule: str, some_late: bool) -> None:
+    graph, plan = planned(pp=2, schedule=schedule)
+    timeline = played(replace(FREE, pass_ns=PASS_NS, late_ns=LATE_NS), graph, plan)
+    spans = spans_of(timeline, plan)
+    ends = {turn: end for lane in spans for turn, (_, end) in lane.items()}
+    found = set()
+    for lane in spans:
+        order = list(lane)
+        for before, turn, following in zip(order, order[1:], order[2:], strict=False):
+            source = following.stage + (-1 if following.direction == FORWARD else 1)
+            waited = lane[turn][0] - lane[before][1] - PASS_NS
+            if 0 <= source < len(plan.stages) and may_come_early(turn, following) and waited <= LATE_NS:
+                is_late = ends[following._replace(stage=source)] <= lane[turn][0] - LATE_NS
+                assert waited == LATE_NS * is_late
+                found.add(is_late)
+    assert found == {False, some_late}
+    again = IncrementalStages(graph, profile_with(replace(FREE, pass_ns=PASS_NS, late_ns=LATE_NS))).timeline(plan)
+    assert (again.step_time_ns, again.breakdown) == (timeline.step_time_ns, timeline.breakdown)
 
 
 def test_a_plan_of_one_stage_has_no_schedule() -> None:
