@@ -390,20 +390,22 @@ class Place:
     profile: Profile
     sends: Sends | None = None
 
-    def fit(self, seconds: float, limit: int | None = None) -> Plan:
+    def fit(self, seconds: float, limit: int | None = None, thoroughly: bool = False) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
 
-        Where that is too tight for any plan, a limit in between is asked for. Raises InfeasibleError.
+        Where that is too tight for any plan, and modules are recomputed or it is to be done thoroughly, a limit in
+        between is asked for. Raises InfeasibleError.
         """
         draft = self.placements.draft
         limit = asked = draft.memory_limit if limit is None else limit
         deadline = time.monotonic() + seconds
         too_low, too_high = 0, 0  # usages that no plan has, and whose plan's peak does not fit
-        for _ in range(_TRIES if self.request.recompute else _TRIES - 2):
+        between = thoroughly or bool(self.request.recompute)
+        for _ in range(_TRIES if between else _TRIES - 2):
             try:
                 plan = self.within(asked, max(_LEAST_S, deadline - time.monotonic()))
             except InfeasibleError:
-                if not too_high or not self.request.recompute:
+                if not too_high or not between:
                     raise
                 too_low, asked = asked, (asked + too_high) // 2
                 continue
@@ -523,4 +525,10 @@ def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Place, Plan]:
     def below(place: Place, limit: int) -> Plan:
         return place.fit(_LEAST_S, limit)
 
-    return fit_or_refuse(places, Place.least, below)
+    def at_last(place: Place, least: LeastMemory) -> Plan:
+        limit = place.placements.draft.memory_limit
+        if least.usage_bytes > limit * place.part.num_submeshes:
+            raise InfeasibleError(f"no plan uses {limit:,} bytes a device or less")
+        return place.fit(place.request.budget.seconds, thoroughly=True)
+
+    return fit_or_refuse(places, Place.least, below, at_last)

@@ -2,11 +2,13 @@
 
 In each place (a logical mesh with a number of microbatches) the plan of the least intra-op usage is simulated; from
 the smallest of these peaks on, plans are asked for below the best peak so far, until `MAX_FAILURES` places have none.
-Nothing of this depends on the user's limit, so a limit of what the error names can be met.
+Nothing of this depends on the user's limit, so a limit of what the error names can be met; but where the clock ended a
+search for one of these plans, it may find less another time. So a plan within the limit itself is looked for at last.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -24,12 +26,14 @@ def fit_or_refuse(
     places: Sequence[Place],
     least_of: Callable[[Place], tuple[Plan, LeastMemory]],
     plan_below: Callable[[Place, int], Plan],
+    plan_at_last: Callable[[Place, LeastMemory], Plan],
 ) -> tuple[Place, Plan]:
     """The plan with the least peak memory that is found, if it is within its own `memory_limit`, and its place.
 
     least_of(place): the plan of least usage and what is largest in it. plan_below(place, limit): a plan within that
-    limit in bytes. Both raise InfeasibleError. Raises InfeasibleError naming the smallest limit that can be met, or,
-    when the constraints leave no strategy at all, what says so.
+    limit in bytes. plan_at_last(place, least): one within the user's, looked for at length. All raise InfeasibleError.
+    Raises InfeasibleError naming the smallest limit that can be met, or, when the constraints leave no strategy at all,
+    what says so.
     """
     found, refusals = [], []
     for place in places:
@@ -50,9 +54,11 @@ def fit_or_refuse(
                 failures += 1
                 break
             where, best, least = place, replace(lower, memory_limit=limit), own_least
-    if best.predicted.peak_bytes <= limit:
-        return where, best
-    raise _does_not_fit(best, least)
+    if best.predicted.peak_bytes > limit:
+        with contextlib.suppress(InfeasibleError):
+            return where, plan_at_last(where, least)
+        raise _does_not_fit(best, least)
+    return where, best
 
 
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
