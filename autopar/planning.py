@@ -390,18 +390,18 @@ class Place:
     profile: Profile
     sends: Sends | None = None
 
-    def fit(self, seconds: float, limit: int | None = None, thoroughly: bool = False) -> Plan:
+    def fit(self, seconds: float, limit: int | None = None, floor: int = 0) -> Plan:
         """The best plan whose simulated peak fits; solved again under a tighter limit while it does not.
 
-        Where that is too tight for any plan, and modules are recomputed or it is to be done thoroughly, a limit in
-        between is asked for. Raises InfeasibleError.
+        floor: the least usage that a plan has, if that is known. Where a limit is too tight for any plan, and the floor
+        is known or modules are recomputed, one in between is asked for. Raises InfeasibleError.
         """
         draft = self.placements.draft
         limit = asked = draft.memory_limit if limit is None else limit
         deadline = time.monotonic() + seconds
-        too_low, too_high = 0, 0  # usages that no plan has, and whose plan's peak does not fit
-        between = thoroughly or bool(self.request.recompute)
-        for _ in range(_TRIES if between else _TRIES - 2):
+        too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
+        between = bool(floor or self.request.recompute)
+        for _ in range(2 * _TRIES if floor else _TRIES if between else _TRIES - 2):
             try:
                 plan = self.within(asked, max(_LEAST_S, deadline - time.monotonic()))
             except InfeasibleError:
@@ -526,9 +526,9 @@ def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Place, Plan]:
         return place.fit(_LEAST_S, limit)
 
     def at_last(place: Place, least: LeastMemory) -> Plan:
-        limit = place.placements.draft.memory_limit
-        if least.usage_bytes > limit * place.part.num_submeshes:
+        limit, floor = place.placements.draft.memory_limit, -(-least.usage_bytes // place.part.num_submeshes)
+        if floor > limit:
             raise InfeasibleError(f"no plan uses {limit:,} bytes a device or less")
-        return place.fit(place.request.budget.seconds, thoroughly=True)
+        return place.fit(place.request.budget.seconds, floor=floor)
 
     return fit_or_refuse(places, Place.least, below, at_last)

@@ -68,14 +68,14 @@ def test_what_the_clock_kept_from_being_found_is_looked_for_at_last() -> None:
 
 
 def test_a_limit_of_usage_between_too_tight_and_too_loose(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of usage up to 540 the peak is 900, of more 1,100; below 500 there is no plan."""
+    """Of usage up to 502 the peak is 900, of more 1,100; below 500 there is no plan."""
 
     def within(_: Place, usage_limit: int, seconds: float) -> Plan:
         if usage_limit < 500:
             raise InfeasibleError("no choice fits")
-        return with_peak(900 if usage_limit <= 540 else 1100, usage_limit)
+        return with_peak(900 if usage_limit <= 502 else 1100, usage_limit)
 
     monkeypatch.setattr(Place, "within", within)
     with pytest.raises(InfeasibleError):
         PLACE.fit(10, 1000)
-    assert PLACE.fit(10, 1000, thoroughly=True).predicted.peak_bytes == 900
+    assert PLACE.fit(10, 1000, floor=500).predicted.peak_bytes == 900
