@@ -88,14 +88,14 @@ def search_exactly(
 
     The limits are the deadline (of time.monotonic) and, on networks of no more than `small_entries`, which are
     searched in this process, the backtracks of each round; `times` are those whose rows are there from the
-    start. At least one round is made.
+    start. At least one round is made, of a second at most where the deadline is over.
     """
     search = RowsAsNeeded(network, times)
     first = True
     while (first or time.monotonic() < deadline) and not search.impossible:
         first = False
         if network.num_entries <= small_entries:
-            result = minimise_here(network, search.rows, upper_bound, backtracks, seed)
+            result = minimise_here(network, search.rows, upper_bound, backtracks, seed, deadline)
         else:
             apart = SearchApart(network, search.rows, upper_bound, seed, message_passing=True)
             result = apart.result(deadline)

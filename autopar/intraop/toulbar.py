@@ -1,10 +1,11 @@
-"""Minimises a network by toulbar2: in this process under a backtrack limit, or in one of its own.
+"""Minimises a network by toulbar2: in this process under limits of backtracks and time, or in one of its own.
 
 Without memory rows, what bucket elimination leaves is all that toulbar2 gets to see (`elimination`).
 """
 
 from __future__ import annotations
 
+import math
 import pickle
 import signal
 import subprocess
@@ -31,10 +32,18 @@ _LIBRARY_LOCK = threading.Lock()
 """toulbar2 keeps its state in globals."""
 
 
-def minimise_here(network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> Result:
-    """Searches in this process for the cheapest choice below `upper_bound`; deterministic."""
+def minimise_here(
+    network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int, deadline: float = math.inf
+) -> Result:
+    """Searches in this process for the cheapest choice below `upper_bound`; deterministic unless the deadline strikes.
+
+    deadline: of time.monotonic, counted in whole seconds of the processor, at least one. Backtracks through memory rows
+    may take a hundred times as long as others, so that a limit in these alone is none in time.
+    """
     request, core = _request(network, rows, upper_bound, seed)
     request["backtrack_limit"] = backtracks
+    if deadline < math.inf:
+        request["seconds"] = max(1, math.ceil(deadline - time.monotonic()))
     settled = _settled(core, upper_bound)
     if settled is not None:
         return settled
@@ -47,8 +56,10 @@ class SearchHere:
 
     done = True
 
-    def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> None:
-        self._result = minimise_here(network, rows, upper_bound, backtracks, seed)
+    def __init__(
+        self, network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int, deadline: float
+    ) -> None:
+        self._result = minimise_here(network, rows, upper_bound, backtracks, seed, deadline)
 
     def result(self, deadline: float) -> Result:
         """Returns what was found."""
@@ -71,7 +82,7 @@ class SearchApart:
     def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, seed: int, *,
                  backtracks: int = NO_BACKTRACK_LIMIT, message_passing: bool = False) -> None:  # fmt: skip
         request, self._core = _request(network, rows, upper_bound, seed)
-        request["backtrack_limit"], request["interruptible"] = backtracks, True
+        request["backtrack_limit"], request["seconds"] = backtracks, toulbar_worker.A_LONG_TIME_S
         request["message_passing"] = message_passing
         self._settled = _settled(self._core, upper_bound)
         if self._settled is not None:
@@ -145,7 +156,7 @@ def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int)
         infinite=INFINITE,
         upper_bound=upper_bound,
         backtrack_limit=NO_BACKTRACK_LIMIT,
-        interruptible=False,
+        seconds=0,
         message_passing=False,
         seed=seed,
     )
