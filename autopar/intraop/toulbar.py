@@ -37,8 +37,8 @@ def minimise_here(
 ) -> Result:
     """Searches in this process for the cheapest choice below `upper_bound`; deterministic unless the deadline strikes.
 
-    deadline: of time.monotonic, counted in whole seconds of the processor, at least one. Backtracks through memory rows
-    may take a hundred times as long as others, so that a limit in these alone is none in time.
+    deadline: of time.monotonic, counted in whole seconds of the processor, at least one. A backtrack through memory
+    rows may take a tenth of a second, so that a limit of backtracks alone is none in time.
     """
     request, core = _request(network, rows, upper_bound, seed)
     request["backtrack_limit"] = backtracks

@@ -80,11 +80,11 @@ def layer_costs(
 def _crossing_ns(transfers: Transfers, border: int) -> int:
     """What is sent over the border before a stage, each tensor once a direction, and what that takes of its ranks."""
     found: dict[tuple[str, ...], int] = {}
-    for (source, is_forward), sent in transfers.sent.items():
+    for (source, direction), sent in transfers.sent.items():
         for transfer in sent:
             first, last = sorted((source, transfer.target))
             if first < border <= last:
-                found[(str(is_forward), *transfer.names)] = transfer.duration_ns
+                found[(direction, *transfer.names)] = transfer.duration_ns
     around = [transfers.around_ns(Turn(border, name, 0)) for name in (FORWARD, BACKWARD) if border]
     return sum(found.values()) + sum(around)
 

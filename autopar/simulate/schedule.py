@@ -25,11 +25,11 @@ from autopar.ir.plan import Breakdown, Plan
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
-from autopar.simulate.passes import BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
+from autopar.simulate.passes import DIRECTIONS, Turn, turns
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
 from autopar.simulate.program import lower_stages
 from autopar.simulate.timeline import BETWEEN, Lane, Piece, Timeline
-from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers
+from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers, way_of
 
 WORK = DIRECTIONS
 TIED = "gradient all_reduce"
@@ -248,7 +248,7 @@ class _Step:
         self.transfers = find_transfers(graph, plan, programs, profiles)
         self.ties = find_ties(graph, plan, profiles) if self.trains else []
         self.home_of = {stage: submesh for submesh in self.submeshes for stage in submesh.stages}
-        self.arrived: dict[tuple[int, bool, int], list[_Arrival]] = defaultdict(list)  # stage, forward, microbatch
+        self.arrived: dict[tuple[int, str, int], list[_Arrival]] = defaultdict(list)  # stage, direction, microbatch
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
         for submesh, order in zip(self.submeshes, orders, strict=True):
             submesh.turns = order
@@ -280,16 +280,12 @@ class _Step:
         assert not stuck, f"the schedule {self.plan.schedule!r} waits for itself at {stuck}"
 
     def _is_possible(self, turn: Turn) -> bool:
-        """The second part of a backward pass waits for nothing but the first, which is before it."""
-        if turn.direction == BACKWARD_WEIGHT:
-            return True
-        return len(self._sent_for(turn)) == self.transfers.num_awaited(turn.stage, turn.direction == FORWARD)
+        """Whether all that a turn reads is sent."""
+        return len(self._sent_for(turn)) == self.transfers.num_awaited(turn)
 
     def _sent_for(self, turn: Turn) -> list[_Arrival]:
-        """What a turn reads, as far as it is sent. The second part of a backward pass reads nothing."""
-        if turn.direction == BACKWARD_WEIGHT:
-            return []
-        return self.arrived[turn.stage, turn.direction == FORWARD, turn.microbatch]
+        """What a turn reads, as far as it is sent."""
+        return self.arrived.get((*way_of(turn), turn.microbatch), [])
 
     def _receive(self, submesh: Submesh, turn: Turn) -> int:
         """When the submesh's next turn begins, for which all is sent."""
@@ -311,8 +307,7 @@ class _Step:
         turn, begin = submesh.next_turn, submesh.begin_ns
         assert turn is not None and begin is not None
         submesh.num_made, submesh.begin_ns = submesh.num_made + 1, None
-        if turn.direction != BACKWARD_WEIGHT:
-            self.arrived.pop((turn.stage, turn.direction == FORWARD, turn.microbatch), None)
+        self.arrived.pop((*way_of(turn), turn.microbatch), None)
         following = submesh.next_turn
         early = following if following is not None and may_come_early(turn, following) else None
         self._expect(submesh, begin, early)
@@ -324,7 +319,7 @@ class _Step:
         submesh.asked_early = early is not None
         if early is None:
             submesh.asked_ns = submesh.free_ns
-        sent = [] if turn.direction == BACKWARD_WEIGHT else self.transfers.of(turn.stage, turn.direction == FORWARD)
+        sent = self.transfers.of(turn)
         for transfer in sent:
             self._send(submesh, transfer, submesh.free_ns, turn.microbatch, label)
         submesh.stand(self.transfers.around_ns(turn))
@@ -364,7 +359,7 @@ class _Step:
             submesh.pieces.append(Piece(start, label, [task], []))
             submesh.departed[transfer.sent_bytes] += 1
             submesh.note("send", Sent(1, 0, transfer.duration_ns))  # bytes: `departed`
-        self.arrived[transfer.target, transfer.is_forward, microbatch].append(_Arrival(transfer, submesh, ready, end))
+        self.arrived[transfer.target, transfer.direction, microbatch].append(_Arrival(transfer, submesh, ready, end))
 
     # The end of a step ----------------------------------------
 

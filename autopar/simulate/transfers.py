@@ -21,8 +21,9 @@ from autopar.ir.placement import Axis, R, Type, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
-from autopar.runtime.arrivals import BACKWARD_WEIGHT, FORWARD, Turn
+from autopar.runtime.arrivals import Turn
 from autopar.runtime.crossing import Side, crossing
+from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, FORWARD
 from autopar.simulate.program import Program
 
 
@@ -34,7 +35,7 @@ class Transfer(NamedTuple):
     """
 
     target: int
-    is_forward: bool
+    direction: str
     names: tuple[str, ...]
     sent_bytes: tuple[int, ...]
     link: str
@@ -69,36 +70,37 @@ class Transfers:
     runtimes: of each stage's ranks.
     """
 
-    sent: dict[tuple[int, bool], list[Transfer]]
-    awaited: dict[tuple[int, bool], int]
-    arriving_bytes: dict[tuple[int, bool], int]
-    messages: dict[tuple[int, bool], int] = field(default_factory=dict)  # that travel to it
+    sent: dict[tuple[int, str], list[Transfer]]
+    awaited: dict[tuple[int, str], int]
+    arriving_bytes: dict[tuple[int, str], int]
+    messages: dict[tuple[int, str], int] = field(default_factory=dict)  # that travel to it
     runtimes: Sequence[Runtime | None] = ()
 
-    def of(self, stage: int, is_forward: bool) -> list[Transfer]:
-        return self.sent.get((stage, is_forward), [])
+    def of(self, turn: Turn) -> list[Transfer]:
+        """What a turn sends when its pass has ended."""
+        return self.sent.get(way_of(turn), [])
 
-    def num_awaited(self, stage: int, is_forward: bool) -> int:
-        return self.awaited.get((stage, is_forward), 0)
+    def num_awaited(self, turn: Turn) -> int:
+        """How many transfers a turn waits for."""
+        return self.awaited.get(way_of(turn), 0)
 
     def around_ns(self, turn: Turn) -> int:
         """What a turn takes of its ranks' threads beside its pass: the schedule's part, and to send and to receive."""
         runtime = self.runtimes[turn.stage]
         if runtime is None:
             return 0
-        if turn.direction == BACKWARD_WEIGHT:
-            return runtime.around_pass_ns((), 0)
-        key = turn.stage, turn.direction == FORWARD
-        sent = [size for one in self.sent.get(key, ()) if one.link for size in one.messages]
-        return runtime.around_pass_ns(sent, self.messages.get(key, 0))
+        sent = [size for one in self.of(turn) if one.link for size in one.messages]
+        return runtime.around_pass_ns(sent, self.messages.get(way_of(turn), 0))
 
     def expected_bytes(self, turn: Turn) -> int:
         """Of what a turn receives."""
-        return (
-            0
-            if turn.direction == BACKWARD_WEIGHT
-            else self.arriving_bytes.get((turn.stage, turn.direction == FORWARD), 0)
-        )
+        return self.arriving_bytes.get(way_of(turn), 0)
+
+
+def way_of(turn: Turn) -> tuple[int, str]:
+    """A turn's stage, and whether it reads and sends forward or backward. The second part of a backward pass does
+    neither: under its name nothing is found."""
+    return turn.stage, BACKWARD if turn.direction == BACKWARD_INPUT else turn.direction
 
 
 def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profiles: Sequence[Profile]) -> Transfers:
@@ -110,10 +112,11 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
         for source in range(target):
             names = tuple(name for name, maker in makers.items() if maker == source)
             trained = tuple(name for name in names if name in gradients_back(graph, plan)[target])
-            for sending, receiving, is_forward, what in (
-                (source, target, True, names), (target, source, False, trained)
+            for sending, receiving, direction, what in (
+                (source, target, FORWARD, names), (target, source, BACKWARD, trained)
             ):  # fmt: skip
                 if what:
+                    is_forward = direction == FORWARD
                     routes = [_route(graph, plan, source, target, name, is_forward) for name in what]
                     sizes, link, duration = _sending(plan, sending, receiving, routes, profiles)
                     arriving = sum(way.arriving_bytes for way in routes)
@@ -121,9 +124,9 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
                     ways = zip(what, routes, strict=True)
                     held = sum(way.local_bytes for name, way in ways if not is_forward or name not in kept[source])
                     held = max(sizes) if is_copied else held
-                    transfer = Transfer(receiving, is_forward, what, sizes, link, duration, arriving, held)
-                    found.sent.setdefault((sending, is_forward), []).append(transfer)
-                    key = receiving, is_forward
+                    transfer = Transfer(receiving, direction, what, sizes, link, duration, arriving, held)
+                    found.sent.setdefault((sending, direction), []).append(transfer)
+                    key = receiving, direction
                     found.awaited[key] = found.awaited.get(key, 0) + 1
                     found.arriving_bytes[key] = found.arriving_bytes.get(key, 0) + arriving
                     found.messages[key] = found.messages.get(key, 0) + (len(what) if link else 0)
