@@ -1,7 +1,7 @@
 """Cuts a chain of layers into stages on submeshes (Alpa's inter-operator pass)."""
 
 from autopar.interop.clustering import Layers, Members, balanced_layers, block_layers
-from autopar.interop.dp import ChosenStage, StageChoice, StageKind, StageSearch, best_stages
+from autopar.interop.dp import ChosenStage, StageChoice, StageKind, StageSearch, best_stages, equally_cut
 from autopar.interop.folding import Folded, fold
 from autopar.interop.schedules import in_flight, waiting
 
@@ -16,6 +16,7 @@ __all__ = [
     "balanced_layers",
     "best_stages",
     "block_layers",
+    "equally_cut",
     "fold",
     "in_flight",
     "waiting",

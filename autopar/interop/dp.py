@@ -115,6 +115,16 @@ def best_stages(
     return StageSearch(best, bound, reason, time.monotonic() - started, tuple(found[1:]))
 
 
+def equally_cut(kind: StageKind, num_stages: int, microbatches: int) -> StageChoice | None:
+    """Stages of as many layers each, whatever memory they take; None where the layers do not divide."""
+    if kind.num_layers % num_stages:
+        return None
+    ranges, each = _Ranges(kind, microbatches), kind.num_layers // num_stages
+    spans = [(begin, begin + each) for begin in range(0, kind.num_layers, each)]
+    step = sum(int(ranges.time[span]) for span in spans) + max(int(ranges.bottleneck[span]) for span in spans)
+    return StageChoice(tuple(ChosenStage(*span, 0) for span in spans), step)
+
+
 class _Ranges:
     """A kind's costs of every range of layers, [begin, end]; those with end ≤ begin are never allowed."""
 

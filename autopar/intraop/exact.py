@@ -21,6 +21,10 @@ SMALL_ENTRIES = 300_000
 """Networks up to this size are searched in this process, which saves starting another (0.2 s)."""
 _BACKTRACKS = 500
 """A limit in backtracks keeps the outcome for small networks independent of the clock."""
+_ROW_EFFORT = 500_000
+"""Usages in rows times backtracks that a search in this process may take: at most some seconds, since each has taken
+6 us where rows were tight (40 rows of 40 variables of 12 values, a minute for 500 backtracks). Beyond that a search
+needs a process of its own to end in time."""
 _ROWS_A_ROUND = 4
 
 
@@ -86,19 +90,21 @@ def search_exactly(
 ) -> Outcome:  # fmt: skip
     """Searches for the cheapest choice below `upper_bound`, until it is found or a limit is met.
 
-    The limits are the deadline (of time.monotonic) and, on networks of no more than `small_entries`, which are
-    searched in this process, the backtracks of each round; `times` are those whose rows are there from the
-    start. At least one round is made, of a second at most where the deadline is over.
+    The limits are the deadline (of time.monotonic) and, on networks of no more than `small_entries`, the backtracks of
+    each round; these are searched in this process unless their rows make that long. `times` are those whose rows are
+    there from the start. At least one round is made.
     """
     search = RowsAsNeeded(network, times)
     first = True
     while (first or time.monotonic() < deadline) and not search.impossible:
         first = False
-        if network.num_entries <= small_entries:
-            result = minimise_here(network, search.rows, upper_bound, backtracks, seed, deadline)
+        rows, is_small = search.rows, network.num_entries <= small_entries
+        if is_small and backtracks * sum(row.num_usages for row in rows) <= _ROW_EFFORT:
+            result = minimise_here(network, rows, upper_bound, backtracks, seed)
+        elif is_small:
+            result = SearchApart(network, rows, upper_bound, seed, backtracks=backtracks).result(deadline)
         else:
-            apart = SearchApart(network, search.rows, upper_bound, seed, message_passing=True)
-            result = apart.result(deadline)
+            result = SearchApart(network, rows, upper_bound, seed, message_passing=True).result(deadline)
         if search.learn(result):
             break
     return search.finish()

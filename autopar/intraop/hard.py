@@ -7,6 +7,7 @@ and the best is improved part by part; when that has not helped for long, a seco
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 
@@ -45,7 +46,7 @@ def search_hard(network: Network, known: Outcome, deadline: float, seed: int, ga
     """Searches until the deadline (of time.monotonic), a proof, or (cost − bound) / cost ≤ gap_limit."""
     seconds = max(0.0, deadline - time.monotonic())
     deadline -= min(_CLOSING_S, _CLOSING_SHARE * seconds)
-    bounds = _BoundSearch(network, known, seed, _JOB_SHARE * seconds, deadline)
+    bounds = _BoundSearch(network, known, seed, _JOB_SHARE * seconds)
     choices = _ChoiceSearch(network, known, seed)
     try:
         bounds.advance(choices.cost, 1)
@@ -80,13 +81,13 @@ class _Job:
 class _BoundSearch:
     """Keeps the other process busy and collects what it proves: prices first, then branching on them."""
 
-    def __init__(self, network: Network, known: Outcome, seed: int, most_s: float, deadline: float) -> None:
+    def __init__(self, network: Network, known: Outcome, seed: int, most_s: float) -> None:
         self.lower_bound = known.lower_bound
         self._seed = seed
         self._prices = PriceSearch(network)
         self._branching: PriceBranching | None = None
         self._running: list[_Job] = []
-        self._most_s, self._deadline = most_s, deadline
+        self._most_s = most_s
 
     @property
     def branching(self) -> bool:
@@ -136,13 +137,12 @@ class _BoundSearch:
 
     def _minimise(self, network: Network, node: Node | None, *, thoroughly: bool = False) -> None:
         backtracks = NO_BACKTRACK_LIMIT if thoroughly else max(1, _EFFORT // max(1, network.num_entries))
-        until = self._deadline if thoroughly else time.monotonic() + self._most_s
         search: SearchApart | SearchHere
         if network.num_entries <= _TINY_ENTRIES:
-            search = SearchHere(network, (), INFINITE, backtracks, self._seed, until)
+            search = SearchHere(network, (), INFINITE, backtracks, self._seed)
         else:
             search = SearchApart(network, (), INFINITE, self._seed, backtracks=backtracks, message_passing=True)
-        self._running.append(_Job(search, node, until))
+        self._running.append(_Job(search, node, math.inf if thoroughly else time.monotonic() + self._most_s))
 
     def _learn(self, job: _Job, result: Result, upper_bound: int) -> list[int] | None:
         if job.node is None or self._branching is None:

@@ -56,7 +56,7 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
 
 def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[Outcome, str]:
     """Returns what was found, and by which search."""
-    outcome = _without_rows(network, deadline, seed)
+    outcome = _without_rows(network, seed)
     if outcome.complete:
         return outcome, "bucket elimination and toulbar2"
     if network.num_entries <= SMALL_ENTRIES:
@@ -66,14 +66,14 @@ def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> t
     return search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods"
 
 
-def _without_rows(network: Network, deadline: float, seed: int) -> Outcome:
+def _without_rows(network: Network, seed: int) -> Outcome:
     """The optimum without memory rows, where elimination leaves little to search: often it fits, and is the optimum.
 
     Where more is left, `search_hard` begins with it.
     """
     if network.core.num_entries > SMALL_ENTRIES:
         return Outcome(None, INFINITE, 0)
-    result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed, deadline)
+    result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
     if result["choice"] is None or Timeline(network).violated_times(result["choice"], 1):
         return Outcome(None, INFINITE, result["lower_bound"])
     return Outcome(result["choice"], network.cost(result["choice"]), result["lower_bound"])

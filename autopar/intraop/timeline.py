@@ -29,6 +29,11 @@ class Row:
         """Whether every choice keeps it."""
         return sum(int(usage.max()) for usage in self.usages.values()) <= self.slack
 
+    @property
+    def num_usages(self) -> int:
+        """Over all values of its variables."""
+        return sum(len(usage) for usage in self.usages.values())
+
 
 class Timeline:
     """A network's uses as flat arrays, placed among the times at which its room changes."""

@@ -1,11 +1,10 @@
-"""Minimises a network by toulbar2: in this process under limits of backtracks and time, or in one of its own.
+"""Minimises a network by toulbar2: in this process under a backtrack limit, or in one of its own.
 
 Without memory rows, what bucket elimination leaves is all that toulbar2 gets to see (`elimination`).
 """
 
 from __future__ import annotations
 
-import math
 import pickle
 import signal
 import subprocess
@@ -32,18 +31,10 @@ _LIBRARY_LOCK = threading.Lock()
 """toulbar2 keeps its state in globals."""
 
 
-def minimise_here(
-    network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int, deadline: float = math.inf
-) -> Result:
-    """Searches in this process for the cheapest choice below `upper_bound`; deterministic unless the deadline strikes.
-
-    deadline: of time.monotonic, counted in whole seconds of the processor, at least one. A backtrack through memory
-    rows may take a tenth of a second, so that a limit of backtracks alone is none in time.
-    """
+def minimise_here(network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> Result:
+    """Searches in this process for the cheapest choice below `upper_bound`; deterministic."""
     request, core = _request(network, rows, upper_bound, seed)
     request["backtrack_limit"] = backtracks
-    if deadline < math.inf:
-        request["seconds"] = max(1, math.ceil(deadline - time.monotonic()))
     settled = _settled(core, upper_bound)
     if settled is not None:
         return settled
@@ -56,10 +47,8 @@ class SearchHere:
 
     done = True
 
-    def __init__(
-        self, network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int, deadline: float
-    ) -> None:
-        self._result = minimise_here(network, rows, upper_bound, backtracks, seed, deadline)
+    def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, backtracks: int, seed: int) -> None:
+        self._result = minimise_here(network, rows, upper_bound, backtracks, seed)
 
     def result(self, deadline: float) -> Result:
         """Returns what was found."""
@@ -82,7 +71,7 @@ class SearchApart:
     def __init__(self, network: Network, rows: Sequence[Row], upper_bound: int, seed: int, *,
                  backtracks: int = NO_BACKTRACK_LIMIT, message_passing: bool = False) -> None:  # fmt: skip
         request, self._core = _request(network, rows, upper_bound, seed)
-        request["backtrack_limit"], request["seconds"] = backtracks, toulbar_worker.A_LONG_TIME_S
+        request["backtrack_limit"], request["interruptible"] = backtracks, True
         request["message_passing"] = message_passing
         self._settled = _settled(self._core, upper_bound)
         if self._settled is not None:
@@ -156,7 +145,7 @@ def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int)
         infinite=INFINITE,
         upper_bound=upper_bound,
         backtrack_limit=NO_BACKTRACK_LIMIT,
-        seconds=0,
+        interruptible=False,
         message_passing=False,
         seed=seed,
     )

@@ -19,7 +19,7 @@ Int64Array = npt.NDArray[np.int64]
 
 _EXACT = 2**52
 """toulbar2 takes costs as doubles; below this they stay exact."""
-A_LONG_TIME_S = 10**6
+_A_LONG_TIME_S = 10**6
 """Any time limit makes toulbar2 listen to SIGVTALRM."""
 NO_BACKTRACK_LIMIT = 2**62
 
@@ -35,9 +35,8 @@ class Request(TypedDict):
     upper_bound: int
     """Only choices that cost less are wanted."""
     backtrack_limit: int
-    seconds: int
-    """Of this process's processor, after which the search ends with what it has, as it does at SIGVTALRM before; takes
-    the signal's handler and timer. 0: neither."""
+    interruptible: bool
+    """Whether SIGVTALRM may end the search; takes the signal's handler."""
     message_passing: bool
     """Starts with TRW-S message passing: far better bounds and choices where the search cannot finish."""
     seed: int
@@ -55,18 +54,14 @@ class Result(TypedDict):
 
 
 def run(request: Request) -> Result:
-    """Minimises; deterministic unless time is up or a signal strikes."""
+    """Minimises; deterministic unless a signal strikes."""
     top = min(request["upper_bound"], _most(request) + 1)
     # Costs are rounded down where they must be, so that a bound stays a bound.
     scale = max(1, -(-top // _EXACT))
     scaled_top = -(-top // scale)
     cfn = _new(scaled_top, request)
     _post(cfn, request, scale, scaled_top)
-    try:
-        found = cfn.Solve(timeLimit=request["seconds"])
-    finally:
-        if request["seconds"]:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)  # which a search that ends in time leaves running
+    found = cfn.Solve(timeLimit=_A_LONG_TIME_S if request["interruptible"] else 0)
     complete = not cfn.Option.limited
     if found is None:
         # Nothing costs less than `top`; when that is more than any choice can cost, nothing is feasible.

@@ -27,6 +27,8 @@ FINALISTS = 3
 """Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
 _MOST_FINALISTS, _QUICK_S = 32, 1.5
 _CORRECTIONS = 3
+_BORDERS = 0.01
+"""Of plans whose steps are within this share of the fastest's, other borders of stages are looked at."""
 
 
 class Finalists:
@@ -97,18 +99,23 @@ class Finalists:
         return plans
 
     def _with_other_borders(self, plans: list[tuple[Candidate, Timeline]]) -> list[tuple[Candidate, Timeline]]:
-        """With the fastest plan's runners-up, whose stages begin at other layers, as far as there is time."""
+        """With the runners-up of the fastest plans, whose stages begin at other layers, as far as there is time.
+
+        Of all that are within `_BORDERS` of the fastest: where ranks share cores, those that wait leave theirs to
+        others, so that borders change the step by little, and the estimate may not tell which are best.
+        """
         if not plans:
             return plans
-        best = min(plans, key=lambda pair: pair[1].step_time_ns)[0]
+        fastest_ns = min(played.step_time_ns for _, played in plans)
+        near = {_but_borders(c) for c, played in plans if played.step_time_ns <= fastest_ns * (1 + _BORDERS)}
         known = {(candidate.ways, candidate.schedule, candidate.stage_of_layer) for candidate, _ in plans}
         others: dict[Any, Candidate] = {}
         for candidate in self.found:
             key = candidate.ways, candidate.schedule, candidate.stage_of_layer
-            is_like = key[:2] == (best.ways, best.schedule) and candidate.recompute == best.recompute
+            is_like = _but_borders(candidate) in near
             if is_like and key not in known and candidate.peak_bytes <= self.layered.admitted:
                 others.setdefault(key, candidate)
-        return plans + self._simulated_of(list(others.values()), FINALISTS)
+        return plans + self._simulated_of(list(others.values()), _MOST_FINALISTS)
 
     def _kept_more(self, plans: list[tuple[Candidate, Timeline]]) -> list[tuple[Candidate, Timeline]]:
         """With the fastest plan again, of which fewer layers are computed again, if any are and that fits.
@@ -254,6 +261,11 @@ def first_ranks(sizes: Sequence[int], num_devices: int) -> list[int]:
     order = sorted(range(len(sizes)), key=lambda number: -sizes[number])
     begins = dict(zip(order, accumulate((sizes[number] for number in order), initial=0), strict=False))
     return [begins[number] for number in range(len(sizes))]
+
+
+def _but_borders(candidate: Candidate) -> tuple[Any, ...]:
+    """All that says how a candidate runs, but for where its stages begin."""
+    return candidate.ways, candidate.schedule, candidate.recompute
 
 
 def _submeshes(candidate: Candidate) -> tuple[int, ...]:

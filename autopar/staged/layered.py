@@ -131,9 +131,14 @@ class Layered:
         bound = candidate.lower_bound_ns * sharing.cores // sharing.ranks
         return replace(candidate, step_ns=step, lower_bound_ns=min(step, bound))
 
+    @property
+    def shares_cores(self) -> bool:
+        """Whether ranks share cores."""
+        return sharing_of([self.shared]) is not None
+
     def part_of_candidate(self, candidate: Candidate) -> float:
         """As `part_of_step`."""
-        if sharing_of([self.shared]) is None:
+        if not self.shares_cores:
             return 1.0
         of_layer = np.array(candidate.stage_of_layer)
         times = [int(self.kind(way).time_ns[of_layer == n].sum()) for n, way in enumerate(candidate.ways)]

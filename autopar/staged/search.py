@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from autopar import interrupt
 from autopar.errors import InfeasibleError, PlanError
-from autopar.interop import best_stages
+from autopar.interop import StageChoice, StageKind, best_stages, equally_cut
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
@@ -330,7 +330,7 @@ class Search:
                 found = best_stages([free], self.request.mesh.num_devices, count, schedule)
             kinds, ways = [kind] * stages, (way,) * stages
             waits = makes_rounds(count, stages) and self.layered.may_wait(stages, way.recompute)
-            for choice in (found.best, *found.runners_up[:_RUNNERS_UP]):
+            for choice in (found.best, *found.runners_up[:_RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)
                 step, bound = choice.step_ns, found.lower_bound_ns
@@ -339,6 +339,14 @@ class Search:
                     step -= hidden_bubble(kinds, of_layer, count)
                     peak = largest_peak(kinds, of_layer, count, "zero_bubble")
                     yield Candidate(ways, "zero_bubble", of_layer, again, step, peak, min(step, bound))
+
+    def _equally_cut(self, kind: StageKind, best: StageChoice, microbatches: int) -> list[StageChoice]:
+        """Stages of as many layers each, where these are not the best by estimate but ranks share cores.
+
+        Ranks that wait leave their cores to others there, so that it matters less which stage is the slowest.
+        """
+        equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
+        return [] if equal is None or equal.stages == best.stages else [equal]
 
     def _interleaved(self, way: Way) -> Iterator[Candidate]:
         """Equal chunks, each submesh with several in turn."""

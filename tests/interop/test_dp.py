@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.interop import StageKind, best_stages, in_flight
+from autopar.interop import StageKind, best_stages, equally_cut, in_flight
 from autopar.ir.plan import SCHEDULES
 from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, turns
 from tests.oracles.stages import Row, exhaustive, objective, peak
@@ -75,6 +75,18 @@ def test_a_search_that_is_stopped_says_how_far_it_is_from_the_bound() -> None:
         found = best_stages([kind(row) for row in rows], 8, 8, max_rounds=1)
         assert found.lower_bound_ns <= best <= found.best.step_ns
         assert (found.stop_reason == "optimal") == (found.lower_bound_ns == found.best.step_ns)
+
+
+def test_equal_stages_cost_what_the_objective_says() -> None:
+    rng = random.Random(6)
+    for _ in range(50):
+        (row, *_), microbatches = drawn(rng, 6, 8, 3000), rng.choice((1, 2, 8))
+        for count in (1, 2, 3, 6):
+            equal = equally_cut(kind(row), count, microbatches)
+            assert equal is not None
+            assert equal.stages == tuple((n * 6 // count, (n + 1) * 6 // count, 0) for n in range(count))
+            assert equal.step_ns == objective([row], [*map(tuple, equal.stages)], microbatches)
+        assert equally_cut(kind(row), 4, microbatches) is None
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

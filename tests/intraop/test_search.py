@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from dataclasses import replace
 from itertools import pairwise
@@ -26,7 +25,7 @@ from autopar.intraop.reduction import reduce_problem
 from autopar.intraop.repair import repair
 from autopar.intraop.solver import minimise_peak, solve
 from autopar.intraop.start import frugal_choice
-from autopar.intraop.timeline import Row, Timeline
+from autopar.intraop.timeline import Timeline
 from autopar.intraop.toulbar import SearchApart, minimise_here
 from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
 from tests.intraop.oracle import every_value, least_cost, least_peak, random_problem, reducible_problem
@@ -107,20 +106,6 @@ def hard_network(num_variables: int = 120) -> Network:
     return Network(unary, pairs, (), np.zeros(1, np.int64), np.full(1, INFINITE), ())
 
 
-def tight_rows(network: Network, num_times: int) -> list[Row]:
-    """Returns a row of each time, of which every value uses something; the first choice is a quarter above them."""
-    chance = np.random.default_rng(1)
-    uses = [
-        Use(variable, start, min(start + 8, num_times), chance.integers(0, 10**6, len(costs)))
-        for variable, costs in enumerate(network.unary)
-        for start in range(0, num_times, 3)
-    ]
-    network = replace(network, uses=uses, room_starts=np.arange(num_times), room=np.zeros(num_times, np.int64))
-    most = Timeline(network).excess([0] * network.num_variables).max()
-    timeline = Timeline(replace(network, room=np.full(num_times, int(0.8 * most))))
-    return [timeline.row(start) for start in range(num_times)]
-
-
 def test_a_search_apart_ends_at_its_deadline_and_claims_no_proof() -> None:
     network = hard_network()
     started = time.monotonic()
@@ -131,28 +116,28 @@ def test_a_search_apart_ends_at_its_deadline_and_claims_no_proof() -> None:
         assert result["lower_bound"] < network.cost(result["choice"])
 
 
-def test_a_search_here_ends_at_its_deadline_too_and_leaves_no_timer() -> None:
-    """Five hundred backtracks through these memory rows take a minute."""
-    rows = tight_rows(hard_network(40), 40)
-    started = time.process_time()
-    result = minimise_here(hard_network(40), rows, INFINITE, 500, 0, later(0.5))
-    assert time.process_time() - started < 20
-    assert not result["complete"]
-    minimise_here(hard_network(6), (), INFINITE, NO_BACKTRACK_LIMIT, 0, later(1000))
-    assert signal.getitimer(signal.ITIMER_VIRTUAL) == (0, 0)
-
-
-def test_a_search_here_is_the_same_before_a_deadline_as_without_one() -> None:
-    network, backtracks = hard_network(20), 300
-    without = minimise_here(network, (), INFINITE, backtracks, 0)
-    assert minimise_here(network, (), INFINITE, backtracks, 0, later(1000)) == without
-
-
 def test_a_cancelled_search_leaves_no_process() -> None:
     search = SearchApart(hard_network(), (), INFINITE, 0)
     assert not search.done
     search.cancel()
     assert search.done
+
+
+def test_an_exact_search_ends_at_its_deadline_whatever_its_rows_take() -> None:
+    """Five hundred backtracks through these rows, which the first choice violates by a quarter, take a minute."""
+    network, chance, num_times = hard_network(40), np.random.default_rng(1), 40
+    uses = [
+        Use(variable, start, min(start + 8, num_times), chance.integers(0, 10**6, len(costs)))
+        for variable, costs in enumerate(network.unary)
+        for start in range(0, num_times, 3)
+    ]
+    network = replace(network, uses=uses, room_starts=np.arange(num_times), room=np.zeros(num_times, np.int64))
+    most = Timeline(network).excess([0] * network.num_variables).max()
+    network = replace(network, room=np.full(num_times, int(0.8 * most)))
+    started = time.monotonic()
+    outcome = search_exactly(network, later(1.0), 0, times=range(num_times))
+    assert time.monotonic() - started < 20
+    assert not outcome.complete
 
 
 # --- exact ----------------------------------------------------------------------------------------------------
