@@ -61,7 +61,7 @@ def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
     assert {source.split(":")[0] for source in profile.provenance.values()} == {"measured"}
     runtime = profile.runtime
     assert runtime is not None and min(runtime.pass_ns, runtime.receive_ns) > 0
-    assert all(runtime.around_pass_ns((size,), 0) > runtime.pass_ns for size in (1 << 10, 1 << 21))
+    assert runtime.around_pass_ns((1 << 21,), 0) > runtime.around_pass_ns((1 << 10,), 0) > runtime.pass_ns
     assert profile.facts.memory_bandwidth > 1e8
     assert profile.peak_flops("float32") > 1e8
     assert (
