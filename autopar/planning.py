@@ -401,7 +401,8 @@ class Place:
         deadline = time.monotonic() + seconds
         too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
         between = bool(floor or self.request.recompute)
-        for _ in range(2 * _TRIES if floor else _TRIES if between else _TRIES - 2):
+        tries = _TRIES if between else _TRIES - 2
+        for _ in range(2 * tries if floor else tries):
             try:
                 plan = self.within(asked, max(_LEAST_S, deadline - time.monotonic()))
             except InfeasibleError:

@@ -40,6 +40,8 @@ the same events: what autograd saves, gradients, buffers of collectives, optimiz
 
 Where more ranks than a host has cores share these, those that are busy have the cores of those that wait for another
 stage (`autopar/simulate/cores.py`): everything takes `max(cores, busy) / ranks` of its time with all of them busy.
+Busy is who computes, calls a pass, hands over a message or takes part in a collective; what the network's threads take
+for messages on their way counts, too.
 """
 
 

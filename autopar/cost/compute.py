@@ -204,7 +204,8 @@ def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profi
     curve = profile.curve(family)
     found = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
     if found is not None and all(kernel.table in profile.tables for kernel in found.kernels):
-        return _kernels_ns(found, work, curve, direction, call.dtype, profile)
+        caller = profile.curve("einsum") if base_name(call.op) == "einsum" else curve
+        return _kernels_ns(found, work, curve, caller, direction, call.dtype, profile)
     moving = family if curve.bound == "memory" else "pointwise"
     duration = _memory_ns(work.num_bytes, moving, direction, profile)
     if curve.bound == "memory" and call.dtype in curve.dtype_ratios:  # of float32's time, not of its time a byte
@@ -225,11 +226,20 @@ def _call_ns(curve: OperatorCurve, direction: int, profile: Profile) -> int:
     return (curve.call_ns or profile.facts.launch_ns)[direction]
 
 
-def _kernels_ns(found: Kernels, work: Work, curve: OperatorCurve, direction: int, dtype: str, profile: Profile) -> int:
+def _kernels_ns(
+    found: Kernels,
+    work: Work,
+    curve: OperatorCurve,
+    caller: OperatorCurve,
+    direction: int,
+    dtype: str,
+    profile: Profile,
+) -> int:
     """Tables are of float32; another dtype takes as much longer as the family's points in both say.
 
-    Each gradient of a product is a call; those of attention and of a convolution come from one. Beside a grid, as where
-    a product has one row, the rate on its border would have operands come faster than memory gives them.
+    `caller`: the operator whose calls start the kernels, which are of the family of `curve`. Each gradient of a product
+    is a call; those of attention and of a convolution come from one. Beside a grid, as where a product has one row, the
+    rate on its border would have operands come faster than memory gives them.
     """
     calls = len(found.kernels) if curve.family == "matmul" else min(1, len(found.kernels))
     rates = [profile.tables[kernel.table].ns_per_flop(kernel.coordinates) for kernel in found.kernels]
@@ -241,7 +251,7 @@ def _kernels_ns(found: Kernels, work: Work, curve: OperatorCurve, direction: int
     )
     copied = copy_time_ns(found.copied_bytes // 2, profile)
     least = work.num_bytes * 1e9 / profile.facts.memory_bandwidth
-    return calls * _call_ns(curve, direction, profile) + round(max(computed, least)) + summed + copied
+    return calls * _call_ns(caller, direction, profile) + round(max(computed, least)) + summed + copied
 
 
 def _memory_ns(num_bytes: int, family: str, direction: int, profile: Profile) -> int:

@@ -125,6 +125,7 @@ def _runtime(measured: Mapping[str, Any]) -> dict[str, Any]:
         "send_ns": measured.get("send", []),
         "receive_ns": measured.get("receive", 0),
         "late_ns": measured.get("late", 0),
+        "carry_ns": measured.get("carry", []),
     }
 
 
@@ -143,8 +144,10 @@ def _calls(raw: Mapping[str, Any], families: Mapping[str, Points]) -> dict[str, 
         least = _smallest(points)
         found[family] = least["forward_ns"], max(node, least["backward_ns"] - engine)
     kernel = _smallest([point for point in families["matmul"] if point["op"] == "mm"])["forward_ns"]
-    forward, backward = found.pop("linear")
-    found["matmul"] = max(0, forward - kernel), max(node, backward // 2 - kernel)  # a linear operator has two gradients
+    for family, name in (("linear", "matmul"), ("einsum", "einsum")):
+        if family in found:
+            forward, backward = found.pop(family)
+            found[name] = max(0, forward - kernel), max(node, backward // 2 - kernel)  # of two gradients
     return found
 
 
@@ -157,13 +160,15 @@ def _operators(
     raw: Mapping[str, Any], families: Mapping[str, Points], peak: float, bandwidth: float
 ) -> list[dict[str, Any]]:
     calls, engine = _calls(raw, families), _engine_ns(raw, families)
-    curved = {family: points for family, points in families.items() if family not in ("matmul", "linear", "view")}
+    calling = ("matmul", "linear", "einsum", "view")  # of which only what a call costs is measured, or tables
+    curved = {family: points for family, points in families.items() if family not in calling}
     found = [_operator(family, points, calls[family], engine, peak, bandwidth) for family, points in curved.items()]
     matmul = _operator("matmul", families["linear"], calls["matmul"], engine, peak, bandwidth)
     for item in (*found, matmul):
         typed = [point for point in raw.get("typed", ()) if point["family"] == item["family"]]
         item["points"] += [{**_point(point), "dtype": point["dtype"]} for point in typed]
-    return [*found, matmul, _optimizer(raw["optimizer"], bandwidth)]
+    einsums = [{**matmul, "family": "einsum", "call_ns": list(calls["einsum"])}] if "einsum" in calls else []
+    return [*found, matmul, *einsums, _optimizer(raw["optimizer"], bandwidth)]
 
 
 def _operator(family: str, points: Points, call: Pair, engine: int, peak: float, bandwidth: float) -> dict[str, Any]:

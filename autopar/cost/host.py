@@ -25,7 +25,7 @@ from autopar.cost.measure import median_of
 from autopar.cost.profile import FORMAT, Profile, profile_from_json
 from autopar.errors import ProfileError
 
-REVISION = 11  # of the measurements: a new one measures every host anew
+REVISION = 12  # of the measurements: a new one measures every host anew
 TIMEOUT_SECONDS = 600  # each script takes less than two minutes on an idle machine
 MEASURE = (Path(__file__).with_name("measure.py"), Path(__file__).with_name("measure_gloo.py"))
 

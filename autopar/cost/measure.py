@@ -6,8 +6,10 @@ Needs torch only and imports nothing of autopar, so the file can be copied to an
 As many processes as there are cores measure at the same time, since ranks that train share memory bandwidth and cache.
 They keep the memory that they free, as ranks that train do (`runtime.allocation`).
 Times are those of the thread on the CPU, so that other programs disturb little; on a GPU those of events, with the
-second-level cache overwritten before each. Operands alternate, so that small ones do not stay in the cache; and before
+second-level cache overwritten before each. Operands alternate, so that small ones do not stay in the cache; weights are
+read from memory, since whatever a step does between two uses of one has passed through the caches meanwhile; and before
 the smallest calls others' data pass through it, as in a training step, so that the code must be fetched again too.
+Operators are called as emitted programs call them, by their overloads, which costs more than torch's functions.
 
 The whole sweep is made in ROUNDS, of which medians are kept: a machine whose speed drifts is then alike fast for all
 points, and what one operator takes more than another does not come of when each was measured.
@@ -39,7 +41,7 @@ import torch
 from torch.nn import functional as F
 from torch.optim.adamw import adamw
 
-REVISION = 10  # of the sweep: points of another one do not mix
+REVISION = 11  # of the sweep: points of another one do not mix
 ROUNDS = 4
 SECONDS_A_POINT = 0.005  # of a round
 LEAST_TIMES = 2  # of a point in a round; the first one only warms up
@@ -48,9 +50,13 @@ SMALL_BYTES, PASSING_BYTES = 1 << 12, 1 << 21
 MOST_FLOPS = 1.1e9  # a larger product is as efficient as one of this size
 MOST_CONVOLUTION_FLOPS = 6e8  # so is a larger convolution
 MOST_ELEMENTS = 1 << 23  # of an operand, so that memory never runs out
+POOL_ELEMENTS = 1 << 24  # from which weights are taken in turn: of all ranks of a host, more than its caches hold
 
 ALLOCATION = ((-1, (1 << 31) - 1), (-2, 1 << 26), (-3, 1 << 25))  # of mallopt(3): those of `runtime.allocation`
 
+CHAIN = 4  # views one after another between two kernels
+
+aten = torch.ops.aten
 Tensors = list[torch.Tensor]
 Operator = Callable[..., torch.Tensor]
 
@@ -58,7 +64,8 @@ Operator = Callable[..., torch.Tensor]
 class Case(NamedTuple):
     """What to measure: its family, how it is called, how its operands are made, which gradients are wanted.
 
-    `kind` tells apart cases of one family whose times do not follow from work alone.
+    `kind` tells apart cases of one family whose times do not follow from work alone. has_weight: the last operand is
+    one, which no cache holds.
     """
 
     family: str
@@ -68,6 +75,7 @@ class Case(NamedTuple):
     run: Operator
     detail: str = ""
     kind: str = ""
+    has_weight: bool = False
 
 
 def operator_cases() -> list[Case]:
@@ -77,7 +85,8 @@ def operator_cases() -> list[Case]:
     cases += [case for shape in IMAGE_SHAPES for case in _image_cases(*shape)]
     cases += [_embedding(*shape) for shape in LOOKUP_SHAPES]
     cases += [_cross_entropy(*shape) for shape in LOSS_SHAPES]
-    cases.append(Case("view", "transpose", (2, 2), lambda: _leaves((2, 2)), torch.t))
+    cases.append(Case("view", "transpose", (2, 2), lambda: _leaves((2, 2)), _transposed))
+    cases.append(_einsum())
     return cases + list(_product_cases()) + list(_attention_cases()) + list(_convolution_cases())
 
 
@@ -122,11 +131,11 @@ def measure_type(name: str, clock: Clock) -> list[dict[str, Any]]:
 def _row_cases(rows: int, width: int) -> list[Case]:
     shape = (rows, width)
     return [
-        Case("pointwise", "mul", shape, lambda: _leaves(shape, shape), torch.mul),
-        Case("transcendental", "tanh", shape, lambda: _leaves(shape), torch.tanh),
-        Case("gelu", "gelu", shape, lambda: _leaves(shape), F.gelu),
+        Case("pointwise", "mul", shape, lambda: _leaves(shape, shape), aten.mul.Tensor),
+        Case("transcendental", "tanh", shape, lambda: _leaves(shape), aten.tanh.default),
+        Case("gelu", "gelu", shape, lambda: _leaves(shape), aten.gelu.default),
         Case("gelu_tanh", "gelu", shape, lambda: _leaves(shape), _gelu_tanh, "tanh"),
-        Case("silu", "silu", shape, lambda: _leaves(shape), F.silu),
+        Case("silu", "silu", shape, lambda: _leaves(shape), aten.silu.default),
         _layer_norm(rows, width),
         _rms_norm(rows, width),
         Case("softmax", "softmax", shape, lambda: _leaves(shape), _softmax),
@@ -134,7 +143,7 @@ def _row_cases(rows: int, width: int) -> list[Case]:
         Case("column_sum", "sum", shape, lambda: _leaves(shape), _column_sum),
         Case("dropout", "native_dropout", shape, lambda: _leaves(shape), _dropout),
         Case("copy", "clone", shape, lambda: _leaves((width, rows)), _transposed_copy),
-        Case("straight_copy", "clone", shape, lambda: _leaves(shape), torch.clone),
+        Case("straight_copy", "clone", shape, lambda: _leaves(shape), aten.clone.default),
     ]
 
 
@@ -178,14 +187,14 @@ def _product(layout: str, m: int, n: int, k: int) -> Case:
     def run(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         return torch.mm(left.t() if layout == "TN" else left, right.t() if layout == "NT" else right)
 
-    return Case("matmul", "mm", (m, n, k), operands, run, kind=layout)
+    return Case("matmul", "mm", (m, n, k), operands, run, kind=layout, has_weight=layout != "TN")
 
 
 def _batched(m: int, n: int, k: int) -> Case:
     def operands() -> Tensors:
         return [_drawn(BATCH, m, k), _drawn(BATCH, k, n)]
 
-    return Case("matmul", "bmm", (m, n, k), operands, torch.bmm, kind="batched")
+    return Case("matmul", "bmm", (m, n, k), operands, torch.bmm, kind="batched", has_weight=True)
 
 
 def _attention_cases() -> Iterator[Case]:
@@ -250,7 +259,7 @@ def _grouped_convolutions() -> Iterator[Convolution]:
 
 @lru_cache(maxsize=1)
 def _pool(device: torch.device) -> torch.Tensor:
-    return torch.randn(MOST_ELEMENTS, device=device)
+    return torch.randn(POOL_ELEMENTS, device=device)
 
 
 def _drawn(*shape: int) -> torch.Tensor:
@@ -258,24 +267,51 @@ def _drawn(*shape: int) -> torch.Tensor:
     return _pool(torch.get_default_device())[: math.prod(shape)].view(shape).clone()
 
 
+class _Weights:
+    """Parts of the pool in turn, so that the one taken next is the one that was read the longest ago."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def take(self, like: torch.Tensor) -> torch.Tensor:
+        """One of that shape, a gradient wanted as there."""
+        begin = self._next if self._next + like.numel() <= POOL_ELEMENTS else 0
+        self._next = begin + -(-like.numel() // 16) * 16  # whole lines of a cache
+        part = _pool(like.device)[begin : begin + like.numel()]
+        return part.view(like.shape).requires_grad_(like.requires_grad)
+
+
+_WEIGHTS = _Weights()
+
+
 def _leaves(*shapes: tuple[int, ...]) -> Tensors:
     return [_drawn(*shape).requires_grad_() for shape in shapes]
 
 
+def _tensor(result: Any) -> torch.Tensor:
+    """What an overload returns, whose type is not declared."""
+    found: torch.Tensor = result
+    return found
+
+
+def _transposed(x: torch.Tensor) -> torch.Tensor:
+    return _tensor(aten.transpose.int(x, 0, 1))
+
+
 def _softmax(x: torch.Tensor) -> torch.Tensor:
-    return x.softmax(-1)
+    return _tensor(aten.softmax.int(x, -1))
 
 
 def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
+    return _tensor(aten.gelu.default(x, approximate="tanh"))
 
 
 def _sum(x: torch.Tensor) -> torch.Tensor:
-    return x.sum(-1)
+    return _tensor(aten.sum.dim_IntList(x, [-1]))
 
 
 def _column_sum(x: torch.Tensor) -> torch.Tensor:
-    return x.sum(0)
+    return _tensor(aten.sum.dim_IntList(x, [0]))
 
 
 def _dropout(x: torch.Tensor) -> torch.Tensor:
@@ -288,14 +324,31 @@ def _transposed_copy(x: torch.Tensor) -> torch.Tensor:
 
 def _linear(tokens: int, width: int, features: int) -> Case:
     shape = (tokens, width, features)
-    return Case("linear", "linear", shape, lambda: _leaves((1, tokens, width), (features, width)), F.linear)
+    return Case(
+        "linear",
+        "linear",
+        shape,
+        lambda: _leaves((1, tokens, width), (features, width)),
+        aten.linear.default,
+        has_weight=True,
+    )
+
+
+def _einsum() -> Case:
+    """What a call costs: operands are permuted, made matrices, multiplied and made tensors again."""
+    equation, shapes = "egcm,emh->egch", ((2, 1, 2, 4), (2, 4, 4))
+
+    def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return _tensor(aten.einsum.default(equation, [x, weight]))
+
+    return Case("einsum", "einsum", (2, 1, 2, 4, 4), lambda: _leaves(*shapes), run, equation)
 
 
 def _attention(heads: int, length: int, width: int, causal: bool) -> Case:
     shape = (1, heads, length, width)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return _tensor(aten.scaled_dot_product_attention.default(q, k, v, None, 0.0, causal))
 
     detail = "causal" if causal else ""
     name = "scaled_dot_product_attention"
@@ -310,14 +363,17 @@ def _convolution(made: Convolution, gradient: str) -> Case:
         return [image.requires_grad_(gradient == "input"), weight.requires_grad_(gradient == "weight")]
 
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.conv2d(x, weight, stride=made.stride, padding=made.kernel // 2, groups=made.groups)
+        stride, padding = [made.stride] * 2, [made.kernel // 2] * 2
+        return _tensor(aten.conv2d.default(x, weight, None, stride, padding, [1, 1], made.groups))
 
-    return Case("convolution", "conv2d", made.coordinates, operands, run, kind=f"{made.kind} {gradient}")
+    return Case(
+        "convolution", "conv2d", made.coordinates, operands, run, kind=f"{made.kind} {gradient}", has_weight=True
+    )
 
 
 def _layer_norm(rows: int, width: int) -> Case:
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.layer_norm(x, (width,), weight, bias)
+        return _tensor(aten.layer_norm.default(x, [width], weight, bias))
 
     shape = (rows, width)
     return Case("normalization", "layer_norm", shape, lambda: _leaves(shape, (width,), (width,)), run)
@@ -325,7 +381,7 @@ def _layer_norm(rows: int, width: int) -> Case:
 
 def _rms_norm(rows: int, width: int) -> Case:
     def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, (width,), weight)
+        return _tensor(aten.rms_norm.default(x, [width], weight))
 
     return Case("rms_norm", "rms_norm", (rows, width), lambda: _leaves((rows, width), (width,)), run)
 
@@ -337,16 +393,17 @@ def _image_cases(batch: int, channels: int, size: int) -> list[Case]:
         return _leaves(shape, (channels,), (channels,))
 
     def normalized(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.batch_norm(x, None, None, weight, bias, training=True)
+        return _tensor(aten.batch_norm.default(x, weight, bias, None, None, True, 0.1, 1e-5, False))
 
     def scaled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-        return F.batch_norm(x, *_statistics(channels), weight, bias)
+        statistics = _statistics(channels)
+        return _tensor(aten.batch_norm.default(x, weight, bias, *statistics, False, 0.1, 1e-5, False))
 
     def max_pooled(x: torch.Tensor) -> torch.Tensor:
-        return F.max_pool2d(x, WINDOW, 1, WINDOW // 2)
+        return _tensor(aten.max_pool2d.default(x, [WINDOW] * 2, [1, 1], [WINDOW // 2] * 2))
 
     def avg_pooled(x: torch.Tensor) -> torch.Tensor:
-        return F.avg_pool2d(x, WINDOW, 1, WINDOW // 2)
+        return _tensor(aten.avg_pool2d.default(x, [WINDOW] * 2, [1, 1], [WINDOW // 2] * 2))
 
     sizes, window = (batch, channels, size), str(WINDOW**2)
     return [
@@ -367,7 +424,7 @@ def _embedding(tokens: int, vocabulary: int, width: int) -> Case:
         return [*_leaves((vocabulary, width)), torch.randint(0, vocabulary, (tokens,))]
 
     def run(table: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-        return F.embedding(indices, table)
+        return _tensor(aten.embedding.default(table, indices))
 
     return Case("gather", "embedding", (tokens, vocabulary, width), operands, run)
 
@@ -376,7 +433,7 @@ def _cross_entropy(tokens: int, vocabulary: int) -> Case:
     def operands() -> Tensors:
         return [*_leaves((tokens, vocabulary)), torch.randint(0, vocabulary, (tokens,))]
 
-    return Case("cross_entropy", "cross_entropy_loss", (tokens, vocabulary), operands, F.cross_entropy)
+    return Case("cross_entropy", "cross_entropy_loss", (tokens, vocabulary), operands, aten.cross_entropy_loss.default)
 
 
 # Timing ----------------------------------------
@@ -422,6 +479,8 @@ def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
     deadline = time.perf_counter() + SECONDS_A_POINT * (4 if passing.numel() else 1)
     while time.perf_counter() < deadline or len(times) < LEAST_TIMES:
         operands = sets[len(times) % len(sets)]
+        if case.has_weight:
+            operands = [*operands[:-1], _WEIGHTS.take(operands[-1])]
         times.append(_measure_once(case, operands, gradient, passing, clock))
     forward, backward = zip(*times[1:], strict=True)
     return median_high(forward), median_high(backward)
@@ -446,6 +505,21 @@ def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tupl
     forward = (median_high([f for f, _ in many]) - median_high([f for f, _ in one])) // 200
     backward = (median_high([b for _, b in many]) - median_high([b for _, b in one])) // 200
     return forward, backward, max(0, median_high([b for _, b in one]) - backward)
+
+
+def measure_view(clock: Clock) -> tuple[int, int, int]:
+    """Nanoseconds of one of a few views between kernels whose data pass through the caches, as `measure_launch`."""
+    passing = torch.zeros(PASSING_BYTES, dtype=torch.uint8)
+
+    def chain(length: int) -> tuple[int, int]:
+        passing.add_(1)
+        return _chain(_transposed, (2, 2), length, clock)
+
+    one, several = ([chain(length) for _ in range(20)] for length in (1, CHAIN))
+    first, forward = median_high([f for f, _ in one]), median_high([f for f, _ in several]) // CHAIN
+    alone, together = median_high([b for _, b in one]), median_high([b for _, b in several])
+    backward = max(1, (together - alone) // (CHAIN - 1))
+    return min(first, forward), backward, max(0, alone - backward)
 
 
 def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: Clock) -> tuple[int, int]:
@@ -558,7 +632,7 @@ def _measure_round(number: int, kept: Kept, clock: Clock, report: Callable[[str]
         return kept.get(f"{key} round {number}", measure, *arguments)
 
     launch = get("launch", measure_launch, lambda x: x * 1.5, (4,), clock)
-    view = get("view", measure_launch, lambda x: x.transpose(0, 1), (2, 2), clock)
+    view = get("view", measure_view, clock)
     points, cases = [], operator_cases()
     for place, case in enumerate(cases):
         name = f"{case.op} {'x'.join(map(str, case.shape))}"

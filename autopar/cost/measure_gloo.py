@@ -15,7 +15,8 @@ compute before it.
 
 Who asks for a message that was sent before may be interrupted, while it holds the lock of the connection, by the thread
 that is to take the message and tries the lock until the first one gets its core back. That happens in some cases and
-then takes a scheduler's turn, so of these times alone the mean is told.
+then takes a scheduler's turn, so of these times the mean is told. So it is of what messages take of threads: whether
+the sender's own thread copies one or gloo's does changes from one to the next, and a step is the sum of both.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ MEETINGS, WAITING_ROUNDS = 6, 8
 PASSING_BYTES = 1 << 21
 PASS_UNITS = 8  # of `_layer_part`: what a stage's pass computes
 MESSAGE_BYTES = (1 << 10, 1 << 17, 1 << 19, 1 << 21, 1 << 23)
+MESSAGE_ROUNDS = 12
 LATE_BYTES, LATE_RUNS = (1 << 17, 1 << 19, 1 << 21), 24
 ALLOCATION = ((-1, (1 << 31) - 1), (-2, 1 << 26), (-3, 1 << 25))  # of mallopt(3): those of `runtime.allocation`
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
@@ -274,10 +276,10 @@ def _busy_share(group: Any) -> float:
     shares = []
     for _ in range(2 * RUNS):
         dist.barrier(group)
-        worked, start = time.process_time_ns() - time.thread_time_ns(), time.perf_counter_ns()
+        worked, start = _network_ns(), time.perf_counter_ns()
         dist.all_reduce(buffer, group=group)
         elapsed = time.perf_counter_ns() - start
-        shares.append((time.process_time_ns() - time.thread_time_ns() - worked) / elapsed)
+        shares.append((_network_ns() - worked) / elapsed)
     return min(1.0, median_high(shares))
 
 
@@ -310,23 +312,45 @@ def _pair_mesh() -> Any:
 
 
 def measure_messages(peer: int, group: Any) -> dict[str, Any]:
-    """What a thread does for a message between passes. send: to start to send it, (bytes, ns) by size, for what the
-    network takes at once is copied; receive: to ask for one, and to take it when it is there. group: of two ranks."""
-    send, receive, others = [], [], _units(PASS_UNITS)
-    for num_bytes in MESSAGE_BYTES:
-        part, into, times = torch.ones(num_bytes // 4), torch.empty(num_bytes // 4), []
-        for _ in range(RUNS):
-            asked_ns, coming = _after(others, partial(dist.irecv, into, peer, group=group))
-            dist.barrier(group)
-            sent_ns, going = _after(others, partial(dist.isend, part, peer, group=group))
-            dist.barrier(group)
-            taken_ns, _ = _after(others, coming.wait)
-            going.wait()
-            times.append((sent_ns, asked_ns + taken_ns))
-        sent, received = zip(*times, strict=True)
-        send.append([num_bytes, median_high(sent)])
-        receive.append(median_high(received))
-    return {"send": send, "receive": median_high(receive)}
+    """What a message between passes takes of threads.
+
+    send: of the sender's own to start it, (bytes, ns) by size, for what the network takes at once is copied. receive:
+    of the receiver's to ask for one, and to take it when it is there. carry: of the network's threads at both ends,
+    (bytes, ns). Sizes take turns. group: of two ranks.
+    """
+    others = _units(PASS_UNITS)
+    buffers = {size: (torch.ones(size // 4), torch.empty(size // 4)) for size in MESSAGE_BYTES}
+    times: dict[int, list[tuple[int, int, int]]] = {size: [] for size in MESSAGE_BYTES}
+    for _ in range(1 + MESSAGE_ROUNDS):
+        for size, (part, into) in buffers.items():
+            times[size].append(_exchange_ns(part, into, others, peer, group))
+    means = {
+        size: [sum(column) // MESSAGE_ROUNDS for column in zip(*rows[1:], strict=True)] for size, rows in times.items()
+    }
+    return {
+        "send": [[size, sent] for size, (sent, _, _) in means.items()],
+        "receive": median_high([received for _, received, _ in means.values()]),
+        "carry": [[size, carried] for size, (_, _, carried) in means.items()],
+    }
+
+
+def _exchange_ns(
+    part: torch.Tensor, into: torch.Tensor, others: Callable[[], None], peer: int, group: Any
+) -> tuple[int, int, int]:
+    """A message each way between computations, CPU time: to send one, to receive one; of the network's threads."""
+    asked_ns, coming = _after(others, partial(dist.irecv, into, peer, group=group))
+    dist.barrier(group)
+    others()
+    carried_ns = _network_ns()
+    sent_ns, going = _after(lambda: None, partial(dist.isend, part, peer, group=group))
+    taken_ns, _ = _after(others, coming.wait)
+    going.wait()
+    return sent_ns, asked_ns + taken_ns, _network_ns() - carried_ns
+
+
+def _network_ns() -> int:
+    """CPU time of this process's other threads, which are gloo's."""
+    return time.process_time_ns() - time.thread_time_ns()
 
 
 def measure_late(peer: int, group: Any) -> int:

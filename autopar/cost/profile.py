@@ -29,6 +29,7 @@ LIKE = {
     "gelu": "transcendental", "gelu_tanh": "transcendental", "silu": "transcendental",
     "rms_norm": "normalization", "batch_norm": "normalization", "batch_norm_inference": "pointwise",
     "max_pool": "reduction", "avg_pool": "reduction", "column_sum": "reduction", "straight_copy": "copy",
+    "einsum": "matmul",
 }  # fmt: skip
 
 
@@ -194,8 +195,8 @@ class Runtime:
     backward pass is made in two parts, beside kernels: in the first its gradient is kept, in the second autograd is
     called for it. `pass_ns`: a pass of a pipeline's stage, beside what it computes: of the schedule, and of autograd.
     `send_ns`: to start to send a message, (bytes, ns) by size; `receive_ns`: to ask for one and to take it; `late_ns`:
-    how long it stands still besides where it asks for one that was sent before. Profiles that do not say these have
-    none.
+    how long it stands still besides where it asks for one that was sent before; `carry_ns`: what the network's threads
+    take for a message at both ends, (bytes, ns) by size. Profiles that do not say these have none.
     """
 
     optimizer_ns: tuple[int, int]
@@ -208,18 +209,27 @@ class Runtime:
     send_ns: tuple[tuple[int, int], ...] = ()
     receive_ns: int = 0
     late_ns: int = 0
+    carry_ns: tuple[tuple[int, int], ...] = ()
 
     def around_pass_ns(self, sent: Sequence[int], num_received: int) -> int:
-        """What a stage's pass takes of its rank's thread beside what it computes. sent: bytes of each message."""
-        return self.pass_ns + sum(map(self._send_ns, sent)) + num_received * self.receive_ns
+        """What a stage's pass takes of its rank's thread beside what it computes. sent: bytes of each message, of which
+        the network takes no more at once than of the largest that was measured."""
+        return self.pass_ns + sum(by_size(self.send_ns, size) for size in sent) + num_received * self.receive_ns
 
-    def _send_ns(self, num_bytes: int) -> int:
-        """Between measured sizes in a straight line; beyond them as much as the nearest: the network takes no more of a
-        message at once."""
-        if not self.send_ns:
-            return 0
-        sizes, times = zip(*self.send_ns, strict=True)
-        return round(interpolate(sizes, times, min(max(num_bytes, sizes[0]), sizes[-1])))
+    def carrying_ns(self, sent: Sequence[int]) -> int:
+        """What the network's threads take for messages of so many bytes, at both ends: of those larger than any that
+        was measured, in proportion."""
+        largest = self.carry_ns[-1][0] if self.carry_ns else 1
+        return sum(round(by_size(self.carry_ns, size) * max(1.0, size / largest)) for size in sent)
+
+
+def by_size(points: Sequence[tuple[int, int]], num_bytes: int) -> int:
+    """Nanoseconds of a message: between measured sizes in a straight line; beyond them those of the nearest. None were
+    measured: 0."""
+    if not points:
+        return 0
+    sizes, times = zip(*points, strict=True)
+    return round(interpolate(sizes, times, min(max(num_bytes, sizes[0]), sizes[-1])))
 
 
 @dataclass(frozen=True)
@@ -392,6 +402,10 @@ def _slowed_pair(pair: tuple[int, int], slowdown: float) -> tuple[int, int]:
     return round(pair[0] * slowdown), round(pair[1] * slowdown)
 
 
+def _slowed_sizes(points: Sequence[tuple[int, int]], slowdown: float) -> tuple[tuple[int, int], ...]:
+    return tuple((size, round(duration * slowdown)) for size, duration in points)
+
+
 def _slowed_calls(curve: OperatorCurve, slowdown: float) -> OperatorCurve:
     return replace(curve, call_ns=curve.call_ns and _slowed_pair(curve.call_ns, slowdown))
 
@@ -409,9 +423,10 @@ def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
         function_ns=_slowed_pair(runtime.function_ns, slowdown),
         branch_ns=_slowed_pair(runtime.branch_ns, slowdown),
         pass_ns=round(runtime.pass_ns * slowdown),
-        send_ns=tuple((size, round(duration * slowdown)) for size, duration in runtime.send_ns),
+        send_ns=_slowed_sizes(runtime.send_ns, slowdown),
         receive_ns=round(runtime.receive_ns * slowdown),
         late_ns=round(runtime.late_ns * slowdown),
+        carry_ns=_slowed_sizes(runtime.carry_ns, slowdown),
     )
 
 
@@ -495,7 +510,8 @@ def _read_table(item: Mapping[str, Any]) -> Table:
 
 def _read_runtime(item: Mapping[str, Any]) -> Runtime:
     pairs = {name: tuple(item[name]) for name in ("optimizer_ns", "function_ns", "branch_ns") if name in item}
-    return Runtime(**{**_with_provenance(item), **pairs, "send_ns": _pairs(item.get("send_ns", ()))})
+    sizes = {name: _pairs(item.get(name, ())) for name in ("send_ns", "carry_ns")}
+    return Runtime(**{**_with_provenance(item), **pairs, **sizes})
 
 
 def _write_operator(item: OperatorCurve) -> dict[str, Any]:

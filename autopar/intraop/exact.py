@@ -15,7 +15,7 @@ from autopar.intraop.network import Network
 from autopar.intraop.problem import INFINITE
 from autopar.intraop.timeline import Row, Timeline
 from autopar.intraop.toulbar import SearchApart, minimise_here
-from autopar.intraop.toulbar_worker import Result
+from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
 
 SMALL_ENTRIES = 300_000
 """Networks up to this size are searched in this process, which saves starting another (0.2 s)."""
@@ -101,10 +101,10 @@ def search_exactly(
         rows, is_small = search.rows, network.num_entries <= small_entries
         if is_small and backtracks * sum(row.num_usages for row in rows) <= _ROW_EFFORT:
             result = minimise_here(network, rows, upper_bound, backtracks, seed)
-        elif is_small:
-            result = SearchApart(network, rows, upper_bound, seed, backtracks=backtracks).result(deadline)
         else:
-            result = SearchApart(network, rows, upper_bound, seed, message_passing=True).result(deadline)
+            limit = backtracks if is_small else NO_BACKTRACK_LIMIT
+            apart = SearchApart(network, rows, upper_bound, seed, backtracks=limit, message_passing=not is_small)
+            result = apart.result(deadline)
         if search.learn(result):
             break
     return search.finish()

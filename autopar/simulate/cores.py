@@ -7,7 +7,8 @@ passes faster:
 
     dt' = dt · max(cores, busy(t)) / ranks
 
-busy: ranks of a node that compute, or take part in a collective, at t; of several nodes, in the fullest.
+busy: ranks of a node that compute, call a pass, hand over messages, or take part in a collective, at t; and while a
+message travels, cores of the sender's node that the network's threads take. Of several nodes, in the fullest.
 """
 
 from __future__ import annotations
@@ -51,16 +52,16 @@ def sharing_of(profiles: Iterable[Profile]) -> Sharing | None:
 class Clock:
     """From the time in which all ranks are always slowed, to that which passes."""
 
-    def __init__(self, sharing: Sharing, busy: Sequence[tuple[Spans, Mapping[int, int]]]) -> None:
-        """busy: when some ranks are busy, and how many of each node they are."""
+    def __init__(self, sharing: Sharing, busy: Sequence[tuple[Spans, Mapping[int, float]]]) -> None:
+        """busy: when some ranks are busy, or the network for them, and how many cores of each node that takes."""
         nodes = sorted({node for _, count in busy for node in count})
         marks = np.unique([0, *(edge for spans, _ in busy for span in spans for edge in span)])
-        loads = np.zeros((len(nodes), len(marks)), np.int64)
+        loads = np.zeros((len(nodes), len(marks)))
         for spans, count in busy:
             is_busy = _covered(spans, marks)
             for row, node in enumerate(nodes):
                 loads[row] += is_busy * count.get(node, 0)
-        load = loads.max(axis=0) if nodes else np.zeros(len(marks), np.int64)
+        load = loads.max(axis=0) if nodes else np.zeros(len(marks))
         rate = np.maximum(sharing.cores, load) / sharing.ranks
         self._marks = marks
         self._passed = np.concatenate([[0.0], np.cumsum(np.diff(marks) * rate[:-1])])
@@ -92,20 +93,31 @@ def _covered(spans: Spans, marks: Numbers) -> Numbers:
 # A step ----------------------------------------
 
 
-def clock_of(lanes: Sequence[Lane], sharing: Sharing, devices_per_node: int) -> Clock:
+class Beside(NamedTuple):
+    """What takes cores beside a lane's tasks: when its ranks' threads call passes and hand over messages, and, in all,
+    what the network's threads take of a core for what one of its ranks sends."""
+
+    spans: Spans
+    carrying_ns: int
+
+
+def clock_of(lanes: Sequence[Lane], beside: Sequence[Beside], sharing: Sharing, devices_per_node: int) -> Clock:
     """Of a step in which each lane stands for all of its ranks."""
-    busy = []
-    for lane in lanes:
+    busy: list[tuple[Spans, Mapping[int, float]]] = []
+    for lane, more in zip(lanes, beside, strict=True):
         count: dict[int, int] = defaultdict(int)
         for rank in lane.ranks:
             count[rank // devices_per_node] += 1
-        spans = [
-            (piece.begin_ns + start, piece.begin_ns + end)
-            for piece in lane.pieces
-            for _, _, start, end, kind in piece.tasks
-            if end > start and kind != SEND
-        ]
+        spans, sends = list(more.spans), list[tuple[int, int]]()
+        for piece in lane.pieces:
+            for _, _, start, end, kind in piece.tasks:
+                if end > start:
+                    (sends if kind == SEND else spans).append((piece.begin_ns + start, piece.begin_ns + end))
         busy.append((spans, count))
+        travelling_ns = sum(end - start for start, end in sends)
+        if travelling_ns:
+            share = more.carrying_ns / travelling_ns
+            busy.append((sends, {node: share * ranks for node, ranks in count.items()}))
     return Clock(sharing, busy)
 
 

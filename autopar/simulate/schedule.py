@@ -23,7 +23,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
 from autopar.runtime.arrivals import may_come_early
-from autopar.simulate.cores import clock_of, in_time, sharing_of
+from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
 from autopar.simulate.passes import DIRECTIONS, Turn, turns
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
@@ -130,6 +130,8 @@ class Submesh:
     between_along: dict[str, Sent] = field(default_factory=dict)  # by kind
     played: Counter[Pass] = field(default_factory=Counter)
     departed: Counter[tuple[int, ...]] = field(default_factory=Counter)  # transfers, by what each rank sends
+    around: list[tuple[int, int]] = field(default_factory=list)  # passes: calling them, handing over messages
+    carrying_ns: int = 0  # of the network's threads, for what a rank sends
     bubble_ns: int = 0
     num_made: int = 0  # turns
     begin_ns: int | None = None  # of the next turn, once what it reads is sent
@@ -322,7 +324,10 @@ class _Step:
         sent = self.transfers.of(turn)
         for transfer in sent:
             self._send(submesh, transfer, submesh.free_ns, turn.microbatch, label)
-        submesh.stand(self.transfers.around_ns(turn))
+        around_ns = self.transfers.around_ns(turn)
+        submesh.around.append((submesh.free_ns, submesh.free_ns + around_ns))
+        submesh.stand(around_ns)
+        submesh.carrying_ns += self.transfers.carrying_ns(turn)
         return [self.home_of[transfer.target] for transfer in sent]
 
     def _expect(self, submesh: Submesh, begin: int, following: Turn | None) -> None:
@@ -403,7 +408,8 @@ class _Step:
         makespan = max(submesh.end_ns for submesh in self.submeshes)
         lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
         if self.sharing is not None:
-            clock = clock_of(lanes, self.sharing, self.plan.mesh.devices_per_node)
+            beside = [Beside(submesh.around, submesh.carrying_ns) for submesh in self.submeshes]
+            clock = clock_of(lanes, beside, self.sharing, self.plan.mesh.devices_per_node)
             makespan = clock.at(makespan)
             lanes = tuple(in_time(lane, clock, makespan) for lane in lanes)
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]

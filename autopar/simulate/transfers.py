@@ -89,8 +89,15 @@ class Transfers:
         runtime = self.runtimes[turn.stage]
         if runtime is None:
             return 0
-        sent = [size for one in self.of(turn) if one.link for size in one.messages]
-        return runtime.around_pass_ns(sent, self.messages.get(way_of(turn), 0))
+        return runtime.around_pass_ns(self._messages(turn), self.messages.get(way_of(turn), 0))
+
+    def carrying_ns(self, turn: Turn) -> int:
+        """What the network's threads take for what a turn sends."""
+        runtime = self.runtimes[turn.stage]
+        return runtime.carrying_ns(self._messages(turn)) if runtime is not None else 0
+
+    def _messages(self, turn: Turn) -> list[int]:
+        return [size for one in self.of(turn) if one.link for size in one.messages]
 
     def expected_bytes(self, turn: Turn) -> int:
         """Of what a turn receives."""

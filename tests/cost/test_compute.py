@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -122,7 +123,7 @@ def test_optimizer_time_grows_with_bytes_and_tensors() -> None:
 # The measured host ----------------------------------------
 
 
-def raw_points() -> dict[str, object]:
+def raw_points() -> dict[str, Any]:
     """What the measuring scripts print, on a machine of 100 GFLOP/s and 10 GB/s where calls take 1 µs and 2 µs."""
 
     def point(
@@ -159,7 +160,7 @@ def raw_points() -> dict[str, object]:
         "busy_share": {"2": 0.5}, "host": {"torch": "2"},
         "runtime": {"optimizer": [20_000, 150_000], "parameter": 40_000, "convert": 9_000, "function": [5000, 4000],
                     "branch": [3000, 50_000], "pass": 200_000, "send": [[1000, 100_000], [3000, 500_000]],
-                    "receive": 30_000, "late": 700_000},
+                    "receive": 30_000, "late": 700_000, "carry": [[1000, 300_000], [3000, 700_000]]},
     }  # fmt: skip
 
 
@@ -229,6 +230,29 @@ def test_an_einsum_is_a_product(equation: str, operands: list[Shape], expected: 
     """The last one sums over e and c, which lie apart in the second operand: it is copied first."""
     node, shapes, results, tensors = call("einsum", operands, (1,), args=(equation,))
     assert product_of(node_call(node, shapes, results, tensors)) == expected
+
+
+def test_an_einsum_costs_its_own_call_beside_its_kernels() -> None:
+    """Ten and fifteen microseconds more than the product that it becomes, forward and for each gradient."""
+    raw = raw_points()
+    products = [
+        {**p, "op": "bmm", "kind": "batched", "operands": [[[8, m, k], 4, True], [[8, k, n], 4, True]],
+         "result": [[8, m, n], 4], "forward_ns": 8 * p["forward_ns"]}
+        for p in raw["points"] if p.get("kind") == "NN" for m, n, k in [p["shape"]]
+    ]  # fmt: skip
+    least = min(p["forward_ns"] for p in raw["points"] if p["op"] == "mm")
+    called = {
+        **raw["points"][0], "family": "einsum", "op": "einsum", "kind": "", "detail": "egcm,emh->egch",
+        "shape": [2, 1, 2, 4, 4], "operands": [[[2, 1, 2, 4], 4, True], [[2, 4, 4], 4, True]],
+        "result": [[2, 1, 2, 4], 4], "forward_ns": 10_000 + least, "backward_ns": 3000 + 2 * (15_000 + least),
+    }  # fmt: skip
+    raw["points"] += [*products, called]
+    data = profile_from_points(raw, {"model": "test", "cores": 2, "memory": 8 << 30}, "2026-01-01")
+    profile = profile_from_json(json.loads(json.dumps(data)), "points")
+    before = replace(profile, operators={k: v for k, v in profile.operators.items() if k != "einsum"}, _shared={})
+    node = call("einsum", [(8, 1, 64, 64), (8, 64, 64)], (8, 1, 64, 64), args=("egcm,emh->egch",))
+    (forward, backward), (less, least_of_all) = (node_time_ns(*node, which) for which in (profile, before))
+    assert (forward - less, backward - least_of_all) == (10_000 - 1000, 2 * (15_000 - 2000))
 
 
 def test_an_optimizer_of_dtensors_costs_more_a_parameter() -> None:
@@ -334,6 +358,7 @@ def test_an_operator_with_a_parameter_costs_a_call_of_autograd_more_in_parts() -
         known.runtime, optimizer_ns=(40_000, 300_000), parameter_ns=80_000, convert_ns=18_000,
         function_ns=(10_000, 8000), branch_ns=(6000, 100_000), pass_ns=400_000,
         send_ns=((1000, 200_000), (3000, 1_000_000)), receive_ns=60_000, late_ns=1_400_000,
+        carry_ns=((1000, 600_000), (3000, 1_400_000)),
     )  # fmt: skip
 
 
@@ -344,8 +369,15 @@ def test_a_pass_takes_its_thread_to_be_called_and_to_send_and_receive() -> None:
     for sizes, send_ns in (((), 0), ((1,), 100_000), ((2000,), 300_000), ((1 << 30, 1000), 600_000)):
         for received in (0, 2):
             assert runtime.around_pass_ns(sizes, received) == 200_000 + send_ns + received * 30_000
-    before = replace(runtime, pass_ns=0, send_ns=(), receive_ns=0, late_ns=0)  # as measured before
-    assert before.around_pass_ns((1000,), 3) == 0
+    before = replace(runtime, pass_ns=0, send_ns=(), receive_ns=0, late_ns=0, carry_ns=())  # as measured before
+    assert before.around_pass_ns((1000,), 3) == before.carrying_ns((1000,)) == 0
+
+
+def test_the_networks_threads_carry_large_messages_in_proportion() -> None:
+    runtime = fitted().runtime
+    assert runtime is not None
+    for sizes, carrying_ns in (((), 0), ((1,), 300_000), ((2000, 2000), 1_000_000), ((6000,), 1_400_000)):
+        assert runtime.carrying_ns(sizes) == carrying_ns
 
 
 def test_a_dtype_takes_as_long_beside_float32_as_it_was_measured_to_take() -> None:

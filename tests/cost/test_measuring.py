@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.cost import collective_time_ns, host, measure, measure_gloo
 from autopar.cost.fit import non_decreasing, profile_from_points
@@ -62,6 +64,7 @@ def test_what_this_host_measures_is_a_profile(tmp_path: Path) -> None:
     runtime = profile.runtime
     assert runtime is not None and min(runtime.pass_ns, runtime.receive_ns) > 0
     assert runtime.around_pass_ns((1 << 21,), 0) > runtime.around_pass_ns((1 << 10,), 0) > runtime.pass_ns
+    assert runtime.carrying_ns((1 << 21,)) > 0
     assert profile.facts.memory_bandwidth > 1e8
     assert profile.peak_flops("float32") > 1e8
     assert (
@@ -91,6 +94,17 @@ def test_times_that_fall_take_the_mean_of_their_neighbours() -> None:
     assert non_decreasing([1.0, 4.0, 2.0, 3.0, 7.0]) == [1.0, 3.0, 3.0, 3.0, 7.0]
     assert non_decreasing([3.0, 2.0, 1.0]) == [2.0, 2.0, 2.0]
     assert non_decreasing([]) == []
+
+
+def test_weights_are_those_that_were_read_the_longest_ago() -> None:
+    """One after another, none of the lines of a cache twice, until the pool is used up."""
+    weights, like = measure._Weights(), torch.empty(1000, 5, requires_grad=True)
+    taken = [weights.take(like) for _ in range(measure.POOL_ELEMENTS // 5008 + 1)]
+    assert all(one.shape == like.shape and one.requires_grad for one in taken)
+    begins = [one.data_ptr() for one in taken]
+    assert begins[-1] == begins[0], "from the start again"
+    assert {after - before for before, after in itertools.pairwise(begins[:-1])} == {4 * 5008}
+    assert not weights.take(like.detach()).requires_grad
 
 
 def test_several_windows_take_the_median_of_each_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

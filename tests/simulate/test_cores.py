@@ -11,13 +11,14 @@ import pytest
 from autopar.cost import Profile, load_profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Breakdown, Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.simulate import IncrementalStages, Timeline, predict, simulate
-from autopar.simulate.cores import Clock, Sharing, part_of_step
-from autopar.simulate.engine import COMPUTE
+from autopar.simulate.cores import SEND, Beside, Clock, Sharing, clock_of, part_of_step
+from autopar.simulate.engine import COMPUTE, Task
 from autopar.simulate.passes import FORWARD, Turn, turns
+from autopar.simulate.timeline import Lane, Piece
 from autopar.trace import trace
 from models import gpt
 
@@ -106,6 +107,21 @@ def test_a_clock_by_hand() -> None:
     busy = [([(0, 300)], {0: 2}), ([(0, 100), (100, 300)], {0: 1}), ([(300, 400)], {0: 1})]
     clock = Clock(Sharing(ranks=4, cores=2), busy)
     assert clock([0, 100, 300, 400, 500]).tolist() == [0, 75, 225, 275, 325]
+
+
+def test_what_threads_do_beside_passes_takes_cores_too() -> None:
+    """Of two ranks for 100; then their messages, of which the network's threads take three times as long; then their
+    threads hand over more, while two others compute: 2, 6 and 4 cores of 2, for 4 ranks."""
+    tasks: list[Task] = [(COMPUTE, "x", 0, 100, "forward"), ("link", "y", 100, 200, SEND)]
+    first = lane(range(2), [Piece(0, "", tasks, [])])
+    second = lane(range(2, 4), [Piece(200, "", [(COMPUTE, "x", 0, 100, "forward")], [])])
+    beside = [Beside([(200, 300)], carrying_ns=300), Beside([], carrying_ns=0)]
+    clock = clock_of([first, second], beside, Sharing(ranks=4, cores=2), devices_per_node=4)
+    assert clock([100, 200, 300]).tolist() == [50, 200, 300]
+
+
+def lane(ranks: range, pieces: list[Piece]) -> Lane:
+    return Lane(ranks, tuple(pieces), Breakdown(0, 0, 0, 0, 0), {}, {}, {}, {})
 
 
 def test_each_node_has_cores_of_its_own() -> None:
