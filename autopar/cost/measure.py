@@ -507,8 +507,8 @@ def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tupl
     return forward, backward, max(0, median_high([b for _, b in one]) - backward)
 
 
-def measure_view(clock: Clock) -> tuple[int, int, int]:
-    """Nanoseconds of one of a few views between kernels whose data pass through the caches, as `measure_launch`."""
+def measure_view(clock: Clock) -> tuple[int, int]:
+    """Nanoseconds of one of a few views between kernels whose data pass through the caches, forward and backward."""
     passing = torch.zeros(PASSING_BYTES, dtype=torch.uint8)
 
     def chain(length: int) -> tuple[int, int]:
@@ -516,10 +516,8 @@ def measure_view(clock: Clock) -> tuple[int, int, int]:
         return _chain(_transposed, (2, 2), length, clock)
 
     one, several = ([chain(length) for _ in range(20)] for length in (1, CHAIN))
-    first, forward = median_high([f for f, _ in one]), median_high([f for f, _ in several]) // CHAIN
     alone, together = median_high([b for _, b in one]), median_high([b for _, b in several])
-    backward = max(1, (together - alone) // (CHAIN - 1))
-    return min(first, forward), backward, max(0, alone - backward)
+    return median_high([f for f, _ in several]) // CHAIN, max(1, (together - alone) // (CHAIN - 1))
 
 
 def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: Clock) -> tuple[int, int]:

@@ -214,16 +214,16 @@ class Runtime:
     def around_pass_ns(self, sent: Sequence[int], num_received: int) -> int:
         """What a stage's pass takes of its rank's thread beside what it computes. sent: bytes of each message, of which
         the network takes no more at once than of the largest that was measured."""
-        return self.pass_ns + sum(by_size(self.send_ns, size) for size in sent) + num_received * self.receive_ns
+        return self.pass_ns + sum(_by_size(self.send_ns, size) for size in sent) + num_received * self.receive_ns
 
     def carrying_ns(self, sent: Sequence[int]) -> int:
         """What the network's threads take for messages of so many bytes, at both ends: of those larger than any that
         was measured, in proportion."""
         largest = self.carry_ns[-1][0] if self.carry_ns else 1
-        return sum(round(by_size(self.carry_ns, size) * max(1.0, size / largest)) for size in sent)
+        return sum(round(_by_size(self.carry_ns, size) * max(1.0, size / largest)) for size in sent)
 
 
-def by_size(points: Sequence[tuple[int, int]], num_bytes: int) -> int:
+def _by_size(points: Sequence[tuple[int, int]], num_bytes: int) -> int:
     """Nanoseconds of a message: between measured sizes in a straight line; beyond them those of the nearest. None were
     measured: 0."""
     if not points:
