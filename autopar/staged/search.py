@@ -156,7 +156,9 @@ class Search:
         """Templates on the best setting of each logical shape; where they are near the best, with half and twice as
         many microbatches, too.
 
-        What their placements hide, or send together, may be more than what they cost.
+        What their placements hide, or send together, may be more than what they cost. Where ranks share cores, those
+        that wait leave theirs to others, so that a step depends little on the number of microbatches: there it is
+        halved and doubled again, as long as what it gives is near the best.
         """
         fitting = [(c.step_ns, c.ways[0].setting) for c in self._candidates if c.peak_bytes <= self.admitted]
         shapes: dict[LogicalMesh, Setting] = {}
@@ -166,7 +168,11 @@ class Search:
         self._look_until(settings, deadline)
         near = [setting for setting in settings if self._is_near(setting)]
         for factor in (0.5, 2.0):
-            self._look_until([replace(s, microbatches=int(s.microbatches * factor)) for s in near], deadline)
+            reached = near
+            while reached:
+                reached = [replace(s, microbatches=int(s.microbatches * factor)) for s in reached]
+                self._look_until(reached, deadline)
+                reached = [s for s in reached if self.layered.shares_cores and self._is_near(s)]
 
     def _look_until(self, settings: Sequence[Setting], deadline: float) -> None:
         """At those with a number of microbatches that is possible."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.cost.library import template_profile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop import block_layers, fold
 from autopar.ir import verifier
@@ -18,6 +19,9 @@ from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step, template_of_graph
 from autopar.planning import Request, SearchBudget
+from autopar.staged.layered import Layered
+from autopar.staged.search import Search
+from autopar.staged.ways import Setting
 from autopar.trace import find_blocks, trace
 from models import gpt, mlp, wide_resnet
 
@@ -75,6 +79,25 @@ def test_no_template_of_as_many_stages_is_faster(pp: int) -> None:
         for schedule in ("gpipe", "1f1b", "interleaved"):
             theirs = template_of_graph(graph(), MESH, dp=dp, tp=tp, pp=pp, microbatches=2 * pp, schedule=schedule)
             assert ours <= theirs.predicted.step_time_ns, (dp, tp, schedule)
+
+
+def test_templates_near_the_best_have_all_their_microbatches_looked_at_where_ranks_share_cores() -> None:
+    facts = replace(template_profile().facts, cores=2)
+    request = Request(autopar.Mesh("cpu", devices_per_node=4), "train", "adamw", None, (), SearchBudget(60.0))
+    profile = replace(template_profile(), facts=facts, _shared={})
+    search = Search(Layered(graph(4), find_blocks(graph(4)), request, profile))
+    candidates = search.run(lambda line: None)
+    best_ns = min(c.step_ns for c in candidates if c.peak_bytes <= search.admitted)
+    least_ns: dict[Setting, int] = {}
+    for candidate in candidates:
+        setting = candidate.ways[0].setting
+        if setting.zero is not None:
+            least_ns[setting] = min(candidate.step_ns, least_ns.get(setting, candidate.step_ns))
+    near = [setting for setting, step_ns in least_ns.items() if step_ns <= 1.25 * best_ns]
+    assert {setting.microbatches for setting in near} >= {1, 2, 4}
+    for setting in near:
+        counts = {setting.microbatches // 2, setting.microbatches * 2} & set(search.layered.counts)
+        assert all(replace(setting, microbatches=count) in least_ns for count in counts), setting
 
 
 def test_uneven_numbers_of_blocks() -> None:
