@@ -18,12 +18,16 @@ from autopar.ops.windows import halos, has_windows, with_row_lengths
 
 
 class Inner(NamedTuple):
-    """One collective inside an operator, on a mesh axis (by position): the bytes of rank 0, and of the busiest one."""
+    """One collective inside an operator, on a mesh axis (by position): the bytes of rank 0, and of the busiest one.
+
+    is_early: it starts at the top of forward, long before the operator that awaits it, and stops no rank.
+    """
 
     collective: str
     axis: int
     num_bytes: int
     busiest_bytes: int = 0
+    is_early: bool = False
 
     @property
     def priced_bytes(self) -> int:

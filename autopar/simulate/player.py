@@ -333,7 +333,7 @@ class Player:
         else:
             first = last = self._compute(item.name, kind, item.forward_ns, after, item.issue_ns[0])
         if item.inner:
-            _, last = self._transmit(item.name, "operator", item.inner, [last])
+            last = self._send_inside(item, last)
         for value in item.outputs:
             ready[value] = last
         self.engine.change(first, last, memory.taken.get(number, 0), memory.given.get(number, 0), "activations")
@@ -394,6 +394,17 @@ class Player:
             after, self._awaited = [*after, *self._awaited], []
         return self.engine.compute(name, kind, duration_ns, after, issue_ns)
 
+    def _send_inside(self, item: Item, after: int) -> int:
+        """What an operator sends in its forward pass; the last task. What was sent early holds up nothing."""
+        for sent in item.inner:
+            if sent.is_early:
+                if self._collective_ns:
+                    self.engine.launch(self._collective_ns)
+                self._note_sent(sent, f"operator {sent.collective}")
+            else:
+                _, after = self._transmit(item.name, "operator", [sent], [after])
+        return after
+
     def _transmit(
         self, name: str, purpose: str, transmissions: Sequence[Transmission], after: Iterable[int]
     ) -> tuple[int, int]:
@@ -409,10 +420,13 @@ class Player:
                 sent.waits if stops else None,
             )  # fmt: skip
             tasks.append(task)
-            self.comm_bytes[sent.collective] += sent.num_bytes
-            known = self.along.get((sent.axis, kind), NOTHING_SENT)
-            self.along[sent.axis, kind] = known.plus(Sent(1, sent.num_bytes, sent.duration_ns))
+            self._note_sent(sent, kind)
         return tasks[0], tasks[-1]
+
+    def _note_sent(self, sent: Transmission, kind: str) -> None:
+        self.comm_bytes[sent.collective] += sent.num_bytes
+        known = self.along.get((sent.axis, kind), NOTHING_SENT)
+        self.along[sent.axis, kind] = known.plus(Sent(1, sent.num_bytes, sent.duration_ns))
 
     # Parameters ----------------------------------------
 

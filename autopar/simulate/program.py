@@ -71,7 +71,7 @@ CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
 class Transmission(NamedTuple):
     """One collective: its name, the link level that it is on, its bytes and nanoseconds. waits: how long its ranks wait
-    for each other besides where it stops them, if that is known."""
+    for each other besides where it stops them, if that is known. is_early: it was sent long before, and has arrived."""
 
     collective: str
     level: str
@@ -79,6 +79,7 @@ class Transmission(NamedTuple):
     num_bytes: int
     duration_ns: int
     waits: Waits | None = None
+    is_early: bool = False
 
 
 @dataclass(slots=True)
@@ -692,7 +693,12 @@ class Lowering:
 
     def _inner_transmissions(self, sent: Sequence[Inner]) -> tuple[Transmission, ...]:
         real = [inner for inner in sent if self.plan.axes[inner.axis].size > 1]
-        return tuple(self._transmission(inner.collective, inner.axis, inner.priced_bytes) for inner in real)
+        return tuple(self._inner_transmission(inner) for inner in real)
+
+    def _inner_transmission(self, inner: Inner) -> Transmission:
+        """What is sent early holds up nothing: its way is over when its operator begins."""
+        sent = self._transmission(inner.collective, inner.axis, inner.priced_bytes)
+        return sent._replace(duration_ns=0, waits=None, is_early=True) if inner.is_early else sent
 
     def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
         """What the operator takes for a while, beside its operands and results."""

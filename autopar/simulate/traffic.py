@@ -16,7 +16,7 @@ from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
-from autopar.ir.structure import computed_once, folded_tensors, is_cut
+from autopar.ir.structure import block_paths, computed_once, folded_tensors, is_cut
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import call_of
 from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
@@ -179,9 +179,28 @@ def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
 def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:
     """What an operator sends inside, in the forward and the backward pass of a microbatch.
 
-    A mean loss counts its targets in the forward pass, unless several microbatches share the count.
+    A mean loss counts its targets in the forward pass, unless several microbatches share the count: along the first
+    axis early where it can be (`emit.early`), then along the others.
     """
     operands = plan.nodes[node.name].operands
     forward, backward = inner_communication(graph, node, operands, plan.axes, plan.mode == "train")
     counts = count_of_targets(call_of(graph, node), operands) if plan.microbatches == 1 else []
+    counts = [inner for inner in counts if plan.axes[inner.axis].size > 1]
+    if counts and _is_counted_early(graph, node, plan):
+        counts[0] = counts[0]._replace(is_early=True)
     return [*forward, *counts], backward
+
+
+def _is_counted_early(graph: Graph, loss: Node, plan: Plan) -> bool:
+    """Whether the targets follow from inputs and constants, outside of blocks, as the loss lies outside of them."""
+    blocks, needed = block_paths(graph, plan.recompute), [loss.operands[1]]
+    makers = [loss]
+    while needed:
+        name = needed.pop()
+        if name in graph.stored_by_tensor:
+            return False
+        producer = graph.producers.get(name)
+        if producer is not None and producer not in makers:
+            makers.append(producer)
+            needed += producer.operands
+    return all(path not in blocks for maker in makers for path, _ in maker.scope.path if path)
