@@ -192,12 +192,12 @@ def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:
 
 
 def _is_counted_early(graph: Graph, loss: Node, plan: Plan) -> bool:
-    """Whether the targets follow from inputs and constants, outside of blocks, as the loss lies outside of them."""
+    """Whether the targets follow from inputs and constants outside of blocks, where the loss lies, too."""
     blocks, needed = block_paths(graph, plan.recompute), [loss.operands[1]]
     makers = [loss]
     while needed:
         name = needed.pop()
-        if name in graph.stored_by_tensor:
+        if name in graph.stored_by_tensor or name in graph.received:
             return False
         producer = graph.producers.get(name)
         if producer is not None and producer not in makers:
