@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime.declare import Pipeline, Program
+from autopar.runtime.ending import await_gloo_at_exit
 from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh
 from autopar.runtime.rank import Rank
 
@@ -25,6 +26,7 @@ def build(
     for `timeout_s` seconds is given up (CollectiveError). Raises WorldError when the processes that run are not the
     mesh of the program.
     """
+    await_gloo_at_exit()
     device = torch.device(device) if device is not None else None
     if issubclass(program, Pipeline):
         from autopar.runtime.pipeline import PipelineRank  # torch's schedules take a while to import
