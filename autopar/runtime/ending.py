@@ -37,9 +37,9 @@ def await_gloo() -> None:
 
 
 def _is_running(stat: Path) -> bool:
-    """Whether one of gloo's threads computes or waits for a core, by its line `number (name) state …`."""
+    """Whether it is one of gloo's threads and neither sleeps nor has ended, by its line `number (name) state …`."""
     try:
         name, _, rest = stat.read_text().partition("(")[2].rpartition(")")
     except OSError:  # it has ended
         return False
-    return name.startswith(_THREADS) and rest.split()[0] not in "SD"
+    return name.startswith(_THREADS) and rest.split()[0] not in "SZX"
