@@ -305,8 +305,11 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--plans", type=Path, help="a file to keep plans in between runs; delete it when the code changes"
     )
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args(arguments)
+    parser.add_argument("--output", type=Path, help="a file for every row as JSON")
+    options = parser.parse_args(arguments)
+    if options.output and options.output.is_dir():
+        parser.error(f"expected a file for --output, found the folder {options.output}: name a file in it")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> int:
