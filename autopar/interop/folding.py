@@ -1,7 +1,8 @@
-"""A deep graph made short: of equal blocks the first, the second and the last are kept.
+"""A deep graph made short: of equal blocks the first ones and the last are kept.
 
-The blocks between them cost what the second costs, so that everything is found on the short graph once, however many
-blocks there are. Who read what a block that is gone made, reads the equal tensor of the second block.
+The blocks that are gone cost what the last of the first ones costs, which stands for them: so everything is found on
+the short graph once, however many blocks there are. Who read what a block that is gone made, reads the equal tensor of
+the one that stands for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 from autopar.interop.clustering import Layers, portable_nodes, spread
 from autopar.ir.graph import Graph, Node, Ref, map_references
 
-_KEPT = 3  # of a distinct block: the first, one that stands for those between, the last
+FEWEST_KEPT = 3  # of a distinct block: the first, one that stands for those between, the last
 
 
 class EqualBlocks(Protocol):
@@ -32,20 +33,23 @@ class Folded:
     """A short graph and its layers. layer_of: for each layer of the whole graph the short one's that is equal to it.
 
     copies: how many nodes or stored tensors of the whole graph one of the short graph stands for, where not one.
+    stand_in: for each node that is gone, and each tensor that such nodes make or read from storage, the equal one of
+    the block that stands for theirs.
     """
 
     graph: Graph
     layers: Layers
     layer_of: tuple[int, ...]
     copies: Mapping[str, int] = field(default_factory=dict)
+    stand_in: Mapping[str, str] = field(default_factory=dict)
 
 
-def fold(graph: Graph, blocks: EqualBlocks, layers: Layers) -> Folded:
-    """The graph with `_KEPT` blocks of each kind; itself where there are no more, where something else runs between
+def fold(graph: Graph, blocks: EqualBlocks, layers: Layers, kept: int = FEWEST_KEPT) -> Folded:
+    """The graph with `kept` blocks of each kind; itself where there are no more, where something else runs between
     them, or where a block that is kept would be read no more. `layers`: those of `block_layers`."""
     same = Folded(graph, layers, tuple(range(layers.count)))
     order = _instances(graph, blocks, layers)
-    stands = {layer: group[1] for group in order for layer in group[2:-1] if len(group) > _KEPT}
+    stands = {layer: group[kept - 2] for group in order for layer in group[kept - 1 : -1] if len(group) > kept}
     if not stands:
         return same
     members = spread(graph, layers.fixed, layers.count)
@@ -77,7 +81,7 @@ def _instances(graph: Graph, blocks: EqualBlocks, layers: Layers) -> list[list[i
 def _without(
     graph: Graph, blocks: EqualBlocks, layers: Layers, stands: Mapping[int, int], gone: set[str]
 ) -> Folded:  # fmt: skip
-    twin = _twins(graph, blocks, layers, stands)
+    twin, twin_node = _stand_ins(graph, blocks, layers, stands)
     nodes = tuple(_reading(node, twin) for node in graph.nodes if node.name not in gone)
     used = {name for node in nodes for name in (*node.operands, *node.results)} | {*graph.inputs, *graph.outputs}
     read = {name for node in graph.nodes for name in node.operands}
@@ -91,21 +95,28 @@ def _without(
     fixed = {name: kept[layer] for name, layer in layers.fixed.items() if layer in kept}
     layer_of = tuple(kept[stands.get(layer, layer)] for layer in range(layers.count))
     copies = _copies(short, Layers(fixed, len(kept)), layer_of, graph)
-    return Folded(short, Layers(fixed, len(kept)), layer_of, copies)
+    return Folded(short, Layers(fixed, len(kept)), layer_of, copies, {**twin, **twin_node})
 
 
-def _twins(graph: Graph, blocks: EqualBlocks, layers: Layers, stands: Mapping[int, int]) -> dict[str, str]:
-    """For each tensor that a block that is gone made, the equal one of the block that stands for it."""
-    equal: dict[tuple[int, str], str] = {}
-    made = [
-        (layers.fixed[node.name], blocks.representative_tensor(name), name)
-        for node in graph.nodes
-        if node.name in layers.fixed
-        for name in node.results
-    ]
-    for layer, representative, name in made:
-        equal[layer, representative] = name
-    return {name: equal[stands[layer], key] for layer, key, name in made if layer in stands}
+def _stand_ins(
+    graph: Graph, blocks: EqualBlocks, layers: Layers, stands: Mapping[int, int]
+) -> tuple[dict[str, str], dict[str, str]]:  # fmt: skip
+    """For each tensor that a block that is gone made or reads from storage, the equal one of the block that stands for
+    it; for each of its nodes likewise."""
+    tensors: dict[tuple[int, str], str] = {}
+    nodes: dict[tuple[int, str], str] = {}
+    for node in graph.nodes:
+        layer = layers.fixed.get(node.name)
+        if layer is not None:
+            nodes[layer, blocks.representative_node(node.name)] = node.name
+            read = (name for name in node.operands if name in graph.stored_by_tensor)
+            tensors.update(((layer, blocks.representative_tensor(name)), name) for name in (*read, *node.results))
+    return _equal_in(tensors, stands), _equal_in(nodes, stands)
+
+
+def _equal_in(named: Mapping[tuple[int, str], str], stands: Mapping[int, int]) -> dict[str, str]:
+    """By name in a layer that is gone, the name in the one that stands for it. named: by layer and representative."""
+    return {name: named[stands[layer], key] for (layer, key), name in named.items() if layer in stands}
 
 
 def _reading(node: Node, twin: Mapping[str, str]) -> Node:

@@ -17,14 +17,17 @@ from autopar.cost import Profile
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Refinement
-from autopar.planning import Request
+from autopar.planning import Request, SearchBudget
 from autopar.progress import Report, reporting
 from autopar.refinement.jumping import Jumps
+from autopar.refinement.shortened import shortened
 from autopar.refinement.worlds import Worlds, space_of
-from autopar.soap import Budget, Watch, refine
+from autopar.soap import Budget, Found, Start, Watch, refine, refined_elsewhere
 from autopar.trace import Blocks
 
 _SAID_EVERY = 500  # proposals
+_SHARE_OF_SHORT = 0.5
+"""Of the time for refinement, what chains on a short model may take; in the rest the whole one is simulated."""
 
 
 def refined(
@@ -50,9 +53,8 @@ def refined(
         return _as_it_is(plan, f"it is in no space of the search ({error})", budget.seed)
     if others:
         starts.append(worlds.drawn(starts[0], budget.seed))
-    chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
     with without_collector(), reporting(progress, max(1, budget.proposals // _SAID_EVERY)) as say:
-        found, report = refine(starts, chances, Jumps(worlds).possible(), _watch(say))
+        found, report = _found(worlds, starts, budget, _watch(say))
     if found.world is worlds.first and not report.moves:
         return replace(plan, search=replace(plan.search, refinement=report))
     stated = worlds.stated(found.world, found.plan, report.moves)
@@ -60,6 +62,21 @@ def refined(
     if _fits(plan) and not is_better:
         return replace(plan, search=replace(plan.search, refinement=report))
     return replace(stated, search=replace(plan.search, refinement=report))
+
+
+def _found(worlds: Worlds, starts: Sequence[Start], budget: SearchBudget, watch: Watch) -> tuple[Found, Refinement]:
+    """What chains find; where one begins at the plan alone, and its model is deep, on few blocks (`shortened`)."""
+    chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
+    short = shortened(worlds, starts[0]) if len(starts) == 1 else None
+    if short is None:
+        return refine(starts, chances, Jumps(worlds).possible(), watch)
+    chances = replace(chances, seconds=_SHARE_OF_SHORT * budget.refine_seconds)
+    found, report = refine([short.start], chances, short.jumps, watch)
+    report = replace(report, stop_reason=f"{report.stop_reason}, {short.extent}")
+    world = worlds.at(short.worlds.outline_of(found.world))
+    plan = world.space.redistributed(short.lifted(worlds.graph, found.plan))
+    other = starts[0] if plan is None else replace(starts[0], world=world, plan=plan)
+    return refined_elsewhere(starts[0], other, report)
 
 
 def _as_it_is(plan: Plan, reason: str, seed: int) -> Plan:

@@ -19,7 +19,7 @@ from autopar.microbatch import axes_of_parts, one_microbatch_plan
 from autopar.planning import Place, Request, divided
 from autopar.refinement.explaining import explained
 from autopar.refinement.outline import Outline
-from autopar.simulate import Incremental, IncrementalStages, Timeline, prices_of
+from autopar.simulate import Incremental, IncrementalStages, Timeline, predict, prices_of
 from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, World
 from autopar.staged.layered import Layered
 from autopar.staging import cut
@@ -166,11 +166,14 @@ class Worlds:
 
     def stated(self, world: World, plan: Plan, moves: Sequence[Move]) -> Plan:
         """The plan on all axes, with its stages and the simulator's prediction."""
-        place = self.place(self._outline_of[world])
-        plan = replace(plan, choices=explained(place, plan, moves))
-        if place.part.cut is not None:
-            return place.staged(place.part.in_stages(plan))
-        return place.part.on_all_axes(place.scored(plan))
+        outline = self._outline_of[world]
+        if outline.stage_of:
+            place = self.place(outline)
+            return place.staged(place.part.in_stages(replace(plan, choices=explained(place, plan, moves))))
+        assert isinstance(world.score, Incremental)
+        short = self.layered.short_place(outline.axes, outline.microbatches, None)  # as for a plan that was not refined
+        told = replace(plan, choices=explained(short, plan, moves), predicted=predict(world.score.timeline(plan)))
+        return self.place(outline).part.on_all_axes(told)
 
 
 class _Staged:

@@ -3,7 +3,7 @@
 from autopar.soap.annealing import Jump, Score, Watch, World
 from autopar.soap.ledger import NEVER, Ledger, Stages
 from autopar.soap.proposals import INPUT, STORAGE, Proposals
-from autopar.soap.refining import Budget, Start, refine
+from autopar.soap.refining import Budget, Found, Start, refine, refined_elsewhere
 from autopar.soap.space import Space
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "NEVER",
     "STORAGE",
     "Budget",
+    "Found",
     "Jump",
     "Ledger",
     "Proposals",
@@ -21,4 +22,5 @@ __all__ = [
     "Watch",
     "World",
     "refine",
+    "refined_elsewhere",
 ]

@@ -112,6 +112,12 @@ def anneal(
     return _Annealing(world, plan, proposals, deadline, random, jumps or {}, watch).run()
 
 
+def scored(world: World, draft: Draft, step_ns: int, memory_limit: int) -> Scored:
+    """A draft whose step takes so long, with what it costs where it does not fit. memory_limit: bytes, 0 for none."""
+    over = world.score.excess_bytes(draft.plan, memory_limit) / memory_limit if memory_limit else 0.0
+    return Scored(world, draft, round(step_ns * (1.0 + _OVER * over)), over == 0.0)
+
+
 def threshold_ns(current_ns: int, temperature_ns: float, uniform: float) -> float:
     """What a proposal may cost at most to be accepted. uniform: of [0, 1)."""
     return current_ns - temperature_ns * math.log(1.0 - uniform)
@@ -130,7 +136,7 @@ class _Annealing:
         self.key: Hashable = None  # of the plan that is looked at
         self.tally = Tally()
         step_ns = world.score.step_time_ns(plan)
-        self.first = self.best = self.current = self._scored(world, world.space.draft(plan), step_ns)
+        self.first = self.best = self.current = scored(world, world.space.draft(plan), step_ns, self.memory_limit)
         self.improved_at = 0
 
     def run(self) -> Chain:
@@ -259,13 +265,8 @@ class _Annealing:
             self.known[self.key] = step_ns
         if step_ns > threshold:
             return None
-        found = self._scored(world, draft, step_ns)
+        found = scored(world, draft, step_ns, self.memory_limit)
         return found if found.cost_ns <= threshold and found.fits >= self.current.fits else None
-
-    def _scored(self, world: World, draft: Draft, step_ns: int) -> Scored:
-        limit = self.memory_limit
-        over = world.score.excess_bytes(draft.plan, limit) / limit if limit else 0.0
-        return Scored(world, draft, round(step_ns * (1.0 + _OVER * over)), over == 0.0)
 
     def _note(self, always: bool = False) -> None:
         count = self.tally.proposals

@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -17,7 +17,7 @@ from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.microbatch import one_microbatch_plan, over_microbatches
 from autopar.planning import Part, Place
 from autopar.refusal import most_of
-from autopar.simulate import Timeline, predict, simulate, traffic_by_submesh
+from autopar.simulate import Incremental, Timeline, predict, simulate, traffic_by_submesh
 from autopar.staged.mixing import keeping_more
 from autopar.staged.search import Search
 from autopar.staged.ways import Candidate, Way
@@ -38,6 +38,11 @@ class Finalists:
         self.search, self.layered, self.request = search, search.layered, search.request
         self.found = sorted(found, key=lambda candidate: candidate.step_ns)
         self.tried: list[dict[str, Any]] = []
+        self._simulator = cache(self._new_simulator)
+
+    def _new_simulator(self, microbatches: int) -> Incremental:
+        """Of plans of one stage, in which equal layers are lowered and played once."""
+        return Incremental(self.layered.part(microbatches).graph, self.layered.shared)
 
     @cached_property
     def plans(self) -> list[tuple[Candidate, Timeline]]:
@@ -139,7 +144,11 @@ class Finalists:
 
     def _simulated(self, candidate: Candidate) -> Timeline:
         """What the simulator says of a candidate, noted in a row."""
-        played = simulate(self._part(candidate).graph, self._built(candidate), self.layered.shared)
+        plan = self._built(candidate)
+        if plan.stages:
+            played = simulate(self._part(candidate).graph, plan, self.layered.shared)
+        else:
+            played = self._simulator(candidate.microbatches).timeline(plan)
         self.tried.append({**candidate.row, "step_time_ns": played.step_time_ns, "peak_bytes": played.peak_bytes})
         return played
 

@@ -1,0 +1,137 @@
+"""Refines a deep model's plan on few of its equal blocks, and does in all of them what was found there.
+
+    whole plan, n equal blocks  →  the same plan on `KEPT` of them (`interop.fold`)  →  chains by MCMC  →  lifted
+
+What a proposal costs to simulate follows the number of blocks; what it gains in one of many equal blocks, it gains in
+each. So as many proposals are made of a deep model as of a shallow one, and the whole model is simulated for what comes
+out of them alone. Memory: what the whole plan has left of its limit is shared by the blocks, so
+
+    limit of the short plan = its peak + (limit − peak of the whole plan) · KEPT / n
+
+What is found is estimated to fit the whole then, and is simulated there before it is believed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.interop import Folded, fold
+from autopar.ir.graph import Graph, Node
+from autopar.ir.plan import Plan
+from autopar.refinement.jumping import Jumps
+from autopar.refinement.worlds import Worlds
+from autopar.soap import Jump, Start
+
+KEPT = 8
+"""Blocks of the short model. The last has no other after it, the first few none before: those between are alike."""
+_DEEP = 2 * KEPT
+_JUMPS = ("microbatches", "mesh")
+"""Those that mean the same for any number of blocks."""
+
+
+@dataclass(frozen=True)
+class Short:
+    """A plan's model with fewer blocks, and where its chain begins. paths: by each block's, that of the one which
+    stands for it, itself where it is kept."""
+
+    worlds: Worlds
+    start: Start
+    folded: Folded
+    paths: Mapping[str, str]
+    memory_limit: int  # of the whole model's plan
+
+    @property
+    def jumps(self) -> dict[str, Jump]:
+        """What may be proposed beside other options of decisions."""
+        return {kind: jump for kind, jump in Jumps(self.worlds).possible().items() if kind in _JUMPS}
+
+    @property
+    def extent(self) -> str:
+        """How much of the model it is, in words."""
+        return f"on {len(set(self.paths.values()))} of {len(self.paths)} blocks"
+
+    def lifted(self, graph: Graph, found: Plan) -> Plan:
+        """What was found, done in all blocks; its redistributions are still to be made. graph: the whole one's."""
+        stand_in = self.folded.stand_in
+        return replace(
+            found,
+            nodes={node.name: found.nodes[stand_in.get(node.name, node.name)] for node in graph.nodes},
+            storage={item.tensor: found.storage[stand_in.get(item.tensor, item.tensor)] for item in graph.stored},
+            recompute=_in_all(found.recompute, self.paths),
+            memory_limit=self.memory_limit,
+            redistributes=(),
+        )
+
+
+def shortened(worlds: Worlds, start: Start) -> Short | None:
+    """The model with `KEPT` of its equal blocks, and the start there; None where it has not many more, where others are
+    between them, where the plan has stages or branches, or places blocks apart that one is to stand for."""
+    plan = start.plan
+    if worlds.plan.stages or plan.forks or all(len(paths) <= _DEEP for paths in worlds.blocks.paths):
+        return None
+    folded = fold(worlds.graph, worlds.blocks, worlds.layers, KEPT)
+    if folded.graph is worlds.graph:
+        return None
+    paths = _stand_in_paths(worlds, folded)
+    again = tuple(module for module in plan.recompute if _is_inside(module, paths.values()))
+    request = replace(worlds.request, budget=replace(worlds.request.budget, stages=False), recompute=again)
+    short = Worlds(folded.graph, worlds.blocks, request, worlds.profile, worlds.plan)
+    placed = short.first.space.redistributed(_without_others(plan, folded.graph, again))
+    if placed is None:
+        return None
+    found = Short(short, Start(start.name, short.first, placed), folded, paths, plan.memory_limit)
+    if not _place_alike(found.lifted(worlds.graph, placed), plan):
+        return None
+    left = plan.memory_limit - _peak_bytes(start)
+    limit = _peak_bytes(found.start) + left * len(set(paths.values())) // len(paths)
+    return replace(found, start=replace(found.start, plan=replace(placed, memory_limit=max(1, limit))))
+
+
+def _without_others(plan: Plan, graph: Graph, again: tuple[str, ...]) -> Plan:
+    """What the plan says of a short graph."""
+    return replace(
+        plan,
+        nodes={node.name: plan.nodes[node.name] for node in graph.nodes},
+        storage={item.tensor: plan.storage[item.tensor] for item in graph.stored},
+        recompute=again,
+    )
+
+
+def _place_alike(one: Plan, other: Plan) -> bool:
+    recompute = set(one.recompute) == set(other.recompute)
+    return one.nodes == other.nodes and one.storage == other.storage and recompute
+
+
+def _peak_bytes(start: Start) -> int:
+    return start.world.score.excess_bytes(start.plan, 0)
+
+
+def _stand_in_paths(worlds: Worlds, folded: Folded) -> dict[str, str]:
+    """By each block's path, in the order in which they run, that of the block that stands for it."""
+    every = {path for group in worlds.blocks.paths for path in group}
+    path_of = {node.name: _path_of(node, every) for node in worlds.graph.nodes}
+    found: dict[str, str] = {}
+    for name, path in path_of.items():
+        stands = path_of.get(folded.stand_in.get(name, name))
+        if path is not None and stands is not None:
+            found.setdefault(path, stands)
+    return found
+
+
+def _path_of(node: Node, paths: Collection[str]) -> str | None:
+    return next((path for path, _ in node.scope.path if path in paths), None)
+
+
+def _is_inside(module: str, paths: Iterable[str]) -> bool:
+    return any(f"{module}.".startswith(f"{path}.") for path in paths)
+
+
+def _in_all(modules: Sequence[str], paths: Mapping[str, str]) -> tuple[str, ...]:
+    """Modules that are computed again, block by block."""
+    return tuple(
+        path + module.removeprefix(stands)
+        for path, stands in paths.items()
+        for module in modules
+        if _is_inside(module, (stands,))
+    )
