@@ -13,7 +13,8 @@ stages is a part of its state:
 
 The bottleneck max is bounded, and the bound lowered below the bottleneck of what was found until no better sum of both
 is possible. That visits the Pareto front of (sum, bottleneck) from one end, so what is left is never better: the result
-is optimal unless `max_rounds` stops it first.
+is optimal unless `max_rounds` stops it first. Where nothing stops it, the part of the front that is surely worse than
+what halving finds by more than `_NEAR` is passed over: its bottlenecks, beside the least sum of all, are too long.
 """
 
 from __future__ import annotations
@@ -34,6 +35,10 @@ Int64Array = npt.NDArray[np.int64]
 
 NEVER = np.int64(2**60)
 """More than any sum of times: what is not possible."""
+
+_HALVINGS = 6  # of what is between the mean and the first bottleneck
+_NEAR = 0.01
+"""Of a choice's objective, by how much more others may take that are told beside it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,6 +179,14 @@ class _Table(NamedTuple):
     kind: Int64Array
 
 
+class _Under(NamedTuple):
+    """The choice of the least sum of times under some bound on the bottleneck."""
+
+    choice: StageChoice
+    bottleneck_ns: int
+    total_ns: int
+
+
 class _Search:
     def __init__(
         self, kinds: Sequence[StageKind], num_devices: int, microbatches: int, schedule: str, max_stages: int | None
@@ -187,19 +200,48 @@ class _Search:
 
     def sweep(self, max_rounds: int | None) -> tuple[list[StageChoice], int]:
         """What is found under ever lower bounds on the bottleneck, and a lower bound on the objective of all."""
-        found: list[StageChoice] = []
-        threshold, best = int(NEVER), int(NEVER)
-        for _ in range(max_rounds or 2**31):
-            tables = self._tables(threshold)
-            count = min(range(1, self.max_stages + 1), key=lambda s: self._total(tables, s))
-            total = self._total(tables, count)
-            least = total + (self.microbatches - 1) * math.ceil(total / self.max_stages)
-            if total >= NEVER or least >= best:
-                return found, best
-            choice, bottleneck = self._read(tables, count)
-            found.append(choice)
-            best, threshold = min(best, choice.step_ns), bottleneck - 1
-        return found, min(best, least)
+        found: dict[tuple[ChosenStage, ...], StageChoice] = {}
+        threshold, best, impossible = int(NEVER), int(NEVER), 0
+        for number in range(max_rounds or 2**31):
+            under = self._least_sum(threshold) if threshold > impossible else None
+            least = 0 if under is None else under.total_ns + self._mean_bottleneck(under.total_ns)
+            if under is None or least >= best:
+                return [*found.values()], best
+            found[under.choice.stages] = under.choice
+            best, threshold = min(best, under.choice.step_ns), under.bottleneck_ns - 1
+            if number == 0 and max_rounds is None and self.max_stages > 1:
+                low, impossible = self._low_bottlenecks(under)
+                found |= {choice.stages: choice for choice in low}
+                best = min([best, *(choice.step_ns for choice in low)])
+                threshold = min(threshold, int(best * (1 + _NEAR)) - under.total_ns)
+        return [*found.values()], min(best, least)
+
+    def _low_bottlenecks(self, first: _Under) -> tuple[list[StageChoice], int]:
+        """Choices of lower bottlenecks than that of the least sum, and one that none has, by halving what is between.
+
+        Where layers are alike, all choices have nearly the same sum, and the least may be that of one long stage.
+        """
+        low, high, found = self._mean_bottleneck(first.total_ns) - 1, first.bottleneck_ns, list[StageChoice]()
+        for _ in range(_HALVINGS):
+            middle = (low + high) // 2
+            under = self._least_sum(middle) if middle > low else None
+            if under is None:
+                low = middle
+            else:
+                found.append(under.choice)
+                high = under.bottleneck_ns
+        return found, low
+
+    def _mean_bottleneck(self, total_ns: int) -> int:
+        """At most the bottleneck of stages that take so long together."""
+        return (self.microbatches - 1) * math.ceil(total_ns / self.max_stages)
+
+    def _least_sum(self, threshold: int) -> _Under | None:
+        """The choice of the least sum with a bottleneck of at most the threshold; None where there is none."""
+        tables = self._tables(threshold)
+        count = min(range(1, self.max_stages + 1), key=lambda s: self._total(tables, s))
+        total = self._total(tables, count)
+        return None if total >= NEVER else _Under(*self._read(tables, count), total)
 
     def _total(self, tables: list[dict[int, _Table]], count: int) -> int:
         table = tables[count].get(self.num_devices)
