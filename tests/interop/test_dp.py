@@ -65,6 +65,21 @@ def test_equal_to_every_choice(layers: int, devices: int) -> None:
         assert outcomes == {True, False}, "some of the instances are feasible, some are not"
 
 
+@pytest.mark.parametrize("layers", (12, 24, 40))
+def test_what_is_passed_over_is_never_the_best(layers: int) -> None:
+    """Longer chains of mostly equal layers: with a limit on rounds that is never reached, nothing is passed over."""
+    rng = random.Random(layers)
+    for devices in (2, 4, 8):
+        for _ in range(6):
+            (row, *_), microbatches = drawn(rng, layers, devices, 30_000), rng.choice((1, 4, 16))
+            row["devices"] = 1
+            for name in ATTRIBUTES:  # all but the ends are alike
+                row[name] = [row[name][0], *[row[name][1]] * (layers - 2), row[name][-1]]
+            every = best_stages([kind(row)], devices, microbatches, max_rounds=1 << 20)
+            found = best_stages([kind(row)], devices, microbatches)
+            assert (found.best.step_ns, found.stop_reason) == (every.best.step_ns, "optimal")
+
+
 def test_a_search_that_is_stopped_says_how_far_it_is_from_the_bound() -> None:
     rng = random.Random(5)
     for _ in range(50):
