@@ -104,7 +104,8 @@ class Refinement:
 
     start: where the best plan's chain began; starts: step times in ns that the chains began and ended with. rates: by
     kind of proposal, how many were made and accepted. simulated: proposals that no lower bound had refused before.
-    trace: (proposal, current step ns, best step ns), thinned. Without proposals, stop_reason says why there were none.
+    trace: (proposal, current step ns, best step ns), thinned; where the chains ran on few of the model's blocks, which
+    stop_reason says, in proportion to the whole. Without proposals, stop_reason says why there were none.
     """
 
     start: str

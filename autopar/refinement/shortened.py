@@ -71,7 +71,7 @@ def shortened(worlds: Worlds, start: Start) -> Short | None:
     if worlds.plan.stages or plan.forks or all(len(paths) <= _DEEP for paths in worlds.blocks.paths):
         return None
     folded = fold(worlds.graph, worlds.blocks, worlds.layers, KEPT)
-    if folded.graph is worlds.graph:
+    if folded.graph is worlds.graph or not _stands_for_all(folded, worlds.graph):
         return None
     paths = _stand_in_paths(worlds, folded)
     again = tuple(module for module in plan.recompute if _is_inside(module, paths.values()))
@@ -88,6 +88,15 @@ def shortened(worlds: Worlds, start: Start) -> Short | None:
     return replace(found, start=replace(found.start, plan=replace(placed, memory_limit=max(1, limit))))
 
 
+def _stands_for_all(folded: Folded, graph: Graph) -> bool:
+    """Whether all that is gone has an equal in the short graph: not so what runs outside of blocks for one alone."""
+    short, stand_in = folded.graph, folded.stand_in
+    nodes, stored = short.node_by_name.keys(), short.stored_by_tensor.keys()
+    return all(stand_in.get(node.name, node.name) in nodes for node in graph.nodes) and all(
+        stand_in.get(item.tensor, item.tensor) in stored for item in graph.stored
+    )
+
+
 def _without_others(plan: Plan, graph: Graph, again: tuple[str, ...]) -> Plan:
     """What the plan says of a short graph."""
     return replace(
@@ -99,12 +108,12 @@ def _without_others(plan: Plan, graph: Graph, again: tuple[str, ...]) -> Plan:
 
 
 def _place_alike(one: Plan, other: Plan) -> bool:
-    recompute = set(one.recompute) == set(other.recompute)
-    return one.nodes == other.nodes and one.storage == other.storage and recompute
+    again = set(one.recompute) == set(other.recompute)
+    return again and one.nodes == other.nodes and one.storage == other.storage
 
 
 def _peak_bytes(start: Start) -> int:
-    return start.world.score.excess_bytes(start.plan, 0)
+    return start.world.score.excess_bytes(start.plan, limit_bytes=0)
 
 
 def _stand_in_paths(worlds: Worlds, folded: Folded) -> dict[str, str]:

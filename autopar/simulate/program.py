@@ -979,7 +979,7 @@ def mark_gradients(program: Program, ends: list[int]) -> None:
         wanted = any(program.values[v].wants_gradient for v in item.outputs or item.inputs)
         if not wanted and number not in called:
             continue
-        item.runs_backward = item.runs_backward or not item.inputs or not item.outputs
+        item.runs_backward = item.runs_backward or number in called or not item.inputs or not item.outputs
         for value in item.inputs:
             if program.values[value].differentiable:
                 program.values[value].wants_gradient = item.runs_backward = True

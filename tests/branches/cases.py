@@ -20,9 +20,38 @@ from autopar.ir.structure import constant_tensors
 from autopar.trace import trace
 from models import inception, two_towers
 
+
+class _Scaling(nn.Linear):
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return torch.relu(super().forward(x)) * scale
+
+
+class Scaled(nn.Module):
+    """Layers that are given a row of an input each: branches that begin with an operator without gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_Scaling(8, 8) for _ in range(2))
+
+    def forward(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+        x = rows
+        for number, layer in enumerate(self.layers):
+            x = layer(x, scales[number])
+        return x.square().mean()
+
+    @staticmethod
+    def build(config: None) -> nn.Module:
+        return Scaled()
+
+    @staticmethod
+    def example_inputs(config: None) -> dict[str, torch.Tensor]:
+        return {"rows": torch.randn(4, 8), "scales": torch.randn(2, 8)}
+
+
 CONFIGS: dict[str, tuple[Any, Any]] = {
     "inception": (inception, inception.Config(modules="AE", image_size=16)),
     "two_towers": (two_towers, two_towers.Config()),
+    "scaled": (Scaled, None),
 }
 
 

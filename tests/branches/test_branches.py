@@ -348,6 +348,17 @@ def test_ranks_meet_where_a_branch_hands_no_gradient_back() -> None:
     assert first == second and first
 
 
+def test_ranks_meet_where_a_branch_begins_with_what_has_no_gradient() -> None:
+    """Its first operator hands out the gradients of all: where that has none itself, they were never sent, and plans
+    of models that are given a row of an input for each block ended in an error."""
+    own = plan("scaled", 1, 2, (0,))
+    assert own.forks[0].branches[0].nodes[0].startswith("select")
+    timeline = simulate(case("scaled")[2], own, load_profile("cpu"))
+    first, second = ([(e.name, e.start_ns) for e in timeline.events if e.stream[0] == rank and e.stream[1] != "compute"]
+                     for rank in (0, 1))  # fmt: skip
+    assert first == second and {name.split()[0] for name, _ in first} >= {"gradient"}
+
+
 def test_lanes_that_wait_for_what_does_not_come_are_told_so() -> None:
     meeting = Meeting({0: [(), ()], 1: [(), ()]})
     try:

@@ -18,6 +18,7 @@ CASES = {
     "towers on two ranks": ("two_towers", 1, 2, (0, 1), 0),
     "towers, sharded parameters": ("two_towers", 2, 2, (0, 1), 1),
     "towers on two of four": ("two_towers", 1, 4, (3, 1), 0),
+    "layers on one rank, the first operator without gradient": ("scaled", 1, 2, (0,), 0),
     "modules on two ranks": ("inception", 1, 2, (0, 1), 0),
     "modules beside data parallelism": ("inception", 2, 2, (0, 1), 0),
     "modules on four ranks": ("inception", 1, 4, (2, 0, 3, 1), 0),
