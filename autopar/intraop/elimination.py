@@ -20,6 +20,9 @@ from autopar.intraop.problem import INFINITE, Int64Array
 
 _MOST_WORK = 500_000_000
 """Sums in one elimination: about half a second."""
+SUMS_PER_S = 1_000_000_000
+"""Of eliminations, in round numbers, so that what a time limit allows of them does not depend on the machine."""
+NO_WORK_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -63,14 +66,21 @@ class Core:
         return found
 
 
-def eliminate(unary: Sequence[Int64Array], pairs: Mapping[tuple[int, int], Int64Array]) -> Core:
-    """Removes variables, of fewest neighbours and values first, until each has three or would take too long."""
-    return _Eliminator(unary, pairs).run()
+def eliminate(
+    unary: Sequence[Int64Array], pairs: Mapping[tuple[int, int], Int64Array], most_work: int = NO_WORK_LIMIT
+) -> Core:  # fmt: skip
+    """Removes variables, of fewest neighbours and values first, until each has three or would take too long.
+
+    most_work: sums that all of it may take.
+    """
+    return _Eliminator(unary, pairs, most_work).run()
 
 
 class _Eliminator:
-    def __init__(self, unary: Sequence[Int64Array], pairs: Mapping[tuple[int, int], Int64Array]) -> None:
-        self.unary = list(unary)
+    def __init__(
+        self, unary: Sequence[Int64Array], pairs: Mapping[tuple[int, int], Int64Array], most_work: int
+    ) -> None:  # fmt: skip
+        self.unary, self.work_left = list(unary), most_work
         self.around: list[dict[int, Int64Array]] = [{} for _ in unary]
         for (i, j), table in pairs.items():
             self.around[i][j], self.around[j][i] = table, table.T
@@ -98,8 +108,11 @@ class _Eliminator:
             degree, _, variable = key
             if degree > 2:
                 return None
-            if variable in self.left and key == self._key(variable) and self._work(variable) <= _MOST_WORK:
-                return variable
+            if variable in self.left and key == self._key(variable):
+                work = self._work(variable)
+                if work <= min(_MOST_WORK, self.work_left):
+                    self.work_left -= work
+                    return variable
         return None
 
     def _key(self, variable: int) -> tuple[int, int, int]:

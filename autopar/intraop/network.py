@@ -12,7 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.intraop.elimination import Core, eliminate
+from autopar.intraop.elimination import NO_WORK_LIMIT, Core, eliminate
 from autopar.intraop.problem import INFINITE, Int64Array
 
 
@@ -47,6 +47,8 @@ class Network:
     room: Int64Array
     """What is left for `uses` from each of those times on: the limit less what every choice uses."""
     members: Sequence[Member]
+    elimination_work: int = NO_WORK_LIMIT
+    """Sums that bucket elimination may take."""
 
     @property
     def num_variables(self) -> int:
@@ -61,7 +63,7 @@ class Network:
     @cached_property
     def core(self) -> Core:
         """What bucket elimination leaves when the uses are not looked at."""
-        return eliminate(self.unary, self.pairs)
+        return eliminate(self.unary, self.pairs, self.elimination_work)
 
     def cost(self, values: Sequence[int]) -> int:
         """Returns Σ unary + Σ pairs of one value a variable, at most INFINITE; summed in unbounded integers."""

@@ -9,8 +9,10 @@ Small networks are searched exactly in this process; what is left open, or large
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 from autopar.errors import InfeasibleError
+from autopar.intraop.elimination import SUMS_PER_S
 from autopar.intraop.evaluator import evaluate
 from autopar.intraop.exact import SMALL_ENTRIES, Outcome, search_exactly
 from autopar.intraop.hard import search_hard
@@ -25,6 +27,8 @@ from autopar.intraop.toulbar import minimise_here
 __all__ = ["Solution", "minimise_peak", "solve"]
 
 _CORE_BACKTRACKS = 2_000
+_ELIMINATION_SHARE = 0.25
+"""Of the time limit: elimination in large networks takes long, and leaves much."""
 _PEAK_TIME_LIMIT_S = 5.0
 """At most this, besides the time limit, goes into saying what limit could be met."""
 
@@ -41,6 +45,7 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
         network = reduce_problem(problem)
     except InfeasibleError as error:
         raise _infeasible(problem, time_limit_s, seed, proven=True) from error
+    network = replace(network, elimination_work=int(_ELIMINATION_SHARE * time_limit_s * SUMS_PER_S))
     outcome, method = _search(network, started + time_limit_s, seed, gap_limit)
     if outcome.values is None:
         raise _infeasible(problem, time_limit_s, seed, proven=outcome.complete)

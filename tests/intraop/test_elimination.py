@@ -57,3 +57,18 @@ def test_dense_networks_stay() -> None:
     pairs = {pair: np.eye(2, dtype=np.int64) for pair in itertools.combinations(range(5), 2)}
     core = eliminate([np.arange(2)] * 5, pairs)
     assert core.kept == (0, 1, 2, 3, 4) and core.constant == 0 and len(core.pairs) == 10
+
+
+@pytest.mark.parametrize("most_work", [0, 10, 40, 200])
+def test_with_little_work_allowed_more_is_left_and_the_optimum_stays(most_work: int) -> None:
+    counts = []
+    for seed in range(40):
+        unary, pairs = random_network(seed, 9)
+        core, whole = eliminate(unary, pairs, most_work), eliminate(unary, pairs)
+        counts.append(len(core.kept) - len(whole.kept))
+        core_cost, values = best(core.unary, core.pairs)
+        expected, _ = best(unary, pairs)
+        assert min(INFINITE, core_cost + core.constant) == expected
+        assert cost(unary, pairs, core.expand(values)) == expected
+    assert min(counts) >= 0
+    assert max(counts) > 0 or most_work == 200
