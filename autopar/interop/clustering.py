@@ -42,7 +42,7 @@ def block_layers(graph: Graph, block_paths: Sequence[str]) -> Layers:
     """A layer for each repeated block, in the order in which they run; none for a model without."""
     order: dict[str, int] = {}
     paths = set(block_paths)
-    block_of = {node.name: _block(node, paths) for node in graph.nodes}
+    block_of = {node.name: node.scope.outermost(paths) for node in graph.nodes}
     for path in block_of.values():
         if path is not None:
             order.setdefault(path, len(order))
@@ -92,10 +92,6 @@ def _crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> npt.NDArray[np.float
             tensor = graph.tensors[name]
             total[number + 1 : last + 1] += math.prod(tensor.shape) * tensor.itemsize
     return total
-
-
-def _block(node: Node, paths: set[str]) -> str | None:
-    return next((path for path, _ in node.scope.path if path in paths), None)
 
 
 def spread(graph: Graph, fixed: Mapping[str, int], count: int) -> Members:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -104,6 +104,10 @@ class Scope:
     @property
     def module(self) -> str:
         return self.path[-1][0] if self.path else ""
+
+    def outermost(self, modules: Container[str]) -> str | None:
+        """The outermost of these modules that the node ran in, if any."""
+        return next((path for path, _ in self.path if path in modules), None)
 
 
 def common_scope(scopes: list[Scope]) -> Scope:

@@ -13,11 +13,11 @@ What is found is estimated to fit the whole then, and is simulated there before 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.interop import Folded, fold
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.worlds import Worlds
@@ -119,17 +119,13 @@ def _peak_bytes(start: Start) -> int:
 def _stand_in_paths(worlds: Worlds, folded: Folded) -> dict[str, str]:
     """By each block's path, in the order in which they run, that of the block that stands for it."""
     every = {path for group in worlds.blocks.paths for path in group}
-    path_of = {node.name: _path_of(node, every) for node in worlds.graph.nodes}
+    path_of = {node.name: node.scope.outermost(every) for node in worlds.graph.nodes}
     found: dict[str, str] = {}
     for name, path in path_of.items():
         stands = path_of.get(folded.stand_in.get(name, name))
         if path is not None and stands is not None:
             found.setdefault(path, stands)
     return found
-
-
-def _path_of(node: Node, paths: Collection[str]) -> str | None:
-    return next((path for path, _ in node.scope.path if path in paths), None)
 
 
 def _is_inside(module: str, paths: Iterable[str]) -> bool:

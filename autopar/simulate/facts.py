@@ -60,7 +60,7 @@ def _twins(graph: Graph, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple
     counts: dict[str, int] = defaultdict(int)
     found = {}
     for node in graph.nodes:
-        path = next((path for path, _ in node.scope.path if path in number), None)
+        path = node.scope.outermost(number)
         if path is not None:
             found[node.name] = number[path], counts[path]
             counts[path] += 1

@@ -175,7 +175,7 @@ class Layered:
         for node in self.graph.nodes:
             layer = self.layers.fixed.get(node.name)
             if layer is not None and layer not in found:
-                found[layer] = next((path for path, _ in node.scope.path if path in paths), "")
+                found[layer] = node.scope.outermost(paths) or ""
         return [found[layer] for layer in sorted(found)]
 
     def modules_again(self, recompute: tuple[str, ...]) -> tuple[str, ...]:

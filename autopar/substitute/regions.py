@@ -83,7 +83,7 @@ def find_regions(graph: Graph, paths: Sequence[Sequence[str]], representatives: 
     sizes = Counter(path for node in graph.nodes for path, _ in node.scope.path)
     blocks = {path for group in paths if len(group) > 1 for path in group if sizes[path] >= FEWEST_NODES}
     found: dict[tuple[str, ...], list[Region]] = {}
-    place = [next((path for path, _ in node.scope.path if path in blocks), "") for node in graph.nodes]
+    place = [node.scope.outermost(blocks) or "" for node in graph.nodes]
     for path, run in groupby(range(len(place)), key=place.__getitem__):
         numbers = list(run)
         region = Region(path, numbers[0], numbers[-1] + 1)
