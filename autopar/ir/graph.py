@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -108,6 +108,11 @@ class Scope:
     def outermost(self, modules: Container[str]) -> str | None:
         """The outermost of these modules that the node ran in, if any."""
         return next((path for path, _ in self.path if path in modules), None)
+
+
+def is_inside(module: str, others: Iterable[str]) -> bool:
+    """Whether a module, by its dotted path, is one of others or a part of one."""
+    return any(f"{module}.".startswith(f"{other}.") for other in others)
 
 
 def common_scope(scopes: list[Scope]) -> Scope:

@@ -13,11 +13,11 @@ What is found is estimated to fit the whole then, and is simulated there before 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.interop import Folded, fold
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, is_inside
 from autopar.ir.plan import Plan
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.worlds import Worlds
@@ -39,7 +39,6 @@ class Short:
     start: Start
     folded: Folded
     paths: Mapping[str, str]
-    memory_limit: int  # of the whole model's plan
 
     @property
     def jumps(self) -> dict[str, Jump]:
@@ -59,7 +58,7 @@ class Short:
             nodes={node.name: found.nodes[stand_in.get(node.name, node.name)] for node in graph.nodes},
             storage={item.tensor: found.storage[stand_in.get(item.tensor, item.tensor)] for item in graph.stored},
             recompute=_in_all(found.recompute, self.paths),
-            memory_limit=self.memory_limit,
+            memory_limit=self.worlds.plan.memory_limit,  # the whole plan's
             redistributes=(),
         )
 
@@ -74,13 +73,13 @@ def shortened(worlds: Worlds, start: Start) -> Short | None:
     if folded.graph is worlds.graph or not _stands_for_all(folded, worlds.graph):
         return None
     paths = _stand_in_paths(worlds, folded)
-    again = tuple(module for module in plan.recompute if _is_inside(module, paths.values()))
-    request = replace(worlds.request, budget=replace(worlds.request.budget, stages=False), recompute=again)
+    again = tuple(module for module in plan.recompute if is_inside(module, paths.values()))
+    request = replace(worlds.request, recompute=again)
     short = Worlds(folded.graph, worlds.blocks, request, worlds.profile, worlds.plan)
     placed = short.first.space.redistributed(_without_others(plan, folded.graph, again))
     if placed is None:
         return None
-    found = Short(short, Start(start.name, short.first, placed), folded, paths, plan.memory_limit)
+    found = Short(short, Start(start.name, short.first, placed), folded, paths)
     if not _place_alike(found.lifted(worlds.graph, placed), plan):
         return None
     left = plan.memory_limit - _peak_bytes(start)
@@ -128,15 +127,11 @@ def _stand_in_paths(worlds: Worlds, folded: Folded) -> dict[str, str]:
     return found
 
 
-def _is_inside(module: str, paths: Iterable[str]) -> bool:
-    return any(f"{module}.".startswith(f"{path}.") for path in paths)
-
-
 def _in_all(modules: Sequence[str], paths: Mapping[str, str]) -> tuple[str, ...]:
     """Modules that are computed again, block by block."""
     return tuple(
         path + module.removeprefix(stands)
         for path, stands in paths.items()
         for module in modules
-        if _is_inside(module, (stands,))
+        if is_inside(module, (stands,))
     )

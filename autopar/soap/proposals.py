@@ -23,6 +23,7 @@ from itertools import combinations
 from random import Random
 from typing import NamedTuple
 
+from autopar.ir.graph import is_inside
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.soap.space import Change, Draft, End, Link, Modules, Option, Space, option_of
@@ -242,8 +243,8 @@ class Proposals:
         if again.issuperset(modules):
             kept = tuple(module for module in plan.recompute if module not in modules)
         else:
-            kept = (*(m for m in plan.recompute if not _is_inside(m, modules)), *(m for m in modules if m not in again))
-            kept = tuple(m for m in kept if not _is_inside(m, [other for other in kept if other != m]))
+            kept = (*(m for m in plan.recompute if not is_inside(m, modules)), *(m for m in modules if m not in again))
+            kept = tuple(m for m in kept if not is_inside(m, [other for other in kept if other != m]))
         return Change(RECOMPUTE, modules[0], recompute=kept)
 
 
@@ -278,10 +279,6 @@ def _is_whole_alike(stored: Type, used: Type) -> bool:
 
 def _cuts_samples(placement: Placement) -> tuple[bool, ...]:
     return tuple(type_.kind == "S" and type_.dim == 0 for type_ in placement)
-
-
-def _is_inside(module: str, others: Sequence[str]) -> bool:
-    return any(module == other or module.startswith(f"{other}.") for other in others)
 
 
 __all__ = ["Modules", "Option", "Proposals"]

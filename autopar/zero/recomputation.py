@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, is_inside
 from autopar.ir.plan import Plan
 
 KINDS = ("none", "block", "full")
@@ -126,7 +126,7 @@ def _of_both(options: Recomputable, found: Sequence[Plan], rescore: Callable[[Pl
 
 
 def _outside(modules: Modules, blocks: Modules) -> Modules:
-    return tuple(m for m in modules if not any(f"{m}.".startswith(f"{block}.") for block in blocks))
+    return tuple(m for m in modules if not is_inside(m, blocks))
 
 
 def _fewest(plan: Plan, choices: Sequence[Modules], rescore: Callable[[Plan, Modules], Plan]) -> list[Plan]:

@@ -29,9 +29,9 @@ class _Scaling(nn.Linear):
 class Scaled(nn.Module):
     """Layers that are given a row of an input each: branches that begin with an operator without gradient."""
 
-    def __init__(self) -> None:
+    def __init__(self, depth: int = 2, width: int = 8) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_Scaling(8, 8) for _ in range(2))
+        self.layers = nn.ModuleList(_Scaling(width, width) for _ in range(depth))
 
     def forward(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         x = rows

@@ -20,6 +20,7 @@ from autopar.refinement.shortened import KEPT, shortened
 from autopar.simulate import simulate
 from autopar.trace import find_blocks, trace
 from models import gpt
+from tests.branches.cases import Scaled
 
 MESH = autopar.Mesh("h100", nodes=2, devices_per_node=8)
 LAYERS = 20
@@ -112,29 +113,10 @@ def test_blocks_that_are_placed_apart_stay_whole() -> None:
     assert short is not None and short.lifted(graph(), short.start.plan).recompute == alike.recompute
 
 
-class _Block(torch.nn.Linear):
-    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        return torch.relu(super().forward(x)) * scale
-
-
-class _Scaled(torch.nn.Module):
-    """Equal blocks, each of which is given a row of an input."""
-
-    def __init__(self, depth: int, width: int) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList(_Block(width, width) for _ in range(depth))
-
-    def forward(self, rows: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-        x = rows
-        for number, layer in enumerate(self.layers):
-            x = layer(x, scales[number])
-        return x.pow(2).mean()
-
-
 def test_what_runs_for_one_block_alone_outside_of_it_has_no_equal() -> None:
     """Each of these slices is of another row: no block's stands for another's."""
     with torch.device("meta"):
-        model = trace(_Scaled(LAYERS, 64), (torch.empty(64, 64), torch.empty(LAYERS, 64)))
+        model = trace(Scaled(LAYERS, 64), (torch.empty(64, 64), torch.empty(LAYERS, 64)))
     plan = placed(model, request())
     every = Worlds(model, find_blocks(model), request(), load_profile("h100"), plan)
     assert max(map(len, every.blocks.paths)) >= LAYERS - 1
