@@ -41,12 +41,13 @@ class PlannedProgram:
         Of several stages: on the axes of each stage that reads it; other ranks may give None.
         """
         if not self.plan.stages:
-            return {name: _layout(placement) for name, placement in self.plan.inputs.items()}
+            inputs = self.plan.inputs
+            return {self._graph.given_name(name): _layout(inputs[name]) for name in self._graph.inputs}
         found: dict[str, list[str]] = {name: [] for name in self._graph.inputs}
         for index, stage in enumerate(self.plan.stages):
             for name in (name for name in stage.inputs if name in found):
                 found[name].append(f"stage {index}: {_layout(stage.inputs[name])}".rstrip())
-        return {name: "; ".join(layouts) for name, layouts in found.items()}
+        return {self._graph.given_name(name): "; ".join(layouts) for name, layouts in found.items()}
 
     def save(self, folder: str | Path) -> Path:
         """Writes program.py, plan.json, train.py and the model's weights, each whole or not at all."""

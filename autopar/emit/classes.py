@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.emit.attributes import Attributes
 from autopar.emit.calls import CallWriter, local_lengths, rank_length
 from autopar.emit.literals import constant_text
+from autopar.emit.module import Module
 from autopar.emit.names import Names
 from autopar.emit.packed import pieces_text
 from autopar.emit.tree import Region
@@ -24,16 +26,6 @@ from autopar.ops.communication import inner_communication
 
 INDENT = "    "
 LINE = 120
-
-
-@dataclass
-class Module:
-    """A module path with its parameters, its inner modules and the regions that run in it."""
-
-    path: str
-    stored: dict[str, Stored] = field(default_factory=dict)
-    children: dict[str, Module] = field(default_factory=dict)
-    regions: list[Region] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,7 @@ class ClassWriter:
         self.containers: dict[str, list[str]] = {}  # module path -> names of its modules
         self.escaping: set[Value] = set()  # values that the whole program leaves
         self.tree = Module("")
+        self.attributes = Attributes(self.tree, self._num_uses)
         self.late: set[Value] = set()  # outputs that nothing in the program reads: nobody waits for them
 
     # placements and declarations
@@ -89,9 +82,13 @@ class ClassWriter:
                 passed.append(self.text(now))
         return " -> ".join(passed) or use
 
+    def _num_uses(self, stored: Stored) -> int:
+        return len(self.uses(stored)) if stored.kind == "parameter" else 1
+
     def attribute(self, stored: Stored, placement: Placement) -> str:
+        """The dotted path of attributes to a stored tensor in one of its uses."""
         position = self.uses(stored).index(self.text(placement))
-        return stored.name + (f"_{position}" if position else "")
+        return self.attributes.path(stored.name) + (f"_{position}" if position else "")
 
     def declaration(self, stored: Stored) -> str:
         tensor, storage = self.graph.kept(stored.tensor), self.plan.storage[stored.tensor]
@@ -123,15 +120,15 @@ class ClassWriter:
         top = Module("")
         for stored in self.graph.stored:
             *path, last = stored.name.split(".")
-            _descend(top, path).stored[last] = stored
+            top.descend(path).stored[last] = stored
         for region in _walk(root):
-            _descend(top, region.path.split(".") if region.path else []).regions.append(region)
-        self.tree = top
+            top.descend(region.path.split(".") if region.path else []).regions.append(region)
+        self.tree, self.attributes = top, Attributes(top, self._num_uses)
         return top
 
     def write_module(self, module: Module, class_name: str, base: str = "rt.Block") -> str:
         """Writes the classes of a module that has regions, innermost first; returns the class's name."""
-        for child in with_regions(module):
+        for child in module.with_regions():
             self.write_module(child, child.regions[0].class_name)
         lines = [
             f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
@@ -155,26 +152,31 @@ class ClassWriter:
         return self.classes.texts[key]
 
     def _init_lines(self, module: Module) -> list[str]:
-        parts = {name: self.declaration(stored) for name, stored in module.stored.items()}
-        parts |= {name: self._construct(child) for name, child in module.children.items()}
-        return [
+        lines = [
             f"self.{name} = {text}" if name.isidentifier() else f"setattr(self, {name!r}, {text})"
-            for name, text in parts.items()
+            for name, text in self._parts(module).items()
         ]
+        renamed = self.attributes.renamed(module)
+        return [*lines, f"rt.renamed(self, {arguments_text(renamed)})"] if renamed else lines
+
+    def _parts(self, module: Module) -> dict[str, str]:
+        """What makes each attribute of a module."""
+        stored = {self._attribute_in(module, name): self.declaration(item) for name, item in module.stored.items()}
+        return stored | {self._attribute_in(module, n): self._construct(item) for n, item in module.children.items()}
+
+    def _attribute_in(self, module: Module, name: str) -> str:
+        return self.attributes.names[f"{module.path}.{name}" if module.path else name]
 
     def _construct(self, module: Module) -> str:
         if module.regions:
             return f"{self.class_of[module.path]}(mesh)"
-        declared = {name: self.declaration(stored) for name, stored in module.stored.items()}
         children = module.children
         first = _first_number(children)
-        if first is not None and not declared:
+        if first is not None and not module.stored:
             runs = ", ".join(self._runs(list(children.values())))
             return f"rt.Numbered({first}, {runs})" if first else f"nn.ModuleList([{runs}])"
-        parts = {**declared, **{name: self._construct(child) for name, child in children.items()}}
-        if all(name.isidentifier() for name in parts):
-            return f"rt.Parameters({', '.join(f'{name}={text}' for name, text in parts.items())})"
-        return f"rt.Parameters(**{{{', '.join(f'{name!r}: {text}' for name, text in parts.items())}}})"
+        made, renamed = f"rt.Parameters({call_text(self._parts(module))})", self.attributes.renamed(module)
+        return f"rt.renamed({made}, {arguments_text(renamed)})" if renamed else made
 
     def _runs(self, children: list[Module]) -> list[str]:
         texts = [self._construct(child) for child in children]
@@ -285,9 +287,11 @@ class ClassWriter:
         if value in names:
             return names[value]
         stored = self.graph.stored_by_tensor[value[0]]
-        full = self.attribute(stored, value[1])
-        relative = full[len(path) + 1 :] if path else full
-        return "self" + access(relative)
+        return "self" + self.below(path, self.attribute(stored, value[1]))
+
+    def below(self, path: str, attributes: str) -> str:
+        """The expression for a path of attributes, from the module at the path in the model on."""
+        return access(attributes[len(self.attributes.path(path)) + 1 :] if path else attributes)
 
     def _operate(self, item: Operate, path: str, names: Names) -> str:
         call = self.calls.write(item, [self.read(value, path, names) for value in item.reads])
@@ -366,9 +370,8 @@ class ClassWriter:
         for value in made.outputs:
             names.make(value, self._hint(value))
         left = ", ".join(names[value] for value in made.outputs)
-        relative = region.path[len(path) + 1 :] if path else region.path
         method = "" if made.name == "forward" else f".{made.name}"
-        called = f"self{access(relative)}{method}"
+        called = f"self{self.below(path, self.attributes.path(region.path))}{method}"
         call = _recomputed(called, arguments) if self._is_recomputed(region) else f"{called}({arguments})"
         return f"{INDENT * 2}{left} = {call}" if left else f"{INDENT * 2}{call}"
 
@@ -392,8 +395,8 @@ class ClassWriter:
         stored = [(self.graph.stored_by_tensor[name], placement) for name, placement in values]
         read = {self.attribute(item, placement) for item, placement in stored if item.kind == "parameter"}
         found: list[str] = []
-        self._cover(_descend(self.tree, region.path.split(".") if region.path else []), read, found)
-        return [f"self{access(name[len(region.path) + 1 :] if region.path else name)}" for name in found]
+        self._cover(self.tree.descend(region.path.split(".") if region.path else []), read, found)
+        return [f"self{self.below(region.path, attributes)}" for attributes in found]
 
     def _cover(self, module: Module, read: set[str], found: list[str]) -> None:
         own = [
@@ -406,7 +409,7 @@ class ClassWriter:
         for child in module.children.values():
             inside = self._parameters(child)
             if inside and inside <= read:
-                found.append(child.path)
+                found.append(self.attributes.path(child.path))
             elif inside:
                 self._cover(child, read, found)
 
@@ -502,9 +505,8 @@ class ClassWriter:
             lines.append(f"{INDENT * 2}{name} = {self.read(first.inputs[position], path, names)}")
         inside = dict(zip(carried, targets, strict=True))
         arguments = ", ".join(inside.get(p) or self.read(value, path, names) for p, value in enumerate(first.inputs))
-        container = regions[0].path.rpartition(".")[0]
-        relative = container[len(path) + 1 :] if path else container
-        blocks, call = f"self{access(relative)}", f"block({arguments})"
+        container = self.attributes.path(regions[0].path.rpartition(".")[0])
+        blocks, call = f"self{self.below(path, container)}", f"block({arguments})"
         again = sum(map(self._is_recomputed, regions))
         if again == len(regions):
             call = _recomputed("block", arguments)
@@ -545,6 +547,18 @@ def _returns_list(item: Operate) -> bool:
     return item.node.op.split(".")[1] in ("split", "split_with_sizes", "unbind", "chunk")
 
 
+def arguments_text(values: Mapping[str, str]) -> str:
+    """Names with strings, as arguments of a call."""
+    return call_text({name: repr(value) for name, value in values.items()})
+
+
+def call_text(arguments: Mapping[str, str]) -> str:
+    """Expressions by name as arguments of a call, whatever the names are."""
+    if all(name.isidentifier() for name in arguments):
+        return ", ".join(f"{name}={text}" for name, text in arguments.items())
+    return f"**{{{', '.join(f'{name!r}: {text}' for name, text in arguments.items())}}}"
+
+
 def access(relative: str) -> str:
     """The attribute path as an expression: numbers are items of a list, or of a module with such attributes."""
     return "".join(_item(part) for part in relative.split(".") if part)
@@ -554,22 +568,7 @@ def _item(part: str) -> str:
     return f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else f"[{part!r}]"
 
 
-def _descend(module: Module, parts: list[str]) -> Module:
-    for part in parts:
-        path = f"{module.path}.{part}" if module.path else part
-        module = module.children.setdefault(part, Module(path))
-    return module
-
-
 def _walk(region: Region) -> Iterable[Region]:
     yield region
     for inner in region.regions():
         yield from _walk(inner)
-
-
-def with_regions(module: Module) -> list[Module]:
-    """The nearest modules below that run code themselves."""
-    found = []
-    for child in module.children.values():
-        found += [child] if child.regions else with_regions(child)
-    return found

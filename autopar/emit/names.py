@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import keyword
 import re
+import unicodedata
 
 from autopar.ir.statements import Value
 
-_RESERVED = {"self", "torch", "aten", "rt", "nn", "redistribute", "block", "number", "float"}
+_RESERVED = {"self", "torch", "aten", "rt", "nn", "redistribute", "block", "number", "float", "enumerate"}
 
 
 class Names:
@@ -25,7 +26,8 @@ class Names:
 
     def make(self, value: Value, hint: str) -> str:
         """A new name for a value, `hint` with a number where that is taken."""
-        stem = re.sub(r"\W", "_", re.sub(r"(_shared)?(_\d+)*$", "", hint)).strip("_") or "x"
+        plain = unicodedata.normalize("NFKC", re.sub(r"(_shared)?(_\d+)*$", "", hint))  # as Python reads source
+        stem = re.sub(r"\W", "_", plain).strip("_") or "x"
         if keyword.iskeyword(stem) or stem[0].isdigit():
             stem = f"{stem}_"
         name, count = stem, 1

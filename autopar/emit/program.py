@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.emit.calls import LOWERED
-from autopar.emit.classes import INDENT, Classes, ClassWriter, Module, access, with_regions
+from autopar.emit.classes import INDENT, Classes, ClassWriter, call_text
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.folding import Folding
+from autopar.emit.module import Module
 from autopar.emit.names import Names
 from autopar.emit.stages import input_lines, pipeline, received_lines
 from autopar.emit.tree import build_tree
@@ -69,7 +70,7 @@ class _Written:
         writer.escaping = set(self.root.outputs)
         read = {value for statement in flat.statements for value in statement.reads}
         writer.late = set(flat.outputs) - read - set(flat.mutations.values()) - set(flat.leaving)
-        for module in with_regions(self.tree):
+        for module in self.tree.with_regions():
             writer.write_module(module, module.regions[0].class_name)
 
 
@@ -148,7 +149,7 @@ def _methods(what: _Written) -> list[str]:
     received = [(name, plan.inputs[name]) for name in graph.received]
     body_names = Names({axis.name for axis in plan.axes})
     for value in (*inputs, *received):
-        body_names.make(value, value[0])
+        body_names.make(value, graph.given_name(value[0]))
     body: list[str] = []
     if constants:
         lines += ["", *constants[0]]
@@ -184,9 +185,9 @@ def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:
     """Assigns the buffers that forward updates; they are seen after the backward pass of the microbatch."""
     lines = []
     for buffer, value in flat.mutations.items():
-        owner, _, last = buffer.rpartition(".")
-        text = "self" + access(owner)
-        lines.append(f"{INDENT * 2}{text}.update({last}={writer.read(value, '', names)})")
+        owner, _, last = writer.attributes.path(buffer).rpartition(".")
+        new = call_text({last: writer.read(value, "", names)})
+        lines.append(f"{INDENT * 2}self{writer.below('', owner)}.update({new})")
     return lines
 
 

@@ -23,9 +23,8 @@ def input_lines(
         placement = "" if writer is None else f", {writer.text(plan.inputs[name])!r}"
         extra = ", microbatch_dim=0" if name in plan.microbatch_inputs else ""
         compute = "" if writer is None else writer.compute(name)
-        lines.append(
-            f"{INDENT * 2}rt.Input({name!r}, {tensor.shape}, torch.{tensor.dtype}{placement}{extra}{compute}),"
-        )
+        given = f"{graph.given_name(name)!r}, {tensor.shape}, torch.{tensor.dtype}"
+        lines.append(f"{INDENT * 2}rt.Input({given}{placement}{extra}{compute}),")
     return [*lines, f"{INDENT})"]
 
 

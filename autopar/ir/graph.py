@@ -160,7 +160,7 @@ class Graph:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias name in the model -> the name that is kept
     mutations: Mapping[str, str] = field(default_factory=dict)  # buffer's name in the model -> its new tensor
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # constants' torch.Tensors
-    input_names: tuple[str, ...] = ()  # as in the model's forward signature
+    given_names: Mapping[str, str] = field(default_factory=dict)  # of inputs whose name in forward another tensor has
     model_name: str = "Model"
     #: dtype outside of the graph where it is another one: of what is stored (the master weights), of inputs as given
     kept_dtypes: Mapping[str, str] = field(default_factory=dict)
@@ -241,6 +241,10 @@ class Graph:
         """A stored tensor as it is kept between steps, or an input as it is given."""
         dtype = self.kept_dtypes.get(name)
         return self.tensors[name] if dtype is None else replace(self.tensors[name], dtype=dtype)
+
+    def given_name(self, name: str) -> str:
+        """An input as the model's forward calls it."""
+        return self.given_names.get(name, name)
 
     def itemsizes(self, name: str) -> tuple[int, int]:
         """Bytes of an element of a tensor and of its gradient on its way home, which has the dtype it is kept in."""

@@ -7,6 +7,7 @@ none: their conversions are shared by placement. Parameters are converted once a
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import replace
 
 from autopar.ir.graph import IDENTITY, Graph, Node, Ref, common_scope, reading
@@ -16,14 +17,19 @@ def share(graph: Graph) -> Graph:
     """The graph with identity nodes, placed just before the first consumer, in the consumers' common module."""
     tensors, nodes, renamed = dict(graph.tensors), [], dict[str, str]()
     wanted = {name for name, users in graph.consumers.items() if _is_shared(graph, name, users)}
+    taken = {*tensors, *graph.node_by_name}
     for node in graph.nodes:
         for name in dict.fromkeys(node.operands):
             if name in wanted and name not in renamed:
-                renamed[name] = f"{name}_shared"
+                renamed[name] = _fresh(f"{name}_shared", taken)
                 tensors[renamed[name]] = replace(tensors[name], name=renamed[name])
                 nodes.append(_identity(graph, name, renamed[name]))
         nodes.append(reading(node, renamed))
     return replace(graph, nodes=tuple(nodes), tensors=tensors)
+
+
+def _fresh(name: str, taken: Container[str]) -> str:
+    return _fresh(name + "_", taken) if name in taken else name
 
 
 def _is_shared(graph: Graph, name: str, users: list[tuple[Node, int]]) -> bool:

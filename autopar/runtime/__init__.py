@@ -18,6 +18,7 @@ from autopar.runtime.declare import (
     Program,
     Received,
     Stage,
+    renamed,
 )
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.inputs import microbatch
@@ -83,6 +84,7 @@ __all__ = [
     "recomputed",
     "redistribute",
     "reference_dropout",
+    "renamed",
     "routed_experts",
     "save_checkpoint",
     "seed_dropout",

@@ -114,11 +114,12 @@ class Received:
 class Parameters(nn.Module):
     """The parameters and buffers of one module of the model: local tensors by name, once built."""
 
-    def __init__(self, **declared: Parameter | Buffer) -> None:
+    def __init__(self, /, **declared: Parameter | Buffer | nn.Module) -> None:
         super().__init__()
         self.__dict__.update(
-            declared_parameters={}, declared_buffers={}, stored_parameters={}, pending_updates={}, late_tensors={}
-        )
+            declared_parameters={}, declared_buffers={}, stored_parameters={}, pending_updates={}, late_tensors={},
+            model_names={},
+        )  # fmt: skip
         for name, declaration in declared.items():
             setattr(self, name, declaration)
 
@@ -127,6 +128,7 @@ class Parameters(nn.Module):
     stored_parameters: dict[str, Any]  # once built: what this rank stores of each
     pending_updates: dict[str, Tensor]
     late_tensors: dict[str, Callable[[], Tensor]]
+    model_names: dict[str, str]  # by attribute, where the model calls it otherwise
 
     def __setattr__(self, name: str, value: Any) -> None:
         if isinstance(value, Parameter):
@@ -149,9 +151,15 @@ class Parameters(nn.Module):
             raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
         return super().__getattr__(name)
 
-    def update(self, **buffers: Tensor) -> None:
+    def update(self, /, **buffers: Tensor) -> None:
         """Sets buffers by name; the new values are seen once the backward pass of this microbatch is done."""
         self.pending_updates.update({name: value.detach() for name, value in buffers.items()})
+
+
+def renamed(module: Parameters, /, **names: str) -> Parameters:
+    """The module, whose attributes the model calls by other names: those that a module of the runtime has itself."""
+    module.model_names.update(names)
+    return module
 
 
 class Numbered(Parameters):

@@ -147,10 +147,17 @@ def _known(name: str, made: Sequence[Mapping[str, Stored]]) -> Stored | None:
 
 def declared_tensors(program: Program) -> Iterator[tuple[str, Parameters, str]]:
     """Every parameter and buffer that a program declares: its name, and the attribute of which module it is."""
-    for prefix, module in program.named_modules():
-        if isinstance(module, Parameters):
-            for attribute in (*module.declared_parameters, *module.declared_buffers):
-                yield f"{prefix}.{attribute}" if prefix else attribute, module, attribute
+    return _declared_in(program, "")
+
+
+def _declared_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, Parameters, str]]:
+    names: dict[str, str] = {}
+    if isinstance(module, Parameters):
+        names = module.model_names
+        for attribute in (*module.declared_parameters, *module.declared_buffers):
+            yield prefix + names.get(attribute, attribute), module, attribute
+    for attribute, child in module.named_children():
+        yield from _declared_in(child, f"{prefix}{names.get(attribute, attribute)}.")
 
 
 def _units(program: Program, slots: list[Slot]) -> list[Unit]:

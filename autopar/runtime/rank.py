@@ -39,10 +39,13 @@ class Rank(nn.Module):
         self.training = training
         for name, parameter in state.parameters.items():
             owner, _, last = name.rpartition(".")
-            _submodule(self, owner).register_parameter(last, parameter.tensor)
+            _submodule(self, owner)._parameters[last] = parameter.tensor
         for name, buffer in state.buffers.items():
             owner, _, last = name.rpartition(".")
-            _submodule(self, owner).register_buffer(last, buffer.tensor, buffer.declared.persistent)
+            module = _submodule(self, owner)
+            module._buffers[last] = buffer.tensor
+            if not buffer.declared.persistent:
+                module._non_persistent_buffers_set.add(last)
 
     def train(self, mode: bool = True) -> Rank:
         """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
@@ -228,11 +231,13 @@ def loss_of(outputs: Any, index: int) -> Tensor:
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:
+    """The module at a path of the model's, made where there is none. Not by attribute: a rank has methods, too."""
     module = root
     for name in path.split(".") if path else ():
-        if name not in dict(module.named_children()):
-            module.add_module(name, nn.Module())
-        module = module.get_submodule(name)
+        found = module._modules.get(name)
+        if found is None:
+            module._modules[name] = found = nn.Module()
+        module = found
     return module
 
 

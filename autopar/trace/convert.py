@@ -40,7 +40,7 @@ class _Converter:
         self.program = program
         self.model = model
         self.prefix = "model." if with_loss else ""
-        self.names = names
+        self.inputs = self._input_names(names)
         self.tensors: dict[str, Tensor] = {}
         self.rename: MutableMapping[str, str] = {}  # fx node name -> tensor name
         self.nodes: list[Node] = []
@@ -70,7 +70,7 @@ class _Converter:
             tied=self.tied,
             mutations=mutations,
             values=self.values,
-            input_names=tuple(self.names),
+            given_names={name: given for given, name in self.inputs.items() if given != name},
             model_name=type(self.model).__name__,
             training=self.model.training,
             inference=mode == "inference",
@@ -78,15 +78,15 @@ class _Converter:
 
     def _placeholders(self) -> list[str]:
         """Names what the program is given; the model's inputs in order."""
-        inputs: list[str] = []
+        inputs = list(self.inputs.values())
+        given = iter(inputs)
         flags = {name: p.requires_grad for name, p in self.model.named_parameters(remove_duplicate=False)}
         placeholders = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
         for spec in self.program.graph_signature.input_specs:
             fx_name = str(getattr(spec.arg, "name", ""))
             value = placeholders[fx_name].meta["val"]
             if spec.kind == InputKind.USER_INPUT:
-                self.rename[fx_name] = name = self.names[len(inputs)]
-                inputs.append(name)
+                self.rename[fx_name] = name = next(given)
                 self._add(name, value, False)
                 continue
             if spec.kind not in _KINDS:
@@ -97,6 +97,22 @@ class _Converter:
             self._store(name, value, _KINDS[spec.kind], requires_grad, spec.persistent is not False)
         self._hidden()
         return inputs
+
+    def _input_names(self, names: list[str]) -> dict[str, str]:
+        """The tensor for each input, by its name in forward: a name that nothing stored has, `query_input` for that of
+        a parameter."""
+        specs = self.program.graph_signature.input_specs
+        taken = {str(spec.target).removeprefix(self.prefix) for spec in specs if spec.kind in _KINDS}
+        for pairs in (self.model.named_parameters, self.model.named_buffers):
+            taken.update(name for name, _ in pairs(remove_duplicate=False))
+        found: dict[str, str] = {}
+        for given in names:
+            name = given
+            while name in taken or (name != given and name in names):
+                name += "_input"
+            taken.add(name)
+            found[given] = name
+        return found
 
     def _store(self, name: str, value: Any, kind: Any, requires_grad: bool, persistent: bool) -> None:
         self._add(name, value, requires_grad)
@@ -179,7 +195,8 @@ class _Converter:
         self.nodes.append(made)
 
     def _name(self, node: fx.Node) -> str:
-        return node.name if self.copy is None else node.name + self.copy.suffix
+        """Until nodes are numbered: no input and nothing stored is called so, whatever a model calls them."""
+        return f"%{node.name}" if self.copy is None else f"%{node.name}{self.copy.suffix}"
 
     def _new(self, node: fx.Node) -> str:
         """The name of the tensor that a node stands for."""

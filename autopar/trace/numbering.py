@@ -19,8 +19,8 @@ _LIFTED = re.compile(r"(.*\.)?lifted_tensor_\d+(@\d+)?$")
 
 def number(graph: Graph) -> Graph:
     """The graph with such names; inputs and what the model stores keep theirs."""
-    renamed = _constants(graph)
-    fresh = _Fresh((*graph.inputs, *(item.tensor for item in graph.stored)))
+    fresh = _Fresh((*graph.inputs, *(item.tensor for item in graph.stored if not _is_lifted(item))))
+    renamed = _constants(graph, fresh)
     names = []
     for node in graph.nodes:
         base = node.op.split(".")[1]
@@ -51,6 +51,13 @@ class _Fresh:
         self.taken = set(taken)
         self.counts: Counter[str] = Counter()
 
+    def exactly(self, name: str) -> str:
+        """The name, with underscores behind it where it is taken."""
+        while name in self.taken:
+            name += "_"
+        self.taken.add(name)
+        return name
+
     def __call__(self, base: str) -> str:
         while True:
             count = self.counts[base]
@@ -61,12 +68,18 @@ class _Fresh:
                 return name
 
 
-def _constants(graph: Graph) -> dict[str, str]:
+def _is_lifted(item: Stored) -> bool:
+    """Whether it is a constant that has no name in the model."""
+    return item.kind == "constant" and _LIFTED.match(item.tensor) is not None
+
+
+def _constants(graph: Graph, fresh: _Fresh) -> dict[str, str]:
     """Constants that have no name in the model are numbered by their first use."""
-    found = (_LIFTED.match(item.tensor) for item in graph.stored if item.kind == "constant")
-    lifted = {match[0]: match[1] or "" for match in found if match}
+    lifted = {item.tensor for item in graph.stored if _is_lifted(item)}
     used = dict.fromkeys(name for node in graph.nodes for name in node.operands if name in lifted)
-    return {name: f"{lifted[name]}lifted_tensor_{position}" for position, name in enumerate(used)}
+    modules = (name.rpartition("lifted_tensor_")[0] for name in used)
+    named = (fresh.exactly(f"{module}lifted_tensor_{position}") for position, module in enumerate(modules))
+    return dict(zip(used, named, strict=True))
 
 
 def _stored(item: Stored, name: str) -> Stored:

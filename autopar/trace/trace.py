@@ -20,6 +20,7 @@ from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
 from autopar.trace.export import bind_inputs, export
+from autopar.trace.model_names import check_names
 from autopar.trace.numbering import number
 from autopar.trace.precision import cast_copy, cast_inputs, with_kept_dtypes
 from autopar.trace.repeats import FEWEST
@@ -44,6 +45,7 @@ def trace(
     With `compute_dtype`, the graph is that of the model cast to it; its `kept_dtypes` says what is stored.
     Raises TraceError naming the source line when the model cannot be captured.
     """
+    check_names(model)
     names, bound = bind_inputs(model, example_inputs, loss_fn)
     traced = model if compute_dtype is None else cast_copy(model, compute_dtype)
     arguments = bound if compute_dtype is None else cast_inputs(model, names, bound, compute_dtype)

@@ -194,7 +194,8 @@ LOWERING = [
     Fault("uneven lengths are not told", CLASSES,
           "if are_alike(tensor.shape, placement, step.before.dim, self.plan.axes):", "if tensor.shape:"),
     Fault("two uses of a parameter read the first", CLASSES,
-          'return stored.name + (f"_{position}" if position else "")', "return stored.name"),
+          'return self.attributes.path(stored.name) + (f"_{position}" if position else "")',
+          "return self.attributes.path(stored.name)"),
     Fault("a converted buffer of a block is taken for its attribute", CLASSES,
           "stored is None or (stored.kind != \"parameter\" and value[1] != self.plan.storage[value[0]].placement)",
           "stored is None", ("tests:tests/random_programs/test_random_programs.py -k buffer",)),
@@ -301,4 +302,20 @@ VERIFIER = [
           "if axis.name == MICROBATCH and type_ is None:", ("tests:tests/ir/test_verifier.py -k microbatches",)),
 ]  # fmt: skip
 
-FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER]
+CONVERT, ATTRIBUTES = "autopar/trace/convert.py", "autopar/emit/attributes.py"
+NAMES = "tests:tests/equivalence/test_names.py"
+NAMED = [
+    Fault("an input is taken for the parameter of its name", CONVERT,
+          "while name in taken or (name != given and name in names):", "while name != given and name in names:",
+          (f"{NAMES} -k inputs",)),
+    Fault("an operator is taken for a buffer of its name", CONVERT, 'return f"%{node.name}" if self.copy is None',
+          "return node.name if self.copy is None", (f"{NAMES} -k 'mul or mean'",)),
+    Fault("a parameter is taken for what the runtime calls so", ATTRIBUTES, "name in RESERVED or name in others",
+          "name in others", (f"{NAMES} -k microbatch",)),
+    Fault("a parameter is taken for another use of its neighbour", ATTRIBUTES, "name in RESERVED or name in others",
+          "name in RESERVED", (f"{NAMES} -k further",)),
+    Fault("what is renamed in source is saved under that name", "autopar/runtime/local.py",
+          "yield prefix + names.get(attribute, attribute)", "yield prefix + attribute", (f"{NAMES} -k count",)),
+]  # fmt: skip
+
+FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER, *NAMED]

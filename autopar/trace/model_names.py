@@ -1,0 +1,33 @@
+"""Names of a model's parameters, buffers and modules that torch.export cannot write into the source of a graph."""
+
+from __future__ import annotations
+
+import keyword
+import unicodedata
+
+from torch import nn
+
+from autopar.errors import TraceError
+
+
+def check_names(model: nn.Module) -> None:
+    """Raises TraceError for a name that is a keyword, that Python normalises in source, or that ends a string."""
+    state = (name for pairs in (model.named_parameters, model.named_buffers) for name, _ in pairs())
+    for path in (*state, *(path for path, _ in model.named_modules())):
+        bad = next((part for part in path.split(".") if not _is_writable(part)), None)
+        if bad is not None:
+            raise TraceError(
+                f"expected names of parameters, buffers and modules that can stand in Python source, found {bad!r} "
+                f"in {path!r}, with which torch.export fails; rename it, for example to {_plainer(bad)!r}"
+            )
+
+
+def _is_writable(part: str) -> bool:
+    if part.isidentifier():
+        return not keyword.iskeyword(part) and unicodedata.normalize("NFKC", part) == part
+    return part.isprintable() and not set(part) & set('"\\')
+
+
+def _plainer(part: str) -> str:
+    plain = "".join(c if f"_{c}".isidentifier() else "_" for c in unicodedata.normalize("NFKC", part))
+    return f"{plain}_" if keyword.iskeyword(plain) else plain
