@@ -68,5 +68,10 @@ def with_kept_dtypes(
     return replace(graph, kept_dtypes={n: text for n, text in texts.items() if text != graph.tensors[n].dtype})
 
 
+def buffer_dtypes(model: nn.Module) -> dict[str, str]:
+    """Of each buffer, by name, as the model has it."""
+    return {name: str(x.dtype).removeprefix("torch.") for name, x in model.named_buffers(remove_duplicate=False)}
+
+
 def _master(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype

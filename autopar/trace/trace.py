@@ -22,9 +22,10 @@ from autopar.trace.counting import without_counting
 from autopar.trace.export import bind_inputs, export
 from autopar.trace.model_names import check_names
 from autopar.trace.numbering import number
-from autopar.trace.precision import cast_copy, cast_inputs, with_kept_dtypes
+from autopar.trace.precision import buffer_dtypes, cast_copy, cast_inputs, with_kept_dtypes
 from autopar.trace.repeats import FEWEST
 from autopar.trace.routing import fuse_routing
+from autopar.trace.wide import with_wide_buffers
 
 
 def trace(
@@ -51,5 +52,7 @@ def trace(
     arguments = bound if compute_dtype is None else cast_inputs(model, names, bound, compute_dtype)
     program = export(traced, names, arguments, loss_fn, mode, fewest)
     graph = convert(program, traced, names, with_loss=loss_fn is not None, mode=mode)
+    if compute_dtype is not None:
+        graph = with_wide_buffers(graph, buffer_dtypes(model), str(compute_dtype).removeprefix("torch."))
     graph = share(number(clean(fuse_routing(clean(without_counting(clean(graph)))))))
     return graph if compute_dtype is None else with_kept_dtypes(graph, model, names, bound)

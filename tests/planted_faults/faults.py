@@ -318,4 +318,13 @@ NAMED = [
           "yield prefix + names.get(attribute, attribute)", "yield prefix + attribute", (f"{NAMES} -k count",)),
 ]  # fmt: skip
 
-FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER, *NAMED]
+WIDE = "autopar/trace/wide.py"
+PRECISE = [
+    Fault("what a model computes with in float32 is rounded", WIDE, "found |= of if tensors[node.results[0]].dtype",
+          "found |= set() if tensors[node.results[0]].dtype",
+          ("tests:tests/trace/test_wide.py -k llama",)),
+    Fault("positions beside such buffers are rounded", WIDE, "if not of.isdisjoint(found & buffers) for name in of}",
+          "if of <= found for name in of}", ("tests:tests/trace/test_wide.py -k computed",)),
+]  # fmt: skip
+
+FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER, *NAMED, *PRECISE]
