@@ -14,8 +14,8 @@ from autopar.ir.graph import Stored
 from autopar.runtime import Pipeline, Program, Stage
 from autopar.runtime.stored import slot_names
 
-#: methods that are emitted, and what a call that makes a module names its own
-_EMITTED = re.compile(r"(constants|forward|branch|prepare|targets)(_\d+)?|self|mesh")
+#: methods that are emitted, what a call that makes a module names its own, and names that Python mangles in a class
+_EMITTED = re.compile(r"(constants|forward|branch|prepare|targets)(_\d+)?|self|mesh|__.*")
 
 
 def _attributes_of(kinds: Iterable[type]) -> frozenset[str]:
@@ -41,7 +41,7 @@ class Attributes:
             others = {*taken, *own} - {name}
             attribute = name
             while not _is_free(slot_names(attribute, counts.get(name, 1)), others):
-                attribute += "_"
+                attribute = f"{attribute.lstrip('_')}_" if attribute.startswith("__") else f"{attribute}_"
             taken.update(slot_names(attribute, counts.get(name, 1)))
             self.names[_joined(module.path, name)] = attribute
         for child in module.children.values():

@@ -30,7 +30,8 @@ RUNTIME = (
     "AXES", "INPUTS", "declared_parameters", "stored_parameters", "late_tensors", "model_names", "train_step",
     "full_state_dict", "clip_grad_norm_", "init_from",
 )  # fmt: skip
-SOURCE = ("self", "rt", "torch", "aten", "nn", "redistribute", "block", "enumerate", "dp", "tp", "print", "a b", "a-b")
+SOURCE = ("self", "rt", "torch", "aten", "nn", "redistribute", "block", "enumerate", "dp", "tp", "print", "a b", "a-b",
+          "__own", "__own__", "_Program__own", "timeout_s")  # fmt: skip
 LIFTED = ("lifted_tensor_0", "lifted_tensor_1", "x", "y", "module", "model")
 
 
