@@ -18,7 +18,7 @@ from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, are_alike, axes_along, format_placement, local_shape
 from autopar.ir.plan import PlanData
 from autopar.ir.statements import Operate, Value
-from autopar.ir.structure import is_random
+from autopar.ir.structure import FUNCTION, is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.bags import EMBEDDING_BAG
 from autopar.ops.call import Call
@@ -205,6 +205,13 @@ def _grouped_mm(writer: CallWriter, statement: Operate, call: Call, names: list[
     return f"rt.grouped_mm({', '.join(names)})"
 
 
+def _function(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The model's own forward and backward, by the runtime's function."""
+    function, _, arguments, _, draws = statement.node.args
+    text = ", ".join(filter(None, (repr(function), arguments.format(*names))))
+    return f"rt.draw(rt.apply, {text})" if draws else f"rt.apply({text})"
+
+
 def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Placement, tuple[Axis, ...]]:
     """The placement on the microbatch axis alone, and that axis."""
     kept = [(type_, axis) for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
@@ -220,6 +227,7 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     "aten.native_dropout.default": _dropout,
     ROUTED_EXPERTS: _routed_experts,
     "transformers.grouped_mm_fallback.default": _grouped_mm,
+    FUNCTION: _function,
     **HEADS,
     **SPATIAL,
 }

@@ -27,11 +27,16 @@ def region_of(recompute: tuple[str, ...], module: str) -> int:
     return -1
 
 
+#: a call of a `torch.autograd.Function` (`ops.functions`)
+FUNCTION = "autopar.function.default"
+
 _RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 
 
 def is_random(node: Node) -> bool:
     """Whether the operator draws random numbers: two equal calls of it are not equal, nor are those of two steps."""
+    if node.op == FUNCTION:
+        return bool(node.args[-1])
     name = node.op.split(".")[1]
     if name in _RECURRENT:
         dropout, train = node.args[-4:-2] if node.op.endswith(".input") else (1.0, True)

@@ -23,9 +23,10 @@ from autopar.ir.placement import (
     lengths_along,
     num_shards,
 )
-from autopar.ir.structure import is_random
+from autopar.ir.structure import FUNCTION, is_random
 from autopar.ops import bags, proofs, registry, views, windows
 from autopar.ops.call import Call, call_of, overload
+from autopar.ops.functions import rule_key
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.patterns import Entry
 from autopar.ops.table import TABLE, find
@@ -87,12 +88,15 @@ class Rules:
 
     def __init__(self, graph: Graph, node: Node) -> None:
         call = call_of(graph, node)
-        function = find(node.op) if node.op not in _USER else functools.partial(_user_rules, _USER[node.op])
-        self.source: Source = "user" if node.op in _USER else "table"
+        key = rule_key(node)
+        function = find(node.op) if key not in _USER else functools.partial(_user_rules, _USER[key])
+        self.source: Source = "user" if key in _USER else "table"
         self.reason = ""
         found: list[AxisRule] = []
         if function is not None:
             found = function(call)
+        elif node.op == FUNCTION:
+            self.source, self.reason = "replicated", "an autograd Function, for which no rule is registered"
         elif is_random(node):
             self.source, self.reason = "replicated", "it draws random numbers"
         elif _creates(node):
@@ -100,9 +104,14 @@ class Rules:
         elif node.operands:
             found, self.reason = registry.rules(call)
             self.source = "registry" if found else "replicated"
-        every_rule = every(len(node.operands), len(node.results))
-        own = [_without_gradient(call, rule) for rule in (*every_rule, *found)]
+        own = [_without_gradient(call, rule) for rule in (*_every(node), *found)]
         self.rules = tuple(dict.fromkeys(rule for rule in own if _sensible(call, rule)))
+
+
+def _every(node: Node) -> list[AxisRule]:
+    """What an operator can do whatever it is. What a Function does with a gradient need not hold for its summands."""
+    whole = every(len(node.operands), len(node.results))
+    return [rule for rule in whole if I in rule.operands] if node.op == FUNCTION else whole
 
 
 def _creates(node: Node) -> bool:
@@ -177,7 +186,7 @@ def coverage(graph: Graph) -> dict[str, str]:
     for node in graph.nodes:
         rules = _rules(graph, node)
         if node.operands and not _creates(node):
-            found[node.op] = rules.source if rules.source != "replicated" else f"replicated: {rules.reason}"
+            found[rule_key(node)] = rules.source if rules.source != "replicated" else f"replicated: {rules.reason}"
     return dict(sorted(found.items()))
 
 

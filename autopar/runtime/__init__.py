@@ -21,6 +21,7 @@ from autopar.runtime.declare import (
     renamed,
 )
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
+from autopar.runtime.functions import apply, imported
 from autopar.runtime.inputs import microbatch
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
@@ -55,6 +56,7 @@ __all__ = [
     "Stage",
     "WorldError",
     "Zeros",
+    "apply",
     "avg_pool",
     "batch_norm",
     "build",
@@ -70,6 +72,7 @@ __all__ = [
     "group_norm",
     "grouped_mm",
     "heads_of",
+    "imported",
     "keep_freed_memory",
     "last_checkpoint",
     "load_checkpoint",

@@ -8,6 +8,7 @@ was made); and the same of these goes out. What torch does then follows: it sees
 
 from __future__ import annotations
 
+import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -226,6 +227,12 @@ def _modes() -> Row:
 def is_own(filename: str) -> bool:
     """Whether a file is the user's: neither torch's, nor one of these, nor text that torch wrote and ran."""
     return "/torch/" not in filename and not filename.startswith((_OWN_ROOT, "<"))
+
+
+def user_line(frame: FrameType | None) -> str:
+    """File, number and text of the innermost line that is the user's, of the calls that led to a frame."""
+    place = _place(frame)
+    return f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}" if place else "unknown source line"
 
 
 def _place(frame: FrameType | None) -> tuple[str, int] | None:

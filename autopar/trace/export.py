@@ -20,6 +20,7 @@ from autopar.errors import TraceError
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
 from autopar.trace.dropout import write_out_dropout
+from autopar.trace.functions import functions_kept
 from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
 
@@ -96,7 +97,7 @@ def export(
     keeps_loss = mode == "train" and loss_fn is None
     target.training = model.training  # and no module's below: each keeps its own mode
     repeats = Repeats(model, fewest)
-    with _quiet(), _modes_kept(model), _returning_tensors(model) if keeps_loss else nullcontext():
+    with _quiet(), functions_kept(), _modes_kept(model), _returning_tensors(model) if keeps_loss else nullcontext():
         while True:
             try:
                 with repeats.watching():
@@ -105,6 +106,8 @@ def export(
                 return program
             except AgainError:
                 continue
+            except TraceError:
+                raise
             except Exception as error:
                 raise _explain(error) from error
 

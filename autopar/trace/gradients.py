@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Node, Tensor, map_references
+from autopar.ir.structure import FUNCTION
 from autopar.ops import overload, real
 
 _CACHE: dict[Any, tuple[bool, ...]] = {}
@@ -16,6 +17,8 @@ def differentiable_results(node: Node, operands: list[Tensor]) -> tuple[bool, ..
     """One flag a result (named or not). An operator that cannot run on meta tensors passes gradients to all."""
     if not any(tensor.differentiable for tensor in operands):
         return (False,) * len(node.outputs)
+    if node.op == FUNCTION:
+        return tuple(node.args[3])
     key = (node.op, len(node.outputs), _text(node), tuple((t.dtype, t.differentiable) for t in operands))
     if key not in _CACHE:
         _CACHE[key] = _ask(node, operands)

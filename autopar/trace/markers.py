@@ -3,12 +3,16 @@
     y = first_block(x)   → y = left(first_block's operators(entered(x)))
     z = like_block(y)    → z = repeated([y], [first_block's results])
 
+    y = Reverse.apply(x, 0.7)  → [y] = function([x], "models:Reverse …")
+
 `entered` and `left` enclose the operators of a block that was exported; `repeated` is a block that was seen to do the
-same (`trace.repeats`). They are never computed: export asks them for shapes and whether gradients flow, no more.
+same (`trace.repeats`); `function` is a call of an autograd Function (`trace.functions`). They are never computed:
+export asks them for shapes and whether gradients flow, no more.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +21,26 @@ from torch import Tensor
 torch.library.define("autopar_trace::entered", "(Tensor x, str block, int position) -> Tensor")
 torch.library.define("autopar_trace::left", "(Tensor x, str block, int position) -> Tensor")
 torch.library.define("autopar_trace::repeated", "(Tensor[] inputs, Tensor[] made, str like, str block) -> Tensor[]")
+torch.library.define("autopar_trace::function", "(Tensor[] operands, str call) -> Tensor[]")
 
 entered, left = torch.ops.autopar_trace.entered.default, torch.ops.autopar_trace.left.default
 repeated = torch.ops.autopar_trace.repeated.default
+function = torch.ops.autopar_trace.function.default
+
+
+@dataclass(frozen=True)
+class Called:
+    """What `function` stands for: the operator's arguments beside its operands, and the looks of its results."""
+
+    function: str
+    arguments: str
+    differentiable: tuple[bool, ...]
+    draws: bool
+    looks: tuple[tuple[Any, ...], ...]  # shape, strides, dtype, device
+
+
+#: by what the marker is given, which says all of it
+CALLED: dict[str, Called] = {}
 
 
 def _like(x: Tensor) -> Tensor:
@@ -44,9 +65,20 @@ def _never(ctx: Any, *gradients: Any) -> Any:
     raise AssertionError("markers are not computed")
 
 
+def _called(operands: list[Tensor], call: str) -> list[Tensor]:
+    return [torch.empty_strided(size, stride, dtype=d, device=at) for size, stride, d, at in CALLED[call].looks]
+
+
+def _as_called(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    pairs = zip(output, CALLED[inputs[1]].differentiable, strict=True)
+    ctx.mark_non_differentiable(*(result for result, differentiable in pairs if not differentiable))
+
+
 torch.library.register_fake(entered, _one)
 torch.library.register_fake(left, _one)
 torch.library.register_fake(repeated, _many)
+torch.library.register_fake(function, _called)
 torch.library.register_autograd(entered, _never)
 torch.library.register_autograd(left, _never)
 torch.library.register_autograd(repeated, _never, setup_context=_without_gradient)
+torch.library.register_autograd(function, _never, setup_context=_as_called)

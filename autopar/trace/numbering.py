@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from autopar.ir.graph import Graph, Node, Ref, Stored, map_references
+from autopar.ir.structure import FUNCTION
 
 _LIFTED = re.compile(r"(.*\.)?lifted_tensor_\d+(@\d+)?$")
 
@@ -23,7 +24,7 @@ def number(graph: Graph) -> Graph:
     renamed = _constants(graph, fresh)
     names = []
     for node in graph.nodes:
-        base = node.op.split(".")[1]
+        base = _base(node)
         names.append(fresh(base))
         is_one = len(node.outputs) == 1
         renamed.update({result: names[-1] if is_one else fresh("getitem") for result in node.results})
@@ -42,6 +43,13 @@ def number(graph: Graph) -> Graph:
         tensors=tensors,
         values={new(name): value for name, value in graph.values.items()},
     )
+
+
+def _base(node: Node) -> str:
+    """What a node is named after."""
+    if node.op == FUNCTION:
+        return re.sub(r"\W", "_", str(node.args[0]).rpartition(":")[2].rpartition(".")[2]).lower()
+    return node.op.split(".")[1]
 
 
 class _Fresh:

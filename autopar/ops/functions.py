@@ -1,0 +1,51 @@
+"""A `torch.autograd.Function` as one operator: the program calls its forward and its backward as the model does.
+
+    autopar.function("models.layers:Reverse", operands, arguments, differentiable, draws)
+
+arguments: the call's arguments as Python text, in which `{0}` stands for the first operand. differentiable: of each
+result, whether a gradient flows through it. draws: whether its forward draws random numbers. What a backward does with
+a gradient is its own affair, clip it for one, so it is given whole gradients of the whole batch: the only rule that
+all of them have is I → I. `autopar.register_rule` adds others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autopar.errors import RuleError
+from autopar.ir.graph import Node
+from autopar.ir.structure import FUNCTION
+
+_LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "function(str function, Tensor[] operands, str arguments, bool[] differentiable, bool draws) -> Tensor[]"
+)
+
+
+def rule_key(node: Node) -> str:
+    """What rules are registered for: the operator, or the Function that the node calls."""
+    return str(node.args[0]) if node.op == FUNCTION else node.op
+
+
+def function_name(function: type[torch.autograd.Function]) -> str:
+    """How programs name it: "module:qualified.name". Raises RuleError where no import would find it."""
+    if reason := import_error(function):
+        raise RuleError(f"expected an autograd Function that programs can import, found one that {reason}")
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def import_error(function: Any) -> str | None:
+    """Why a program could not import a class or function by module and name; None where it can."""
+    import sys
+
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or "<locals>" in name or "<lambda>" in name:
+        return "is defined inside of a function"
+    if module == "__main__":
+        return "is defined in the script that runs (__main__)"
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return None if found is function else f"{module} does not hold under the name {name}"

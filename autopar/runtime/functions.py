@@ -1,0 +1,46 @@
+"""Calls of autograd Functions of the model: found by module and name, and called as the model calls them."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.errors import ProgramError
+
+
+@cache
+def imported(name: str) -> Any:
+    """What a module holds: "module:qualified.name". Raises ProgramError where there is no such thing to import."""
+    module, _, path = name.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for part in path.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError) as error:
+        raise ProgramError(
+            f"expected to import {path} of module {module}, which the model calls: {error}. Add the folder that holds "
+            f"{module} to PYTHONPATH on every rank"
+        ) from error
+    return found
+
+
+def apply(function: str, *args: Any) -> Any:
+    """Calls an autograd Function of the model on whole tensors; only the tensors that it returns.
+
+    Tensors are passed in order of their dims, as they are in a model of one device.
+    """
+    given = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
+    returned = torch.autograd.Function.apply.__func__(imported(function), *given)  # type: ignore[attr-defined]
+    found = _tensors(returned)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return [x for item in items for x in _tensors(item)]
