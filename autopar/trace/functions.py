@@ -180,11 +180,11 @@ class _Aside:
         return Called(f"{self.cls.__module__}:{self.cls.__qualname__}", text, flags, self.draws, looks)
 
 
-class _Watch(TorchDispatchMode):
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Sees each operator that a Function calls: whether one draws random numbers, or reads what it was not given."""
 
     def __init__(self, cls: Any, given: list[Tensor], checks_reads: bool = True) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self.cls, self.checks_reads, self.draws = cls, checks_reads, False
         self.known = {id(x) for x in given}
         self.kept: list[Tensor] = list(given)
@@ -228,4 +228,4 @@ def _mapped(value: Any, new: Callable[[Tensor], Tensor]) -> Any:
 
 
 def _refuse(cls: Any, what: str, remedy: str) -> NoReturn:
-    raise TraceError(f"{cls.__name__}, called at\n  {user_line(sys._getframe(1))}\n{what}. {remedy}.")
+    raise TraceError(f"{cls.__name__}, at\n  {user_line(sys._getframe(1))}\n{what}. {remedy}.")
