@@ -1,8 +1,8 @@
 """Checkpoints that any plan of the same model reads, on any number of ranks, and that are written whole or not at all.
 
 A checkpoint is a folder of `torch.distributed.checkpoint` under `folder`: each rank writes its shards under the
-single-device names, so what reads them need neither be cut alike nor pack its parameters alike. It is written as
-`step_00000012.part` and renamed once every rank is done; a run that dies meanwhile leaves the one before as the last.
+single-device names, so what reads them need neither be cut alike nor pack its parameters alike. How it gets its name
+only when it is whole, and which are kept, is in `folder`; what is read of pickles in `unpickling`.
 
     model.*  parameters and persistent buffers · optimizer.*  as torch.distributed.checkpoint.state_dict names it
     progress  steps done, and where the stream of dropout masks stands · extra.*  whatever else has a state_dict
@@ -10,17 +10,17 @@ single-device names, so what reads them need neither be cut alike nor pack its p
 
 from __future__ import annotations
 
-import re
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -31,36 +31,53 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.folder import Found, Manifest, Writing, checkpoints, damage, digest, newest_manifest
 from autopar.runtime.saved import SavedState
 from autopar.runtime.slices import SlicesReader, SlicesWriter
+from autopar.runtime.unpickling import SafeReader
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from autopar.runtime.rank import Rank
 
-_NAME = re.compile(r"step_(\d+)")
+Result = TypeVar("Result")
+
+#: by rank and folder: the last manifest there that this run has written, or seen when it loaded
+_seen: WeakKeyDictionary[Rank, dict[Path, Manifest | None]] = WeakKeyDictionary()
 
 
 def save_checkpoint(
     folder: str | Path, rank: Rank, optimizer: Optimizer | None = None, *, step: int,
     extra: Mapping[str, Any] | None = None, keep: int = 2,
 ) -> Path:  # fmt: skip
-    """Writes the state after `step` steps to `folder`, which all ranks share, and drops all but the last `keep`.
+    """Writes the state after `step` steps to `folder`, which all ranks share, and drops all but the last `keep` saved.
 
     extra: further objects with `state_dict` and `load_state_dict`, such as a learning-rate scheduler, by name; they
-    must be equal on all ranks. Called on every rank; returns the checkpoint's folder, which is whole then.
+    must be equal on all ranks. Called on every rank; returns the checkpoint's folder, which is whole then. Raises
+    ProgramError when it could not be written, and where the folder has checkpoints of another run: one goes on with
+    them by `load_checkpoint`, or takes a folder of its own.
     """
     folder = Path(folder)
-    path, part = folder / f"step_{step:08d}", folder / f"step_{step:08d}.part"
     saved = SavedState(rank.stored_parameters, rank.state_dict())
     state: dict[str, Any] = {"model": saved.plain, "progress": _progress(step), **_extra(extra)}
     if optimizer is not None:
         state["optimizer"] = saved.add_optimizer(_optimizer_state(rank, optimizer))
-    _on_first(rank, lambda: _prepare(part))
-    with _quiet():
-        save(state, checkpoint_id=part, planner=SlicesWriter(saved.slices), no_dist=not _is_distributed(rank))
-    _on_first(rank, lambda: _publish(part, path, keep))
+    known, part = _seen.setdefault(rank, {}), folder / f"step_{step:08d}.part"
+    writing: list[Writing] = []  # on the first rank
+    is_written = False
+    try:
+        _on_first(rank, lambda: writing.append(Writing.begin(folder, step, known.get(folder.resolve()))))
+        _run(rank, f"saving {part}", lambda: save(
+            state, checkpoint_id=part, planner=SlicesWriter(saved.slices), no_dist=not _is_distributed(rank)
+        ))  # fmt: skip
+        hashed = _on_each(rank, lambda: _digests(part, _number(rank)))
+        files = {name: found for part_of_rank in hashed for name, found in part_of_rank.items()}
+        path, known[folder.resolve()] = _on_first(rank, lambda: writing[0].publish(files, keep))
+        is_written = True
+    finally:
+        for item in writing:
+            item.end(failed=not is_written)
     return path
 
 
@@ -69,14 +86,51 @@ def load_checkpoint(
 ) -> int:
     """Loads the last whole checkpoint of `folder` on every rank and returns its number of steps; 0 when there is none.
 
-    Raises ProgramError that names what of the program the checkpoint lacks or has in another shape.
+    Files are held against what was written; damage is warned of, and the checkpoint before is loaded. Raises
+    ProgramError that names what of the program the checkpoint lacks or has in another shape, and when none is whole.
     """
-    path = last_checkpoint(folder)
-    if path is None:
-        return 0
-    found = FileSystemReader(path).read_metadata().state_dict_metadata
+    folder = Path(folder)
+    problems: dict[tuple[str, str], str] = {}
+    while True:
+        listed, newest = _on_first(rank, lambda: (checkpoints(folder), newest_manifest(folder)))
+        for found in listed:
+            if newest is not None and found.manifest is None:  # else of an earlier version: nothing to hold it against
+                problems[_key(found)] = "no manifest that can be read"
+        left = [found for found in listed if _key(found) not in problems]
+        lost = [found for found in listed if _key(found) in problems and (found.manifest or _is_later(found, left))]
+        told = "; ".join(f"{found.path.name}: {problems[_key(found)]}" for found in reversed(lost))
+        if not left and told:
+            raise ProgramError(f"expected a whole checkpoint in {folder}, found none. {told}")
+        if not left:
+            return 0
+        try:
+            _check_data(rank, left[-1])
+            step = _load(left[-1].path, rank, optimizer, extra)
+        except _Unreadable as error:  # or removed by now, where a run writes here; then another stands
+            problems[_key(left[-1])] = str(error)
+            continue
+        _seen.setdefault(rank, {})[folder.resolve()] = newest
+        if told:
+            warnings.warn(f"{folder}: loaded {left[-1].path.name}, the last whole checkpoint. {told}", stacklevel=2)
+        return step
+
+
+def _is_later(found: Found, left: list[Found]) -> bool:
+    return not left or found.step > left[-1].step
+
+
+def _key(found: Found) -> tuple[str, str]:
+    return found.path.name, found.manifest.save if found.manifest is not None else ""
+
+
+def _load(path: Path, rank: Rank, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> int:
+    reader = SafeReader(path)
+    read: list[Metadata] = []
+    _on_each(rank, lambda: read.append(reader.read_metadata()))
+    found = read[0].state_dict_metadata
     own, progress = SavedState(rank.stored_parameters, rank.state_dict()), _progress(0)
     _check(path, own.shapes, found)
+    _check_extra(path, _extra(extra), found)
     state: dict[str, Any] = {"model": own.plain, "progress": progress, **_extra(extra)}
     held: dict[str, Any] = {}
     if optimizer is not None:
@@ -84,8 +138,10 @@ def load_checkpoint(
         optimizer.zero_grad()  # torch makes the state that is to be loaded by a step without gradients
         held = get_optimizer_state_dict(rank, optimizer)
         state["optimizer"] = own.only_saved(own.add_optimizer(held), found)
-    with _quiet():
-        load(state, checkpoint_id=path, planner=SlicesReader(own.slices), no_dist=not _is_distributed(rank))
+    planner = SlicesReader(own.slices)
+    _run(rank, f"loading {path}", lambda: load(
+        state, storage_reader=reader, planner=planner, no_dist=not _is_distributed(rank)
+    ))  # fmt: skip
     if optimizer is not None:
         loaded = own.as_stored(held, state["optimizer"])
         set_optimizer_state_dict(rank, optimizer, loaded, options=StateDictOptions(strict=False))
@@ -96,15 +152,27 @@ def load_checkpoint(
 
 
 def last_checkpoint(folder: str | Path) -> Path | None:
-    """The folder of the last whole checkpoint, if there is one."""
-    found = _whole(Path(folder))
+    """The folder of the last checkpoint saved of which all files are there, if there is one."""
+    found = [item.path for item in checkpoints(Path(folder)) if item.stands]
     return found[-1] if found else None
 
 
-def _whole(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first; what is under way has another name."""
-    paths = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(paths, key=lambda path: int(path.name.removeprefix("step_")))
+# Whether data is as it was written ----------------------------------------
+
+
+def _digests(part: Path, number: int) -> dict[str, tuple[int, str]]:
+    """Of the files that a rank has written; the first rank's are the metadata too."""
+    names = [*part.glob(f"__{number}_*"), *([part / ".metadata"] if number == 0 else [])]
+    return {path.name: digest(path) for path in names}
+
+
+def _check_data(rank: Rank, found: Found) -> None:
+    """Raises _Unreadable, on all ranks, for a checkpoint that is damaged; each rank reads a part of the files."""
+    files = sorted(found.manifest.files) if found.manifest is not None else []
+    every = _on_each(rank, lambda: damage(found, files[_number(rank) :: rank.num_ranks]))
+    problems = [problem for problems in every for problem in problems]
+    if problems:
+        raise _Unreadable("; ".join(problems))
 
 
 def _extra(objects: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -134,37 +202,52 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _on_first(rank: Rank, act: Callable[[], object]) -> None:
-    """Acts on the first rank while the others wait for it."""
-    if not _is_distributed(rank):
-        act()
-        return
-    if dist.get_rank() == 0:
-        act()
-    comm.barrier(rank.timeout_s)
+def _world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None, "asked for where ranks run together"
+    return dist.group.WORLD
 
 
-def _prepare(part: Path) -> None:
-    """Makes way for a checkpoint; an interrupted one may have left something."""
-    part.parent.mkdir(parents=True, exist_ok=True)
-    _remove(part)
+def _number(rank: Rank) -> int:
+    return dist.get_rank() if _is_distributed(rank) else 0
 
 
-def _publish(part: Path, path: Path, keep: int) -> None:
-    """Gives the checkpoint its name; a former one of the same step makes way. Then drops the oldest."""
-    old = path.with_name(path.name + ".old")
-    _remove(old)
-    if path.exists():
-        path.rename(old)
-    part.rename(path)
-    _remove(old)
-    for extra in _whole(path.parent)[: -max(keep, 1)]:
-        _remove(extra)
+class _Unreadable(ProgramError):
+    """Files that are damaged, or that the system does not read or write."""
 
 
-def _remove(path: Path) -> None:
-    if path.exists():
-        shutil.rmtree(path)
+def _run(rank: Rank, what: str, act: Callable[[], object]) -> None:
+    """What torch does on all ranks together. Raises our errors in place of torch's, which is no Exception."""
+    explained = comm.explained_group(what, _world()) if _is_distributed(rank) else nullcontext()
+    try:
+        with _quiet(), explained:
+            act()
+    except CheckpointException as error:
+        failures = {number: failure for number, (failure, _) in error.failures.items()}
+        for failure in failures.values():
+            if isinstance(failure, ProgramError | KeyboardInterrupt):
+                raise failure from None
+        is_system = all(isinstance(failure, OSError) for failure in failures.values())
+        told = "; ".join(f"rank {number}: {failure!r}" for number, failure in failures.items())
+        raise (_Unreadable if is_system else ProgramError)(f"{what} failed: {told}") from None
+
+
+def _on_each(rank: Rank, act: Callable[[], Result]) -> list[Result]:
+    """What each rank gets by acting, on all of them. Raises on all where it fails on one."""
+    try:
+        own: tuple[Any, str, bool] = act(), "", False
+    except (OSError, ProgramError) as error:
+        own = None, str(error), isinstance(error, OSError | _Unreadable)
+    every = comm.gather_objects(own, _world()) if _is_distributed(rank) else [own]
+    failed = {number: text for number, (_, text, _) in enumerate(every) if text}
+    if failed:
+        told = "; ".join(f"rank {k}: {text}" if len(every) > 1 else text for k, text in failed.items())
+        raise (_Unreadable if all(every[k][2] for k in failed) else ProgramError)(told)
+    return [found for found, _, _ in every]
+
+
+def _on_first(rank: Rank, act: Callable[[], Result]) -> Result:
+    """What the first rank gets by acting, on all of them."""
+    return _on_each(rank, lambda: act() if _number(rank) == 0 else None)[0]  # type: ignore[return-value] # the first's
 
 
 # What an optimizer holds ----------------------------------------
@@ -186,6 +269,14 @@ def _optimizer_state(rank: Rank, optimizer: Optimizer) -> dict[str, Any]:
 def _check_optimizer(path: Path, saved: Mapping[str, Any]) -> None:
     if not any(key.startswith("optimizer.") for key in saved):
         raise ProgramError(f"expected a checkpoint with an optimizer's state, found none in {path}: load without")
+
+
+def _check_extra(path: Path, extra: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
+    missing = [
+        name for name, item in extra.items() if item.state_dict() and not any(key.startswith(name) for key in saved)
+    ]
+    if missing:
+        raise ProgramError(f"expected {', '.join(missing)} in {path}, found none: load without, or save it too")
 
 
 def _check(path: Path, shapes: Mapping[str, tuple[int, ...]], saved: Mapping[str, Any]) -> None:

@@ -84,7 +84,7 @@ def _advice(what: str, others: Sequence[int], timeout_s: float | None, error: Ru
 
 
 @contextmanager
-def _explained_group(what: str, group: dist.ProcessGroup) -> Iterator[None]:
+def explained_group(what: str, group: dist.ProcessGroup) -> Iterator[None]:
     """Like `explained`, for what all ranks of a group do together."""
     try:
         yield
@@ -95,7 +95,7 @@ def _explained_group(what: str, group: dist.ProcessGroup) -> Iterator[None]:
 
 def broadcast(whole: Tensor, source: int, group: dist.ProcessGroup) -> Tensor:
     """Gives all ranks of a group what the source (a global rank) has, in place. Raises CollectiveError."""
-    with _explained_group(f"broadcast of {whole.nbytes:,} bytes from rank {source}", group):
+    with explained_group(f"broadcast of {whole.nbytes:,} bytes from rank {source}", group):
         dist.broadcast(whole.view(torch.uint8) if whole.dtype == torch.bool else whole, source, group=group)
     return whole
 
@@ -114,7 +114,7 @@ def broadcast_any(value: Any, source: int, group: dist.ProcessGroup, device: tor
     told: list[Any] = [None, None]
     if is_source:
         told = [True, (value.shape, value.dtype)] if isinstance(value, Tensor) else [False, value]
-    with _explained_group(f"broadcast from rank {source}", group):
+    with explained_group(f"broadcast from rank {source}", group):
         dist.broadcast_object_list(told, source, group=group, device=device)
     if not told[0]:
         return told[1]
@@ -126,7 +126,7 @@ def broadcast_any(value: Any, source: int, group: dist.ProcessGroup, device: tor
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
     """What each rank of a group has, on all of them. Raises CollectiveError."""
     found: list[Any] = [None] * dist.get_world_size(group)
-    with _explained_group("gathering what each rank has", group):
+    with explained_group("gathering what each rank has", group):
         dist.all_gather_object(found, value, group=group)
     return found
 
@@ -134,7 +134,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 def reduce_over(buffer: Tensor, op: Any, group: dist.ProcessGroup) -> None:
     """Reduces the buffer over all ranks of a group, in place; a few bytes that are not counted. Raises
     CollectiveError."""
-    with _explained_group(f"all_reduce of {buffer.nbytes:,} bytes", group):
+    with explained_group(f"all_reduce of {buffer.nbytes:,} bytes", group):
         dist.all_reduce(buffer, op=op, group=group)
 
 
@@ -174,15 +174,6 @@ def _explained_peer(what: str, peer: int, timeout_s: float) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CollectiveError(_advice(f"sending {what}", [peer], timeout_s, error)) from error
-
-
-def barrier(timeout_s: float | None = None) -> None:
-    """Waits for all ranks. Raises CollectiveError when one does not come."""
-    try:
-        dist.barrier()
-    except RuntimeError as error:
-        others = [rank for rank in range(dist.get_world_size()) if rank != dist.get_rank()]
-        raise CollectiveError(_advice("a barrier", others, timeout_s, error)) from error
 
 
 def _start(kind: str, axis: Axis, buffer: Tensor, start: Callable[[], Any]) -> Wait:

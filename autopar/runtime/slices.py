@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from io import BytesIO
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.packed import Part, parts_of
 from autopar.runtime.placement import local_slices
 from autopar.runtime.stored import StoredParameter, local_part
+from autopar.runtime.unpickling import unpickled
 
 Path = tuple[str, ...]
 """Where a tensor is in a state: ("model", "q.weight")."""
@@ -96,6 +98,13 @@ class SlicesWriter(DefaultSavePlanner):
         self.plan = replace(plan, items=items, planner_data={**(plan.planner_data or {}), **self._paths})
         return self.plan
 
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """What goes to the file. Raises ProgramError for objects that `load_bytes` would refuse to read."""
+        data = super().resolve_data(write_item)
+        if isinstance(data, BytesIO):
+            unpickled(BytesIO(data.getbuffer()), write_item.index.fqn)
+        return data
+
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What is written for an item."""
         if index.fqn not in self._slices:
@@ -130,6 +139,13 @@ class SlicesReader(DefaultLoadPlanner):
                 raise ProgramError(f"expected {key} {list(sliced.size)} in the checkpoint, found {saved}")
             items += create_read_items_for_chunk_list(key, saved, list(sliced.described()))
         return replace(plan, items=items)
+
+    def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
+        """As torch's, which would run whatever a pickle asks for; here none has more than plain data and tensors."""
+        plain = BytesIO()
+        torch.save(unpickled(value, read_item.dest_index.fqn), plain)
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """What is read into for an item."""
