@@ -26,6 +26,7 @@ from autopar.cost.profile import profile_to_json
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.mesh import Mesh
+from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
 from autopar.ir.text import prediction_text, time_text
 from autopar.pipeline import parallelize, template_plan, timeline_of, verify, with_timeline
@@ -46,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.command(options)
         return status
     except (AutoparError, OSError) as error:
-        print(f"autopar: {error}", file=sys.stderr)
+        print(printable(f"autopar: {error}"), file=sys.stderr)
         return 2
 
 

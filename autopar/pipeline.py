@@ -19,12 +19,13 @@ from torch import nn
 from autopar import interrupt
 from autopar.collector import without_collector
 from autopar.cost import load_profile, profiles_of
+from autopar.cost.memory import optimizer_of
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.ir import verifier
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import Mesh
+from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan, rule_counts
 from autopar.ir.text import rules_text
 from autopar.jointly import (
@@ -97,12 +98,14 @@ def parallelize(
     after validation instead of a search; its mode is taken too. Ctrl-C ends a search with the best plan so far. Raises
     AutoparError subclasses; InfeasibleError when nothing fits.
     """
-    passes = Passes(progress)
+    mesh, passes = checked(mesh), Passes(progress)
+    _limit(memory_limit)  # refused before the model is traced
+    optimizer_of(optimizer)
     graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
     passes.ended("trace", f"{len(graph.nodes):,} operators")
     if plan is None:
         require_matches(constraints, graph)
-        request = Request(mesh, mode, optimizer, memory_limit, tuple(constraints), _budget(search), precision)
+        request = Request(mesh, mode, optimizer, _limit(memory_limit), tuple(constraints), _budget(search), precision)
         with interrupt.caught():
             graph, plan = planned_jointly(graph, request, progress, passes)
             plan = _said_if_interrupted(plan)
@@ -264,7 +267,7 @@ def template_plan(
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone (selective recomputation).
     """
-    template_axes(mesh, dp, tp, pp)  # refused before the model is traced
+    template_axes(checked(mesh), dp, tp, pp)  # refused before the model is traced
     template_ranks(mesh, pp, chunks, schedule)
     return template_of_graph(
         _trace(model, example_inputs, loss_fn, mode, _precision(precision)), mesh, dp=dp, tp=tp, pp=pp,
@@ -292,7 +295,8 @@ def template_of_graph(
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
     rules = [*template_constraints(axes, zero, sequence_parallel, paths, batch), *constraints]
     again = template_recompute(graph, paths, recompute)
-    request = Request(mesh, mode, optimizer, memory_limit, tuple(rules), _BUDGETS["fast"], precision, again)
+    limit = _limit(memory_limit)
+    request = Request(mesh, mode, optimizer, limit, tuple(rules), _BUDGETS["fast"], precision, again)
     if by_speed:
         kinds = {group.profile: axes for group in mesh.groups}
         if pp == 1 and not mesh.is_homogeneous:
@@ -374,6 +378,16 @@ def _precision(precision: str | None, plan: Plan | None = None) -> str | None:
             f"expected precision={plan.precision!r}, which the plan is for, found {precision!r}; plan again"
         )
     return _precision(plan.precision)
+
+
+def _limit(memory_limit: Any) -> int | None:
+    """Bytes a device, where they were asked for; at least one, so that 0 is refused with what would do."""
+    is_number = isinstance(memory_limit, (int, float)) and not isinstance(memory_limit, bool)
+    if memory_limit is None:
+        return None
+    if not is_number or not 0 <= memory_limit < 2**63:
+        raise PlanError(f"expected memory_limit in bytes a device, such as 16_000_000_000, found {memory_limit!r}")
+    return max(1, int(memory_limit))
 
 
 def _budget(search: str | SearchBudget) -> SearchBudget:

@@ -515,7 +515,7 @@ class Place:
             sources=self._sources(graph),
             parameters={s.tensor: s.name for s in graph.stored},
             types={name: str(graph.kept(name)) for name in (*graph.inputs, *(s.tensor for s in graph.stored))},
-            scopes={node.name: f"{node.scope.module}|{node.op}|{node.source}" for node in graph.nodes},
+            scopes={n.name: f"{n.scope.module}|{n.op}|{n.source.replace('|', '¦')}" for n in graph.nodes},
             blocks=self.part.blocks.paths,
         )
 

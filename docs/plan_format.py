@@ -93,7 +93,7 @@ def _type(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
         return f"{schema['const']}"
     if "enum" in schema:
-        return f"one of {', '.join(map(str, schema['enum']))}"
+        return f"one of {', '.join('null' if value is None else str(value) for value in schema['enum'])}"
     kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     words = {"string": "text", "null": "null", "integer": "integer", "number": "number", "boolean": "true or false"}
     return " or ".join(_container(schema) if kind in ("array", "object") else words[kind] for kind in kinds)

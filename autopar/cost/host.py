@@ -6,6 +6,7 @@ that ask at the same time wait for one of them to measure; the file is written w
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any
 
 from autopar.cost.fit import profile_from_points
 from autopar.cost.measure import median_of
-from autopar.cost.profile import FORMAT, Profile, profile_from_json
+from autopar.cost.profile import FORMAT, Profile, profile_from_json, read_profile
 from autopar.errors import ProfileError
 
 REVISION = 12  # of the measurements: a new one measures every host anew
@@ -33,12 +35,30 @@ MEASURE = (Path(__file__).with_name("measure.py"), Path(__file__).with_name("mea
 def host_profile() -> Profile:
     """This host's profile. Raises ProfileError when it cannot be measured."""
     path = cache_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            _write_whole(path, measure_host())
-        return profile_from_json(json.loads(path.read_text()), str(path))
+    with _alone(path):
+        if path.exists():
+            try:
+                return read_profile(path)
+            except ProfileError as error:
+                print(f"autopar: {error}; measuring this host anew", file=sys.stderr)
+        data = measure_host()
+        profile = profile_from_json(data, str(path))
+        try:
+            _write_whole(path, data)
+        except OSError as error:
+            print(f"autopar: this host's profile is kept for this process alone: {error}", file=sys.stderr)
+        return profile
+
+
+@contextlib.contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Holds the lock of a file, where one can be taken: of what can only be read, nobody writes another."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context(open(path.with_suffix(".lock"), "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def measure_profile(
@@ -114,6 +134,7 @@ def _progress() -> int | None:
 
 
 def _write_whole(path: Path, data: dict[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
         json.dump(data, file, indent=1)
     os.replace(file.name, path)

@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.cost.host import host_profile
-from autopar.cost.profile import Profile, profile_from_json
+from autopar.cost.profile import Profile, profile_from_json, read_profile
 from autopar.errors import ProfileError
 from autopar.ir.mesh import Mesh
 
@@ -24,7 +24,7 @@ def load_profile(name: str) -> Profile:
     if name == "cpu":
         return host_profile()
     if name.endswith(".json"):
-        return _read_file(Path(name))
+        return read_profile(Path(name))
     shipped = _shipped()
     if name not in shipped:
         known = ", ".join(sorted({"cpu", *shipped}))
@@ -60,11 +60,3 @@ def _shipped() -> dict[str, Any]:
     files = (item for item in profiles_folder().iterdir() if item.name.endswith(".json"))
     profiles = [json.loads(item.read_text()) for item in files if item.name != SCHEMA]
     return {name: data for data in profiles for name in (data["name"], *data.get("aliases", ()))}
-
-
-def _read_file(path: Path) -> Profile:
-    try:
-        data = json.loads(path.read_text())
-    except (OSError, json.JSONDecodeError) as error:
-        raise ProfileError(f"expected the JSON file of a cost profile at {path}: {error}") from error
-    return profile_from_json(data, str(path))

@@ -15,12 +15,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, cached_property
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
-
-import jsonschema
 
 from autopar.cost.files import SCHEMA, profiles_folder
 from autopar.errors import ProfileError
+from autopar.ir import reading
 
 FORMAT = 2
 NO_OVERLAP = 16.0  # compute all but stands still while a collective is in flight
@@ -140,8 +140,9 @@ class OperatorCurve:
         pairs = [(point, known[point.op, point.shape]) for point in self.points if (point.op, point.shape) in known]
         found: dict[str, list[tuple[float, float]]] = {}
         for point, like in pairs:
-            if point.dtype != "float32" and point.backward_ns and like.backward_ns:
-                logs = math.log(point.forward_ns / like.forward_ns), math.log(point.backward_ns / like.backward_ns)
+            durations = point.forward_ns, like.forward_ns, point.backward_ns or 0, like.backward_ns or 0
+            if point.dtype != "float32" and min(durations) > 0:
+                logs = math.log(durations[0] / durations[1]), math.log(durations[2] / durations[3])
                 found.setdefault(point.dtype, []).append(logs)
         return {
             dtype: (math.exp(sum(a for a, _ in logs) / len(logs)), math.exp(sum(b for _, b in logs) / len(logs)))
@@ -430,6 +431,15 @@ def _slowed_runtime(runtime: Runtime, slowdown: float) -> Runtime:
     )
 
 
+def read_profile(path: Path) -> Profile:
+    """Reads a profile's JSON file. Raises ProfileError naming the file, and the field where one is wrong."""
+    try:
+        data = reading.parsed(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, reading.MalformedError) as error:
+        raise ProfileError(f"expected the JSON file of a cost profile at {path}: {error}") from error
+    return profile_from_json(data, str(path))
+
+
 def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
     """Reads and checks a profile. Raises ProfileError naming `origin` and the offending field."""
     if isinstance(data, Mapping) and data.get("format", FORMAT) != FORMAT:
@@ -437,10 +447,13 @@ def profile_from_json(data: Mapping[str, Any], origin: str) -> Profile:
             f"{origin}: expected a cost profile of format {FORMAT}, found format {data['format']}; measure it anew "
             "with `autopar profile`, or write it anew after the files of cost_profiles/"
         )
-    error = jsonschema.exceptions.best_match(_validator().iter_errors(data))
-    if error is not None:
-        where = "/".join(str(part) for part in error.absolute_path) or "the top level"
-        raise ProfileError(f"{origin} is no cost profile: at {where}: {error.message}")
+    try:
+        reading.check(data)
+        reading.validate(data, _validator())
+        for field_name, key in _KEYS.items():
+            _check_keys(data.get(field_name) or (), field_name, key)
+    except reading.MalformedError as error:
+        raise ProfileError(f"{origin} is no cost profile: {error}") from None
     operators = [_read_operator(item) for item in data["operators"]]
     links = [_read_link(item) for item in data["links"]]
     collectives = [CollectivePoints(**_with_points(item)) for item in data["collectives"]]
@@ -482,8 +495,24 @@ def profile_to_json(profile: Profile) -> dict[str, Any]:
 
 
 @cache
-def _validator() -> jsonschema.Draft202012Validator:
-    return jsonschema.Draft202012Validator(json.loads((profiles_folder() / SCHEMA).read_text()))
+def _validator() -> Any:
+    return reading.validator(json.loads((profiles_folder() / SCHEMA).read_text()))
+
+
+#: what tells the items of a list apart
+_KEYS = {
+    "operators": ("family",), "links": ("level",), "collectives": ("collective", "level", "ranks"),
+    "tables": ("name",), "waits": ("level", "ranks"),
+}  # fmt: skip
+
+
+def _check_keys(items: Iterable[Mapping[str, Any]], name: str, key: tuple[str, ...]) -> None:
+    known: set[tuple[Any, ...]] = set()
+    for number, item in enumerate(items):
+        own = tuple(item[part] for part in key)
+        if own in known:
+            raise reading.MalformedError((name, number), f"one item for each {' and '.join(key)}", f"{own} twice")
+        known.add(own)
 
 
 def _with_provenance(item: Mapping[str, Any]) -> dict[str, Any]:
@@ -533,8 +562,19 @@ def _pairs(rows: Iterable[Sequence[Any]]) -> tuple[tuple[Any, Any], ...]:
     return tuple((first, second) for first, second in rows)
 
 
+#: dims of the grid of each kind of table that is known, by the first word of its name
+_TABLE_AXES = {"NT": 3, "NN": 3, "TN": 3, "batched": 3, "attention": 2, "plain": 4, "strided": 3, "grouped": 3}
+_FASTEST = 10**5  # bytes a nanosecond: no link of today has a hundredth
+
+
 def _check(profile: Profile, origin: str) -> None:
     """What the schema cannot say: work increases, time never falls, the families all lean on are there."""
+    facts = profile.facts
+    if facts.capacity_bytes <= facts.reserve_bytes:
+        raise ProfileError(
+            f"{origin}: at /facts/capacity_bytes: expected more than the reserve of {facts.reserve_bytes} bytes, found "
+            f"{facts.capacity_bytes}"
+        )
     for missing in {"pointwise", "matmul"} - set(profile.operators):
         raise ProfileError(f"{origin}: expected a curve of the operator family {missing!r}, found none")
     for operator in profile.operators.values():
@@ -542,12 +582,26 @@ def _check(profile: Profile, origin: str) -> None:
             times = [(work, work / efficiency) for work, efficiency in curve.knots]
             _check_increasing(times, f"{origin}: {operator.family}")
     for table in profile.tables.values():
-        if len(table.rates) != math.prod(map(len, table.axes)):
-            raise ProfileError(f"{origin}: {table.name}: expected a rate for each vertex, found {len(table.rates)}")
+        _check_table(table, origin)
     for measured in profile.collectives.values():
-        _check_increasing(measured.points, f"{origin}: {measured.collective} of {measured.ranks}")
+        where = f"{origin}: {measured.collective} of {measured.ranks}"
+        _check_increasing(measured.points, where)
+        for size, duration in measured.points:
+            if size > _FASTEST * duration:
+                raise ProfileError(f"{where}: expected a time in nanoseconds, found {duration} for {size} bytes")
     for waits in profile.waits.values():
         _check_increasing(waits.points, f"{origin}: waits of {waits.ranks}")
+    for name in ("send_ns", "carry_ns") if profile.runtime else ():
+        _check_increasing(getattr(profile.runtime, name), f"{origin}: /runtime/{name}")
+
+
+def _check_table(table: Table, origin: str) -> None:
+    if len(table.rates) != math.prod(map(len, table.axes)):
+        raise ProfileError(f"{origin}: {table.name}: expected a rate for each vertex, found {len(table.rates)}")
+    if len(table.axes) != _TABLE_AXES.get(table.name.partition(" ")[0], len(table.axes)):
+        raise ProfileError(f"{origin}: {table.name}: expected a grid of other dims, found {len(table.axes)}")
+    if any(right <= left for axis in table.axes for left, right in pairwise(axis)):
+        raise ProfileError(f"{origin}: {table.name}: expected coordinates that increase, found {list(table.axes)}")
 
 
 def _check_increasing(points: Sequence[tuple[float, float]], where: str) -> None:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.emit.heads import HEADS
+from autopar.emit.names import keywords, operator
 from autopar.emit.spatial import SPATIAL
 from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, are_alike, axes_along, format_placement, local_shape
@@ -67,8 +68,9 @@ class CallWriter:
         args, kwargs = local_arguments(self.graph, node, shapes)
         remaining = iter(names)
         parts = [_text(value, remaining) for value in args]
-        parts += [f"{key}={_text(value, remaining)}" for key, value in dict(kwargs).items()]
-        op = node.op if node.op.startswith("aten.") else f"torch.ops.{node.op}"
+        named = {key: _text(value, remaining) for key, value in dict(kwargs).items()}
+        parts += [keywords(named)] if named else []
+        op = operator(node.op)
         return f"rt.draw({', '.join([op, *parts])})" if is_random(node) else f"{op}({', '.join(parts)})"
 
     def local_call(self, statement: Operate) -> Call:

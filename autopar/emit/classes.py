@@ -12,11 +12,12 @@ from autopar.emit.attributes import Attributes
 from autopar.emit.calls import CallWriter, local_lengths, rank_length
 from autopar.emit.literals import constant_text
 from autopar.emit.module import Module
-from autopar.emit.names import Names
+from autopar.emit.names import Names, attribute, class_name, escaped, is_number, keywords
 from autopar.emit.packed import pieces_text
 from autopar.emit.tree import Region
 from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Node, Stored, Tensor
+from autopar.ir.naming import is_plain
 from autopar.ir.placement import Placement, are_alike, format_placement
 from autopar.ir.plan import PlanData
 from autopar.ir.redistribution import Step, apply, transfer_bytes
@@ -39,11 +40,18 @@ class Made:
 
 @dataclass
 class Classes:
-    """The classes written so far, of all stages: the name of each text, where it is used, how often a name is."""
+    """The classes written so far, of all stages: the name of each text, and where it is used."""
 
-    texts: dict[str, str] = field(default_factory=dict)  # body -> class name
-    instances: dict[str, list[str]] = field(default_factory=dict)
-    counts: dict[str, int] = field(default_factory=dict)
+    texts: dict[tuple[str, str], str] = field(default_factory=dict)  # class of the model, body -> class name
+    instances: dict[tuple[str, str], list[str]] = field(default_factory=dict)
+
+    def add(self, key: tuple[str, str], path: str) -> None:
+        """Notes a class at a module's path; a new one gets its name, or the first with a number that none has."""
+        if key not in self.texts:
+            taken, (name, _) = set(self.texts.values()), key
+            numbered = (f"{name}_{count}" for count in range(1, len(taken) + 1))
+            self.texts[key] = next(other for other in (name, *numbered) if other not in taken)
+        self.instances.setdefault(key, []).append(path)
 
 
 class ClassWriter:
@@ -126,10 +134,10 @@ class ClassWriter:
         self.tree, self.attributes = top, Attributes(top, self._num_uses)
         return top
 
-    def write_module(self, module: Module, class_name: str, base: str = "rt.Block") -> str:
+    def write_module(self, module: Module) -> str:
         """Writes the classes of a module that has regions, innermost first; returns the class's name."""
         for child in module.with_regions():
-            self.write_module(child, child.regions[0].class_name)
+            self.write_module(child)
         lines = [
             f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
             f"{INDENT * 2}super().__init__(mesh)",
@@ -141,19 +149,14 @@ class ClassWriter:
             lines += self._constants(region, f"constants{suffix}")
             lines += ["", *self._forward(region, f"forward{suffix}", f"constants{suffix}")]
         body = "\n".join(lines)
-        key = f"{class_name}\n{base}\n{body}"
-        if key not in self.classes.texts:
-            count = self.classes.counts.get(class_name, 0)
-            self.classes.counts[class_name] = count + 1
-            self.classes.texts[key] = class_name + (f"_{count}" if count else "")
-            self.classes.instances[key] = []
-        self.classes.instances[key].append(module.path)
+        key = (class_name(module.regions[0].class_name), body)
+        self.classes.add(key, module.path)
         self.class_of[module.path] = self.classes.texts[key]
         return self.classes.texts[key]
 
     def _init_lines(self, module: Module) -> list[str]:
         lines = [
-            f"self.{name} = {text}" if name.isidentifier() else f"setattr(self, {name!r}, {text})"
+            f"self.{name} = {text}" if is_plain(name) else f"setattr(self, {name!r}, {text})"
             for name, text in self._parts(module).items()
         ]
         renamed = self.attributes.renamed(module)
@@ -175,7 +178,7 @@ class ClassWriter:
         if first is not None and not module.stored:
             runs = ", ".join(self._runs(list(children.values())))
             return f"rt.Numbered({first}, {runs})" if first else f"nn.ModuleList([{runs}])"
-        made, renamed = f"rt.Parameters({call_text(self._parts(module))})", self.attributes.renamed(module)
+        made, renamed = f"rt.Parameters({keywords(self._parts(module))})", self.attributes.renamed(module)
         return f"rt.renamed({made}, {arguments_text(renamed)})" if renamed else made
 
     def _runs(self, children: list[Module]) -> list[str]:
@@ -300,7 +303,7 @@ class ClassWriter:
         targets = ["_" if name is None else names.make(made[name], hint) for name in item.node.outputs]
         left = ", ".join(targets) + ("," if len(targets) == 1 and _returns_list(item) else "")
         notes = [note for note in (item.node.source, *self._sent_inside(item)) if note]
-        return f"{INDENT * 2}{left} = {call}" + (f"  # {'; '.join(notes)}" if notes else "")
+        return f"{INDENT * 2}{left} = {call}" + (f"  # {'; '.join(map(escaped, notes))}" if notes else "")
 
     def _sent_inside(self, item: Operate) -> list[str]:
         """What the operator itself communicates: "all_to_all 1,024 B" and so on, each collective once."""
@@ -442,7 +445,7 @@ class ClassWriter:
         if (
             first.home is not None
             or index not in self.containers.get(container, [])[:1]
-            or not index.isdigit()
+            or not is_number(index)
             or self.made[id(first)].name != "forward"
         ):
             return 1
@@ -521,7 +524,7 @@ class ClassWriter:
 def _first_number(children: Iterable[str]) -> int | None:
     """The number of the first module of a list of which there are neighbours; None for other modules."""
     names = list(children)
-    if not names or not names[0].isdigit() or names != [str(int(names[0]) + n) for n in range(len(names))]:
+    if not names or not is_number(names[0]) or names != [str(int(names[0]) + n) for n in range(len(names))]:
         return None
     return int(names[0])
 
@@ -549,23 +552,12 @@ def _returns_list(item: Operate) -> bool:
 
 def arguments_text(values: Mapping[str, str]) -> str:
     """Names with strings, as arguments of a call."""
-    return call_text({name: repr(value) for name, value in values.items()})
-
-
-def call_text(arguments: Mapping[str, str]) -> str:
-    """Expressions by name as arguments of a call, whatever the names are."""
-    if all(name.isidentifier() for name in arguments):
-        return ", ".join(f"{name}={text}" for name, text in arguments.items())
-    return f"**{{{', '.join(f'{name!r}: {text}' for name, text in arguments.items())}}}"
+    return keywords({name: repr(value) for name, value in values.items()})
 
 
 def access(relative: str) -> str:
     """The attribute path as an expression: numbers are items of a list, or of a module with such attributes."""
-    return "".join(_item(part) for part in relative.split(".") if part)
-
-
-def _item(part: str) -> str:
-    return f"[{part}]" if part.isdigit() else f".{part}" if part.isidentifier() else f"[{part!r}]"
+    return "".join(attribute(part) for part in relative.split(".") if part)
 
 
 def _walk(region: Region) -> Iterable[Region]:

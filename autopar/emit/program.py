@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.emit.calls import LOWERED
-from autopar.emit.classes import INDENT, Classes, ClassWriter, call_text
+from autopar.emit.classes import INDENT, Classes, ClassWriter
 from autopar.emit.counting import counting_lines
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.folding import Folding
 from autopar.emit.module import Module
-from autopar.emit.names import Names
+from autopar.emit.names import Names, escaped, keywords
 from autopar.emit.stages import input_lines, pipeline, received_lines
 from autopar.emit.tree import build_tree
 from autopar.ir.graph import Graph
@@ -49,7 +49,9 @@ def emit(graph: Graph, plan: PlanData) -> str:
         programs = [*(_stage_program(graph, plan, n, classes) for n in range(len(plan.stages))), pipeline(graph, plan)]
     else:
         programs = [_program(_Written(graph, plan, classes, "Program"))]
-    header = _HEADER.format(model=graph.model_name, mesh=plan.mesh, axes=_axes_text(plan), imports=_imports(graph))
+    header = _HEADER.format(
+        model=escaped(graph.model_name), mesh=escaped(str(plan.mesh)), axes=_axes_text(plan), imports=_imports(graph)
+    )
     return "\n\n".join([header, *_class_texts(classes), *programs])
 
 
@@ -71,29 +73,29 @@ class _Written:
         read = {value for statement in flat.statements for value in statement.reads}
         writer.late = set(flat.outputs) - read - set(flat.mutations.values()) - set(flat.leaving)
         for module in self.tree.with_regions():
-            writer.write_module(module, module.regions[0].class_name)
+            writer.write_module(module)
 
 
 def _class_texts(classes: Classes) -> list[str]:
     found = []
     for key, name in classes.texts.items():
-        body, paths = key.split("\n", 2)[2], classes.instances[key]
+        (_, body), paths = key, classes.instances[key]
         where = paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} equal blocks)"
-        found.append(f'class {name}(rt.Block):\n{INDENT}"""{where}"""\n\n{body}\n')
+        found.append(f'class {name}(rt.Block):\n{INDENT}"""{escaped(where)}"""\n\n{body}\n')
     return found
 
 
 def _imports(graph: Graph) -> str:
     """A line for each module that defines operators of the graph, such as a custom kernel's."""
     modules = {defining_module(op): op for op in sorted({node.op for node in graph.nodes} - LOWERED, reverse=True)}
-    lines = [f"import {module}  # defines {op.rpartition('.')[0]}" for module, op in modules.items() if module]
+    lines = [f"import {module}  # defines {escaped(op.rpartition('.')[0])}" for module, op in modules.items() if module]
     return "".join(f"{line}\n" for line in sorted(lines))
 
 
 def _program(what: _Written) -> str:
     lines = [
         "class Program(rt.Program):",
-        f'{INDENT}"""{what.graph.model_name}: the whole program of one rank."""',
+        f'{INDENT}"""{escaped(what.graph.model_name)}: the whole program of one rank."""',
         "",
         *_declarations(what),
         f"{INDENT}TIED = {dict(what.graph.tied)!r}",
@@ -105,9 +107,10 @@ def _stage_program(graph: Graph, plan: PlanData, index: int, classes: Classes) -
     part, stage = stage_graph(graph, plan, index), plan.stages[index]
     what = _Written(part, plan.parts[index], classes, f"Stage{index}", leaving_values(graph, plan, index))
     results = "".join(f"torch.{part.tensors[name].dtype}, " for name in part.returned).rstrip(" ")
+    where = f"{_ranks_text(stage.ranks)} as {_axes_text(what.plan)}"
     lines = [
         f"class Stage{index}(rt.Stage):",
-        f'{INDENT}"""Stage {index} of {graph.model_name}, on {_ranks_text(stage.ranks)} as {_axes_text(what.plan)}."""',
+        f'{INDENT}"""Stage {index} of {escaped(graph.model_name)}, on {where}."""',
         "",
         f"{INDENT}FIRST_RANK = {stage.first_rank}",
         *_declarations(what),
@@ -186,7 +189,7 @@ def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:
     lines = []
     for buffer, value in flat.mutations.items():
         owner, _, last = writer.attributes.path(buffer).rpartition(".")
-        new = call_text({last: writer.read(value, "", names)})
+        new = keywords({last: writer.read(value, "", names)})
         lines.append(f"{INDENT * 2}self{writer.below('', owner)}.update({new})")
     return lines
 

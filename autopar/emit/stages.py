@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.emit.classes import INDENT, ClassWriter
+from autopar.emit.names import escaped
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, Placement, local_shape
@@ -65,7 +66,7 @@ def pipeline(graph: Graph, plan: PlanData) -> str:
     outputs = [(i, returned[i].index(name)) for i, name in zip(makers, graph.outputs, strict=True)]
     lines = [
         "class Program(rt.Pipeline):",
-        f'{INDENT}"""{graph.model_name}: {count} stages, of which each rank builds its own."""',
+        f'{INDENT}"""{escaped(graph.model_name)}: {count} stages, of which each rank builds its own."""',
         "",
         f"{INDENT}STAGES = ({', '.join(f'Stage{index}' for index in range(count))})",
         f"{INDENT}SCHEDULE = {plan.schedule!r}",

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from itertools import accumulate
 
 from autopar.ir.branches import homes
+from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
 from autopar.ir.shares import share_lines
@@ -60,7 +61,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     lines += rewritten
     for line, choice in found:
         lines += _with_alternatives(plan, line, choice, min(shown, MAX_SHOWN))
-    return "\n".join([*lines, *conversions])
+    return printable("\n".join([*lines, *conversions]))
 
 
 def with_own_choices(part: Plan, first: Plan) -> Plan:
@@ -137,7 +138,7 @@ def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
 def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
     choices, twins, branched = _choices(plan, "node"), node_twins(plan), homes(plan)
     for name, node in plan.nodes.items():
-        module, op, source = plan.scopes.get(name, "||").split("|")
+        module, op, source = plan.scope(name)
         if _matches(module, pattern) or _matches(name, pattern):
             line, home = f"{module}: {op} {name}: {strategy_text(node)}  # {source}", branched.get(name)
             if home is not None:  # decided with its whole branch
@@ -163,7 +164,7 @@ def _forks(plan: Plan, pattern: str) -> Iterator[Decision]:
     choices = _choices(plan, "fork")
     for fork in plan.forks:
         names = [name for branch in fork.branches for name in branch.nodes]
-        modules = [plan.scopes.get(name, "").split("|")[0] for name in names]
+        modules = [plan.scope(name)[0] for name in names]
         if any(_matches(name, pattern) for name in (*names, *modules)):
             yield fork_text(plan, fork), choices.get(names[0])
 
@@ -174,7 +175,7 @@ def _signed(value: int, text: str) -> str:
 
 def _redistributions(plan: Plan, pattern: str) -> Iterator[str]:
     """Equal ones in one line."""
-    modules = {name: scope.split("|")[0] for name, scope in plan.scopes.items()}
+    modules = {name: plan.scope(name)[0] for name in plan.scopes}
     found: dict[str, list[str]] = {}
     for item in plan.redistributes:
         names = (item.tensor, plan.parameters.get(item.tensor, item.tensor), modules.get(item.tensor, ""))
@@ -192,8 +193,8 @@ def node_twins(plan: Plan) -> dict[str, str]:
     """Node of an equal block -> the node in its place in the first one, where the choice is kept."""
     twins: dict[str, str] = {}
     inside: dict[str, list[str]] = {path: [] for paths in plan.blocks for path in paths}
-    for name, scope in plan.scopes.items():
-        for path in accumulate(scope.split("|")[0].split("."), "{}.{}".format):
+    for name in plan.scopes:
+        for path in accumulate(plan.scope(name)[0].split("."), "{}.{}".format):
             if path in inside:
                 inside[path].append(name)
     for paths in plan.blocks:
@@ -213,7 +214,7 @@ def first_twin(plan: Plan, tensor: str, tensors: Mapping[str, str]) -> str:
 
 
 def _example(plan: Plan) -> str:
-    modules = [scope.split("|")[0] for scope in plan.scopes.values()]
+    modules = [plan.scope(name)[0] for name in plan.scopes]
     return max(modules, key=len, default="")
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from autopar.errors import MeshError
+from autopar.ir.naming import is_axis_name, is_profile_name
 from autopar.ir.placement import Axis
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 LogicalMesh = tuple[Axis, ...]
 MICROBATCH = "microbatch"  # the axis, outermost, whose "ranks" are microbatches that run one after another
 MAX_AXES = 3
+MAX_DEVICES = 2**20
 
 
 @dataclass(frozen=True)
@@ -47,13 +49,9 @@ class Mesh:
     groups: tuple[DeviceGroup, ...]
 
     def __init__(self, profile: str | list[tuple[str, int, int]], nodes: int = 1, devices_per_node: int = 1) -> None:
-        rows = [(profile, nodes, devices_per_node)] if isinstance(profile, str) else profile
-        groups = tuple(DeviceGroup(*row) for row in rows)
-        for group in groups:
-            if group.nodes < 1 or group.devices_per_node < 1:
-                raise MeshError(f"expected at least one node and one device a node, found {group}")
-        if not groups:
-            raise MeshError("expected at least one group of devices, found an empty list")
+        groups = tuple(map(_group, [(profile, nodes, devices_per_node)] if isinstance(profile, str) else profile))
+        if not 1 <= sum(group.num_devices for group in groups) <= MAX_DEVICES:
+            raise MeshError(f"expected 1 to {MAX_DEVICES:,} devices in groups of equal ones, found {list(groups)}")
         object.__setattr__(self, "groups", groups)
 
     @classmethod
@@ -142,6 +140,26 @@ class Mesh:
         return [[g.profile, g.nodes, g.devices_per_node] for g in self.groups]
 
 
+def checked(mesh: Any) -> Mesh:
+    """The mesh, if it is one that a program can be planned for: of whole devices. Raises MeshError."""
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f'expected a mesh such as autopar.Mesh("h100", nodes=2, devices_per_node=8), found {mesh!r}')
+    if not all(type(count) is int for group in mesh.groups for count in (group.nodes, group.devices_per_node)):
+        raise MeshError(f"expected nodes and devices in whole numbers, found {mesh}")
+    return mesh
+
+
+def _group(row: Any) -> DeviceGroup:
+    if not isinstance(row, (tuple, list)) or len(row) != 3:
+        raise MeshError(f"expected groups of devices as (profile, nodes, devices a node), found {row!r}")
+    profile, nodes, devices = row
+    if not is_profile_name(profile):
+        raise MeshError(f"expected the name of a cost profile, or the path of its JSON file, found {profile!r}")
+    if not all(isinstance(count, (int, float)) and count >= 1 for count in (nodes, devices)):
+        raise MeshError(f"expected at least one node and one device a node, found {row!r}")
+    return DeviceGroup(profile, nodes, devices)
+
+
 def _parse_group(text: str) -> tuple[str, int, int]:
     name, _, sizes = text.partition(":")
     numbers = sizes.split("x") if sizes else ["1"]
@@ -164,9 +182,17 @@ def _profile_of(device_type: str) -> str:
 
 
 def make_axes(names: tuple[str, ...], sizes: tuple[int, ...]) -> LogicalMesh:
-    """Axes in row-major order: the last one joins neighbouring ranks."""
+    """Axes in row-major order: the last one joins neighbouring ranks. Raises MeshError for names that are none."""
+    check_axis_names(names)
     strides = [math.prod(sizes[position + 1 :]) for position in range(len(sizes))]
     return tuple(Axis(*fields) for fields in zip(names, sizes, strides, strict=True))
+
+
+def check_axis_names(names: Sequence[str]) -> None:
+    """Raises MeshError where emitted code could not call its axes so."""
+    for name in names:
+        if not is_axis_name(name) or names.count(name) > 1:
+            raise MeshError(f"expected names of mesh axes as identifiers of their own, none twice, found {name!r}")
 
 
 def logical_meshes(mesh: Mesh) -> list[LogicalMesh]:

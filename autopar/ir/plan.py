@@ -348,6 +348,11 @@ class Plan:
             for stage in self.stages
         )  # fmt: skip
 
+    def scope(self, node: str) -> tuple[str, str, str]:
+        """A node's module path, operator and source line; empty where the plan does not say."""
+        module, op, source = self.scopes.get(node, "||").rsplit("|", 2)
+        return module, op, source
+
     def __str__(self) -> str:
         from autopar.ir.text import plan_text
 

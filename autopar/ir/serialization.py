@@ -11,9 +11,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-
 from autopar.errors import AutoparError, PlanError
+from autopar.ir import reading
+from autopar.ir.consistency import check_consistent
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
 from autopar.ir.plan import (
@@ -108,25 +108,26 @@ def _axis_to_json(axis: Axis) -> list[Any]:
 
 
 def from_json(text: str) -> Plan:
-    """Reads a plan. Raises PlanError for another version or anything the schema or types refuse."""
+    """Reads a plan. Raises PlanError for another version or anything the schema or types refuse, with its place."""
     try:
-        data = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise PlanError(f"expected a plan as JSON, found text that is none: {error}; write the plan again") from error
+        data = reading.parsed(text)
+    except reading.MalformedError as error:
+        raise PlanError(f"expected a plan as JSON; {error}; write the plan again") from None
     version = data.get("autopar_plan") if isinstance(data, dict) else None
-    if version != VERSION:
+    if type(version) is not int or version != VERSION:
         raise PlanError(f"expected a plan of version {VERSION}, found {version!r}; plan again with this autopar")
-    problem = jsonschema.exceptions.best_match(jsonschema.Draft202012Validator(schema()).iter_errors(data))
-    if problem is not None:
-        raise PlanError(f"expected a plan as its schema says; at {problem.json_path}: {_short(problem.message)}")
     try:
-        return _plan(data)
-    except AutoparError as error:
-        raise PlanError(f"expected placements such as 'S(0) R' in the plan: {error}") from error
+        reading.validate(data, _validator())
+        plan = _plan(data)
+        check_consistent(plan)
+    except (reading.MalformedError, AutoparError) as error:
+        raise PlanError(f"expected a plan as its format says; {error}") from None
+    return plan
 
 
-def _short(text: str) -> str:
-    return text if len(text) <= 200 else f"{text[:120]} … {text[-70:]}"
+@lru_cache(maxsize=1)
+def _validator() -> Any:
+    return reading.validator(schema())
 
 
 def _plan(data: dict[str, Any]) -> Plan:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.naming import printable
 from autopar.ir.placement import Placement, format_placement
 from autopar.ir.plan import Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
 from autopar.ir.shares import axis_text, share_lines
@@ -40,7 +41,7 @@ def plan_text(plan: Plan) -> str:
     lines += _forks_lines(plan)
     lines += [_stage(plan, number) for number in range(len(plan.stages))]
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
-    return "\n".join([*lines, *placements])
+    return printable("\n".join([*lines, *placements]))
 
 
 def refinement_text(plan: Plan) -> str:
@@ -177,7 +178,8 @@ def stage_blocks(plan: Plan, stage: Stage) -> str:
     modules = [f"{_module(plan, name)}." for name in stage.nodes]
     first = {path: _first(module.startswith(f"{path}.") for module in modules) for path in _block_paths(plan)}
     blocks = sorted((path for path, number in first.items() if number is not None), key=lambda path: first[path] or 0)
-    return blocks[0] if len(blocks) == 1 else f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if blocks else "none"
+    named = f"{len(blocks)} blocks, {blocks[0]} to {blocks[-1]}" if len(blocks) > 1 else "".join(blocks)
+    return printable(named) or "none"
 
 
 def _first(found: Iterable[bool]) -> int | None:
@@ -189,7 +191,7 @@ def _block_paths(plan: Plan) -> list[str]:
 
 
 def _module(plan: Plan, node: str) -> str:
-    return plan.scopes.get(node, "").split("|")[0]
+    return plan.scope(node)[0]
 
 
 def prediction_text(predicted: Prediction, memory_limit: int) -> str:
@@ -234,7 +236,7 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
                 used = tuple(sorted(uses.get(tensor, {"unused"})))
                 rows.setdefault((_folded(name), part.storage[tensor], used), {})[name] = None
     return [
-        ParameterRow(name if len(names) > 1 else min(names), len(names), storage, used)
+        ParameterRow(printable(name if len(names) > 1 else min(names)), len(names), storage, used)
         for (name, storage, used), names in rows.items()
     ]
 
@@ -306,7 +308,7 @@ def diff_text(plan: Plan, other: Plan) -> str:
         values = [getattr(item.predicted, name) for item in (plan, other)]
         lines.append(f"{name.rpartition('_')[0].replace('_', ' ')}: {number(values[0])} | {number(values[1])}")
     lines += _storage_differences(plan, other)
-    return "\n".join([*lines, *_operator_differences(plan, other)])
+    return printable("\n".join([*lines, *_operator_differences(plan, other)]))
 
 
 def _operator_differences(plan: Plan, other: Plan) -> list[str]:

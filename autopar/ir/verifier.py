@@ -25,7 +25,7 @@ from autopar.errors import PlacementError, PlanError
 from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH as MICROBATCH
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, check_axis_names
 from autopar.ir.packed import check_packing
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
 from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
@@ -120,6 +120,7 @@ def _check_recompute(graph: Graph, plan: PlanData) -> None:
 
 def _check_axes(plan: PlanData, axes: LogicalMesh, num_devices: int) -> None:
     """The axes other than the microbatches' are the mesh, row-major; the microbatches' is as long as there are."""
+    check_axis_names([axis.name for axis in axes])
     microbatches = [axis.size for axis in axes if axis.name == MICROBATCH] or [1]
     if microbatches != [plan.microbatches]:
         raise PlanError(f"expected an axis of {plan.microbatches} microbatches, found {microbatches}")
@@ -135,7 +136,7 @@ def _check_axes(plan: PlanData, axes: LogicalMesh, num_devices: int) -> None:
 
 
 def _difference(graph: Graph, plan: PlanData) -> str:
-    planned_operators = Counter(scope.split("|")[1] for scope in plan.scopes.values() if scope.count("|") >= 2)
+    planned_operators = Counter(plan.scope(name)[1] for name in plan.scopes)
     details = [
         *_names("parameters", Counter(plan.parameters.keys()), Counter(s.tensor for s in graph.stored)),
         *([] if plan.stages else _names("inputs", Counter(plan.inputs.keys()), Counter(graph.inputs))),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import keyword
 
 from autopar.ops.call import overload
 
@@ -22,6 +23,8 @@ def defining_module(op: str) -> str | None:
 
 
 def _can_be_imported(module: str) -> bool:
+    if not all(part.isidentifier() and not keyword.iskeyword(part) for part in module.split(".")):
+        return False  # no import statement names it
     try:
         return importlib.util.find_spec(module) is not None
     except (ImportError, ValueError):

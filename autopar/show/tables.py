@@ -8,6 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.ir.naming import printable
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import Breakdown, Plan
 from autopar.ir.text import axes_text, bytes_text, parameter_rows, plan_text, stage_blocks, time_text
@@ -53,7 +54,7 @@ def _memory(plan: Plan) -> Table:
     peak, limit = plan.predicted.peak_bytes, plan.memory_limit
     table = _table(f"memory {bytes_text(peak)} of {bytes_text(limit)} a device", "kind", "bytes", "share")
     for kind, size in sorted(plan.predicted.memory.items(), key=lambda item: -item[1]):
-        table.add_row(Text(kind), bytes_text(size), f"{size / max(1, peak):.1%}")
+        table.add_row(Text(printable(kind)), bytes_text(size), f"{size / max(1, peak):.1%}")
     return table
 
 

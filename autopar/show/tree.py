@@ -147,7 +147,7 @@ class _Part:
         """Each with the path of its module, operators in the order in which they run."""
         yield from (("", self._input(name)) for name in self.part.inputs)
         for name in self.part.nodes:
-            yield self.part.scopes.get(name, "||").split("|")[0], self._operator(name)
+            yield self.part.scope(name)[0], self._operator(name)
         for tensor in self.part.storage:
             yield self.part.parameters.get(tensor, tensor).rpartition(".")[0], self._stored(tensor)
 
@@ -177,7 +177,7 @@ class _Part:
 
     def _operator(self, name: str) -> Data:
         part = self.part
-        _, operator, source = part.scopes.get(name, "||").split("|")
+        _, operator, source = part.scope(name)
         label = operator.removeprefix("aten.").removesuffix(".default")
         home = self._homes.get(name)
         choice = None if home else self._choice_of("node", name, self._node_twins)

@@ -76,7 +76,10 @@ def test_waits_are_read_and_written_and_do_not_fall() -> None:
 def test_malformed_profiles_name_the_field() -> None:
     data = shipped_json("h100")
     data["facts"]["memory_bandwidth"] = -1
-    with pytest.raises(ProfileError, match="at facts/memory_bandwidth"):
+    with pytest.raises(
+        ProfileError,
+        match=r"mine is no cost profile: at /facts/memory_bandwidth: expected at least 100,000,000 .*not GB.*found -1",
+    ):
         profile_from_json(data, "mine")
 
 
@@ -92,7 +95,7 @@ def test_every_block_needs_its_source_and_date() -> None:
         data = shipped_json("a100")
         item = data[block] if block == "facts" else data[block][0]
         del item["provenance"]["date"]
-        with pytest.raises(ProfileError, match=f"at {block}.*provenance: 'date' is a required property"):
+        with pytest.raises(ProfileError, match=f"at /{block}.*provenance: .*'date' is a required property"):
             profile_from_json(data, "mine")
 
 

@@ -31,7 +31,7 @@ def test_malformed_texts_are_refused(text: str) -> None:
 def test_unequal_devices_have_no_single_profile() -> None:
     with pytest.raises(MeshError, match="unequal devices need pipeline stages"):
         _ = Mesh.parse("a100:1x8+v100:2x8").profile
-    with pytest.raises(MeshError, match="at least one group"):
+    with pytest.raises(MeshError, match="expected 1 to 1,048,576 devices in groups"):
         Mesh([])
 
 

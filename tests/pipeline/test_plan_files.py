@@ -57,28 +57,102 @@ def changed(change: Callable[[Any], Any]) -> str:
 
 
 BROKEN = {
-    "empty": ("", "expected a plan as JSON, found text that is none"),
-    "truncated": (lambda text: text[: len(text) // 2], "expected a plan as JSON, found text that is none"),
-    "nested without end": ("[" * 100_000, "expected a plan as JSON, found text that is none"),
+    "empty": ("", "expected a plan as JSON; at the top level: expected JSON, found text that is none"),
+    "truncated": (lambda text: text[: len(text) // 2], "at the top level: expected JSON, found text that is none"),
+    "nested without end": ("[" * 100_000, "expected lists and objects within at most 32 others, found far more"),
+    "nested deeply": ("[" * 900 + "]" * 900, "expected lists and objects within at most 32 others, found more"),
+    "a mark before it": (lambda text: "\ufeff" + text, "expected JSON, found text that is none: .*BOM"),
     "not an object": ("[1, 2]", "expected a plan of version 2, found None; plan again"),
     "another version": (lambda data: data.update(autopar_plan=9), "expected a plan of version 2, found 9; plan again"),
-    "unknown field": (lambda data: data.update(extra=1), r"at \$: .*'extra' was unexpected"),
-    "missing field": (lambda data: data.pop("nodes"), r"at \$: 'nodes' is a required property"),
-    "wrong kind": (lambda data: data.update(microbatches="2"), r"at \$\.microbatches: '2' is not of type 'integer'"),
-    "unknown prediction": (lambda data: data["predicted"].update(speed=1), r"at \$\.predicted: .*'speed' was unexp"),
-    "missing prediction": (lambda data: data["predicted"].pop("breakdown"), r"\$\.predicted: 'breakdown' is a req"),
-    "negative bytes": (lambda data: data["predicted"].update(peak_bytes=-1), r"at \$\.predicted\.peak_bytes: -1 is"),
-    "no such type": (lambda data: data["inputs"].update(features="S(x) R"), r"S\(d\), R, I or P; found 'S\(x\)'"),
-    "code for a name": (
-        lambda data: data["axes"][0].__setitem__(0, "__import__('os')"), r"at \$\.axes\[0\]\[0\]: .* does not match"
+    "a number like the version": (
+        lambda data: data.update(autopar_plan=2.0),
+        "a plan of version 2, found 2.0; plan ag",
     ),
-}  # fmt: skip
+    "unknown field": (lambda data: data.update(extra=1), r"at the top level: .*'extra' was unexpected"),
+    "missing field": (lambda data: data.pop("nodes"), r"at the top level: .* found 'nodes' is a required property"),
+    "wrong kind": (lambda data: data.update(microbatches="2"), r"at /microbatches: expected an integer .* found '2'"),
+    "a float": (lambda data: data.update(microbatches=1.0), r"at /microbatches: expected an integer .*, found 1\.0"),
+    "a truth": (lambda data: data["axes"][0].__setitem__(1, True), r"at /axes/0/1: expected an integer, found True"),
+    "no number": (
+        lambda data: data["search"].update(seconds=float("nan")),
+        "/search/seconds: expected a number, found N",
+    ),
+    "endless": (
+        lambda data: data["search"].update(seconds=float("inf")),
+        "/search/seconds: expected a number, found Inf",
+    ),
+    "huge": (
+        lambda data: data.update(memory_limit=10**400),
+        "/memory_limit: expected a number of at most 64 bits, found",
+    ),
+    "half a character": (
+        lambda data: data.update(model="\ud800"),
+        r"at /model: expected text, found half of a characte",
+    ),
+    "half a name": (
+        lambda data: data["types"].update({"\udfff": ""}),
+        "at /types/.*: expected text, found half of a char",
+    ),
+    "a field twice": (
+        lambda text: text.replace('"mode"', '"mode": 1, "mode"', 1),
+        "at /mode: expected the field once, found",
+    ),
+    "unknown prediction": (lambda data: data["predicted"].update(speed=1), r"at /predicted: .*'speed' was unexp"),
+    "missing prediction": (lambda data: data["predicted"].pop("breakdown"), r"/predicted: .*'breakdown' is a req"),
+    "negative bytes": (
+        lambda data: data["predicted"].update(peak_bytes=-1),
+        r"/predicted/peak_bytes: expected at least 0",
+    ),
+    "no such type": (lambda data: data["inputs"].update(features="S(x) R"), r"/inputs/features: .*found 'S\(x\) R'"),
+    "too few types": (
+        lambda data: data["inputs"].update(features="R"),
+        "/inputs/features: expected a type for each of 2 ax",
+    ),
+    "no such axis": (
+        lambda data: data["redistributes"][0][2][0].__setitem__(0, 7),
+        "steps on one of 2 axes, found one on a",
+    ),
+    "forks of nothing": (
+        lambda data: data.update(forks=[["dp", []]]),
+        "at /forks/0: expected branches at some of the coord",
+    ),
+    "a limit below the peak": (
+        lambda data: data.update(memory_limit=1),
+        "/memory_limit: expected at least the predicted pe",
+    ),
+    "code for a name": (
+        lambda data: data["axes"][0].__setitem__(0, "__import__('os')"),
+        r"at /axes/0/0: expected text of",
+    ),
+    "a line after a name": (
+        lambda data: data["axes"][0].__setitem__(0, "dp\n"),
+        r"at /axes/0/0: expected text of the form",
+    ),
+    "a keyword": (
+        lambda data: data["axes"][0].__setitem__(0, "None"),
+        "names of mesh axes as identifiers .*found 'None'",
+    ),
+    "a name of emitted code": (
+        lambda data: data["axes"][0].__setitem__(0, "torch"),
+        "names of mesh axes .*found 'torch'",
+    ),
+    "a name twice": (
+        lambda data: data["axes"][0].__setitem__(0, "tp"),
+        "names of mesh axes .*, none twice, found 'tp'",
+    ),
+    "a profile's name": (
+        lambda data: data["mesh"][0].__setitem__(0, 'h100"""\nprint()'),
+        "at /mesh/0/0: .*name of a cost",
+    ),
+    "too many devices": (lambda data: data["mesh"][0].__setitem__(1, 2**20), "expected 1 to 1,048,576 devices"),
+}
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_text_is_refused_with_the_place(case: str) -> None:
     change, message = BROKEN[case]
-    text = change if isinstance(change, str) else change(text_of("mlp")) if case == "truncated" else changed(change)
+    on_text = case in ("truncated", "a mark before it", "a field twice")
+    text = change if isinstance(change, str) else change(text_of("mlp")) if on_text else changed(change)
     with pytest.raises(PlanError, match=message):
         autopar.Plan.from_json(text)
 
@@ -91,7 +165,7 @@ def test_file_that_is_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"plan\.json, found none that can be read: 'utf-8' codec"):
         autopar.Plan.load(path)
     path.write_text("{")
-    with pytest.raises(PlanError, match=r"plan\.json: expected a plan as JSON"):
+    with pytest.raises(PlanError, match=r"plan\.json: expected a plan as JSON; at the top"):
         autopar.Plan.load(path)
 
 
@@ -100,7 +174,7 @@ def model_and_batch() -> tuple[nn.Module, dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    "axes", [[["dp", 2, 1]], [["dp", 2, 2], ["tp", 4, 1]], [["dp", 2, 1], ["tp", 2, 1]], [["dp", 2, 1], ["tp", 2, 2]]]
+    "axes", [[["dp", 2, 2], ["tp", 4, 1]], [["dp", 2, 1], ["tp", 2, 1]], [["dp", 2, 1], ["tp", 2, 2]]]
 )
 def test_axes_that_are_not_the_mesh_are_refused(axes: list[Any]) -> None:
     model, batch = model_and_batch()
