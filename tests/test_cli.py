@@ -220,7 +220,7 @@ BAD = {
     ),
     "constraint on nothing": ([*PLAN, "--constraint", "layers.0.wieght used=R"], "there is layers.0.weight, layers."),
     "no plan": (["show", "no/such.json"], "expected a plan file at no/such.json, found none that can be read"),
-    "not a plan": (["show", "pyproject.toml"], "pyproject.toml: expected a plan as JSON; at the top level: expected JSON, found"),
+    "not a plan": (["show", "pyproject.toml"], "pyproject.toml: expected a plan as JSON; at the top level"),
     "unwritable": ([*PLAN, "--template", "dp=2", "-o", "README.md/plan.json"], "README.md"),
 }
 

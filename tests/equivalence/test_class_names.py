@@ -16,10 +16,39 @@ from autopar.program import load_source
 
 CODE = '"""\nPath("written").touch()\n"""'
 NAMES = (
-    "class", "None", "Program", "Stage0", "Stage10", "torch", "rt", "nn", "range", "enumerate", "super", "Block",
-    "print", "Foo[int]", "__Hidden", "__", "", "123", "a b", "Класс", "ﬁ", "²", "x" * 300, "\\", "\\N{BULLET}", '"', "'''", CODE,
-    "a\x0c\u2028\u2029\x85b", "\u202eevil", "{0}", "%s",
-)  # fmt: skip
+    "class",
+    "None",
+    "Program",
+    "Stage0",
+    "Stage10",
+    "torch",
+    "rt",
+    "nn",
+    "range",
+    "enumerate",
+    "super",
+    "Block",
+    "print",
+    "Foo[int]",
+    "__Hidden",
+    "__",
+    "",
+    "123",
+    "a b",
+    "Класс",
+    "ﬁ",
+    "²",
+    "x" * 300,
+    "\\",
+    "\\N{BULLET}",
+    '"',
+    "'''",
+    CODE,
+    "a\x0c\u2028\u2029\x85b",
+    "\u202eevil",
+    "{0}",
+    "%s",
+)
 
 
 def layer(name: str, size: int = 8, gain: float = 1.0) -> nn.Module:
