@@ -61,7 +61,7 @@ from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.substitute import Candidate
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
-from autopar.trace import find_blocks, trace
+from autopar.trace import find_blocks, trace, with_loss
 from autopar.unequal import UnequalStages
 
 _SEVERAL_STARTS = 5_000
@@ -116,7 +116,7 @@ def parallelize(
     verifier.verify(graph, plan, admits)
     source = emit(graph, plan)
     passes.ended("emit", f"{source.count(chr(10)):,} lines")
-    return PlannedProgram(graph, _with_simulator(plan, graph), source, model_state(model))
+    return PlannedProgram(graph, _with_simulator(plan, graph), source, model_state(with_loss(model, loss_fn)))
 
 
 @without_collector()
@@ -293,7 +293,7 @@ def template_of_graph(
         members = equal_stages(graph, paths, len(first_ranks))
         part = replace(part, cut=lambda plan: cut(graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
-    rules = [*template_constraints(axes, zero, sequence_parallel, paths, batch), *constraints]
+    rules = [*template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch), *constraints]
     again = template_recompute(graph, paths, recompute)
     limit = _limit(memory_limit)
     request = Request(mesh, mode, optimizer, limit, tuple(rules), _BUDGETS["fast"], precision, again)

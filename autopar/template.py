@@ -10,6 +10,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import Type
 from autopar.ir.plan import SCHEDULES
+from autopar.ir.structure import batch_inputs
 from autopar.zero import KINDS, joined, recomputable
 
 
@@ -59,8 +60,9 @@ def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str)
 
 
 def template_constraints(
-    axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...], batch: Mapping[str, Type]
-) -> list[Constraint]:
+    graph: Graph, axes: LogicalMesh, zero: int, sequence_parallel: bool, block_paths: tuple[str, ...],
+    batch: Mapping[str, Type],
+) -> list[Constraint]:  # fmt: skip
     """The constraints of a template on its axes.
 
     dp: inputs split by sample, and so is all that is made of them (`batch`: the tensors by name) where it can be,
@@ -69,11 +71,21 @@ def template_constraints(
     stored as used; with sequence parallel, activations between blocks prefer to be split.
     """
     names = [axis.name for axis in axes]
+    num_ranks = next((axis.size for axis in axes if axis.name == "dp"), 1)
+
+    def fits(name: str) -> bool:
+        """Scalars and the like, such as the two ends of edges, are the same on all ranks."""
+        shape = graph.tensors[name].shape
+        return bool(shape) and (shape[0] >= num_ranks or name in batch_inputs(graph))
+
     found: list[Constraint] = []
     if "dp" in names:
         stored = ("I", "R") if zero == 0 else ("S",)  # R: a frozen parameter has no gradient to keep whole
         found += [
-            Constraint("*", ("S(0)",), what="input", axis="dp"),
+            *(
+                Constraint(name, ("S(0)",) if fits(name) else ("R", "I"), what="input", axis="dp")
+                for name in graph.inputs
+            ),
             Constraint("*", ("R",), what="used", axis="dp", min_dims=2),
             Constraint("*", ("R", "P"), what="used", axis="dp"),
             Constraint("*", stored, what="stored", axis="dp", soft=zero > 0, zero=zero or None),

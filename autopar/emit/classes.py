@@ -104,7 +104,8 @@ class ClassWriter:
         compute = self.compute(stored.tensor)
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
-            value = f", value={constant_text(self.graph, stored)}" if stored.kind == "constant" else ""
+            has_value = stored.kind == "constant" or stored.tensor in self.graph.values
+            value = f", value={constant_text(self.graph, stored)}" if has_value else ""
             return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value}{compute})"
         ways = tuple(self.way(stored, use) for use in self.uses(stored))
         parts = [kept, f"stored={self.text(storage.placement)!r}", f"uses={ways!r}"]
@@ -115,6 +116,8 @@ class ClassWriter:
         if not stored.requires_grad:
             parts.append("requires_grad=False")
         parts += pieces_text(self.graph, stored)
+        if stored.tensor in self.graph.values:
+            parts.append(f"value={constant_text(self.graph, stored)}")
         return f"rt.Parameter({', '.join(parts)}{compute})"
 
     def compute(self, name: str) -> str:

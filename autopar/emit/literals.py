@@ -28,14 +28,15 @@ def constant_text(graph: Graph, stored: Stored) -> str:
             f"expected constant tensors of at most {MAX_ELEMENTS:,} elements, found {list(shape)} that {where} reads; "
             "register it as a buffer of its module (persistent=False keeps it out of the state dict)"
         )
-    return _text(value.detach().cpu().tolist())
+    return literal_text(value.detach().cpu().tolist())
 
 
-def _text(value: Any) -> str:
+def literal_text(value: Any) -> str:
+    """A plain value, exact; lists of such."""
     if isinstance(value, list):
-        return f"[{', '.join(map(_text, value))}]"
+        return f"[{', '.join(map(literal_text, value))}]"
     if isinstance(value, complex):
-        return f"complex({_text(value.real)}, {_text(value.imag)})"
+        return f"complex({literal_text(value.real)}, {literal_text(value.imag)})"
     if isinstance(value, float) and not math.isfinite(value):
         return f'float("{value}")'
     return repr(value)

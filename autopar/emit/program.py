@@ -11,7 +11,7 @@ from autopar.emit.early import count_lines, find_early
 from autopar.emit.folding import Folding
 from autopar.emit.module import Module
 from autopar.emit.names import Names, escaped, keywords
-from autopar.emit.stages import input_lines, pipeline, received_lines
+from autopar.emit.stages import argument_lines, input_lines, pipeline, received_lines
 from autopar.emit.tree import build_tree
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
@@ -98,6 +98,7 @@ def _program(what: _Written) -> str:
         f'{INDENT}"""{escaped(what.graph.model_name)}: the whole program of one rank."""',
         "",
         *_declarations(what),
+        *argument_lines(what.graph),
         f"{INDENT}TIED = {dict(what.graph.tied)!r}",
     ]
     return "\n".join([*lines, *_methods(what)])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from autopar.emit.classes import INDENT, ClassWriter
+from autopar.emit.classes import INDENT, ClassWriter, call_text
+from autopar.emit.literals import literal_text
 from autopar.emit.names import escaped
 from autopar.errors import PlanError
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Fields, Graph, Ref
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import PlanData
 from autopar.ir.stages import gradients_back, leaving_placement, leaving_values, maker_of, stage_graph
@@ -27,6 +29,27 @@ def input_lines(
         given = f"{graph.given_name(name)!r}, {tensor.shape}, torch.{tensor.dtype}"
         lines.append(f"{INDENT * 2}rt.Input({given}{placement}{extra}{compute}),")
     return [*lines, f"{INDENT})"]
+
+
+def argument_lines(graph: Graph) -> list[str]:
+    """What forward is given, where that is more than tensors."""
+    if not graph.arguments:
+        return []
+    pairs = (f"{name!r}: {_tree_text(tree)}" for name, tree in graph.arguments)
+    return [f"{INDENT}ARGUMENTS = {{{', '.join(pairs)}}}"]
+
+
+def _tree_text(tree: Any) -> str:
+    if isinstance(tree, Ref):
+        return f"rt.Given({tree.tensor!r})"
+    if isinstance(tree, Fields):
+        return f"rt.Fields({call_text({name: _tree_text(item) for name, item in tree.items})})"
+    if isinstance(tree, dict):
+        return f"{{{', '.join(f'{key!r}: {_tree_text(item)}' for key, item in tree.items())}}}"
+    if isinstance(tree, (list, tuple)):
+        inside = ", ".join(map(_tree_text, tree))
+        return f"[{inside}]" if isinstance(tree, list) else f"({inside},)" if tree else "()"
+    return literal_text(tree)
 
 
 def received_lines(graph: Graph, plan: PlanData, index: int, writer: ClassWriter) -> list[str]:
@@ -73,6 +96,7 @@ def pipeline(graph: Graph, plan: PlanData) -> str:
         f"{INDENT}MICROBATCHES = {plan.microbatches}",
         *([] if graph.training else [f"{INDENT}TRAINING = False"]),
         *input_lines(graph, plan, graph.inputs),
+        *argument_lines(graph),
         f"{INDENT}OUTPUTS = {tuple(outputs)!r}  # (stage, position) of each",
         f"{INDENT}TIED = {dict(graph.tied)!r}",
         "",

@@ -30,6 +30,12 @@ class Ref(NamedTuple):
     tensor: str
 
 
+class Fields(NamedTuple):
+    """The fields of a dataclass that is an argument of forward."""
+
+    items: tuple[tuple[str, Any], ...]
+
+
 class Atom(NamedTuple):
     """A torch constant that has no JSON form: a dtype, device, layout or memory format, by its name."""
 
@@ -160,6 +166,9 @@ class Graph:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias name in the model -> the name that is kept
     mutations: Mapping[str, str] = field(default_factory=dict)  # buffer's name in the model -> its new tensor
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # constants' torch.Tensors
+    #: what forward (then the loss) is given, by name, where not all of it are tensors: dicts, lists, tuples, `Fields`,
+    #: constants, and a `Ref` to each input by the name that it is given by
+    arguments: tuple[tuple[str, Any], ...] = ()
     given_names: Mapping[str, str] = field(default_factory=dict)  # of inputs whose name in forward another tensor has
     model_name: str = "Model"
     #: dtype outside of the graph where it is another one: of what is stored (the master weights), of inputs as given

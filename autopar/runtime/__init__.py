@@ -9,6 +9,8 @@ from autopar.runtime.constants import computed_once, folded
 from autopar.runtime.declare import (
     Block,
     Buffer,
+    Fields,
+    Given,
     Input,
     Numbered,
     Parameter,
@@ -42,6 +44,8 @@ __all__ = [
     "Block",
     "Buffer",
     "CollectiveError",
+    "Fields",
+    "Given",
     "Input",
     "Numbered",
     "Parameter",

@@ -48,6 +48,7 @@ class Parameter:
     gradients are cast back before they are added up, over microbatches and over ranks.
     `pieces`: the slices of the model's parameters that it is made of, one after the other along `packed_dim`, where it
     is none of the model's itself. State dicts have the model's names and shapes all the same.
+    `value`: nested lists that a parameter of the loss starts from, where what is loaded is the model's alone.
     """
 
     shape: tuple[int, ...]
@@ -60,13 +61,14 @@ class Parameter:
     compute: torch.dtype | None = None
     pieces: tuple[Piece, ...] = ()
     packed_dim: int = 0
+    value: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
     """A buffer or a constant of the model by global shape. Never differentiated; converted at its use.
 
-    `value`: nested lists that hold all of a constant, which no state brings.
+    `value`: nested lists that hold all of a constant, which no state brings, or what a buffer of the loss starts from.
     `compute`: the dtype in which the program reads and updates it, where it is stored in another.
     """
 
@@ -91,6 +93,17 @@ class Input:
     placement: str = ""
     microbatch_dim: int | None = None
     compute: torch.dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """The place of an input among the arguments of a step, by its name."""
+
+    name: str
+
+
+class Fields(dict[str, Any]):
+    """The place of a dataclass among the arguments of a step: what its fields are given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +224,7 @@ class Program(Block):
     MICROBATCHES: ClassVar[int] = 1
     TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
     INPUTS: ClassVar[tuple[Input, ...]] = ()
+    ARGUMENTS: ClassVar[Mapping[str, Any]] = {}  # what a step is given, where that is more than its inputs
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several
 
@@ -244,6 +258,7 @@ class Pipeline:
     MICROBATCHES: ClassVar[int] = 1
     TRAINING: ClassVar[bool] = True
     INPUTS: ClassVar[tuple[Input, ...]] = ()
+    ARGUMENTS: ClassVar[Mapping[str, Any]] = {}
     OUTPUTS: ClassVar[tuple[tuple[int, int], ...]] = ()
     LOSS_INDEX: ClassVar[int] = 0
     TIED: ClassVar[Mapping[str, str]] = {}

@@ -6,13 +6,14 @@ rank's shard of a step is its parts of all microbatches, one after the other alo
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.declare import Input, Program
+from autopar.runtime.declare import Fields, Given, Input, Pipeline, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.placement import local_shape, local_slices, parse_placement
@@ -26,7 +27,7 @@ def split_inputs(
     `args` and `kwargs` are the global batch, or this rank's shard of it if `local`. Raises ProgramError
     naming the input whose presence, shape or dtype is not what the program was emitted for.
     """
-    return split_named(program, by_name(program.INPUTS, args, kwargs), mesh, local)
+    return split_named(program, by_name(program, args, kwargs), mesh, local)
 
 
 def split_named(
@@ -61,16 +62,60 @@ def shard_shape(spec: Input, count: int, mesh: RankMesh) -> tuple[int, ...]:
     return tuple(n * count if dim == spec.microbatch_dim else n for dim, n in enumerate(shape))
 
 
-def by_name(inputs: Sequence[Input], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The inputs by name. Raises ProgramError where they are not those that are declared."""
-    names = [spec.name for spec in inputs]
-    values = dict(zip(names, args, strict=False)) | dict(kwargs)
-    if len(args) > len(names) or set(values) != set(names) or set(names[: len(args)]) & set(kwargs):
+def by_name(program: type[Program | Pipeline], args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The inputs by name: given so, or as the arguments that the program was planned for.
+
+    Raises ProgramError where they are not those that are declared.
+    """
+    names = [spec.name for spec in program.INPUTS]
+    expected = program.ARGUMENTS or {name: Given(name) for name in names}
+    if program.ARGUMENTS and not args and set(kwargs) == set(names) != set(expected):
+        return dict(kwargs)
+    values = dict(zip(expected, args, strict=False)) | dict(kwargs)
+    if len(args) > len(expected) or set(values) != set(expected) or set(list(expected)[: len(args)]) & set(kwargs):
         raise ProgramError(
-            f"expected the inputs {', '.join(names)}; found {len(args)} by position and "
+            f"expected the inputs {', '.join(expected)}; found {len(args)} by position and "
             f"{', '.join(kwargs) or 'none'} by name"
         )
-    return values
+    found: dict[str, Tensor] = {}
+    for name, tree in expected.items():
+        _match(tree, values[name], name, found)
+    return found
+
+
+def _match(tree: Any, value: Any, where: str, found: dict[str, Tensor]) -> None:
+    """Finds the inputs in an argument. Raises ProgramError where it is not as the program was planned for."""
+    if isinstance(tree, Given):
+        found[tree.name] = value
+    elif isinstance(tree, (Mapping, list, tuple)):
+        expected, parts = _parts(tree), _parts(value)
+        if parts is None or expected is None or (list(expected) != list(parts) and set(expected) != set(parts)):
+            have = type(value).__name__ if parts is None else f"one of {', '.join(map(str, parts)) or 'nothing'}"
+            raise ProgramError(
+                f"input {where}: expected a {_kind(tree)} of {', '.join(map(str, expected or ())) or 'nothing'}, found "
+                f"{have}; give it as it was given when the program was planned, or plan again"
+            )
+        for key, item in expected.items():
+            _match(item, parts[key], f"{where}.{key}", found)
+    elif isinstance(value, Tensor) or type(value) is not type(tree) or repr(value) != repr(tree):
+        have = f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise ProgramError(
+            f"input {where}: expected {tree!r}, for which the program was planned, found {have}; plan again with it, "
+            "or with a tensor in its place"
+        )
+
+
+def _kind(tree: Any) -> str:
+    return "dataclass" if isinstance(tree, Fields) else "dict" if isinstance(tree, Mapping) else type(tree).__name__
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    """What a container holds, by key, field or position; None for anything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if dataclasses.is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return dict(enumerate(value)) if isinstance(value, (list, tuple)) else None
 
 
 def _split(spec: Input, value: Tensor, mesh: RankMesh, count: int, local: bool) -> list[Tensor]:
@@ -91,6 +136,11 @@ def _chunks(value: Tensor, count: int, dim: int) -> Sequence[Tensor]:
 def _check(spec: Input, value: Tensor, shape: tuple[int, ...], mesh: RankMesh, count: int, local: bool) -> None:
     if not isinstance(value, Tensor):
         raise ProgramError(f"input {spec.name}: expected a tensor, found {type(value).__name__}")
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ProgramError(
+            f"input {spec.name}: expected a tensor that needs no gradient, found requires_grad=True; each rank would "
+            "have a part of it. Detach it, or make it a parameter of the model"
+        )
     if tuple(value.shape) == tuple(shape) and value.dtype == spec.dtype:
         return
     what = "this rank's shard" if local else "the global batch"

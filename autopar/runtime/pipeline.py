@@ -62,7 +62,7 @@ class PipelineRank(Rank):
                 "expected a program of one stage to draw what a single device draws, found one of "
                 f"{len(self._pipeline.STAGES)}, whose stages draw at the same time; use set_exact_dropout(False)"
             )
-        values = by_name(self._pipeline.INPUTS, inputs, named_inputs)
+        values = by_name(self._pipeline, inputs, named_inputs)
         return [split_named(type(part.program), values, part.mesh, local) for part in self._locals]
 
     def _train(self, microbatches: list[Microbatches]) -> list[Tensor]:

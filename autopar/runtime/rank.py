@@ -201,6 +201,8 @@ class Rank(nn.Module):
     def init_from(self, model: nn.Module | Mapping[str, Tensor], *, broadcast: bool = True) -> None:
         """Starts from a single-device model's weights, or its tensors by name (those it has no use for are left).
 
+        What the loss stores starts from its values when it was planned, where it is not among them.
+
         With `broadcast`, the weights that the mesh's first rank has are taken everywhere, whatever the seeds.
         """
         if isinstance(model, nn.Module):
@@ -208,7 +210,8 @@ class Rank(nn.Module):
         else:
             tensors = dict(model)
         known = self._state.names
-        self.load_full_state_dict({k: v for k, v in tensors.items() if k in known}, broadcast=broadcast)
+        given = {k: v for k, v in tensors.items() if k in known}
+        self.load_full_state_dict(self._state.initial() | given, broadcast=broadcast)
 
     def unite_tied(self) -> None:
         """After setting parameters by hand: those that several stages store get the values that the first of them has.

@@ -158,6 +158,15 @@ class State:
         """Everything that `load` takes, tied names too."""
         return {*self.packings.shapes, *self.tied}
 
+    def initial(self) -> dict[str, Tensor]:
+        """The values that a program states itself of what a state_dict holds."""
+        declared = ((n, d) for n, d in self._declared().items() if isinstance(d, Parameter) or d.persistent)
+        return {
+            n: torch.tensor(d.value, dtype=d.dtype).reshape(d.shape)
+            for n, d in declared
+            if d.value is not None and n in self.names
+        }
+
     def check_set(self) -> None:
         """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
         unset = sorted(name for name, stored in self.buffers.items() if not stored.is_set)

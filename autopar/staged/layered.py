@@ -79,7 +79,7 @@ class Layered:
         if zero is not None:
             made = batch_types(part.graph).items()
             batch = {name: type_ for name, type_ in made if self.blocks.representative_tensor(name) == name}
-            rules = template_constraints(axes, zero, False, tuple(self.paths), batch)
+            rules = template_constraints(part.graph, axes, zero, False, tuple(self.paths), batch)
             request = replace(request, constraints=(*request.constraints, *rules))
         return Place(part, axes, request, self.profile, self._sends(axes))
 

@@ -28,12 +28,15 @@ from autopar.trace.tied import tied_names
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
 
-def convert(program: ExportedProgram, model: nn.Module, names: list[str], *, with_loss: bool, mode: str) -> Graph:
+def convert(
+    program: ExportedProgram, model: nn.Module, names: list[str], paths: list[str], *, with_loss: bool, mode: str
+) -> Graph:
     """The graph, in which blocks that the program has a marker for are written out; nodes have no final names yet.
 
-    Raises TraceError when training is asked for and no scalar loss is returned.
+    paths: of the outputs in what forward returns. Raises TraceError when training is asked for and no scalar loss is
+    returned, or several of which none is called so.
     """
-    return _Converter(program, model, names, with_loss).graph(mode)
+    return _Converter(program, model, names, with_loss).graph(mode, paths)
 
 
 class _Converter:
@@ -54,13 +57,13 @@ class _Converter:
         self.num_copies = 0
         self.copy: _Copy | None = None  # the block that is being written out for another one
 
-    def graph(self, mode: str) -> Graph:
+    def graph(self, mode: str, paths: list[str]) -> Graph:
         inputs = self._placeholders()
         for node in self.program.graph.nodes:
             if node.op == "call_function":
                 self._write(node)
         outputs, mutations = self._outputs()
-        loss = self._loss(outputs) if mode == "train" else None
+        loss = self._loss(outputs, paths) if mode == "train" else None
         return Graph(
             inputs=tuple(inputs),
             stored=self._in_order(),
@@ -250,7 +253,7 @@ class _Converter:
             if spec.kind == OutputKind.USER_INPUT_MUTATION:
                 nodes = {node.name: node for node in self.program.graph.nodes}
                 raise TraceError(
-                    f"expected forward to leave its inputs alone, but it writes to {spec.target!r} at\n"
+                    f"expected forward to leave its inputs alone, but it writes to {self.rename.get(str(spec.target), spec.target)!r} at\n"
                     f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\nClone the input before writing to it."
                 )
             name = self.rename.get(str(getattr(spec.arg, "name", "")))
@@ -262,14 +265,24 @@ class _Converter:
                 outputs.append(name)
         return outputs, mutations
 
-    def _loss(self, outputs: list[str]) -> str:
-        for name in outputs:
-            if self.tensors[name].shape == () and self.tensors[name].differentiable:
-                return name
-        found = [f"{name}{list(self.tensors[name].shape)}" for name in outputs]
+    def _loss(self, outputs: list[str], paths: list[str]) -> str:
+        """The output called `loss`, or the only one that can be it."""
+        pairs = list(zip(paths, outputs, strict=True))
+        found = {p: n for p, n in pairs if self.tensors[n].shape == () and self.tensors[n].differentiable}
+        named = [name for path, name in found.items() if path.rpartition(".")[2] == "loss"]
+        chosen = [found["loss"]] if "loss" in found else named or list(dict.fromkeys(found.values()))
+        if len(chosen) == 1:
+            return chosen[0]
+        if found:
+            raise TraceError(
+                f"expected forward to return one loss, found {len(chosen)} scalars that depend on parameters: "
+                f"{', '.join(map(_path_text, found))}; return their sum, call one of them 'loss' (in a dict or a "
+                "dataclass), or detach what is only shown"
+            )
+        others = [f"{path or name.strip('%')}{list(self.tensors[name].shape)}" for path, name in pairs]
         raise TraceError(
             f"expected forward to return a scalar loss that depends on a parameter, "
-            f"found {', '.join(found) or 'none'}; "
+            f"found {', '.join(others) or 'none'}; "
             'pass loss_fn=, or mode="inference"'
         )
 
@@ -300,6 +313,10 @@ def _function_call(marker: Node) -> Node:
     called = CALLED[key]
     args = (called.function, operands, called.arguments, called.differentiable, called.draws)
     return replace(marker, op=FUNCTION, args=args)
+
+
+def _path_text(path: str) -> str:
+    return f"output {path}" if path.isdigit() else path or "the output"
 
 
 def _scope(node: fx.Node, prefix: str) -> Scope:

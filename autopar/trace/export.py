@@ -7,8 +7,9 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,89 +22,152 @@ from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
 from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
+from autopar.trace.losses import loss_module, name_of_loss
 from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
+from autopar.trace.structure import Namer, check_outputs, filled, outputs_in, tensors_in
 
 LossFn = Callable[..., torch.Tensor]
 
 
-class _WithLoss(nn.Module):
+class WithLoss(nn.Module):
     """Runs a model and then its loss, so that both are in one graph."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, num_forward: int | None, loss_names: list[str]) -> None:
+    def __init__(self, model: nn.Module, loss_fn: LossFn, inputs: Inputs) -> None:
         super().__init__()
         self.model = model
-        self.loss_fn = loss_fn
-        self.num_forward = num_forward
-        self.loss_names = loss_names
+        module = loss_module(model, loss_fn)
+        if module is not None:  # its parameters are seen, and are called so
+            self.add_module(name_of_loss(model), module)
+        self.__dict__["called"], self.__dict__["inputs"] = loss_fn, inputs
 
-    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.num_forward is not None:
-            return self.loss_fn(self.model(*args[: self.num_forward]), *args[self.num_forward :])
-        loss_args = [kwargs.pop(name) for name in self.loss_names]
-        return self.loss_fn(self.model(**kwargs), *loss_args)
+    called: LossFn
+    inputs: Inputs
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        count = self.inputs.num_forward
+        named = [name for name, _ in self.inputs.arguments]
+        loss_args = [*args[count:], *(kwargs[name] for name in named[count:] if name in kwargs)]
+        own = {name: kwargs[name] for name in named[:count] if name in kwargs}
+        return self.called(self.model(*args[:count], **own), *loss_args)
 
 
-def bind_inputs(
-    model: nn.Module, example_inputs: tuple[Any, ...] | dict[str, Any] | torch.Tensor, loss_fn: LossFn | None
-) -> tuple[list[str], tuple[Any, ...] | dict[str, Any]]:
-    """Names each input as forward (then loss_fn) does. Raises TraceError for what neither can take."""
+@dataclass(frozen=True)
+class Inputs:
+    """What forward, and then the loss, is given: arguments by name, of which the loss gets those from `num_forward` on.
+
+    Iterating gives the tensors in all of it, in order. tree: the arguments as plain data (`Graph.arguments`).
+    """
+
+    arguments: tuple[tuple[str, Any], ...]
+    is_by_name: bool
+    num_forward: int
+    tree: tuple[tuple[str, Any], ...]
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return tensors_in([value for _, value in self.arguments])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each argument is a tensor."""
+        return all(isinstance(value, torch.Tensor) for _, value in self.arguments)
+
+    def filled(self, tensors: Iterable[torch.Tensor]) -> Inputs:
+        """The same with other tensors."""
+        given = iter(tensors)
+        return replace(self, arguments=tuple((name, filled(value, given)) for name, value in self.arguments))
+
+    def of_loss(self) -> list[bool]:
+        """Of each tensor, whether it goes to the loss alone."""
+        return [n >= self.num_forward for n, (_, value) in enumerate(self.arguments) for _ in tensors_in(value)]
+
+    def call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """As arguments of a call."""
+        if self.is_by_name:
+            return (), dict(self.arguments)
+        return tuple(value for _, value in self.arguments), {}
+
+
+def bind_inputs(model: nn.Module, example_inputs: Any, loss_fn: LossFn | None) -> tuple[list[str], Inputs]:
+    """Names each tensor among the inputs, as forward (then loss_fn) names its arguments.
+
+    Raises TraceError for what neither can take.
+    """
     if isinstance(example_inputs, torch.Tensor):
         example_inputs = (example_inputs,)
     if not isinstance(example_inputs, (tuple, list, dict)):
         raise TraceError(
-            f"expected example_inputs as a tuple or dict of tensors (one global batch), found "
+            f"expected example_inputs as a tuple or dict (one global batch), found "
             f"{type(example_inputs).__name__}; pass the inputs of model.forward"
         )
-    values = list(example_inputs.values()) if isinstance(example_inputs, dict) else list(example_inputs)
-    for value in values:
-        if not isinstance(value, torch.Tensor):
-            raise TraceError(f"expected every example input to be a tensor, found {type(value).__name__}")
+    own = _parameter_names(model.forward)
     if isinstance(example_inputs, dict):
-        return list(example_inputs), dict(example_inputs)
-    names = _parameter_names(model.forward)
-    if len(values) > len(names) and loss_fn is not None:
-        names += [name if name not in names else f"{name}_1" for name in _parameter_names(loss_fn)[1:]]
-    names += [f"input_{position}" for position in range(len(names), len(values))]
-    return names[: len(values)], tuple(values)
+        known = inspect.signature(model.forward).parameters
+        takes_all = loss_fn is None or any(item.kind == item.VAR_KEYWORD for item in known.values())
+        named = list(example_inputs.items())
+        arguments = [item for item in named if takes_all or item[0] in known]
+        count = len(arguments)
+        arguments += [item for item in named if item not in arguments] if loss_fn is not None else []
+    else:
+        values = list(example_inputs)
+        count = len(values) if loss_fn is None else _count_of_forward(model, own, len(values), loss_fn)
+        names = own[:count] + [f"input_{position}" for position in range(len(own[:count]), count)]
+        if loss_fn is not None:
+            names += [name if name not in names else f"{name}_1" for name in _parameter_names(loss_fn)[1:]]
+        names += [f"input_{position}" for position in range(len(names), len(values))]
+        arguments = list(zip(names, values, strict=False))
+    namer = Namer([name for name, _ in arguments])
+    tree = tuple((name, namer.tree(value, (name,))) for name, value in arguments)
+    inputs = Inputs(tuple(arguments), isinstance(example_inputs, dict), count, tree)
+    return namer.names, inputs
 
 
-def _parameter_names(function: Callable[..., Any]) -> list[str]:
+def check_gradients(names: list[str], inputs: Inputs) -> None:
+    """Raises TraceError for an input whose gradient is asked for: each rank would have a part of it."""
+    for name, value in zip(names, inputs, strict=True):
+        if value.requires_grad:
+            raise TraceError(
+                f"expected inputs that need no gradient, found requires_grad=True for {name!r}, of which each rank "
+                "would get a part; detach it, or make it a parameter of the model"
+            )
+
+
+def _count_of_forward(model: nn.Module, own: list[str], count: int, loss_fn: LossFn) -> int:
+    """How many of so many inputs forward takes: what it can, but for those that the loss cannot do without."""
+    needed = max(0, len(_parameter_names(loss_fn, needed=True)) - 1)
+    must = len(_parameter_names(model.forward, needed=True))
+    return max(min(len(own), count - needed), min(must, count))
+
+
+def _parameter_names(function: Callable[..., Any], needed: bool = False) -> list[str]:
+    """Of the arguments by position, those without a default alone if `needed`; of a module, those of its forward."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    function = function.forward if isinstance(function, nn.Module) and needed else function
     try:
-        return [name for name, p in inspect.signature(function).parameters.items() if p.kind in kinds]
+        known = inspect.signature(function).parameters
+        return [name for name, p in known.items() if p.kind in kinds and not (needed and p.default is not p.empty)]
     except ValueError:  # a built-in without a signature
         return []
 
 
 def export(
-    model: nn.Module,
-    names: list[str],
-    bound: tuple[Any, ...] | dict[str, Any],
-    loss_fn: LossFn | None,
-    mode: str,
-    fewest: int = FEWEST,
-) -> ExportedProgram:
-    """The functional ExportedProgram; `linear`, `scaled_dot_product_attention` and the like stay whole.
+    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None, mode: str, fewest: int = FEWEST
+) -> tuple[ExportedProgram, list[str]]:
+    """The functional ExportedProgram and the paths of its outputs; `linear`, attention and the like stay whole.
 
     Of blocks that do the same, from `fewest` up, there are markers for all but one (`trace.repeats`). In mode "train"
     what forward returns beside tensors, such as a cache of keys and values, is left out.
     """
-    device = next(model.parameters(), torch.empty(0)).device
-    distinct = [_like(value, device) for value in (bound.values() if isinstance(bound, dict) else bound)]
-    args = () if isinstance(bound, dict) else tuple(distinct)
-    kwargs = dict(zip(names, distinct, strict=True)) if isinstance(bound, dict) else {}
-    target = model if loss_fn is None else _WithLoss(model, loss_fn, *_split(model, names, bound))
-    keeps_loss = mode == "train" and loss_fn is None
+    target, args, kwargs = called(model, names, inputs, loss_fn)
     target.training = model.training  # and no module's below: each keeps its own mode
     repeats = Repeats(model, fewest)
-    with _quiet(), functions_kept(), _modes_kept(model), _returning_tensors(model) if keeps_loss else nullcontext():
+    with _quiet(), functions_kept(), _modes_kept(model), _flat(target, args, kwargs, mode) as (tensors, paths):
         while True:
             try:
                 with repeats.watching():
-                    program = _functional(target, args, kwargs)
+                    program = _functional(target, tensors, {})
                     check_markers(program)
-                return program
+                return program, paths
             except AgainError:
                 continue
             except TraceError:
@@ -112,18 +176,20 @@ def export(
                 raise _explain(error) from error
 
 
+def called(
+    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None
+) -> tuple[nn.Module, tuple[Any, ...], dict[str, Any]]:
+    """What is exported, the model or that with its loss, and what it is called with, on the model's device."""
+    device = next(model.parameters(), torch.empty(0)).device
+    args, kwargs = inputs.filled([_like(value, device) for value in inputs]).call()
+    return model if loss_fn is None else WithLoss(model, loss_fn, inputs), args, kwargs
+
+
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     program = torch.export.export(target, args, kwargs, strict=False)
     _detach_no_grad_regions(program.graph_module)
     write_out_dropout(program.graph_module)
     return decompose(program)
-
-
-def _split(model: nn.Module, names: list[str], bound: Any) -> tuple[int | None, list[str]]:
-    parameters = inspect.signature(model.forward).parameters
-    if isinstance(bound, dict):
-        return None, [name for name in names if name not in parameters]
-    return min(len(names), len(_parameter_names(model.forward))), []
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -159,24 +225,34 @@ def _modes_kept(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _returning_tensors(model: nn.Module) -> Iterator[None]:
-    """Of a mapping that forward returns, only the tensors: torch.export refuses objects that it does not know."""
-    own, was_set = model.forward, model.__dict__.get("forward")
+def _flat(
+    target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
+) -> Iterator[tuple[tuple[torch.Tensor, ...], list[str]]]:
+    """The target takes the tensors among its arguments and returns those among its results, whose paths it notes.
+
+    torch.export refuses containers and objects that it does not know; what else forward returns is left out.
+    """
+    own, was_set = target.forward, target.__dict__.get("forward")
+    paths: list[str] = []
 
     @functools.wraps(own)
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = own(*args, **kwargs)
-        if not isinstance(output, Mapping):
-            return output
-        return {key: value for key, value in output.items() if isinstance(value, torch.Tensor)}
+    def forward(*tensors: torch.Tensor) -> Any:
+        given = iter(tensors)
+        output = own(*filled(args, given), **filled(kwargs, given))
+        found = [(path, value) for path, value in outputs_in(output) if isinstance(value, torch.Tensor)]
+        if mode != "train":
+            check_outputs(output)
+        paths[:] = [path for path, _ in found]
+        return tuple(value for _, value in found)
 
-    model.__dict__["forward"] = forward
+    del forward.__wrapped__  # type: ignore[attr-defined] # torch would bind the tensors to the own forward's names
+    target.__dict__["forward"] = forward
     try:
-        yield
+        yield tuple(tensors_in((args, kwargs))), paths
     finally:
-        del model.__dict__["forward"]
+        del target.__dict__["forward"]
         if was_set is not None:
-            model.__dict__["forward"] = was_set
+            target.__dict__["forward"] = was_set
 
 
 def _detach_no_grad_regions(module: fx.GraphModule) -> None:

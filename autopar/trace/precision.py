@@ -10,7 +10,6 @@ in their own dtype with the cast model's values.
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -20,6 +19,7 @@ from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Graph
+from autopar.trace.export import Inputs
 
 
 def cast_copy(model: nn.Module, dtype: torch.dtype) -> nn.Module:
@@ -41,29 +41,22 @@ def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return nn.Parameter(cast, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else cast
 
 
-def cast_inputs(
-    model: nn.Module, names: Sequence[str], bound: tuple[Any, ...] | dict[str, Any], dtype: torch.dtype
-) -> tuple[Any, ...] | dict[str, Any]:
+def cast_loss(loss_fn: Any, dtype: torch.dtype) -> Any:
+    """A loss function that is a module, as the cast model's outputs meet it; any other as it is."""
+    return cast_copy(loss_fn, dtype) if isinstance(loss_fn, nn.Module) else loss_fn
+
+
+def cast_inputs(model: nn.Module, names: Sequence[str], inputs: Inputs, dtype: torch.dtype) -> Inputs:
     """The inputs as the cast model takes them; what forward does not take goes to the loss function as it is."""
-    parameters = inspect.signature(model.forward).parameters
-    takes_any = any(item.kind == inspect.Parameter.VAR_KEYWORD for item in parameters.values())
-
-    def cast(name: str, value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() and (takes_any or name in parameters) else value
-
-    if isinstance(bound, dict):
-        return {name: cast(name, value) for name, value in bound.items()}
-    return tuple(cast(name, value) for name, value in zip(names, bound, strict=True))
+    pairs = zip(inputs, inputs.of_loss(), strict=True)
+    return inputs.filled([x.to(dtype) if x.is_floating_point() and not of_loss else x for x, of_loss in pairs])
 
 
-def with_kept_dtypes(
-    graph: Graph, model: nn.Module, names: Sequence[str], bound: tuple[Any, ...] | dict[str, Any]
-) -> Graph:
+def with_kept_dtypes(graph: Graph, model: nn.Module, names: Sequence[str], inputs: Inputs) -> Graph:
     """Notes the dtype of each stored tensor (float32 at least) and of each input, where the graph has another."""
     own = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
     kept = {item.tensor: _master(own[item.name].dtype) for item in graph.stored if item.name in own}
-    values = bound.values() if isinstance(bound, dict) else bound
-    kept |= {name: value.dtype for name, value in zip(names, values, strict=True) if name in graph.tensors}
+    kept |= {name: value.dtype for name, value in zip(names, inputs, strict=True) if name in graph.tensors}
     texts = {name: str(dtype).removeprefix("torch.") for name, dtype in kept.items()}
     return replace(graph, kept_dtypes={n: text for n, text in texts.items() if text != graph.tensors[n].dtype})
 

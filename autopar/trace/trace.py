@@ -9,6 +9,7 @@ order) → share (one identity node for each tensor with several consumers)
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +20,11 @@ from autopar.ir.sharing import share
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
-from autopar.trace.export import bind_inputs, export
+from autopar.trace.export import bind_inputs, check_gradients, export
+from autopar.trace.losses import loss_values, with_loss
 from autopar.trace.model_names import check_names
 from autopar.trace.numbering import number
-from autopar.trace.precision import buffer_dtypes, cast_copy, cast_inputs, with_kept_dtypes
+from autopar.trace.precision import buffer_dtypes, cast_copy, cast_inputs, cast_loss, with_kept_dtypes
 from autopar.trace.repeats import FEWEST
 from autopar.trace.routing import fuse_routing
 from autopar.trace.wide import with_wide_buffers
@@ -30,7 +32,7 @@ from autopar.trace.wide import with_wide_buffers
 
 def trace(
     model: nn.Module,
-    example_inputs: tuple[Any, ...] | dict[str, Any],
+    example_inputs: Any,
     *,
     loss_fn: Callable[..., torch.Tensor] | None = None,
     mode: str = "train",
@@ -39,20 +41,28 @@ def trace(
 ) -> Graph:
     """The cleaned forward graph of `model` on one global batch.
 
-    example_inputs: tensors (real or meta) as forward takes them, by position or name. With `loss_fn`, those that
-    forward does not take are passed on to `loss_fn(output, ...)`. `mode="train"` keeps only the loss and the
-    buffers that forward updates; "inference" keeps every output. Nothing is computed and the model is not changed.
+    example_inputs: what forward takes, by position or name: tensors (real or meta), containers of such, and constants,
+    which the graph is then for. With `loss_fn`, what forward does not take is passed on to `loss_fn(output, ...)`.
+    `mode="train"` keeps only the loss and the buffers that forward updates; "inference" keeps every output. Nothing is computed and the model is not changed.
     Of blocks that do the same, when there are at least `fewest`, one is exported, and the graph is as if all were.
     With `compute_dtype`, the graph is that of the model cast to it; its `kept_dtypes` says what is stored.
     Raises TraceError naming the source line when the model cannot be captured.
     """
-    check_names(model)
-    names, bound = bind_inputs(model, example_inputs, loss_fn)
-    traced = model if compute_dtype is None else cast_copy(model, compute_dtype)
-    arguments = bound if compute_dtype is None else cast_inputs(model, names, bound, compute_dtype)
-    program = export(traced, names, arguments, loss_fn, mode, fewest)
-    graph = convert(program, traced, names, with_loss=loss_fn is not None, mode=mode)
+    names, inputs = bind_inputs(model, example_inputs, loss_fn)
+    if mode == "train":
+        check_gradients(names, inputs)
+    whole = with_loss(model, loss_fn)
+    check_names(whole)
+    traced, loss, given = model, loss_fn, inputs
     if compute_dtype is not None:
-        graph = with_wide_buffers(graph, buffer_dtypes(model), str(compute_dtype).removeprefix("torch."))
+        traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
+        given = cast_inputs(model, names, inputs, compute_dtype)
+    program, paths = export(traced, names, given, loss, mode, fewest)
+    graph = convert(program, with_loss(traced, loss), names, paths, with_loss=loss_fn is not None, mode=mode)
+    graph = replace(
+        graph, arguments=() if inputs.is_plain else inputs.tree, values=graph.values | loss_values(model, loss_fn)
+    )
+    if compute_dtype is not None:
+        graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
     graph = share(number(clean(fuse_routing(clean(without_counting(clean(graph)))))))
-    return graph if compute_dtype is None else with_kept_dtypes(graph, model, names, bound)
+    return graph if compute_dtype is None else with_kept_dtypes(graph, whole, names, inputs)

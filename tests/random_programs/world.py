@@ -172,6 +172,15 @@ class ThreadGroup(dist.ProcessGroup):
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         return self.allreduce(tensors, opts)
 
+    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:
+        """What objects are gathered by."""
+        (parts,), (tensor,) = outputs, tensors
+        whole = tensor.new_empty(len(parts) * tensor.numel())
+        self.all_gather_single(whole, tensor).wait()
+        for part, piece in zip(parts, whole.chunk(len(parts)), strict=True):
+            part.view(-1).copy_(piece)
+        return _Sent()
+
     def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
         (output,), (tensor,) = outputs, tensors
         return self.all_gather_single(output, tensor)
@@ -217,6 +226,9 @@ class _OwnGroups(threading.local):
 
     def get(self, key: Any) -> Any:
         return self.own.get(key)
+
+    def items(self) -> Any:
+        return self.own.items()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         self.own[key] = value
