@@ -73,19 +73,17 @@ def template_constraints(
     names = [axis.name for axis in axes]
     num_ranks = next((axis.size for axis in axes if axis.name == "dp"), 1)
 
-    def fits(name: str) -> bool:
+    def given(name: str) -> tuple[str, ...]:
         """Scalars and the like, such as the two ends of edges, are the same on all ranks."""
         shape = graph.tensors[name].shape
-        return bool(shape) and (shape[0] >= num_ranks or name in batch_inputs(graph))
+        is_split = bool(shape) and (shape[0] >= num_ranks or name in batch_inputs(graph))
+        return ("S(0)",) if is_split else ("R", "I")
 
     found: list[Constraint] = []
     if "dp" in names:
         stored = ("I", "R") if zero == 0 else ("S",)  # R: a frozen parameter has no gradient to keep whole
         found += [
-            *(
-                Constraint(name, ("S(0)",) if fits(name) else ("R", "I"), what="input", axis="dp")
-                for name in graph.inputs
-            ),
+            *(Constraint(name, given(name), what="input", axis="dp") for name in graph.inputs),
             Constraint("*", ("R",), what="used", axis="dp", min_dims=2),
             Constraint("*", ("R", "P"), what="used", axis="dp"),
             Constraint("*", stored, what="stored", axis="dp", soft=zero > 0, zero=zero or None),

@@ -253,7 +253,8 @@ class _Converter:
             if spec.kind == OutputKind.USER_INPUT_MUTATION:
                 nodes = {node.name: node for node in self.program.graph.nodes}
                 raise TraceError(
-                    f"expected forward to leave its inputs alone, but it writes to {self.rename.get(str(spec.target), spec.target)!r} at\n"
+                    f"expected forward to leave its inputs alone, but it writes to "
+                    f"{self.rename.get(str(spec.target), spec.target)!r} at\n"
                     f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\nClone the input before writing to it."
                 )
             name = self.rename.get(str(getattr(spec.arg, "name", "")))

@@ -118,6 +118,9 @@ def bind_inputs(model: nn.Module, example_inputs: Any, loss_fn: LossFn | None) -
         arguments = list(zip(names, values, strict=False))
     namer = Namer([name for name, _ in arguments])
     tree = tuple((name, namer.tree(value, (name,))) for name, value in arguments)
+    if arguments and not namer.names:
+        kinds = ", ".join(type(value).__name__ for _, value in arguments)
+        raise TraceError(f"expected a tensor among the example inputs, found {kinds}; pass the inputs of model.forward")
     inputs = Inputs(tuple(arguments), isinstance(example_inputs, dict), count, tree)
     return namer.names, inputs
 
@@ -245,7 +248,7 @@ def _flat(
         paths[:] = [path for path, _ in found]
         return tuple(value for _, value in found)
 
-    del forward.__wrapped__  # type: ignore[attr-defined] # torch would bind the tensors to the own forward's names
+    del forward.__wrapped__  # torch would bind the tensors to the own forward's names
     target.__dict__["forward"] = forward
     try:
         yield tuple(tensors_in((args, kwargs))), paths

@@ -61,7 +61,7 @@ def _held(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Any]]:
         for key, item in parts:
             yield from _held(item, _joined(name, key), seen)
     elif isinstance(value, (list, tuple, dict)):
-        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        for key, item in dict(value if isinstance(value, dict) else enumerate(value)).items():
             yield from _held(item, _joined(name, str(key)), seen)
     elif callable(value) and not isinstance(value, type):
         yield from _held_by_function(value, name, seen)
@@ -88,7 +88,7 @@ def _joined(name: str, key: str) -> str:
 
 
 def with_loss(model: nn.Module, loss_fn: Callable[..., Any] | None) -> nn.Module:
-    """The model with the loss's module as one more of its own: another object, to be looked at, with the same tensors."""
+    """The model with the loss's module as one more of its own: an object to be looked at, with the same tensors."""
     loss = loss_module(model, loss_fn)
     if loss is None:
         return model

@@ -43,9 +43,10 @@ def trace(
 
     example_inputs: what forward takes, by position or name: tensors (real or meta), containers of such, and constants,
     which the graph is then for. With `loss_fn`, what forward does not take is passed on to `loss_fn(output, ...)`.
-    `mode="train"` keeps only the loss and the buffers that forward updates; "inference" keeps every output. Nothing is computed and the model is not changed.
-    Of blocks that do the same, when there are at least `fewest`, one is exported, and the graph is as if all were.
-    With `compute_dtype`, the graph is that of the model cast to it; its `kept_dtypes` says what is stored.
+    `mode="train"` keeps only the loss and the buffers that forward updates; "inference" keeps every output. Nothing is
+    computed and the model is not changed. Of blocks that do the same, when there are at least `fewest`, one is
+    exported, and the graph is as if all were. With `compute_dtype`, the graph is that of the model cast to it; its
+    `kept_dtypes` says what is stored.
     Raises TraceError naming the source line when the model cannot be captured.
     """
     names, inputs = bind_inputs(model, example_inputs, loss_fn)
@@ -59,9 +60,8 @@ def trace(
         given = cast_inputs(model, names, inputs, compute_dtype)
     program, paths = export(traced, names, given, loss, mode, fewest)
     graph = convert(program, with_loss(traced, loss), names, paths, with_loss=loss_fn is not None, mode=mode)
-    graph = replace(
-        graph, arguments=() if inputs.is_plain else inputs.tree, values=graph.values | loss_values(model, loss_fn)
-    )
+    values = {**graph.values, **loss_values(model, loss_fn)}
+    graph = replace(graph, arguments=() if inputs.is_plain else inputs.tree, values=values)
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
     graph = share(number(clean(fuse_routing(clean(without_counting(clean(graph)))))))
