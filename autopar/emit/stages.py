@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.emit.classes import INDENT, ClassWriter, call_text
+from autopar.emit.classes import INDENT, ClassWriter
 from autopar.emit.literals import literal_text
-from autopar.emit.names import escaped
+from autopar.emit.names import escaped, keywords
 from autopar.errors import PlanError
 from autopar.ir.graph import Fields, Graph, Ref
 from autopar.ir.placement import Axis, Placement, local_shape
@@ -43,7 +43,7 @@ def _tree_text(tree: Any) -> str:
     if isinstance(tree, Ref):
         return f"rt.Given({tree.tensor!r})"
     if isinstance(tree, Fields):
-        return f"rt.Fields({call_text({name: _tree_text(item) for name, item in tree.items})})"
+        return f"rt.Fields({keywords({name: _tree_text(item) for name, item in tree.items})})"
     if isinstance(tree, dict):
         return f"{{{', '.join(f'{key!r}: {_tree_text(item)}' for key, item in tree.items())}}}"
     if isinstance(tree, (list, tuple)):
