@@ -1,6 +1,8 @@
 """Microbatches as one more, outermost mesh axis whose "ranks" run one after another: gradient accumulation, typed.
 
     inputs S(0) · parameters stored I, used R (their gradients P: summed over the microbatches) · the loss ends P
+    sums of what follows from inputs alone (counts of targets, weights, masks): P → R before the first microbatch
+    what is the same in all, such as a penalty on parameters, R → P: the first adds it
 
 On this axis nothing is searched: what an operator does follows from its operands (`microbatch_types`). The other
 axes are planned on the graph of one microbatch (`one_microbatch`), and the plan is then stated on all axes
@@ -10,7 +12,7 @@ sliced for a microbatch, never the other way: microbatches cannot see each other
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +23,7 @@ from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, cheapest_path
-from autopar.ir.structure import batch_inputs
+from autopar.ir.structure import batch_inputs, tensors_of_inputs
 from autopar.ops import axis_rules
 from autopar.ops.call import call_of
 from autopar.ops.communication import is_mean_cross_entropy
@@ -48,7 +50,7 @@ def microbatch_types(graph: Graph, count: int) -> Types:
     """How each node runs on the microbatch axis.
 
     Raises PlanError where the batch does not divide into `count`, where an operator mixes samples (batch
-    statistics, a sum that is no part of the loss), or where forward changes a buffer, naming node and source line.
+    statistics, a product of two sums over the batch), or where forward changes a buffer, naming node and source line.
     """
     key = "microbatch types", str(count)
     if key not in graph.found:
@@ -82,24 +84,24 @@ def _find_types(graph: Graph, count: int) -> Types:
     for node in graph.nodes:
         types[node.name] = found = _followed(graph, node, current, count)
         current.update((name, placement[0]) for name, placement in zip(node.results, found.results, strict=True))
-    if graph.loss is not None and current[graph.loss] != P:
+    if graph.loss is not None and current[graph.loss] not in (P, R):
         raise PlanError(
             f"expected a loss that is a sum or mean over the batch, found one that is {current[graph.loss]} over "
             "microbatches: return a mean over samples from forward, or use microbatches=1"
         )
-    _check_means(graph, types)
     return types
 
 
-def _check_means(graph: Graph, types: Types) -> None:
-    """That one cross-entropy at most is a mean over all microbatches, whose targets these count together."""
-    means = [
-        f"{node.name} at {node.source}"
-        for node in graph.nodes
-        if is_mean_cross_entropy(call_of(graph, node)) and types[node.name].operands[0][0].kind == "S"
-    ]
-    if len(means) > 1:
-        raise PlanError(f"expected one mean cross-entropy in a model of several microbatches, found {', '.join(means)}")
+def _check_mean(graph: Graph, node: Node, plan: NodePlan) -> None:
+    """That the targets of a mean cross-entropy, which all microbatches count together, are known before the first."""
+    if plan.operands[0][0].kind != "S" or not is_mean_cross_entropy(call_of(graph, node)):
+        return
+    known = tensors_of_inputs(graph)
+    if not known.issuperset(node.operands[1:]):
+        raise PlanError(
+            f"expected the targets of {node.name} at {node.source or 'an unknown line'} to follow from the inputs "
+            "alone, since they are counted over all microbatches; use microbatches=1"
+        )
 
 
 def batch_types(graph: Graph) -> dict[str, Type]:
@@ -116,11 +118,16 @@ def batch_types(graph: Graph) -> dict[str, Type]:
     return {name: type_ for name, type_ in current.items() if type_.kind in "SP" and name not in graph.inputs}
 
 
-def _best_rule(graph: Graph, node: Node, have: list[Type], count: int) -> NodePlan | None:
-    """The node's rule for what its operands are, with the fewest slices of what is whole; stored tensors are whole."""
+def _best_rule(
+    graph: Graph, node: Node, have: list[Type], count: int, known: Container[str] | None = None
+) -> NodePlan | None:
+    """The node's rule for what its operands are, with the fewest slices of what is whole; stored tensors are whole.
+
+    known: of which the sum over all microbatches is there before; then what is whole may be the first's summand, too.
+    """
     best: tuple[int, NodePlan] | None = None
     for rule in axis_rules(graph, node):
-        slices = _slices(graph, node, have, rule.operands, count)
+        slices = _slices(graph, node, have, rule.operands, count, known)
         if slices is None or not _divides(graph, node.results, rule.results, count):
             continue
         if best is None or slices < best[0]:
@@ -131,22 +138,29 @@ def _best_rule(graph: Graph, node: Node, have: list[Type], count: int) -> NodePl
 def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int) -> NodePlan:
     """The node's best rule. Raises PlanError where it has none that keeps the microbatches apart."""
     have = [current.get(name, R) for name in node.operands]
-    best = _best_rule(graph, node, have, count)
+    best = _best_rule(graph, node, have, count, tensors_of_inputs(graph))
     if best is None or _mixes_samples(graph, node, best):
         found = ", ".join(f"{name}: {type_}" for name, type_ in zip(node.operands, have, strict=True))
         raise PlanError(
             f"node {node.name} ({node.op}) at {node.source or 'an unknown line'}: expected an operator that works on "
-            f"each microbatch by itself, found one that mixes samples (operands over microbatches: {found}). Use "
-            "microbatches=1."
+            f"each microbatch by itself, or on sums over inputs alone, found one that mixes samples (operands over "
+            f"microbatches: {found}). Use microbatches=1, which goes with data and tensor parallelism and with stages "
+            "of one microbatch."
         )
+    _check_mean(graph, node, best)
     return best
 
 
-def _slices(graph: Graph, node: Node, have: list[Type], wanted: tuple[Type, ...], count: int) -> int | None:
-    """How many operands must be sliced for a rule; None when the operands cannot be what it wants."""
+def _slices(
+    graph: Graph, node: Node, have: list[Type], wanted: tuple[Type, ...], count: int, known: Container[str] | None
+) -> int | None:
+    """How many operands must be sliced, or summed, for a rule; None when the operands cannot be what it wants."""
     slices = 0
     for name, own, want in zip(node.operands, have, wanted, strict=True):
         if own == want:
+            continue
+        if known is not None and ((own, want) == (R, P) or ((own, want) == (P, R) and name in known)):
+            slices += 1
             continue
         sliceable = own == R and want.kind == "S" and name not in graph.stored_by_tensor
         if not sliceable or graph.tensors[name].shape[want.dim] % count:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from autopar.emit.heads import HEADS
@@ -47,7 +48,17 @@ class CallWriter:
         return self.axes_where(loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
 
     def is_mean_over_microbatches(self, statement: Operate) -> bool:
-        return is_mean_cross_entropy(Call(self.graph, statement.node)) and self.microbatched(statement.reads[0][1])
+        return statement.node.name in self.means
+
+    @cached_property
+    def means(self) -> list[str]:
+        """The losses that are means over all microbatches."""
+        nodes = (node for node in self.graph.nodes if is_mean_cross_entropy(Call(self.graph, node)))
+        return [node.name for node in nodes if self.microbatched(self.plan.nodes[node.name].operands[0])]
+
+    def count_of(self, loss: str) -> str:
+        """Where the count of all microbatches' targets of a loss is."""
+        return "self.count" if len(self.means) == 1 else f"self.whole[{loss!r}]"
 
     def write_count(self, statement: Operate, target: str) -> str:
         """The call that starts to count the samples of a loss."""
@@ -158,13 +169,14 @@ def _cross_entropy(writer: CallWriter, statement: Operate, call: Call, names: li
     if not classes and not samples and not split:
         return None
     reduction = ("none", "mean", "sum")[int(call.arguments["reduction"])]
-    count = ", count=self.count" if split and reduction == "mean" else ""
+    count = f", count={writer.count_of(statement.node.name)}" if split and reduction == "mean" else ""
+    weight = f", weight={names[2]}" if len(names) > 2 else ""
     if statement.node.name in writer.counts:
         count = f", count={writer.counts[statement.node.name]}"
     return (
         f"rt.cross_entropy({names[0]}, {names[1]}, reduction_axes={_axes(samples)}, class_axes={_axes(classes)}, "
         f"num_classes={call.shape(0)[1]}, ignore_index={call.arguments['ignore_index']}, reduction={reduction!r}, "
-        f"label_smoothing={float(call.arguments['label_smoothing'])!r}{count})"
+        f"label_smoothing={float(call.arguments['label_smoothing'])!r}{weight}{count})"
     )
 
 

@@ -20,7 +20,7 @@ from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.naming import is_plain
 from autopar.ir.placement import Placement, are_alike, format_placement
 from autopar.ir.plan import PlanData
-from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.redistribution import Step, apply, before, transfer_bytes
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.communication import inner_communication
@@ -322,20 +322,19 @@ class ClassWriter:
 
     def _convert(self, item: Convert, path: str, names: Names) -> list[str]:
         lines = []
-        source, made = item.reads[0], item.makes[0]
-        tensor = self.graph.tensors[source[0]]
-        current = self.read(source, path, names)
-        placement = source[1]
-        name = names.make(made, current.rpartition(".")[2].strip('"[]'))
+        made, placement = item.makes[0], before(item.redistribute.steps, item.redistribute.target)
+        tensor = self.graph.tensors[item.redistribute.tensor]
+        current = self.read(item.reads[0], path, names) if item.reads else f"self.whole[{tensor.name!r}]"
+        name = names.make(made, current.rpartition(".")[2].strip('"[]') if item.reads else tensor.name)
         for step in item.redistribute.steps:
             axis = self.plan.axes[step.axis]
             forward, backward = transfer_bytes(tensor.shape, tensor.itemsize, placement, self.plan.axes, step)
             if axis.name == MICROBATCH:
-                text = (
-                    f"rt.microbatch({current}, {step.after.dim}, self.microbatch, {axis.size})"
-                    if step.after.kind == "S"
-                    else current
-                )
+                text = current
+                if step.after.kind == "S":
+                    text = f"rt.microbatch({current}, {step.after.dim}, self.microbatch, {axis.size})"
+                elif step.after.kind == "P":
+                    text = f"rt.in_first({current}, self.microbatch)"
             else:
                 is_last = step is item.redistribute.steps[-1]
                 late = is_last and made in self.late and (step.before.kind, step.after.kind) == ("P", "I")

@@ -1,61 +1,133 @@
-"""The count by which a mean loss over several microbatches divides: that of the whole batch, found before the first.
+"""What several microbatches are told of the whole batch before the first: counts that means divide by, and other sums.
 
-loss = Σ_microbatches Σ_samples loss_i / count        count = targets of all microbatches that are not ignored
+    loss = Σ_microbatches Σ_samples loss_i / count        count = targets of all microbatches that are not ignored
+
+Whatever follows from inputs alone can be summed so (P → R over microbatches): the count of a mask, a sum of weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.emit.classes import INDENT, ClassWriter
-from autopar.emit.early import chain, makers
+from autopar.emit.early import chain, known_ahead, makers
 from autopar.emit.names import Names
 from autopar.errors import PlanError
-from autopar.ir.statements import Flat, Operate, Value
+from autopar.ir.mesh import MICROBATCH
+from autopar.ir.plan import PlanData
+from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ops.call import Call
 
 
-def counting_lines(flat: Flat, writer: ClassWriter, inputs: Sequence[Value]) -> list[str]:
-    """The methods `prepare` and `targets` of a program whose loss is a mean over microbatches; else nothing.
+def is_sum_ahead(statement: Statement, plan: PlanData) -> bool:
+    """Whether a conversion brings the sum over all microbatches."""
+    steps = statement.redistribute.steps if isinstance(statement, Convert) else ()
+    return bool(steps) and plan.axes[steps[0].axis].name == MICROBATCH and steps[0].before.kind == "P"
 
-    Raises PlanError where there are several such losses, or where the targets do not follow from the inputs.
+
+def without_summands(flat: Flat, plan: PlanData) -> Flat:
+    """What each microbatch runs: not what only serves such sums."""
+    if not any(is_sum_ahead(statement, plan) for statement in flat.statements):
+        return flat
+    needed = {*flat.outputs, *flat.mutations.values(), *flat.leaving}
+    kept: list[Statement] = []
+    for statement in reversed(flat.statements):
+        if needed.isdisjoint(statement.makes):
+            continue
+        if isinstance(statement, Convert) and is_sum_ahead(statement, plan):
+            statement = replace(statement, reads=())
+        needed.update(statement.reads)
+        kept.append(statement)
+    return replace(flat, statements=tuple(reversed(kept)))
+
+
+def counting_lines(flat: Flat, writer: ClassWriter, inputs: Sequence[Value]) -> list[str]:
+    """The method `prepare` of a program with such counts or sums, and those that it calls; else nothing.
+
+    Raises PlanError where they do not follow from the inputs.
     """
-    losses = [s for s in flat.statements if isinstance(s, Operate) and writer.calls.is_mean_over_microbatches(s)]
-    if not losses:
+    counting = _Counting(flat, writer, inputs)
+    body: list[str] = []
+    methods: list[str] = []
+    for number, statement in enumerate(counting.wanted):
+        suffix = f"_{number}" if number else ""
+        text, method = counting.lines(statement, suffix)
+        body += text
+        methods += method
+    if not body:
         return []
-    if len(losses) > 1:
-        where = ", ".join(f"{loss.node.name} at {loss.node.source}" for loss in losses)
-        raise PlanError(f"expected one mean cross-entropy in a model of several microbatches, found {where}")
-    loss = losses[0]
-    found = chain(loss.reads[1], set(inputs), makers([*flat.constants, *flat.statements]))
-    if found is None:
-        raise PlanError(
-            f"expected the targets of {loss.node.name} at {loss.node.source} to follow from the inputs alone, since "
-            "they are counted over all microbatches; use microbatches=1"
-        )
-    inside = next((statement.home for statement in found if statement.home is not None), None)
-    if inside is not None:
-        raise PlanError(
-            f"expected the targets of {loss.node.name} at {loss.node.source}, which all ranks count, to come from no "
-            f"branch, found them to come from one on axis {inside.axis}; use microbatches=1"
-        )
-    needed = {id(statement) for statement in found}
-    names = Names({axis.name for axis in writer.plan.axes})
-    for value in inputs:
-        names.make(value, value[0])
-    body = writer.body([s for s in (*flat.constants, *flat.statements) if id(s) in needed], "", names)
-    axes, ignored = writer.calls.sample_axes(loss), Call(writer.graph, loss.node).arguments["ignore_index"]
-    reduced = "(" + "".join(f'self.mesh["{axis}"], ' for axis in axes).rstrip(" ") + ")"
-    every = [axis.name for axis in writer.plan.axes]
-    return [
-        "",
-        f"{INDENT}def prepare(self, microbatches):",
-        f'{INDENT * 2}"""Counts the targets of all microbatches: the mean over the batch divides by that."""',
-        f"{INDENT * 2}targets = torch.cat([self.targets(*inputs).flatten() for inputs in microbatches])",
-        f"{INDENT * 2}self.count = rt.valid_count(targets, {reduced}, ignore_index={ignored})",
-        "",
-        f"{INDENT}def targets({', '.join(['self', *(names[value] for value in inputs)])}):",
-        *writer.axis_lines(body, every),
-        *body,
-        f"{INDENT * 2}return {names[loss.reads[1]]}",
-    ]
+    head = f'{INDENT * 2}"""Counts and sums over all microbatches, which follow from the inputs alone."""'
+    return ["", f"{INDENT}def prepare(self, microbatches):", head, *body, *methods]
+
+
+class _Counting:
+    def __init__(self, flat: Flat, writer: ClassWriter, inputs: Sequence[Value]) -> None:
+        self.flat, self.writer, self.inputs = flat, writer, inputs
+        self.statements = [*flat.constants, *flat.statements]
+        self.made_by = makers(self.statements)
+        self.known = known_ahead(writer.graph, writer.plan, inputs)
+        sums: set[str] = set()
+        self.wanted: list[Operate | Convert] = []
+        for statement in flat.statements:
+            if isinstance(statement, Operate):
+                self.wanted += [statement] if writer.calls.is_mean_over_microbatches(statement) else []
+            elif is_sum_ahead(statement, writer.plan) and statement.redistribute.tensor not in sums:
+                sums.add(statement.redistribute.tensor)
+                self.wanted.append(statement)
+
+    def lines(self, statement: Operate | Convert, suffix: str) -> tuple[list[str], list[str]]:
+        """What `prepare` does for it, and the method that it calls."""
+        calls = self.writer.calls
+        if isinstance(statement, Convert):
+            method, name = f"summand{suffix}", statement.redistribute.tensor
+            text = f"self.whole[{name!r}] = rt.total([self.{method}(*inputs) for inputs in microbatches])"
+            where = f"{name}, which is summed over all microbatches,"
+            return [INDENT * 2 + text], self._method(method, statement.reads[:1], where)
+        method, node = f"targets{suffix}", statement.node
+        where = f"the targets of {node.name} at {node.source}, which are counted over all microbatches,"
+        axes, ignored = calls.sample_axes(statement), Call(self.writer.graph, node).arguments["ignore_index"]
+        reduced = "(" + "".join(f'self.mesh["{axis}"], ' for axis in axes).rstrip(" ") + ")"
+        counted = f"targets, {reduced}, ignore_index={ignored}"
+        if len(statement.reads) > 2:
+            text = [
+                f"parts = [self.{method}(*inputs) for inputs in microbatches]",
+                "targets, weight = torch.cat([part[0].flatten() for part in parts]), parts[0][1]",
+                f"{calls.count_of(node.name)} = rt.valid_count({counted}, weight=weight)",
+            ]
+        else:
+            text = [
+                f"targets = torch.cat([self.{method}(*inputs).flatten() for inputs in microbatches])",
+                f"{calls.count_of(node.name)} = rt.valid_count({counted})",
+            ]
+        return [INDENT * 2 + line for line in text], self._method(method, statement.reads[1:], where)
+
+    def _method(self, method: str, values: Sequence[Value], where: str) -> list[str]:
+        """Returns the values, of one microbatch."""
+        chains = [chain(value, self.known, self.made_by, self._is_there) for value in values]
+        found = [statement for made in chains if made is not None for statement in made]
+        if any(made is None for made in chains):
+            raise PlanError(f"expected {where} to follow from the inputs alone; use microbatches=1")
+        inside = next((statement.home for statement in found if statement.home is not None), None)
+        if inside is not None:
+            raise PlanError(
+                f"expected {where} to come from no branch, found one on axis {inside.axis}; use microbatches=1"
+            )
+        needed = {id(statement) for statement in found}
+        names = Names({axis.name for axis in self.writer.plan.axes})
+        for value in self.inputs:
+            names.make(value, value[0])
+        running = [replace(s, reads=()) if self._is_there(s) else s for s in self.statements if id(s) in needed]
+        body = self.writer.body(running, "", names)
+        every = [axis.name for axis in self.writer.plan.axes]
+        return [
+            "",
+            f"{INDENT}def {method}({', '.join(['self', *(names[value] for value in self.inputs)])}):",
+            *self.writer.axis_lines(body, every),
+            *body,
+            f"{INDENT * 2}return {', '.join(self.writer.read(value, '', names) for value in values)}",
+        ]
+
+    def _is_there(self, statement: Statement) -> bool:
+        """Whether it only reads a sum that `prepare` has made before."""
+        return is_sum_ahead(statement, self.writer.plan)

@@ -6,12 +6,14 @@ follow from the program's inputs, its all-reduce starts at the top of forward an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from autopar.emit.calls import CallWriter
 from autopar.emit.names import Names
 from autopar.emit.tree import Region
+from autopar.ir.graph import Graph
+from autopar.ir.plan import PlanData
 from autopar.ir.statements import Operate, Statement, Value
 
 
@@ -29,7 +31,7 @@ def find_early(items: Sequence[Statement | Region], known: set[Value], calls: Ca
     own = makers([item for item in items if not isinstance(item, Region)])
     losses, needed = [], set()
     for item in items:
-        if isinstance(item, Operate) and calls.counted_axes(item):
+        if isinstance(item, Operate) and len(item.reads) == 2 and calls.counted_axes(item):
             found = chain(item.reads[1], known, own)
             if found is not None:
                 losses.append(item)
@@ -53,15 +55,28 @@ def makers(statements: Sequence[Statement]) -> dict[Value, Statement]:
     return {made: statement for statement in statements for made in statement.makes}
 
 
-def chain(value: Value, known: set[Value], made_by: dict[Value, Statement]) -> list[Statement] | None:
-    """The statements that lead from known values to this one; None where something else is needed."""
+def known_ahead(graph: Graph, plan: PlanData, inputs: Sequence[Value]) -> set[Value]:
+    """Inputs, and what is stored that no step changes, as it is stored."""
+    stored = (s.tensor for s in graph.stored if s.kind != "parameter" and s.name not in graph.mutations)
+    return {*inputs, *((name, plan.storage[name].placement) for name in stored)}
+
+
+def chain(
+    value: Value, known: set[Value], made_by: dict[Value, Statement], ends: Callable[[Statement], bool] | None = None
+) -> list[Statement] | None:
+    """The statements that lead from known values to this one; None where something else is needed.
+
+    ends: whether a statement needs nothing that is made before it.
+    """
     if value in known:
         return []
     if value not in made_by:
         return None
     found = [made_by[value]]
+    if ends is not None and ends(found[0]):
+        return found
     for read in made_by[value].reads:
-        before = chain(read, known, made_by)
+        before = chain(read, known, made_by, ends)
         if before is None:
             return None
         found += before

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from autopar.emit.calls import LOWERED
 from autopar.emit.classes import INDENT, Classes, ClassWriter
-from autopar.emit.counting import counting_lines
+from autopar.emit.counting import counting_lines, without_summands
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.folding import Folding
 from autopar.emit.module import Module
@@ -62,7 +62,8 @@ class _Written:
         self, graph: Graph, plan: PlanData, classes: Classes, name: str, leaving: Sequence[Value] = ()
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.name = graph, plan, name
-        self.flat = flat = flatten(graph, plan, leaving)
+        self.everything = flatten(graph, plan, leaving)
+        self.flat = flat = without_summands(self.everything, plan)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
         self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute), flat.hosts)
         self.folding = Folding(graph, flat, self.root)
@@ -159,7 +160,7 @@ def _methods(what: _Written) -> list[str]:
         lines += ["", *constants[0]]
         targets = [body_names.make(value, value[0]) for value in constants[1]]
         body.append(f"{INDENT * 2}{', '.join(targets)}{',' if len(targets) == 1 else ''} = self.constants()")
-    lines += counting_lines(flat, writer, inputs)
+    lines += counting_lines(what.everything, writer, inputs)
     known = {*inputs, *(value for statement in flat.constants for value in statement.makes)}
     early = find_early(root.items, known, writer.calls)
     body += writer.body(early.moved, "", body_names)

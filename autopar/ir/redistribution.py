@@ -9,7 +9,7 @@ its own; the table states it because the cost model prices it.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from autopar.ir.placement import Axis, P, Placement, R, Type, longest_part, part_length
@@ -72,6 +72,13 @@ def is_legal(step: Step, placement: Placement) -> bool:
 def apply(step: Step, placement: Placement) -> Placement:
     """The placement after a legal step."""
     return (*placement[: step.axis], step.after, *placement[step.axis + 1 :])
+
+
+def before(steps: Sequence[Step], target: Placement) -> Placement:
+    """The placement that steps to a target begin with."""
+    for step in reversed(steps):
+        target = (*target[: step.axis], step.before, *target[step.axis + 1 :])
+    return target
 
 
 def split_lengths(

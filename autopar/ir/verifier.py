@@ -32,6 +32,7 @@ from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
 from autopar.ir.redistribution import apply, is_legal
 from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
+from autopar.ir.structure import tensors_of_inputs
 
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
 
@@ -264,10 +265,13 @@ def _maker(graph: Graph, tensor: str) -> str:
 
 
 def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Type, after: Type) -> bool:
-    """Microbatches run one after another: an activation can only be sliced along that axis, never gathered."""
+    """Microbatches run one after another: an activation can only be sliced along that axis, or counted in one of them,
+    never gathered. Sums of what follows from inputs alone are made before the first."""
     if plan.axes[axis].name != MICROBATCH or name in graph.stored_by_tensor:
         return True
-    return before == R and after.kind in "SI"
+    if before == P:
+        return after == R and name in tensors_of_inputs(graph)
+    return before == R and after.kind in "SIP"
 
 
 def _check_outputs(

@@ -139,9 +139,13 @@ def _without_gradient(call: Call, rule: AxisRule) -> AxisRule:
 
 
 def _sensible(call: Call, rule: AxisRule) -> bool:
-    """Summands of integers or masks are left out: they would add up, but nothing gains from them."""
+    """Summands of integers or masks are left out, but for counts: they would add up, but nothing gains from them."""
+    tensors, counts = call.graph.tensors, call.node.op.startswith("aten.sum.")
     pairs = zip((*rule.operands, *rule.results), (*call.node.operands, *call.node.results), strict=True)
-    return all(type_ != P or "float" in call.graph.tensors[name].dtype for type_, name in pairs)
+    return all(
+        type_ != P or "float" in tensors[name].dtype or (counts and name in call.node.results and rule.operands[0] != P)
+        for type_, name in pairs
+    )
 
 
 def _rules(graph: Graph, node: Node) -> Rules:

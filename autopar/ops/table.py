@@ -61,7 +61,8 @@ def _linear_words(call: Call) -> str:
 
 
 def _all_floating(call: Call) -> bool:
-    names = (*call.node.operands, *call.node.results)
+    """What is summed and what comes of it; a count that it is divided by may be an integer."""
+    names = (call.node.operands[0], *call.node.results)
     return all("float" in call.graph.tensors[name].dtype for name in names)
 
 
@@ -144,16 +145,20 @@ def embedding(call: Call) -> list[AxisRule]:
 
 
 def cross_entropy(call: Call) -> list[AxisRule]:
-    """Split samples give summands of the mean over the global count; split classes are reduced inside, giving I."""
+    """Split samples give summands of the mean over the global count; split classes are reduced inside, giving I.
+
+    Weights of classes are whole.
+    """
     logits = call.shape(0)
-    if call.has_tensor("weight") or len(logits) < 2 or "float" in call.tensor(1).dtype:
+    weight = (R,) if call.has_tensor("weight") else ()
+    if len(logits) < 2 or "float" in call.tensor(1).dtype or (weight and call.tensor(2).differentiable):
         return []
     spread = call.arguments["reduction"] == 0
     sample_dims = [0, *range(2, len(logits))]
     rules = []
     for position, dim in enumerate(sample_dims):
-        rules.append(AxisRule((S(dim), S(position)), (S(position) if spread else P,)))
-    if not spread and len(logits) == 2 and float(call.arguments["label_smoothing"]) == 0.0:
+        rules.append(AxisRule((S(dim), S(position), *weight), (S(position) if spread else P,)))
+    if not spread and not weight and len(logits) == 2 and float(call.arguments["label_smoothing"]) == 0.0:
         rules.append(AxisRule((S(1), R), (I,)))
     return rules
 

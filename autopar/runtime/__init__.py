@@ -24,7 +24,7 @@ from autopar.runtime.declare import (
 )
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, imported
-from autopar.runtime.inputs import microbatch
+from autopar.runtime.inputs import in_first, microbatch, total
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
 from autopar.runtime.lowering.embedding import embedding, embedding_bag
@@ -77,6 +77,7 @@ __all__ = [
     "grouped_mm",
     "heads_of",
     "imported",
+    "in_first",
     "keep_freed_memory",
     "last_checkpoint",
     "load_checkpoint",
@@ -97,5 +98,6 @@ __all__ = [
     "seed_dropout",
     "set_exact_dropout",
     "start_valid_count",
+    "total",
     "valid_count",
 ]

@@ -215,6 +215,11 @@ class Block(Parameters):
     def count(self, value: Tensor | float) -> None:
         self.mesh.progress.count = value
 
+    @property
+    def whole(self) -> dict[str, Tensor]:
+        """Sums over all microbatches of what follows from inputs alone; `Program.prepare` sets them."""
+        return self.mesh.progress.whole
+
 
 class Program(Block):
     """The root block of an emitted program; subclasses state the mesh and the inputs they are for."""

@@ -45,6 +45,16 @@ def microbatch(x: Tensor, dim: int, index: int, count: int) -> Tensor:
     return x.narrow(dim, index * size, size)
 
 
+def total(parts: Sequence[Tensor]) -> Tensor:
+    """The sum of what each microbatch has."""
+    return torch.stack(list(parts)).sum(0)
+
+
+def in_first(x: Tensor, index: int) -> Tensor:
+    """What all microbatches have alike, as a summand of the first: zeros in the others, with gradients of zeros."""
+    return x if index == 0 else x * 0
+
+
 def microbatch_shape(spec: Input, count: int) -> tuple[int, ...]:
     """Global shape of one microbatch of the input."""
     if spec.microbatch_dim is None:

@@ -42,13 +42,15 @@ class Axis:
 
 @dataclass(slots=True, eq=False)
 class Progress:
-    """Where a step is: the microbatch that runs, and the count by which its mean loss is divided.
+    """Where a step is: the microbatch that runs, the count by which its mean loss is divided, and what else is known of
+    all microbatches, by the tensor's name.
 
     is_again: what runs is a block that the backward pass recomputes.
     """
 
     microbatch: int = 0
     count: torch.Tensor | float | None = None
+    whole: dict[str, torch.Tensor] = field(default_factory=dict)
     is_again: bool = False
 
 

@@ -193,6 +193,8 @@ def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:
 
 def _is_counted_early(graph: Graph, loss: Node, plan: Plan) -> bool:
     """Whether the targets follow from inputs and constants outside of blocks, where the loss lies, too."""
+    if len(loss.operands) > 2:  # weights of classes
+        return False
     blocks, needed = block_paths(graph, plan.recompute), [loss.operands[1]]
     makers = [loss]
     while needed:

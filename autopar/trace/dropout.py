@@ -21,15 +21,15 @@ def write_out_dropout(module: fx.GraphModule) -> None:
     """Rewrites the exported, not yet functional graph in place."""
     for node in list(module.graph.nodes):
         if node.target == aten.dropout_.default:
-            _replace(module, node, _dropout_in_place)
-        elif node.target == aten.dropout.default and _memory_order(_arguments(node)["input"]):
-            _replace(module, node, _dropout)
-        elif node.target == aten.scaled_dot_product_attention.default and _arguments(node)["dropout_p"] > 0.0:
-            _replace(module, node, _attention)
+            replaced(module, node, _dropout_in_place)
+        elif node.target == aten.dropout.default and _memory_order(arguments_of(node)["input"]):
+            replaced(module, node, _dropout)
+        elif node.target == aten.scaled_dot_product_attention.default and arguments_of(node)["dropout_p"] > 0.0:
+            replaced(module, node, _attention)
     module.recompile()
 
 
-def _arguments(node: fx.Node) -> dict[str, Any]:
+def arguments_of(node: fx.Node) -> dict[str, Any]:
     """The arguments by name, defaults filled in."""
     schema = node.target._schema  # type: ignore[union-attr]
     bound = {argument.name: argument.default_value for argument in schema.arguments if argument.has_default_value()}
@@ -37,7 +37,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return {**bound, **node.kwargs}
 
 
-class _Writer:
+class Writer:
     """Inserts calls before a node, with its module and source line."""
 
     def __init__(self, graph: fx.Graph, node: fx.Node) -> None:
@@ -49,9 +49,9 @@ class _Writer:
         return made
 
 
-def _replace(module: fx.GraphModule, node: fx.Node, write: Any) -> None:
+def replaced(module: fx.GraphModule, node: fx.Node, write: Any) -> None:
     with module.graph.inserting_before(node):
-        result = write(_Writer(module.graph, node), _arguments(node))
+        result = write(Writer(module.graph, node), arguments_of(node))
     result.meta = dict(node.meta)
     node.replace_all_uses_with(result)
     module.graph.erase_node(node)
@@ -64,7 +64,7 @@ def _memory_order(x: fx.Node) -> list[int]:
     return [] if mask.is_contiguous() else order
 
 
-def _dropout(call: _Writer, given: dict[str, Any]) -> fx.Node:
+def _dropout(call: Writer, given: dict[str, Any]) -> fx.Node:
     source, order = given["input"], _memory_order(given["input"])
     if not order:
         return call(aten.dropout.default, source, given["p"], given["train"])
@@ -72,12 +72,12 @@ def _dropout(call: _Writer, given: dict[str, Any]) -> fx.Node:
     return call(aten.permute.default, dropped, [order.index(dim) for dim in range(len(order))])
 
 
-def _dropout_in_place(call: _Writer, given: dict[str, Any]) -> fx.Node:
+def _dropout_in_place(call: Writer, given: dict[str, Any]) -> fx.Node:
     dropped = _dropout(call, {**given, "input": given["self"]})
     return call(aten.copy_.default, given["self"], dropped)
 
 
-def _attention(call: _Writer, given: dict[str, Any]) -> fx.Node:
+def _attention(call: Writer, given: dict[str, Any]) -> fx.Node:
     """softmax(q k / √d + mask), dropped, times v. Query and key are each scaled by the root, as torch does."""
     query, key, value = given["query"], given["key"], given["value"]
     shape, dtype = query.meta["val"].shape, query.meta["val"].dtype
@@ -99,7 +99,7 @@ def _attention(call: _Writer, given: dict[str, Any]) -> fx.Node:
     return call(aten._to_copy.default, result, dtype=dtype) if dtype in _NARROW else result
 
 
-def _mask(call: _Writer, given: dict[str, Any], dtype: torch.dtype) -> fx.Node | None:
+def _mask(call: Writer, given: dict[str, Any], dtype: torch.dtype) -> fx.Node | None:
     """What is added to the scores: −∞ where a position must not be seen."""
     mask = given["attn_mask"]
     if given["is_causal"]:
