@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.export._trace
 from torch import fx, nn
 from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
+from autopar.trace.checks import checks_passed
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
 from autopar.trace.dropout import write_out_dropout
@@ -190,7 +192,8 @@ def called(
 
 
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    program = torch.export.export(target, args, kwargs, strict=False)
+    with checks_passed():
+        program = torch.export.export(target, args, kwargs, strict=False)
     _detach_no_grad_regions(program.graph_module)
     write_out_dropout(program.graph_module)
     write_out_soft_targets(program.graph_module)
@@ -208,15 +211,20 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    logger = logging.getLogger("torch.export")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Without torch's warnings, and without the graphs that it prints where tracing ends: errors are ours to tell."""
+    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._functorch")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.CRITICAL)
+    torch.export._trace.print = lambda *args, **options: None  # type: ignore[attr-defined] # the graph so far
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.setLevel(level)
+        del torch.export._trace.print  # type: ignore[attr-defined]
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 @contextmanager
