@@ -94,7 +94,7 @@ def _find_types(graph: Graph, count: int) -> Types:
 
 def _check_mean(graph: Graph, node: Node, plan: NodePlan) -> None:
     """That the targets of a mean cross-entropy, which all microbatches count together, are known before the first."""
-    if plan.operands[0][0].kind != "S" or not is_mean_cross_entropy(call_of(graph, node)):
+    if not is_mean_cross_entropy(call_of(graph, node)) or plan.operands[0][0].kind != "S":
         return
     known = tensors_of_inputs(graph)
     if not known.issuperset(node.operands[1:]):

@@ -27,6 +27,7 @@ from autopar.trace.functions import functions_kept
 from autopar.trace.losses import loss_module, name_of_loss
 from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
+from autopar.trace.rows import rows_kept
 from autopar.trace.soft_targets import write_out_soft_targets
 from autopar.trace.structure import Namer, check_outputs, filled, outputs_in, tensors_in
 
@@ -192,7 +193,7 @@ def called(
 
 
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with checks_passed():
+    with checks_passed(), rows_kept():
         program = torch.export.export(target, args, kwargs, strict=False)
     _detach_no_grad_regions(program.graph_module)
     write_out_dropout(program.graph_module)
