@@ -81,9 +81,9 @@ class _Counting:
         calls = self.writer.calls
         if isinstance(statement, Convert):
             method, name = f"summand{suffix}", statement.redistribute.tensor
-            text = f"self.whole[{name!r}] = rt.total([self.{method}(*inputs) for inputs in microbatches])"
+            line = f"self.whole[{name!r}] = rt.total([self.{method}(*inputs) for inputs in microbatches])"
             where = f"{name}, which is summed over all microbatches,"
-            return [INDENT * 2 + text], self._method(method, statement.reads[:1], where)
+            return [INDENT * 2 + line], self._method(method, statement.reads[:1], where)
         method, node = f"targets{suffix}", statement.node
         where = f"the targets of {node.name} at {node.source}, which are counted over all microbatches,"
         axes, ignored = calls.sample_axes(statement), Call(self.writer.graph, node).arguments["ignore_index"]

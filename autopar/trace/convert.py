@@ -21,6 +21,7 @@ from autopar.ir.structure import FUNCTION
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.evidence import is_own
 from autopar.trace.gradients import differentiable_results
+from autopar.trace.layouts import check_layout
 from autopar.trace.markers import CALLED, entered, function, left, repeated
 from autopar.trace.regions import Region, regions
 from autopar.trace.tied import tied_names
@@ -194,6 +195,8 @@ class _Converter:
         items = value if many else [value]
         if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
             raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
+        for item in filter(torch.is_tensor, items):
+            check_layout(item, f"a result of {node.target} at {_line(node)}")
         flags = differentiable_results(made, [self.tensors[name] for name in made.operands])
         for name, item, differentiable in zip(outputs, items, flags, strict=True):
             if name is not None:

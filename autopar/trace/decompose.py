@@ -22,8 +22,24 @@ def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
     return source.to(target.dtype).expand(target.shape)
 
 
+def _scatter_of_reals(scatter: OpOverload) -> Callable[..., Any]:
+    """Writing into a part of a complex tensor, which torch does not differentiate, as writing into its real form."""
+
+    def taken_apart(x: torch.Tensor, source: torch.Tensor, dim: int = 0, *where: Any, **options: Any) -> Any:
+        if not x.is_complex():
+            return NotImplemented
+        real = scatter(torch.view_as_real(x), torch.view_as_real(source), dim % x.dim(), *where, **options)
+        return torch.view_as_complex(real.contiguous())
+
+    return taken_apart
+
+
 #: what torch neither decomposes nor differentiates: `x[:, 0] = y` leaves a copy
 _OWN: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.copy.default: _copy}
+_OF_REALS = {
+    scatter: _scatter_of_reals(scatter)
+    for scatter in (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)
+}
 
 
 def decompose(program: ExportedProgram) -> ExportedProgram:
@@ -36,7 +52,7 @@ def decompose(program: ExportedProgram) -> ExportedProgram:
 
 
 def _decompositions() -> dict[OpOverload, Callable[..., Any]]:
-    return {op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)}
+    return {**{op: taken_apart for op, taken_apart in _known().items() if not has_rules(op)}, **_OF_REALS}
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Rows that a mask leaves, `z[mask]`: how many there are, values decide. What is usually done with them needs no number.
+"""Rows that a mask leaves, `z[mask]`: values decide how many. What is usually done with them needs no number.
 
     cross_entropy(z[m], y[m])       →  cross_entropy(z, where(m, y, ignore_index))
     mse_loss(a[m], b[m])            →  where(m, mse_loss(a, b, "none"), 0).sum() / (m.sum() · elements of a row)
@@ -36,6 +36,7 @@ _ROW_BY_ROW = frozenset((
     "contiguous", "relu", "gelu", "silu", "tanh", "sigmoid", "softplus", "linear", "layer_norm", "rms_norm", "eq", "ne",
     "logsigmoid", "elu", "leaky_relu", "mish",
 ))  # fmt: skip
+_WITH_MATRICES = frozenset(("linear", "matmul"))
 _ALONG = frozenset(("log_softmax", "softmax", "sum", "mean", "logsumexp", "argmax"))
 _OPERATORS = {
     "add": "add", "radd": "add", "sub": "sub", "rsub": "rsub", "mul": "mul", "rmul": "mul", "truediv": "div",
@@ -82,18 +83,21 @@ class MaskedRows:
     def with_data(self, data: Tensor) -> MaskedRows:
         return MaskedRows(data, self.mask, self.origin)
 
-    def total(self) -> Tensor:
-        return torch.where(_beside(self.mask, self.data), self.data, 0).sum()
-
-    def reduced(self, reduction: str) -> Any:
+    def reduced(self, reduction: str, over_rows: bool = False) -> Any:
+        """Over everything, or over the rows alone."""
         if reduction == "none":
             return self
-        total = self.total()
-        return total if reduction == "sum" else total / (self.mask.sum() * math.prod(self.data.shape[1:]))
+        kept = torch.where(_beside(self.mask, self.data), self.data, 0)
+        total = kept.sum(0) if over_rows else kept.sum()
+        if reduction == "sum":
+            return total
+        return total / (self.mask.sum() * (1 if over_rows else math.prod(self.data.shape[1:])))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
+        if not callable(getattr(Tensor, name, None)):
+            _refuse(f"the {name}")
         return lambda *args, **kwargs: _call(name, (self, *args), kwargs)
 
     @classmethod
@@ -113,18 +117,19 @@ MaskedRows.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator makes of rows."""
-    rows = next(x for x in (*args, *kwargs.values()) if isinstance(x, MaskedRows))
-    for other in (*args, *kwargs.values()):
-        if isinstance(other, MaskedRows) and not _same(other.origin, rows.origin):
-            _refuse(f"{name} of rows that different masks leave")
-        if isinstance(other, Tensor) and other.dim() > len(rows.data.shape) - 1 and name not in ("linear", "type_as"):
-            _refuse(f"{name} of such rows and others")
+    given = (*args, *kwargs.values())
+    rows = next((x for x in given if isinstance(x, MaskedRows)), None)
+    if rows is None:
+        _refuse(f"{name} of a list of such")
+    _check_operands(name, rows, given)
     if name in _BY_CLASS:
         return _loss_by_class(rows, getattr(F, name), args, kwargs)
     if name in _BY_ELEMENT:
         return _loss_by_element(rows, getattr(F, name), args, kwargs)
-    if name in ("sum", "mean") and not args[1:] and set(kwargs) <= {"dim"} and kwargs.get("dim") is None:
-        return rows.reduced(name)
+    if name in ("sum", "mean") and len(args) + len(kwargs) <= 2 and set(kwargs) <= {"dim"}:
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if dim is None or (isinstance(dim, int) and dim % rows.data.dim() == 0):
+            return rows.reduced(name, over_rows=dim is not None)
     plain, named = tuple(map(_plain, args)), {key: _plain(value) for key, value in kwargs.items()}
     if name in ("view", "reshape", "flatten", "squeeze", "unsqueeze"):
         return _viewed(rows, name, args[1:], kwargs)
@@ -132,7 +137,7 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _taken(rows, args[1])
     if name in ("div", "true_divide", "divide") and not isinstance(args[1], MaskedRows):
         return rows.with_data(torch.div(*plain, **named))
-    if name == "matmul" and isinstance(args[0], MaskedRows) and isinstance(args[1], Tensor):
+    if name == "matmul" and args[0] is rows and isinstance(args[1], Tensor) and args[1].dim() <= 2 <= rows.data.dim():
         return rows.with_data(torch.matmul(*plain))
     if name == "pow" and not (isinstance(args[1], (int, float)) and args[1] >= 1):
         _refuse("such a power")
@@ -141,6 +146,20 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _refuse(name)
     function = next(f for f in (getattr(owner, name, None) for owner in (F, torch, Tensor)) if callable(f))
     return rows.with_data(function(*plain, **named))
+
+
+def _check_operands(name: str, rows: MaskedRows, given: tuple[Any, ...]) -> None:
+    """That nothing meets another row than its own."""
+    for other in given:
+        if isinstance(other, MaskedRows):
+            if not _same(other.origin, rows.origin):
+                _refuse(f"{name} of rows that different masks leave")
+            if other.data.dim() != rows.data.dim() and name not in _BY_CLASS:
+                _refuse(f"{name} of rows of {rows.data.dim() - 1} and of {other.data.dim() - 1} dims")
+        elif isinstance(other, Tensor) and other.dim() >= rows.data.dim() and name not in _WITH_MATRICES:
+            _refuse(f"{name} of such rows and others")
+    if name in _WITH_MATRICES and (given[0] is not rows or sum(isinstance(x, MaskedRows) for x in given) > 1):
+        _refuse(f"{name} of such rows as its weights")
 
 
 def _plain(value: Any) -> Any:
@@ -189,7 +208,7 @@ def _viewed(rows: MaskedRows, name: str, args: Any, kwargs: Any) -> Any:
             _refuse(name)
         return rows.with_data(rows.data.reshape(shape[0], *sizes[1:]))
     if name == "flatten":
-        if len(shape) > 1 and not args[:1] == (1,):
+        if len(shape) > 1 and args[:1] != (1,):
             _refuse(name)
         return rows if len(shape) == 1 else rows.with_data(rows.data.flatten(1))
     if not args or args[0] % (len(shape) + (name == "unsqueeze")) == 0:
@@ -295,7 +314,8 @@ def _rows(x: Any, index: Any) -> MaskedRows | None:
     if tuple(x.shape[: mask.dim()]) != tuple(mask.shape):
         return None
     data = x[(*[slice(None)] * mask.dim(), *rest)] if rest else x
-    return MaskedRows(data.reshape(mask.numel(), *data.shape[mask.dim() :]), mask.reshape(-1), mask)
+    rows = data.reshape(mask.numel(), *data.shape[mask.dim() :])
+    return MaskedRows(rows.clone(), mask.reshape(-1).clone(), mask)  # what is written to them later is not seen
 
 
 @contextmanager
@@ -312,8 +332,8 @@ def rows_kept() -> Iterator[None]:
         if not _is_mask(mask) or options:
             return functions["masked_select"](x, mask, **options)
         if mask.dim() < x.dim() or mask.shape != x.shape:
-            x, mask = torch.broadcast_tensors(x, mask)
-        return MaskedRows(x.reshape(-1), mask.reshape(-1), mask)
+            x, mask = torch.broadcast_tensors(x, mask)  # type: ignore[no-untyped-call] # torch's
+        return MaskedRows(x.reshape(-1).clone(), mask.reshape(-1).clone(), mask)
 
     def nonzero(x: Tensor, *args: Any, as_tuple: bool = False, **options: Any) -> Any:
         if not isinstance(x, FakeTensor) or x.dim() == 0 or args or options:
@@ -331,9 +351,9 @@ def rows_kept() -> Iterator[None]:
             return x[index] if dim % x.dim() == 0 else _refuse("index_select of another dim")
         return functions["index_select"](x, dim, index)
 
-    replaced = {"__getitem__": getitem, "masked_select": masked_select, "nonzero": nonzero, "index_select": index_select}
+    replaced = {"masked_select": masked_select, "nonzero": nonzero, "index_select": index_select}
     try:
-        for name, function in replaced.items():
+        for name, function in {"__getitem__": getitem, **replaced}.items():
             setattr(Tensor, name, function)
         for name in functions:
             setattr(torch, name, where if name == "where" else replaced[name])

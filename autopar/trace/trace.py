@@ -21,6 +21,7 @@ from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
 from autopar.trace.export import bind_inputs, check_gradients, export
+from autopar.trace.layouts import check_layouts
 from autopar.trace.losses import loss_values, with_loss
 from autopar.trace.model_names import check_names
 from autopar.trace.numbering import number
@@ -54,6 +55,7 @@ def trace(
         check_gradients(names, inputs)
     whole = with_loss(model, loss_fn)
     check_names(whole)
+    check_layouts(whole, names, inputs)
     traced, loss, given = model, loss_fn, inputs
     if compute_dtype is not None:
         traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
