@@ -74,10 +74,12 @@ def is_mean_cross_entropy(call: Call) -> bool:
 
 
 def count_of_targets(call: Call, operands: tuple[Placement, ...]) -> list[Inner]:
-    """What a mean cross-entropy sends to count its targets, once for all microbatches: a float32 an axis."""
+    """What a mean cross-entropy sends to count its targets, once for all microbatches: a float32 an axis, or a sum of
+    weights."""
     if not is_mean_cross_entropy(call):
         return []
-    return [Inner("all_reduce", axis, 4) for axis in _split_by(operands[0], lambda type_: type_ != S(1))]
+    size = max(4, call.tensor(2).itemsize) if call.has_tensor("weight") else 4
+    return [Inner("all_reduce", axis, size) for axis in _split_by(operands[0], lambda type_: type_ != S(1))]
 
 
 def _halo_exchange(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:

@@ -73,9 +73,17 @@ def _found(path: str, position: Position) -> bool | None:
         wanted = _passing(node)
         if wanted is not None and isinstance(node, (ast.If, ast.Assert)):
             found = _inside(node.test, wanted, position)
+            if found is None and isinstance(node, ast.Assert):
+                found = _inside_rewritten(node, position)
             if found is not None:
                 return found
     return None
+
+
+def _inside_rewritten(node: ast.Assert, position: Position) -> bool | None:
+    """As pytest writes asserts: whatever one asks about, without a `not`, is to be true."""
+    is_plain = not any(isinstance(part, (ast.Not, ast.IfExp)) for part in ast.walk(node.test))
+    return True if is_plain and position == _place(node) else None
 
 
 def _passing(node: ast.AST) -> bool | None:
@@ -113,6 +121,6 @@ def _inside(test: ast.expr, wanted: bool, position: Position) -> bool | None:
     return wanted if _place(test) == position else None
 
 
-def _place(node: ast.expr) -> Position:
+def _place(node: ast.expr | ast.stmt) -> Position:
     assert node.end_lineno is not None and node.end_col_offset is not None, "parsed from source"
     return node.lineno, node.col_offset, node.end_lineno, node.end_col_offset

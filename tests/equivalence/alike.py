@@ -23,6 +23,7 @@ PLANS: dict[str, dict[str, Any]] = {
     "zero3": {"dp": 2, "zero": 3},
     "microbatches": {"dp": 2, "microbatches": 2},
     "stages": {"stages": 2},
+    "stages of microbatches": {"stages": 2, "microbatches": 2},
     "searched": {},
 }
 

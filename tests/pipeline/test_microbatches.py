@@ -115,19 +115,3 @@ def test_microbatches_are_never_joined_again() -> None:
     )
     with pytest.raises(PlacementError, match=r"nothing redistributes it|follow a rule"):
         autopar.verify(replace(plan, nodes={**plan.nodes, node: changed}), model, batch)
-
-
-class TwoMeans(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.head = nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        scores = self.head(x)
-        return nn.functional.cross_entropy(scores, first) + nn.functional.cross_entropy(scores, second)
-
-
-def test_two_means_over_samples_are_refused_when_planned() -> None:
-    batch = (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), torch.ones(4, dtype=torch.int64))
-    with pytest.raises(PlanError, match=r"expected one mean cross-entropy in a model of several microbatches, found"):
-        autopar.template_plan(TwoMeans(), MESH, batch, dp=2, microbatches=2)

@@ -22,6 +22,11 @@ class Fault(NamedTuple):
 TABLE, PATTERNS, VIEWS = "autopar/ops/table.py", "autopar/ops/patterns.py", "autopar/ops/views.py"
 LOOKUP, NOTATION = "autopar/ops/lookup.py", "autopar/ops/notation.py"
 
+
+def _losses(words: str) -> tuple[str, ...]:
+    return (f'tests:tests/equivalence/test_losses.py -k "sums and {words}"',)
+
+
 RULES = [
     Fault("linear adds its bias on every rank", TABLE, '"PRP RPP", additive=(2,)),\n    "aten.mm',
           '"PRP RPP"),\n    "aten.mm', ("op:linear",)),
@@ -201,7 +206,16 @@ LOWERING = [
           "stored is None", ("tests:tests/random_programs/test_random_programs.py -k buffer",)),
     Fault("a regathered parameter is not marked", CLASSES, "if storage.regather:", "if storage.regather is None:"),
     Fault("microbatches divide their loss by their own count", CALLS,
-          '", count=self.count" if split and reduction == "mean" else ""', '""', ("op:cross_entropy",)),
+          'f", count={writer.count_of(statement.node.name)}" if split and reduction == "mean" else ""', '""',
+          ("op:cross_entropy",)),
+    Fault("microbatches sum a mask of their own", "autopar/runtime/inputs.py",
+          "torch.stack(list(parts)).sum(0)", "parts[0]", _losses("counted")),
+    Fault("every microbatch adds a penalty on parameters", "autopar/runtime/inputs.py",
+          "return x if index == 0 else x * 0", "return x", _losses("penalty")),
+    Fault("weights of classes are not counted", "autopar/emit/counting.py", "rt.valid_count({counted}, weight=weight)",
+          "rt.valid_count({counted})", _losses("class")),
+    Fault("all means of a model divide by one count", CALLS, 'return "self.count" if len(self.means) == 1 else',
+          'return "self.count" if self.means else', _losses("unlike")),
 ]  # fmt: skip
 
 HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/windows.py"
@@ -304,6 +318,22 @@ VERIFIER = [
 
 CONVERT, ATTRIBUTES = "autopar/trace/convert.py", "autopar/emit/attributes.py"
 NAMES = "tests:tests/equivalence/test_names.py"
+LOST = [
+    Fault("a closure's module is not looked for", "autopar/trace/losses.py",
+          'code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None) or ()',
+          'code, cells = getattr(value, "__code__", None), ()',
+          ("tests:tests/equivalence/test_arguments.py -k closure",)),
+    Fault("constants of a step may be others", "autopar/runtime/inputs.py",
+          "elif isinstance(value, Tensor) or type(value) is not type(tree) or repr(value) != repr(tree):",
+          "elif isinstance(value, Tensor):", ("tests:tests/equivalence/test_arguments.py -k other_constants",)),
+    Fault("rows of any two masks are put together", "autopar/trace/rows.py",
+          "if not _same(other.origin, rows.origin):", "if other.mask.shape != rows.mask.shape:",
+          ("tests:tests/equivalence/test_losses.py -k another",)),
+    Fault("what rows left out hold is kept", "autopar/trace/rows.py",
+          "return torch.where(_beside(self.mask, self.data), self.data, _filler(self.data.dtype))", "return self.data",
+          ("tests:tests/equivalence/test_losses.py -k left_out",)),
+]  # fmt: skip
+
 NAMED = [
     Fault("an input is taken for the parameter of its name", CONVERT,
           "while name in taken or (name != given and name in names):", "while name != given and name in names:",
@@ -327,4 +357,4 @@ PRECISE = [
           "if of <= found for name in of}", ("tests:tests/trace/test_wide.py -k computed",)),
 ]  # fmt: skip
 
-FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER, *NAMED, *PRECISE]
+FAULTS = [*RULES, *REDISTRIBUTIONS, *LOWERING, *INSIDE, *RUNTIME, *VERIFIER, *LOST, *NAMED, *PRECISE]
