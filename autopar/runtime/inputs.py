@@ -173,5 +173,5 @@ def join_outputs(outputs: Sequence[Any], dims: Sequence[int | None]) -> Any:
 
 def _join(parts: Sequence[Tensor], dim: int | None) -> Tensor:
     if parts[0].dim() == 0:
-        return torch.stack(list(parts)).sum(0)
+        return total(parts)
     return parts[0] if dim is None else torch.cat(list(parts), dim)
