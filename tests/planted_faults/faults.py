@@ -215,7 +215,7 @@ LOWERING = [
     Fault("weights of classes are not counted", "autopar/emit/counting.py", "rt.valid_count({counted}, weight=weight)",
           "rt.valid_count({counted})", _losses("class")),
     Fault("all means of a model divide by one count", CALLS, 'return "self.count" if len(self.means) == 1 else',
-          'return "self.count" if self.means else', _losses("unlike")),
+          'return "self.count" if self.means else', _losses("two")),
 ]  # fmt: skip
 
 HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/windows.py"
