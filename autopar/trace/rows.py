@@ -11,6 +11,7 @@ that the mask leaves out is finite, whatever they hold, and meets gradients of z
 
 from __future__ import annotations
 
+import linecache
 import math
 import sys
 from collections.abc import Callable, Iterator
@@ -23,7 +24,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
-from autopar.errors import TraceError
+from autopar.trace.data_dependence import data_dependence
 from autopar.trace.evidence import is_own
 
 _BY_CLASS = ("cross_entropy", "nll_loss")
@@ -237,10 +238,11 @@ def _refuse(what: str) -> NoReturn:
     frame = sys._getframe(1)
     while frame.f_back is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back
-    raise TraceError(
-        f"expected rows that a mask leaves to end in a mean, a sum or a loss (cross_entropy, nll, mse, l1, bce), since "
-        f"their number depends on values; found {what} at\n  {frame.f_code.co_filename}:{frame.f_lineno}\nUse a "
-        "product with the mask or torch.where instead of a boolean index, or ignore_index"
+    path, line = frame.f_code.co_filename, frame.f_lineno
+    raise data_dependence(
+        f"{path}:{line}: {linecache.getline(path, line).strip()}",
+        "rows that a mask leaves may end in a mean, a sum or a loss (cross_entropy, nll, mse, l1, bce), for which "
+        f"ignore_index and products with the mask stand; found {what}",
     )
 
 

@@ -238,7 +238,7 @@ REFUSED: dict[str, tuple[str, Callable[..., Any]]] = {
 def test_other_uses_of_rows_are_refused_with_their_line(how: str, capfd: pytest.CaptureFixture[str]) -> None:
     found, loss = REFUSED[how]
     model = Tokens(lambda net, h, y, m, t: loss(net, net.scores(h), y, m, t))
-    with pytest.raises(TraceError, match=rf"(?s){found}.*test_losses\.py:\d+.*ignore_index"):
+    with pytest.raises(TraceError, match=rf"(?s)test_losses\.py:\d+: .*ignore_index.*{found}"):
         trace(model, (IDS, LABELS, MASK, TARGETS))
     assert capfd.readouterr() == ("", "")
 
