@@ -153,7 +153,8 @@ def render(program: Program) -> str:
         assert name in values, f"{name} is not there"
     classes += writer.classes
     names = [leaf.name for leaf in program.inputs]
-    returned = ", ".join([f"{terms}", *(_read(program.body, name) for name in program.outputs)])
+    others = (f"{_read(program.body, name)}.detach()" for name in program.outputs)  # or they might be the loss
+    returned = ", ".join([terms, *others])
     lines = [
         "class Model(nn.Module):",
         f"{INDENT}def __init__(self):",
