@@ -7,7 +7,7 @@ import inspect
 import logging
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -99,6 +99,8 @@ def bind_inputs(model: nn.Module, example_inputs: Any, loss_fn: LossFn | None) -
     """
     if isinstance(example_inputs, torch.Tensor):
         example_inputs = (example_inputs,)
+    if isinstance(example_inputs, Mapping):
+        example_inputs = dict(example_inputs)
     if not isinstance(example_inputs, (tuple, list, dict)):
         raise TraceError(
             f"expected example_inputs as a tuple or dict (one global batch), found "
@@ -108,10 +110,9 @@ def bind_inputs(model: nn.Module, example_inputs: Any, loss_fn: LossFn | None) -
     if isinstance(example_inputs, dict):
         known = inspect.signature(model.forward).parameters
         takes_all = loss_fn is None or any(item.kind == item.VAR_KEYWORD for item in known.values())
-        named = list(example_inputs.items())
-        arguments = [item for item in named if takes_all or item[0] in known]
-        count = len(arguments)
-        arguments += [item for item in named if item not in arguments] if loss_fn is not None else []
+        own = [name for name in example_inputs if takes_all or name in known]
+        count = len(own)
+        arguments = [(name, example_inputs[name]) for name in (*own, *(n for n in example_inputs if n not in own))]
     else:
         values = list(example_inputs)
         count = len(values) if loss_fn is None else _count_of_forward(model, own, len(values), loss_fn)

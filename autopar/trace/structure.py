@@ -100,7 +100,7 @@ class Namer:
             self.names.append(path[0] if len(path) == 1 else self._fresh(path))
             return Ref(self.names[-1])
         parts = parts_of(value)
-        if parts is not None:
+        if parts is not None and all(type(key) in (str, int) for key in (value if isinstance(value, Mapping) else ())):
             found = [(key, self.tree(item, (*path, key))) for key, item in parts]
             if isinstance(value, Mapping):
                 return dict(zip(value, (item for _, item in found), strict=True))
@@ -108,7 +108,7 @@ class Namer:
                 return Fields(tuple(found))
             items = [item for _, item in found]
             return tuple(items) if isinstance(value, tuple) else items
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN:  # none of a subclass, which the source would not be equal to
             return value
         raise TraceError(
             f"expected example inputs to be tensors, numbers, strings or None, or dicts, lists, tuples and dataclasses "

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections import namedtuple
+from collections import UserDict, namedtuple
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any
 
 import pytest
@@ -132,6 +133,21 @@ def test_other_constants_and_forms_are_refused() -> None:
 def test_inputs_that_are_neither_are_refused() -> None:
     with pytest.raises(TraceError, match="found object as k"):
         trace(Plain(), (X, Y, object()))
+
+
+class Flag(IntEnum):
+    ON = 1
+
+
+@pytest.mark.parametrize("value", [Flag.ON, {Flag.ON: X}, torch.float32])
+def test_constants_that_source_cannot_state_are_refused(value: Any) -> None:
+    with pytest.raises(TraceError, match=r"found \w+ as k"):
+        trace(Plain(), (X, Y, value))
+
+
+def test_any_mapping_is_inputs_by_name() -> None:
+    graph = trace(Plain(), UserDict({"y": Y, "x": X, "k": 3}))
+    assert graph.inputs == ("y", "x") and dict(graph.arguments)["k"] == 3
 
 
 def test_gradients_of_inputs_are_refused() -> None:
