@@ -111,9 +111,9 @@ def _closed(nodes: Sequence[Node], given: set[str], found: set[str]) -> set[str]
 
 
 def is_cut(plan: PlanData, placement: Placement) -> bool:
-    """Whether a value is a microbatch's slice of what the step has."""
+    """Whether a value is a microbatch's slice of what the step has, or is there in the first of them alone."""
     pairs = zip(plan.axes, placement, strict=True)
-    return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in pairs)
+    return any(axis.name == MICROBATCH and type_.kind in "SP" for axis, type_ in pairs)
 
 
 def computed_once(graph: Graph, plan: PlanData) -> set[str]:

@@ -2,7 +2,7 @@
 
 export (torch.export, functional; of blocks that do the same, one) → convert (plain data, every block)
 → clean (alias, assert and dead nodes removed) → without_counting (indexing that takes all, in order, is a reshape)
-→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean → number (nodes named by their
+→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean → with_offsets (numbers added to scalars are tensors) → number (nodes named by their
 order) → share (one identity node for each tensor with several consumers)
 """
 
@@ -25,6 +25,7 @@ from autopar.trace.layouts import check_layouts
 from autopar.trace.losses import loss_values, with_loss
 from autopar.trace.model_names import check_names
 from autopar.trace.numbering import number
+from autopar.trace.offsets import with_offsets
 from autopar.trace.precision import buffer_dtypes, cast_copy, cast_inputs, cast_loss, with_kept_dtypes
 from autopar.trace.repeats import FEWEST
 from autopar.trace.routing import fuse_routing
@@ -66,5 +67,5 @@ def trace(
     graph = replace(graph, arguments=() if inputs.is_plain else inputs.tree, values=values)
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
-    graph = share(number(clean(fuse_routing(clean(without_counting(clean(graph)))))))
+    graph = share(number(with_offsets(clean(fuse_routing(clean(without_counting(clean(graph))))))))
     return graph if compute_dtype is None else with_kept_dtypes(graph, whole, names, inputs)

@@ -80,6 +80,8 @@ SUMS: dict[str, Callable[..., Tensor]] = {
         (each(z, y) * m).sum() / m.sum() + 0.1 * F.mse_loss(z, torch.ones_like(z))
         + F.cross_entropy(z, y, weight=net.w, label_smoothing=0.1)
     ),
+    "one less a mean": lambda z, y, m, net: 1 - F.cosine_similarity(z, soft(y)).mean() + 2,
+    "constants": lambda z, y, m, net: sum([each(z, y).mean(), z.pow(2).mean()]) + net.w.sum() - 3,
     "penalty": lambda z, y, m, net: F.cross_entropy(z, y) + 0.1 * sum(p.pow(2).sum() for p in net.parameters()),
     "probabilities": lambda z, y, m, net: F.cross_entropy(z, soft(y), weight=net.w, label_smoothing=0.1),
     "focal": focal,
