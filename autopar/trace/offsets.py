@@ -1,6 +1,6 @@
 """A number that is added to a scalar is a tensor of its own, which one microbatch, or one rank, can add alone.
 
-Before → after, for a scalar x with a gradient: `x + 1`, `x − 1`, `1 − x` → `x + t`, `x − t`, `t − x` with t = full([], 1).
+Before → after, for a scalar x with a gradient and t = full([], 1): x + 1 → x + t, x − 1 → x − t, 1 − x → t − x.
 """
 
 from __future__ import annotations
@@ -9,11 +9,8 @@ from dataclasses import replace
 
 from autopar.ir.graph import Atom, Graph, Node, Ref, Tensor
 
-_TAKEN = {
-    "aten.add.Tensor": "aten.add.Tensor",
-    "aten.sub.Tensor": "aten.sub.Tensor",
-    "aten.rsub.Scalar": "aten.sub.Tensor",
-}
+_ADD, _SUB, _RSUB = "aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Scalar"
+_TAKEN = {_ADD: _ADD, _SUB: _SUB, _RSUB: _SUB}
 
 
 def with_offsets(graph: Graph) -> Graph:
@@ -30,7 +27,7 @@ def with_offsets(graph: Graph) -> Graph:
         kwargs = (("dtype", Atom("dtype", result.dtype)), ("device", Atom("device", "rank")))
         nodes.append(Node(name, "aten.full.default", ((), value), kwargs, (name,), node.scope, node.source))
         tensors[name] = Tensor(name, (), result.dtype)
-        pair = (Ref(name), x) if node.op == "aten.rsub.Scalar" else (x, Ref(name))
+        pair = (Ref(name), x) if node.op == _RSUB else (x, Ref(name))
         nodes.append(replace(node, op=_TAKEN[node.op], args=pair))
     return replace(graph, nodes=tuple(nodes), tensors=tensors)
 
