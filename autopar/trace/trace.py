@@ -2,8 +2,9 @@
 
 export (torch.export, functional; of blocks that do the same, one) → convert (plain data, every block)
 → clean (alias, assert and dead nodes removed) → without_counting (indexing that takes all, in order, is a reshape)
-→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean → with_offsets (numbers
-that are added to scalars are tensors) → number (nodes named by their order) → share (one identity node for each tensor with several consumers)
+→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean → with_offsets (numbers that are
+added to scalars are tensors) → number (nodes named by their order) → share (one identity node for each tensor with
+several consumers)
 """
 
 from __future__ import annotations
