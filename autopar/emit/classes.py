@@ -104,7 +104,7 @@ class ClassWriter:
         compute = self.compute(stored.tensor)
         if stored.kind != "parameter":
             persistent = "" if stored.persistent and stored.kind == "buffer" else ", persistent=False"
-            has_value = stored.kind == "constant" or stored.tensor in self.graph.values
+            has_value = stored.kind == "constant" or stored.tensor in self.graph.starts
             value = f", value={constant_text(self.graph, stored)}" if has_value else ""
             return f"rt.Buffer({kept}, {self.text(storage.placement)!r}{persistent}{value}{compute})"
         ways = tuple(self.way(stored, use) for use in self.uses(stored))
@@ -116,7 +116,7 @@ class ClassWriter:
         if not stored.requires_grad:
             parts.append("requires_grad=False")
         parts += pieces_text(self.graph, stored)
-        if stored.tensor in self.graph.values:
+        if stored.tensor in self.graph.starts:
             parts.append(f"value={constant_text(self.graph, stored)}")
         return f"rt.Parameter({', '.join(parts)}{compute})"
 

@@ -15,7 +15,8 @@ MAX_ELEMENTS = 4096
 
 def constant_text(graph: Graph, stored: Stored) -> str:
     """The value as nested lists, exact. Raises TraceError for one that is too large, or that a meta model lost."""
-    value, shape = graph.values.get(stored.tensor), graph.tensors[stored.tensor].shape
+    value = graph.starts.get(stored.tensor, graph.values.get(stored.tensor))
+    shape = graph.tensors[stored.tensor].shape
     readers = graph.consumers[stored.tensor]
     where = next((node.source for node, _ in readers if node.source), "an unknown source line")
     if not isinstance(value, torch.Tensor) or value.is_meta:

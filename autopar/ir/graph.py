@@ -166,6 +166,8 @@ class Graph:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias name in the model -> the name that is kept
     mutations: Mapping[str, str] = field(default_factory=dict)  # buffer's name in the model -> its new tensor
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # constants' torch.Tensors
+    #: what the loss stores, as far as it is small: a program begins with it where a state has none of it
+    starts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     #: what forward (then the loss) is given, by name, where not all of it are tensors: dicts, lists, tuples, `Fields`,
     #: constants, and a `Ref` to each input by the name that it is given by
     arguments: tuple[tuple[str, Any], ...] = ()

@@ -64,8 +64,8 @@ def trace(
         given = cast_inputs(model, names, inputs, compute_dtype)
     program, paths = export(traced, names, given, loss, mode, fewest)
     graph = convert(program, with_loss(traced, loss), names, paths, with_loss=loss_fn is not None, mode=mode)
-    values = {**graph.values, **loss_values(model, loss_fn)}
-    graph = replace(graph, arguments=() if inputs.is_plain else inputs.tree, values=values)
+    arguments = () if inputs.is_plain else inputs.tree
+    graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn))
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
     graph = share(number(with_offsets(clean(fuse_routing(clean(without_counting(clean(graph))))))))
