@@ -436,7 +436,7 @@ def read_profile(path: Path) -> Profile:
     try:
         data = reading.parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, reading.MalformedError) as error:
-        raise ProfileError(f"expected the JSON file of a cost profile at {path}: {error}") from error
+        raise ProfileError(f"expected the JSON file of a cost profile at {path}, found none: {error}") from error
     return profile_from_json(data, str(path))
 
 

@@ -160,6 +160,8 @@ class Graph:
     tied: Mapping[str, str] = field(default_factory=dict)  # alias name in the model -> the name that is kept
     mutations: Mapping[str, str] = field(default_factory=dict)  # buffer's name in the model -> its new tensor
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # constants' torch.Tensors
+    #: by name in the model: the torch.Tensors of buffers that no state_dict holds, as far as they are known
+    unsaved: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     given_names: Mapping[str, str] = field(default_factory=dict)  # of inputs whose name in forward another tensor has
     model_name: str = "Model"
     #: dtype outside of the graph where it is another one: of what is stored (the master weights), of inputs as given

@@ -210,6 +210,7 @@ class Program(Block):
     SHARES: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # by axis, where ranks get different parts of a batch
     MICROBATCHES: ClassVar[int] = 1
     TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
+    BUFFERS: ClassVar[Mapping[str, Any]] = {}  # values of those that no state_dict holds, as nested lists
     INPUTS: ClassVar[tuple[Input, ...]] = ()
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}
     LOSS_INDEX: ClassVar[int] = 0  # which output is the loss, where forward returns several

@@ -9,6 +9,7 @@ order) → share (one identity node for each tensor with several consumers)
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from autopar.ir.graph import Graph
 from autopar.ir.sharing import share
+from autopar.trace.buffers import unsaved_buffers
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
@@ -55,4 +57,5 @@ def trace(
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(model), str(compute_dtype).removeprefix("torch."))
     graph = share(number(clean(fuse_routing(clean(without_counting(clean(graph)))))))
+    graph = replace(graph, unsaved=unsaved_buffers(model))
     return graph if compute_dtype is None else with_kept_dtypes(graph, model, names, bound)
