@@ -179,8 +179,13 @@ def test_inputs_are_decisions_too() -> None:
 
 def test_nothing_matches() -> None:
     assert shared_plan().explain("decoder") == (
-        "nothing in the plan matches 'decoder'; its modules are named as 'layers.0.attention.output' is"
+        "expected a module, parameter or operator of the plan, found none that matches 'decoder'; "
+        "its modules are named as 'layers.0.attention.output' is"
     )
+
+
+def test_near_names_are_told_where_nothing_matches() -> None:
+    assert "; near names are layers.0.attention" in shared_plan().explain("layers.0.atention.qery")
 
 
 def test_what_was_chosen_for_one_of_equal_layers_alone_is_told_there() -> None:
