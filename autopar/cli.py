@@ -26,6 +26,7 @@ from autopar.cost.measure_links import parse_mesh
 from autopar.cost.measure_links import run as run_links
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
+from autopar.emit import script
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.explain import check_matches
@@ -129,8 +130,8 @@ def _reading(commands: Any) -> None:
 def _with_model(commands: Any) -> None:
     for name, function, text in (
         ("simulate", _simulate, "predict a plan's step time, memory and traffic"),
-        ("emit", _emit, "write program.py, plan.json and train.py"),
-        ("run", _run, "emit, then train a few steps with torchrun on this host"),
+        ("emit", _emit, "write program.py, plan.json and train.py, or for inference evaluate.py"),
+        ("run", _run, "emit, then run a few steps with torchrun on this host"),
         ("verify", _verify, "type-check a plan against a model"),
     ):
         command = _command(commands, name, function, text)
@@ -350,12 +351,13 @@ def _emit(options: argparse.Namespace) -> int:
     model, inputs = load_model(options.model, options.meta)
     folder = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).save(options.output)
     nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
-    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / 'train.py'}")
+    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script(plan)[0]}")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
-    mesh = Plan.load(options.plan).mesh
+    plan = Plan.load(options.plan)
+    mesh = plan.mesh
     if mesh.nodes > 1:
         raise MeshError(
             f"expected a plan for one node, found one for {mesh}; take `autopar emit` and start torchrun on each node"
@@ -365,7 +367,7 @@ def _run(options: argparse.Namespace) -> int:
     found_here = str(Path(__file__).parents[1])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([*command, str(options.output / "train.py")], env=environment, check=False).returncode
+    return subprocess.run([*command, str(options.output / script(plan)[0])], env=environment, check=False).returncode
 
 
 def _verify(options: argparse.Namespace) -> int:

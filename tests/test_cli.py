@@ -273,6 +273,15 @@ def test_optimizer_and_split_are_those_of_the_plan(tmp_path: Path) -> None:
     assert autopar.Plan.load(path).optimizer == "sgd"
 
 
+@pytest.mark.ranks
+def test_a_plan_for_inference_is_evaluated(tmp_path: Path) -> None:
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    asked = ["--mode", "inference", "--template", "dp=2", "-o", str(plan)]
+    assert cli.main(["plan", "models.mlp:Config", "--mesh", "cpu:2", *asked]) == 0
+    assert cli.main(["run", "models.mlp:Config", str(plan), "-o", str(out)]) == 0
+    assert not (out / "train.py").exists() and (out / "evaluate.py").exists()
+
+
 def test_explaining_what_is_not_there_fails(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["explain", str(plan_file), "decoder"]) == 2
     assert "found none that matches 'decoder'" in capsys.readouterr().err

@@ -15,6 +15,7 @@ import torch
 from autopar.cost import collective_time_ns, host, measure, measure_gloo
 from autopar.cost.fit import non_decreasing, profile_from_points
 from autopar.cost.profile import profile_from_json
+from autopar.errors import ProfileError
 from autopar.ir.placement import Axis
 from autopar.runtime.allocation import CHOICES
 
@@ -124,6 +125,7 @@ def test_several_windows_take_the_median_of_each_number(tmp_path: Path, monkeypa
 
     kept: list[dict[str, Any]] = []
     monkeypatch.setattr(host, "_points", measure)
+    monkeypatch.setattr(host, "others_share", lambda: 0.0)
     monkeypatch.setattr(host, "profile_from_points", lambda found, facts, day: kept.append(found) or found)
     host.measure_host(tmp_path / "points", windows=3)
     assert kept == [{
@@ -138,3 +140,33 @@ def test_several_windows_take_the_median_of_each_number(tmp_path: Path, monkeypa
 
 def test_measuring_ranks_allocate_as_training_ones_do() -> None:
     assert measure.ALLOCATION == measure_gloo.ALLOCATION == CHOICES
+
+
+@pytest.mark.parametrize(("shares", "count"), [((0.0, 0.1), 1), ((0.6, 0.1), 2), ((0.0, 0.7), 2), ((0.9, 0.9), 2)])
+def test_on_a_busy_host_everything_is_measured_once_more_and_says_so(
+    shares: tuple[float, float], count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, runs = iter((*shares, *[shares[-1]] * 8)), []
+    block = {"provenance": {"kind": "measured", "source": "a host", "date": "2026-01-01"}}
+    monkeypatch.setattr(host, "others_share", lambda: next(told))
+    monkeypatch.setattr(host, "_points", lambda script, *arguments: runs.append(script) or {})
+    monkeypatch.setattr(host, "median_of", lambda found: found)
+    monkeypatch.setattr(host, "profile_from_points", lambda found, facts, day: {"links": [block], "facts": block})
+    data = host.measure_host()
+    assert len(runs) == 2 * count
+    says = [item["provenance"]["source"] for item in (data["facts"], data["links"][0])]
+    assert all(("on a busy host" in text) == (count > 1) for text in says)
+    assert "measuring this host" in capsys.readouterr().err
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "measure_slowly.py"
+    script.write_text("import time; time.sleep(0.5); print('{}')")
+    monkeypatch.setattr(host, "LINE_SECONDS", 0.1)
+    assert host._points(script) == {}
+    assert "autopar: measuring this host, slowly: 0 s" in capsys.readouterr().err
+    monkeypatch.setattr(host, "TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(ProfileError, match=r"expected to measure this host within 0\.2 s, found .* still at it"):
+        host._points(script)
