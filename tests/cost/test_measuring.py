@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from autopar.cost import collective_time_ns, host, measure, measure_gloo
+from autopar.cost.files import profiles_folder
 from autopar.cost.fit import non_decreasing, profile_from_points
 from autopar.cost.profile import profile_from_json
 from autopar.errors import ProfileError
@@ -170,3 +171,22 @@ def test_without_a_terminal_a_line_now_and_then_says_how_long_it_takes(
     monkeypatch.setattr(host, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(ProfileError, match=r"expected to measure this host within 0\.2 s, found .* still at it"):
         host._points(script)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "of another kind", "locked"])
+def test_a_damaged_cache_is_measured_anew_and_one_that_cannot_be_locked_is_read(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (profiles_folder() / "cpu.json").read_text()
+    path = tmp_path / "autopar" / "cpu.json"
+    path.parent.mkdir()
+    path.write_text({"truncated": text[:1000], "of another kind": "[]", "locked": text}[damage])
+    if damage == "locked":
+        path.with_suffix(".lock").mkdir()
+    runs: list[int] = []
+    monkeypatch.setattr(host, "cache_path", lambda: path)
+    monkeypatch.setattr(host, "measure_host", lambda: runs.append(1) or json.loads(text))
+    assert host.host_profile().name == "cpu" and host.host_profile().name == "cpu"
+    assert len(runs) == (damage != "locked")
+    assert ("measuring this host anew" in capsys.readouterr().err) == bool(runs)
+    assert json.loads(path.read_text()) == json.loads(text)

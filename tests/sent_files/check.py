@@ -127,7 +127,7 @@ def _run(
     built = rt.build(load_source(source).Program, device_mesh(axes) if axes else None, "cpu")
     built.init_from(state, broadcast=False)
     if mode == "inference":
-        return built.eval()(**batch), {}
+        return built(**batch).detach(), {}
     loss = built.train_step(**batch)
     gradients = {name: parameter.grad for name, parameter in built.named_parameters() if parameter.grad is not None}
     return loss.detach(), {name: _local(gradient).clone() for name, gradient in gradients.items()}
