@@ -9,9 +9,11 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from datetime import date
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,12 @@ from autopar.cost import load_profile, measure_profile
 from autopar.cost.linked import read_links, with_measured_links
 from autopar.cost.measure_links import parse_mesh
 from autopar.cost.measure_links import run as run_links
+from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
+from autopar.emit import script
 from autopar.errors import AutoparError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
+from autopar.ir.explain import check_matches
 from autopar.ir.mesh import Mesh
 from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
@@ -53,6 +58,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="autopar", description="Plans, emits and runs sharded PyTorch programs.")
+    parser.add_argument(
+        "--version", action="version", version=f"autopar {version('autopar')}, torch {torch.__version__}"
+    )
     commands = parser.add_subparsers(required=True, metavar="command")
     _planning(commands)
     _reading(commands)
@@ -83,9 +91,16 @@ def _planning(commands: Any) -> None:
     plan.add_argument("-o", "--output", type=Path, help="where to write the plan's JSON")
     plan.add_argument("--mode", choices=("train", "inference"), default="train")
     plan.add_argument("--memory-limit", type=_size, help="bytes a device, such as 16GB")
+    plan.add_argument(
+        "--optimizer", choices=(*OPTIMIZERS, "none"), default="adamw", help="whose state a device must hold"
+    )
     plan.add_argument("--search", choices=("fast", "default", "thorough"), default="default")
     plan.add_argument("--precision", choices=("bf16",), help="bf16 compute with float32 master weights")
     plan.add_argument("--template", help="plan by hand instead of searching: dp=2,tp=2,zero=3")
+    plan.add_argument(
+        "--split", choices=("equal", "speed"),
+        help="of a template: blocks to stages (or rows to unequal devices) in equal parts, or by the devices' speed",
+    )  # fmt: skip
     plan.add_argument(
         "--constraint", type=parse_constraint, action="append", default=[], metavar="TEXT",
         help="what the search has to keep to, as often as needed: 'layers.0.mlp.up.weight used=R', "
@@ -115,8 +130,8 @@ def _reading(commands: Any) -> None:
 def _with_model(commands: Any) -> None:
     for name, function, text in (
         ("simulate", _simulate, "predict a plan's step time, memory and traffic"),
-        ("emit", _emit, "write program.py, plan.json and train.py"),
-        ("run", _run, "emit, then train a few steps with torchrun on this host"),
+        ("emit", _emit, "write program.py, plan.json and train.py, or for inference evaluate.py"),
+        ("run", _run, "emit, then run a few steps with torchrun on this host"),
         ("verify", _verify, "type-check a plan against a model"),
     ):
         command = _command(commands, name, function, text)
@@ -142,10 +157,11 @@ def _model(parser: argparse.ArgumentParser, optional: str = "") -> None:
 
 def _size(text: str) -> int:
     """Reads a number of bytes: 16000000000, 16GB or 0.5TB."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)b?", text.strip().lower())
-    if match is None:
-        raise argparse.ArgumentTypeError(f"expected a number of bytes such as 16GB, found {text!r}")
-    return int(float(match[1]) * _UNITS[match[2]])
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*([kmgt]?)b?", text.strip().lower())
+    size = int(float(match[1]) * _UNITS[match[2]]) if match and len(text) < 40 else 0
+    if size < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of bytes above 0, such as 16GB, found {text!r}")
+    return size
 
 
 def parse_constraint(text: str) -> Constraint:
@@ -187,23 +203,58 @@ def load_model(text: str, meta: bool = False) -> tuple[torch.nn.Module, Any]:
     """Builds "package.module:config". Raises AutoparError when the module lacks what is needed."""
     name, _, attribute = text.partition(":")
     attribute = attribute or "Config"
+    if name.endswith(".py") or "/" in name:
+        module_name = name.removesuffix(".py").strip("./").replace("/", ".")
+        raise AutoparError(
+            f"expected a model as module and config, such as models.gpt:gpt2, found a file's name, {text!r}\n"
+            f"write {module_name}:{attribute}, in the folder from which Python finds that"
+        )
     try:
         module = import_module(name)
-    except (ImportError, ValueError) as error:
+    except Exception as error:  # whatever the module does while it is imported
         raise AutoparError(
-            f"expected a model as importable module and config, such as models.gpt:gpt2, found {text!r}: {error}; "
+            f"expected a model as module and config, such as models.gpt:gpt2, found {text!r}: {_told(error)}\n"
             "run from the folder that holds the module, or install it"
         ) from error
     missing = [item for item in ("build", "example_inputs", attribute) if not hasattr(module, item)]
     if missing:
         raise AutoparError(
             f"expected {name} to have build(config), example_inputs(config) and {attribute}, found no "
-            f"{' and no '.join(missing)}; configs that it has: {', '.join(_configs(module)) or 'none'}"
+            f"{' and no '.join(missing)}\nconfigs that it has: {', '.join(_configs(module)) or 'none'}"
         )
     config = getattr(module, attribute)
-    config = config() if callable(config) else config
+    config = _made(f"{name}.{attribute}()", config) if callable(config) else config
     with torch.device("meta" if meta else "cpu"):
-        return module.build(config), module.example_inputs(config)
+        model = _made(f"{name}.build(config)", module.build, config)
+        if not isinstance(model, torch.nn.Module):
+            raise AutoparError(
+                f"expected {name}.build(config) to return a torch.nn.Module, found {type(model).__name__}\n"
+                "end it with `return model`"
+            )
+        inputs = _made(f"{name}.example_inputs(config)", module.example_inputs, config)
+    if inputs is None:
+        raise AutoparError(
+            f"expected {name}.example_inputs(config) to return one global batch, found None\n"
+            "return a dict of tensors by the names of forward's arguments, or a tuple of them in their order"
+        )
+    return model, inputs
+
+
+def _made(what: str, function: Any, *arguments: Any) -> Any:
+    """What a function of the user's module returns. Raises AutoparError where it raises anything."""
+    try:
+        return function(*arguments)
+    except AutoparError:
+        raise
+    except Exception as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise AutoparError(
+            f"expected {what} to return, found {_told(error)}\nit was raised at {place.filename}:{place.lineno}"
+        ) from error
+
+
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _configs(module: Any) -> list[str]:
@@ -216,12 +267,15 @@ def _configs(module: Any) -> list[str]:
 def _plan(options: argparse.Namespace) -> int:
     mesh, template = Mesh.parse(options.mesh), _template(options.template)
     model, inputs = load_model(options.model, options.meta)
-    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit")}
+    asked = {name: getattr(options, name) for name in ("mode", "precision", "memory_limit", "optimizer")}
     if template is not None and options.constraint:
         raise PlanError(
             "expected --template or --constraint, found both: constraints bound a search, and a template is none"
         )
+    if template is None and options.split:
+        raise PlanError("expected --split beside --template, found none: a search splits by speed where devices differ")
     if template is not None:
+        template |= {"split": options.split} if options.split else {}
         plan = template_plan(model, mesh, inputs, **asked, **template)
     else:
         plan = parallelize(model, mesh, inputs, **asked, constraints=options.constraint, search=options.search).plan
@@ -268,7 +322,9 @@ def _report(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    print(Plan.load(options.plan).explain(options.pattern))
+    plan = Plan.load(options.plan)
+    check_matches(plan, options.pattern)
+    print(plan.explain(options.pattern))
     return 0
 
 
@@ -295,12 +351,13 @@ def _emit(options: argparse.Namespace) -> int:
     model, inputs = load_model(options.model, options.meta)
     folder = parallelize(model, plan.mesh, inputs, mode=plan.mode, plan=plan).save(options.output)
     nodes = f"--nnodes {plan.mesh.nodes} " if plan.mesh.nodes > 1 else ""
-    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / 'train.py'}")
+    print(f"torchrun {nodes}--nproc-per-node {plan.mesh.devices_per_node} {folder / script(plan)[0]}")
     return 0
 
 
 def _run(options: argparse.Namespace) -> int:
-    mesh = Plan.load(options.plan).mesh
+    plan = Plan.load(options.plan)
+    mesh = plan.mesh
     if mesh.nodes > 1:
         raise MeshError(
             f"expected a plan for one node, found one for {mesh}; take `autopar emit` and start torchrun on each node"
@@ -310,7 +367,7 @@ def _run(options: argparse.Namespace) -> int:
     found_here = str(Path(__file__).parents[1])  # the ranks import this autopar, also from a checkout
     paths = [found_here, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    return subprocess.run([*command, str(options.output / "train.py")], env=environment, check=False).returncode
+    return subprocess.run([*command, str(options.output / script(plan)[0])], env=environment, check=False).returncode
 
 
 def _verify(options: argparse.Namespace) -> int:

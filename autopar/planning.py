@@ -508,6 +508,7 @@ class Place:
             microbatches=self.part.microbatches,
             recompute=request.recompute,
             mode=request.mode,
+            training=graph.training,
             optimizer=request.optimizer or "none",
             precision=request.precision,
             memory_limit=request.memory_limit or self.shared_profile.usable_bytes,

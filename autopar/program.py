@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from autopar.emit import train_script
+from autopar.emit import script
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
@@ -50,11 +50,12 @@ class PlannedProgram:
         return {self._graph.given_name(name): "; ".join(layouts) for name, layouts in found.items()}
 
     def save(self, folder: str | Path) -> Path:
-        """Writes program.py, plan.json, train.py and the model's weights, each whole or not at all."""
+        """Writes program.py, plan.json, train.py (of inference evaluate.py) and weights, each whole or not at all."""
         folder = Path(folder)
         write_whole(folder / "program.py", self.source)
         write_whole(folder / "plan.json", self.plan.to_json())
-        write_whole(folder / "train.py", train_script(self.plan))
+        name, text = script(self.plan)
+        write_whole(folder / name, text)
         if self._state is not None:
             part = folder / "weights.pt.part"
             torch.save(dict(self._state), part)

@@ -204,10 +204,15 @@ PLAN = ["plan", MODEL, "--mesh", MESH]
 BAD = {
     "no such module": (
         ["plan", "models.nope", "--mesh", MESH],
-        "found 'models.nope': No module named 'models.nope'; run",
+        "found 'models.nope': ModuleNotFoundError: No module named 'models.nope'\nrun",
     ),
-    "no such config": (["plan", "models.gpt:tiny", "--mesh", MESH], "found no tiny; configs that it has: Config, gpt2"),
-    "no builder": (["plan", "json:dumps", "--mesh", MESH], "found no build and no example_inputs; configs"),
+    "no such config": (["plan", "models.gpt:tiny", "--mesh", MESH], "found no tiny\nconfigs that it has: Config, gpt2"),
+    "no builder": (["plan", "json:dumps", "--mesh", MESH], "found no build and no example_inputs\nconfigs"),
+    "a file's name": (
+        ["plan", "models/gpt.py", "--mesh", MESH],
+        "found a file's name, 'models/gpt.py'\nwrite models.gpt:C",
+    ),
+    "split of a search": ([*PLAN, "--split", "speed"], "expected --split beside --template, found none"),
     "malformed mesh": (["plan", MODEL, "--mesh", "h100:2x2x2"], 'expected a mesh such as "h100:8x8" or "cpu:4"'),
     "unknown profile": (["plan", MODEL, "--mesh", "tpu:2"], "expected a known cost profile (a100"),
     "limit too low": ([*PLAN, "--memory-limit", "10kB"], "the smallest limit that can be met is "),
@@ -236,12 +241,60 @@ def test_bad_input_gives_one_message_and_status_2(case: str, capsys: pytest.Capt
     assert "Traceback" not in printed.err
 
 
+MODULES = {
+    "raises": ("raise RuntimeError('no\\nluck')", "found 'broken:Config': RuntimeError: no luck"),
+    "is no Python": ("def :", "found 'broken:Config': SyntaxError: "),
+    "has no Config": ("def build(c): ...\ndef example_inputs(c): ...", "found no Config\nconfigs that it has: none"),
+    "builds nothing": ("Config = 1\ndef build(c): ...\ndef example_inputs(c): ...", "found NoneType\nend it with"),
+    "cannot build": ("Config = 1\ndef build(c): c.size\ndef example_inputs(c): ...", "found AttributeError: 'int' obj"),
+    "has no inputs": (
+        "import torch\nConfig = 1\ndef build(c): return torch.nn.Linear(1, 1)\ndef example_inputs(c): ...",
+        "expected broken.example_inputs(config) to return one global batch, found None",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MODULES)
+def test_a_module_that_is_no_model_is_told_in_two_lines(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "broken.py").write_text(MODULES[case][0])
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "broken", raising=False)
+    assert cli.main(["plan", "broken:Config", "--mesh", MESH]) == 2
+    told = capsys.readouterr().err
+    assert MODULES[case][1] in told and len(told.splitlines()) == 2
+
+
+def test_optimizer_and_split_are_those_of_the_plan(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    asked = ["--template", "pp=2,microbatches=2", "--split", "speed", "--optimizer", "sgd"]
+    assert cli.main(["plan", "models.gpt:Config", "--meta", "--mesh", MESH, *asked, "-o", str(path)]) == 0
+    assert autopar.Plan.load(path).optimizer == "sgd"
+
+
+@pytest.mark.ranks
+def test_a_plan_for_inference_is_evaluated(tmp_path: Path) -> None:
+    plan, out = tmp_path / "plan.json", tmp_path / "out"
+    asked = ["--mode", "inference", "--template", "dp=2", "-o", str(plan)]
+    assert cli.main(["plan", "models.mlp:Config", "--mesh", "cpu:2", *asked]) == 0
+    assert cli.main(["run", "models.mlp:Config", str(plan), "-o", str(out)]) == 0
+    assert not (out / "train.py").exists() and (out / "evaluate.py").exists()
+
+
+def test_explaining_what_is_not_there_fails(plan_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["explain", str(plan_file), "decoder"]) == 2
+    assert "found none that matches 'decoder'" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         ([], "required: command"),
         (["fly"], "invalid choice: 'fly'"),
         ([*PLAN, "--memory-limit", "much"], "such as 16GB"),
+        ([*PLAN, "--memory-limit", "0"], "expected a number of bytes above 0"),
+        ([*PLAN, "--memory-limit=-1GB"], "expected a number of bytes above 0"),
         ([*PLAN, "--constraint", "layers.0.weight used"], "such as 'layers.0.mlp.up.weight used=S(0),R axis=d0', with"),
         ([*PLAN, "--constraint", "layers.0.weight used=X"], "expected a placement type S(d), R, I or P; found 'X'"),
         ([*PLAN, "--constraint", "layers.0.weight axis=d0"], "expected what is pinned after the pattern"),

@@ -28,6 +28,10 @@ from autopar.cost.profile import FORMAT, Profile, profile_from_json, read_profil
 from autopar.errors import ProfileError
 
 REVISION = 12  # of the measurements: a new one measures every host anew
+LINE_SECONDS = 20  # from one line to the next that says how long it takes, where no terminal shows a bar
+BUSY = (
+    0.25  # of the host's processors taken by other programs: what is measured then is measured once more, and says so
+)
 TIMEOUT_SECONDS = 600  # each script takes less than two minutes on an idle machine
 MEASURE = (Path(__file__).with_name("measure.py"), Path(__file__).with_name("measure_gloo.py"))
 
@@ -95,13 +99,58 @@ def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 
     windows: how often everything is measured, `pause_s` seconds apart; each number is its median over them. A host that
     is fast or slow for minutes then does not make all of the profile so.
     """
-    found = []
-    for number in range(windows):
+    _say(f"measuring this host, {windows} times for two to three minutes; the result is kept")
+    found: list[dict[str, Any]] = []
+    busiest = busy = others_share()
+    while len(found) < windows + (busiest > BUSY):
+        number = len(found)
         time.sleep(pause_s if number else 0.0)
         kept = ["--points", str(_window_file(points, number).absolute())] if points else []
         found.append(_points(MEASURE[0], *kept) | _points(MEASURE[1]))
+        busy = others_share()
+        if number < windows and busiest <= BUSY < busy:
+            _say(f"other programs take {busy:.0%} of this host: measured once more")
+        busiest = max(busiest, busy)
     facts = {"model": cpu_model(), "cores": num_cores(), "memory": memory_bytes()}
-    return profile_from_points(median_of(found), facts, date.today().isoformat())
+    data = profile_from_points(median_of(found), facts, date.today().isoformat())
+    if busiest > BUSY:
+        _say(
+            f"other programs took up to {busiest:.0%} of this host; `autopar profile` measures it anew when it is idle"
+        )
+        _add_to_sources(data, f", on a busy host ({busiest:.0%} taken by other programs)")
+    return data
+
+
+def others_share(seconds: float = 1.0) -> float:
+    """The share of this host's processor time that others take while this process sleeps, stolen time with it; 0 where
+    the system does not say."""
+    try:
+        before = _ticks()
+        time.sleep(seconds)
+        used, total = (after - start for after, start in zip(_ticks(), before, strict=True))
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    return used / total if total > 0 else 0.0
+
+
+def _ticks() -> tuple[int, int]:
+    """Of all cores since it was started: used by anybody or stolen, and all."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return sum(fields) - fields[3] - fields[4], sum(fields)
+
+
+def _add_to_sources(data: Any, text: str) -> None:
+    """Says it in the provenance of every block that was measured."""
+    for inner in data.values() if isinstance(data, dict) else data if isinstance(data, list) else ():
+        _add_to_sources(inner, text)
+    source = data.get("provenance") if isinstance(data, dict) else None
+    if isinstance(source, dict) and source["kind"] == "measured":
+        data["provenance"] = {**source, "source": source["source"] + text}
+
+
+def _say(text: str) -> None:
+    """A line where people see it, also in notebooks and logs."""
+    print(f"autopar: {text}", file=sys.stderr, flush=True)
 
 
 def _window_file(points: Path, number: int) -> Path:
@@ -111,20 +160,33 @@ def _window_file(points: Path, number: int) -> Path:
 def _points(script: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-P", str(script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=_progress(),
-        text=True,
-        timeout=TIMEOUT_SECONDS,
-    )
-    if done.returncode:
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=_progress(), text=True)
+    began, told = time.monotonic(), _progress() is not None
+    while True:
+        try:
+            printed, complaints = process.communicate(timeout=LINE_SECONDS)
+            break
+        except subprocess.TimeoutExpired:
+            elapsed = time.monotonic() - began
+            if told:
+                _say(f"measuring this host, {script.stem.partition('_')[2] or 'operators'}: {elapsed:.0f} s")
+            if elapsed > TIMEOUT_SECONDS:
+                process.kill()
+                process.communicate()
+                raise ProfileError(
+                    f"expected to measure this host within {TIMEOUT_SECONDS} s, found {' '.join(command)} still at it; "
+                    "measure when the host is idle, or name a profile's JSON file"
+                ) from None
+        except BaseException:
+            process.kill()
+            process.communicate()
+            raise
+    if process.returncode:
         raise ProfileError(
-            f"expected to measure this host, found exit code {done.returncode} from {' '.join(command)}: "
-            f"{(done.stderr or '')[-500:]}; run that command to see why, or name a profile's JSON file"
+            f"expected to measure this host, found exit code {process.returncode} from {' '.join(command)}: "
+            f"{(complaints or '')[-500:]}; run that command to see why, or name a profile's JSON file"
         )
-    points: dict[str, Any] = json.loads(done.stdout)
+    points: dict[str, Any] = json.loads(printed)
     return points
 
 

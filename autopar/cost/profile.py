@@ -436,7 +436,7 @@ def read_profile(path: Path) -> Profile:
     try:
         data = reading.parsed(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, reading.MalformedError) as error:
-        raise ProfileError(f"expected the JSON file of a cost profile at {path}: {error}") from error
+        raise ProfileError(f"expected the JSON file of a cost profile at {path}, found none: {error}") from error
     return profile_from_json(data, str(path))
 
 
@@ -592,7 +592,9 @@ def _check(profile: Profile, origin: str) -> None:
     for waits in profile.waits.values():
         _check_increasing(waits.points, f"{origin}: waits of {waits.ranks}")
     for name in ("send_ns", "carry_ns") if profile.runtime else ():
-        _check_increasing(getattr(profile.runtime, name), f"{origin}: /runtime/{name}")
+        sizes = [size for size, _ in getattr(profile.runtime, name)]
+        if any(right <= left for left, right in pairwise(sizes)):
+            raise ProfileError(f"{origin}: at /runtime/{name}: expected sizes that increase, found {sizes}")
 
 
 def _check_table(table: Table, origin: str) -> None:

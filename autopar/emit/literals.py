@@ -32,6 +32,13 @@ def constant_text(graph: Graph, stored: Stored) -> str:
     return literal_text(value.detach().cpu().tolist())
 
 
+def unsaved_text(graph: Graph) -> str:
+    """The values of buffers that no state_dict holds, by name, exact."""
+    wanted = {item.name for item in graph.stored if item.kind == "buffer" and not item.persistent}
+    known = {name: value for name, value in graph.unsaved.items() if name in wanted}
+    return ", ".join(f"{name!r}: {literal_text(value.detach().cpu().tolist())}" for name, value in known.items())
+
+
 def literal_text(value: Any) -> str:
     """A plain value, exact; lists of such."""
     if isinstance(value, list):

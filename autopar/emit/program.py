@@ -9,6 +9,7 @@ from autopar.emit.classes import INDENT, Classes, ClassWriter
 from autopar.emit.counting import counting_lines, without_summands
 from autopar.emit.early import count_lines, find_early
 from autopar.emit.folding import Folding
+from autopar.emit.literals import unsaved_text
 from autopar.emit.module import Module
 from autopar.emit.names import Names, escaped, keywords
 from autopar.emit.stages import argument_lines, input_lines, pipeline, received_lines
@@ -132,6 +133,8 @@ def _declarations(what: _Written) -> list[str]:
     lines = [f"{INDENT}AXES = {real!r}", f"{INDENT}MICROBATCHES = {what.plan.microbatches}"]
     shares = {axis.name: axis.shares for axis in what.plan.axes if axis.shares}
     lines += [f"{INDENT}SHARES = {shares!r}"] if shares else []
+    if values := unsaved_text(what.graph):
+        lines.append(f"{INDENT}BUFFERS = {{{values}}}")
     if not what.graph.training:
         lines.append(f"{INDENT}TRAINING = False")
     given = [name for name in what.graph.inputs if name not in what.graph.received]

@@ -1,8 +1,72 @@
-"""The training script that is saved beside an emitted program: a loop to start from, which survives lost ranks."""
+"""The script that is saved beside an emitted program: a loop to start from, which in training survives lost ranks."""
 
 from __future__ import annotations
 
 from autopar.ir.plan import PlanData
+
+_SHARED = """def batches():
+    generator = torch.Generator().manual_seed(0)
+    while True:
+        yield {
+            spec.name: torch.randint(0, 2, spec.shape, generator=generator)
+            if not spec.dtype.is_floating_point
+            else torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
+            for spec in program.Program.INPUTS
+        }
+
+
+def initialise(rank: rt.Rank) -> None:
+    torch.manual_seed(0)
+    weights = HERE / "weights.pt"
+    if weights.exists():
+        rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
+    else:  # planned from a meta model: random matrices, everything else one
+        for parameter in rank.parameters():
+            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+        rank.unite_tied()
+
+
+"""
+
+_EVALUATE = '''"""Runs the program beside this file: torchrun --nproc-per-node {world} evaluate.py
+
+Replace `batches()` by your data: each item is one global batch, the same on every rank. Every output is whole on every
+rank.
+"""
+
+import argparse
+import itertools
+from pathlib import Path
+
+import torch
+
+import program
+from autopar import runtime as rt
+
+HERE = Path(__file__).parent
+
+
+{shared}def main(steps: int) -> None:
+    rt.keep_freed_memory()  # of tensors on the CPU, for the next step
+    rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
+    is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+    initialise(rank)
+    with torch.no_grad():
+        for step, batch in enumerate(itertools.islice(batches(), steps)):
+            outputs = rank(**batch)
+            if is_first:
+                outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+                told = (f"{{list(output.shape)}} mean {{output.double().mean().item():.4g}}" for output in outputs)
+                print(f"step {{step}} {{', '.join(told)}}", flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=3)
+    main(parser.parse_args().steps)
+'''
 
 _TRAIN = '''"""Trains the program beside this file: torchrun --nproc-per-node {world} train.py
 
@@ -23,29 +87,7 @@ from autopar import runtime as rt
 HERE = Path(__file__).parent
 
 
-def batches():
-    generator = torch.Generator().manual_seed(0)
-    while True:
-        yield {{
-            spec.name: torch.randint(0, 2, spec.shape, generator=generator)
-            if not spec.dtype.is_floating_point
-            else torch.randn(spec.shape, generator=generator, dtype=spec.dtype)
-            for spec in program.Program.INPUTS
-        }}
-
-
-def initialise(rank: rt.Rank) -> None:
-    torch.manual_seed(0)
-    weights = HERE / "weights.pt"
-    if weights.exists():
-        rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
-    else:  # planned from a meta model: random matrices, everything else one
-        for parameter in rank.parameters():
-            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
-        rank.unite_tied()
-
-
-def main(steps: int, save_every: int, checkpoints: Path) -> None:
+{shared}def main(steps: int, save_every: int, checkpoints: Path) -> None:
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
     optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
@@ -77,9 +119,10 @@ if __name__ == "__main__":
 '''
 
 
-def train_script(plan: PlanData) -> str:
-    """The text of train.py for a plan."""
-    return _TRAIN.format(world=plan.mesh.num_devices)
+def script(plan: PlanData) -> tuple[str, str]:
+    """The name and the text of the script for a plan: train.py, or for inference evaluate.py."""
+    name, text = ("train.py", _TRAIN) if plan.mode == "train" else ("evaluate.py", _EVALUATE)
+    return name, text.format(world=plan.mesh.num_devices, shared=_SHARED)
 
 
-__all__ = ["train_script"]
+__all__ = ["script"]

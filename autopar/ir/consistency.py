@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from autopar.ir.mesh import LogicalMesh, check_axis_names
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Stage
 from autopar.ir.reading import MalformedError, short
+from autopar.ir.redistribution import TABLE
 
 
 def check_consistent(plan: Plan) -> None:
@@ -40,6 +41,8 @@ def _check_placed(placed: Plan | Stage, where: tuple[Any, ...]) -> None:
     for number, axis in enumerate(axes):
         _expect(len(axis.shares) in (0, axis.size), (*where, "axes", number), f"{axis.size} shares",
                 str(len(axis.shares)))  # fmt: skip
+        _expect(axis.stride > 0 or axis.name == MICROBATCH, (*where, "axes", number), "neighbours a rank or more apart",
+                "a distance of 0")  # fmt: skip
     for path, placement in _placements(placed):
         _expect(len(placement) == len(axes), (*where, *path), f"a type for each of {len(axes)} axes",
                 " ".join(map(str, placement)) or "none")  # fmt: skip
@@ -47,6 +50,8 @@ def _check_placed(placed: Plan | Stage, where: tuple[Any, ...]) -> None:
         for step in item.steps:
             _expect(step.axis < len(axes), (*where, "redistributes", number), f"steps on one of {len(axes)} axes",
                     f"one on axis {step.axis}")  # fmt: skip
+            _expect((step.before.kind, step.after.kind) in TABLE, (*where, "redistributes", number),
+                    "steps of the table of redistributions", f"{step.before} -> {step.after}")  # fmt: skip
     _check_forks(placed, axes, where)
 
 

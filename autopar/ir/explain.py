@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
+from autopar.errors import PlanError
 from autopar.ir.branches import homes
 from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
@@ -46,7 +48,7 @@ def explain_text(plan: Plan, pattern: str) -> str:
     again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
     rewritten = list(_substitutions(plan, pattern))
     if not found and not conversions and not rewritten:
-        return f"nothing in the plan matches {pattern!r}; its modules are named as {_example(plan)!r} is"
+        return printable(_no_match(plan, pattern))
     found += [item for part in parts for item in _forks(part, pattern)]
     told = [line.strip() for line in share_lines(plan)]
     shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions) - len(rewritten)) // max(1, len(found)) - 1
@@ -213,13 +215,27 @@ def first_twin(plan: Plan, tensor: str, tensors: Mapping[str, str]) -> str:
     return tensor
 
 
-def _example(plan: Plan) -> str:
+def check_matches(plan: Plan, pattern: str) -> None:
+    """Raises PlanError with near names where `explain_text` would have nothing to tell."""
+    text = explain_text(plan, pattern)
+    if text == printable(_no_match(plan, pattern)):
+        raise PlanError(text)
+
+
+def _no_match(plan: Plan, pattern: str) -> str:
+    names = [*(plan.scope(name)[0] for name in plan.scopes), *plan.parameters.values(), *plan.scopes, *plan.types]
+    near = difflib.get_close_matches(pattern, list(dict.fromkeys(name for name in names if name)), n=3, cutoff=0.5)
     modules = [plan.scope(name)[0] for name in plan.scopes]
-    return max(modules, key=len, default="")
+    told = (
+        f"near names are {', '.join(near)}"
+        if near
+        else f"its modules are named as {max(modules, key=len, default='')!r} is"
+    )
+    return f"expected a module, parameter or operator of the plan, found none that matches {pattern!r}; {told}"
 
 
 def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
 
 
-__all__ = ["explain_text", "first_twin", "is_against_constraint", "node_twins", "with_own_choices"]
+__all__ = ["check_matches", "explain_text", "first_twin", "is_against_constraint", "node_twins", "with_own_choices"]

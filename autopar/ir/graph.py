@@ -171,6 +171,8 @@ class Graph:
     #: what forward (then the loss) is given, by name, where not all of it are tensors: dicts, lists, tuples, `Fields`,
     #: constants, and a `Ref` to each input by the name that it is given by
     arguments: tuple[tuple[str, Any], ...] = ()
+    #: by name in the model: the torch.Tensors of buffers that no state_dict holds, as far as they are known
+    unsaved: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
     given_names: Mapping[str, str] = field(default_factory=dict)  # of inputs whose name in forward another tensor has
     model_name: str = "Model"
     #: dtype outside of the graph where it is another one: of what is stored (the master weights), of inputs as given

@@ -320,6 +320,7 @@ class Plan:
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
     recompute: tuple[str, ...] = ()  # module paths whose activations are computed again in the backward pass
     mode: str = "train"
+    training: bool = True  # whether the model was in training mode: its dropout and batch norm are those of that mode
     optimizer: str = "adamw"
     precision: str | None = None
     memory_limit: int = 0

@@ -51,6 +51,7 @@ def to_json(plan: Plan) -> str:
     """The plan as JSON text with one entry a line, ending in a newline."""
     data: dict[str, Any] = {"autopar_plan": VERSION}
     data.update({name: getattr(plan, name) for name in _PLAIN})
+    data |= {} if plan.training else {"training": False}
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
@@ -133,6 +134,7 @@ def _validator() -> Any:
 def _plan(data: dict[str, Any]) -> Plan:
     return Plan(
         **{name: data[name] for name in _PLAIN},
+        training=data.get("training", True),
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
         **_placed(data),
         stages=tuple(Stage(first_rank=row["first_rank"], **_placed(row)) for row in data["stages"]),

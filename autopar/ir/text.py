@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from autopar.ir.mesh import LogicalMesh
@@ -13,6 +13,9 @@ from autopar.ir.naming import printable
 from autopar.ir.placement import Placement, format_placement
 from autopar.ir.plan import Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
 from autopar.ir.shares import axis_text, share_lines
+
+MOST_STAGES, MOST_ROWS = 10, 22
+"""Lines of stages, and of parameters, that a screen has room for beside the others."""
 
 
 def plan_text(plan: Plan) -> str:
@@ -24,12 +27,16 @@ def plan_text(plan: Plan) -> str:
         f"  search      {search.method}, {search.stop_reason}: cost {time_text(search.cost_ns)}, "
         f"lower bound {time_text(search.lower_bound_ns)}, {search.seconds:.1f} s",
     ]
+    if plan.mode == "train" and not plan.training:
+        lines.append(
+            "  eval mode   the model is trained as after model.eval(): no dropout, batch norms by running statistics"
+        )
     lines += [f"  refined     {refined}"] if (refined := refinement_text(plan)) else []
     lines += [f"  instead     {'; '.join(others)}"] if (others := runners_up(plan)) else []
     replicated = [op for op, source in plan.coverage.items() if source.startswith("replicated")]
     lines.append(
         f"  coverage    {len(plan.coverage)} operators"
-        + (f", replicated: {', '.join(replicated)}" if replicated else ", all with rules")
+        + (f", replicated: {_counted(replicated, 8)}" if replicated else ", all with rules")
     )
     if plan.sources:
         lines.append(f"  costs       {sources_text(plan.sources)}")
@@ -39,7 +46,10 @@ def plan_text(plan: Plan) -> str:
         lines.append(f"  recompute   {recompute_text(plan)}")
     lines += share_lines(plan)
     lines += _forks_lines(plan)
-    lines += [_stage(plan, number) for number in range(len(plan.stages))]
+    stages = [_stage(plan, number) for number in range(len(plan.stages))]
+    if len(stages) > MOST_STAGES:
+        stages[MOST_STAGES - 2 : -1] = [f"  and {len(stages) - MOST_STAGES + 1} stages more, then"]
+    lines += stages
     placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
     return printable("\n".join([*lines, *placements]))
 
@@ -69,7 +79,9 @@ def substitutions_text(plan: Plan) -> str:
     gain = f"saving {time_text(gain_ns)}" if gain_ns >= 0 else f"costing {time_text(-gain_ns)}"
     step_ns = searched.graphs[0].step_time_ns if searched and searched.graphs else None
     without = f"; without, a step takes {time_text(step_ns)}" if step_ns is not None else ""
-    return f"{rules_text(rule_counts(plan.substitutions))} ({proved}), {gain} on one device{without}"
+    counts = rule_counts(plan.substitutions)
+    rules = _counted([rules_text({rule: count}) for rule, count in counts.items()], 4)
+    return f"{rules} ({proved}), {gain} on one device{without}"
 
 
 def rules_text(counts: Mapping[str, int]) -> str:
@@ -127,7 +139,9 @@ def runners_up(plan: Plan, most: int = 3) -> list[str]:
 
 def _setting_text(row: Mapping[str, Any]) -> str:
     stages, count, again = row.get("stages", 1), row.get("microbatches", 1), row.get("recompute", "none")
-    parts = [f"{stages} stages of {row['mesh']}, {row['schedule']}" if stages > 1 else f"mesh {row['mesh']}"]
+    parts = [
+        f"{stages} stages of {row['mesh']}, {row.get('schedule', '1f1b')}" if stages > 1 else f"mesh {row['mesh']}"
+    ]
     parts += [f"{count} microbatches"] if count > 1 else []
     parts += [f"recompute {again}"] if isinstance(again, str) and again != "none" else []
     parts += [f"{again} modules recomputed"] if isinstance(again, int) else []
@@ -241,15 +255,57 @@ def parameter_rows(plan: Plan) -> list[ParameterRow]:
     ]
 
 
+def screen_rows(plan: Plan) -> list[ParameterRow]:
+    """As `parameter_rows`, of which rows that say the same are one where a screen has no room for all.
+
+    What is left over then is counted in the last.
+    """
+    counts: dict[tuple[str, Storage, tuple[str, ...]], int] = {}
+    for row in parameter_rows(plan):
+        counts[row.name, row.storage, row.used] = counts.get((row.name, row.storage, row.used), 0) + row.times
+    rows = [ParameterRow(name, times, storage, used) for (name, storage, used), times in counts.items()]
+    if len(rows) <= MOST_ROWS:
+        return rows
+    alike: dict[tuple[str, tuple[str, ...]], list[ParameterRow]] = {}
+    for row in rows:
+        alike.setdefault((storage_text(row.storage), row.used), []).append(row)
+    folded = [
+        same[0]._replace(name=_together([row.name for row in same]), times=sum(row.times for row in same))
+        for same in alike.values()
+    ]
+    if len(folded) <= MOST_ROWS:
+        return folded
+    folded.sort(key=lambda row: -row.times)
+    rest = folded[MOST_ROWS - 1 :]
+    return [*folded[: MOST_ROWS - 1], rest[0]._replace(name="others, the first as", times=sum(r.times for r in rest))]
+
+
+def _together(names: list[str], most: int = 64) -> str:
+    """ "layers.*.{up,down}.weight": names in one, by what they begin and end with; long ones by the first and last."""
+    if len(names) == 1:
+        return names[0]
+    parts = [name.split(".") for name in names]
+    shortest = min(map(len, parts)) - 1
+    begin = next((n for n in range(shortest) if len({own[n] for own in parts}) > 1), shortest)
+    end = next((n for n in range(shortest - begin) if len({own[-1 - n] for own in parts}) > 1), shortest - begin)
+    middles = [".".join(own[begin : len(own) - end]) for own in parts]
+    text = ".".join([*parts[0][:begin], f"{{{','.join(middles)}}}", *parts[0][len(parts[0]) - end :]])
+    return text if len(text) <= most else f"{names[0]} … {names[-1]} ({len(names)} names)"
+
+
+def _counted(texts: Sequence[str], most: int) -> str:
+    """The first of a list, and how many more there are."""
+    more = f" and {len(texts) - most} more" if len(texts) > most else ""
+    return ", ".join(texts[:most]) + more
+
+
 def _parameters(plan: Plan) -> list[str]:
     """One line for each distinct parameter: numbered blocks with equal storage are folded."""
-    counts: dict[tuple[str, str], int] = {}
-    for row in parameter_rows(plan):
-        text = f"{storage_text(row.storage)} → {' | '.join(row.used)}"
-        counts[row.name, text] = counts.get((row.name, text), 0) + row.times
-    width = max([len(name) for name, _ in counts] or [0]) + 1
+    rows = screen_rows(plan)
+    width = max([len(row.name) for row in rows] or [0]) + 1
+    texts = [f"{storage_text(row.storage)} → {' | '.join(row.used)}{_times(row.times)}" for row in rows]
     header = f"  {'parameter'.ljust(width)} stored → used"
-    return [header, *(f"  {name.ljust(width)} {text}{_times(count)}" for (name, text), count in counts.items())]
+    return [header, *(f"  {row.name.ljust(width)} {text}" for row, text in zip(rows, texts, strict=True))]
 
 
 def _times(count: int) -> str:
@@ -414,6 +470,7 @@ __all__ = [
     "parameter_rows",
     "plan_text",
     "prediction_text",
+    "screen_rows",
     "stage_blocks",
     "storage_text",
     "time_text",

@@ -55,6 +55,8 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
 
 def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:
     """One stage by itself; what it receives comes in as `check_stages` has found it to be sent."""
+    for node in graph.nodes:
+        _check_rank(node, plan.nodes[node.name].operands, plan.nodes[node.name].results, len(plan.axes))
     check_forks(graph, plan)
     placements, branched = _sources(graph, plan), homes(plan)
     arrived = {(r.tensor, r.target) for r in plan.redistributes}
@@ -62,7 +64,6 @@ def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:
         raise PlacementError("expected one redistribution for each tensor and target, found a repeated one")
     for node in in_order(graph, plan):
         node_plan = plan.nodes[node.name]
-        _check_rank(node, node_plan.operands, node_plan.results, len(plan.axes))
         for name, wanted in zip(node.operands, node_plan.operands, strict=True):
             if placements[name] != wanted and (name, wanted) not in arrived:
                 raise _error(

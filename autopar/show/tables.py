@@ -11,7 +11,7 @@ from rich.text import Text
 from autopar.ir.naming import printable
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import Breakdown, Plan
-from autopar.ir.text import axes_text, bytes_text, parameter_rows, plan_text, stage_blocks, time_text
+from autopar.ir.text import axes_text, bytes_text, plan_text, screen_rows, stage_blocks, time_text
 
 STYLES = {"S0": "white on blue", "S1": "black on yellow", "S2": "white on green", "P": "white on red", "R": "reverse"}
 
@@ -69,7 +69,7 @@ def _stages(plan: Plan) -> Table:
 def _parameters(plan: Plan) -> Table:
     axes = next(part.axes for part in plan.parts if part.axes)
     table = _table(f"parameters over {axes_text(axes)}", "parameter", "", "stored", "used")
-    for row in parameter_rows(plan):
+    for row in screen_rows(plan):
         gathered = " gathered per use" if row.storage.regather else ""
         count = f"×{row.times}" if row.times > 1 else ""
         table.add_row(Text(row.name), count, tiles(row.storage.placement) + gathered, Text(" | ".join(row.used)))

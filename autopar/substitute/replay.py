@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from autopar.errors import PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.ir.graph import Graph, Node, Tensor, reading
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
@@ -67,11 +67,16 @@ def _redone(graph: Graph, twins: Twins, steps: Sequence[Substitution], known: Ma
 
 def _applied(values: Values, step: Substitution, rule: Rule, names: Mapping[str, str]) -> Values:
     roots = tuple(in_twin(root, names) for root in step.roots)
-    binding = {key: value if key[0] == "?" else in_twin(str(value), names) for key, value in step.binding.items()}
+    binding = {key: value if key[:1] == "?" else in_twin(str(value), names) for key, value in step.binding.items()}
     missing = [name for name in (*roots, *_values_of(binding)) if not _has(values, name)]
     if missing:
         raise PlanError(f"expected the values that {step.rule} was applied to, found no {missing[0]!r}; plan again")
-    after = rewritten(values, Matcher(rule).at(values, roots, binding))
+    try:
+        after = rewritten(values, Matcher(rule).at(values, roots, binding))
+    except AutoparError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError) as error:  # variables of another rule, numbers for tensors
+        raise PlanError(f"expected what {step.rule} binds, found {dict(step.binding)}; plan again") from error
     if after is None:
         raise PlanError(f"expected {step.rule} to apply at {', '.join(roots)}, found that it does not; plan again")
     return after

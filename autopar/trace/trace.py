@@ -18,6 +18,7 @@ from torch import nn
 
 from autopar.ir.graph import Graph
 from autopar.ir.sharing import share
+from autopar.trace.buffers import unsaved_buffers
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
@@ -65,7 +66,7 @@ def trace(
     program, paths = export(traced, names, given, loss, mode, fewest)
     graph = convert(program, with_loss(traced, loss), names, paths, with_loss=loss_fn is not None, mode=mode)
     arguments = () if inputs.is_plain else inputs.tree
-    graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn))
+    graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved_buffers(whole))
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
     graph = share(number(with_offsets(clean(fuse_routing(clean(without_counting(clean(graph))))))))

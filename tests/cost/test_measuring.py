@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from autopar.cost import collective_time_ns, host, measure, measure_gloo
+from autopar.cost.files import profiles_folder
 from autopar.cost.fit import non_decreasing, profile_from_points
 from autopar.cost.profile import profile_from_json
+from autopar.errors import ProfileError
 from autopar.ir.placement import Axis
 from autopar.runtime.allocation import CHOICES
 
@@ -124,6 +126,7 @@ def test_several_windows_take_the_median_of_each_number(tmp_path: Path, monkeypa
 
     kept: list[dict[str, Any]] = []
     monkeypatch.setattr(host, "_points", measure)
+    monkeypatch.setattr(host, "others_share", lambda: 0.0)
     monkeypatch.setattr(host, "profile_from_points", lambda found, facts, day: kept.append(found) or found)
     host.measure_host(tmp_path / "points", windows=3)
     assert kept == [{
@@ -138,3 +141,52 @@ def test_several_windows_take_the_median_of_each_number(tmp_path: Path, monkeypa
 
 def test_measuring_ranks_allocate_as_training_ones_do() -> None:
     assert measure.ALLOCATION == measure_gloo.ALLOCATION == CHOICES
+
+
+@pytest.mark.parametrize(("shares", "count"), [((0.0, 0.1), 1), ((0.6, 0.1), 2), ((0.0, 0.7), 2), ((0.9, 0.9), 2)])
+def test_on_a_busy_host_everything_is_measured_once_more_and_says_so(
+    shares: tuple[float, float], count: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told, runs = iter((*shares, *[shares[-1]] * 8)), []
+    block = {"provenance": {"kind": "measured", "source": "a host", "date": "2026-01-01"}}
+    monkeypatch.setattr(host, "others_share", lambda: next(told))
+    monkeypatch.setattr(host, "_points", lambda script, *arguments: runs.append(script) or {})
+    monkeypatch.setattr(host, "median_of", lambda found: found)
+    monkeypatch.setattr(host, "profile_from_points", lambda found, facts, day: {"links": [block], "facts": block})
+    data = host.measure_host()
+    assert len(runs) == 2 * count
+    says = [item["provenance"]["source"] for item in (data["facts"], data["links"][0])]
+    assert all(("on a busy host" in text) == (count > 1) for text in says)
+    assert "measuring this host" in capsys.readouterr().err
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_long_it_takes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "measure_slowly.py"
+    script.write_text("import time; time.sleep(0.5); print('{}')")
+    monkeypatch.setattr(host, "LINE_SECONDS", 0.1)
+    assert host._points(script) == {}
+    assert "autopar: measuring this host, slowly: 0 s" in capsys.readouterr().err
+    monkeypatch.setattr(host, "TIMEOUT_SECONDS", 0.2)
+    with pytest.raises(ProfileError, match=r"expected to measure this host within 0\.2 s, found .* still at it"):
+        host._points(script)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "of another kind", "locked"])
+def test_a_damaged_cache_is_measured_anew_and_one_that_cannot_be_locked_is_read(
+    damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (profiles_folder() / "cpu.json").read_text()
+    path = tmp_path / "autopar" / "cpu.json"
+    path.parent.mkdir()
+    path.write_text({"truncated": text[:1000], "of another kind": "[]", "locked": text}[damage])
+    if damage == "locked":
+        path.with_suffix(".lock").mkdir()
+    runs: list[int] = []
+    monkeypatch.setattr(host, "cache_path", lambda: path)
+    monkeypatch.setattr(host, "measure_host", lambda: runs.append(1) or json.loads(text))
+    assert host.host_profile().name == "cpu" and host.host_profile().name == "cpu"
+    assert len(runs) == (damage != "locked")
+    assert ("measuring this host anew" in capsys.readouterr().err) == bool(runs)
+    assert json.loads(path.read_text()) == json.loads(text)

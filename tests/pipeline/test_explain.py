@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 from autopar.cost import load_profile
@@ -179,8 +180,13 @@ def test_inputs_are_decisions_too() -> None:
 
 def test_nothing_matches() -> None:
     assert shared_plan().explain("decoder") == (
-        "nothing in the plan matches 'decoder'; its modules are named as 'layers.0.attention.output' is"
+        "expected a module, parameter or operator of the plan, found none that matches 'decoder'; "
+        "its modules are named as 'layers.0.attention.output' is"
     )
+
+
+def test_near_names_are_told_where_nothing_matches() -> None:
+    assert "; near names are layers.0.attention" in shared_plan().explain("layers.0.atention.qery")
 
 
 def test_what_was_chosen_for_one_of_equal_layers_alone_is_told_there() -> None:
@@ -191,3 +197,23 @@ def test_what_was_chosen_for_one_of_equal_layers_alone_is_told_there() -> None:
     told = replace(plan, choices=(*plan.choices, alone))
     assert "    +7 µs: as the others" in told.explain("layers.2.mlp.up").splitlines()
     assert "as the others" not in told.explain("layers.0.mlp.up")
+
+
+def test_a_long_plan_fits_a_screen_and_a_model_in_eval_mode_is_said() -> None:
+    class Wide(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for number in range(40):
+                setattr(self, f"part_{'abcdefghij'[number % 10]}{number}", torch.nn.Linear(8, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.children():
+                x = layer(x)
+            return x.square().mean()
+
+    plan = autopar.template_plan(Wide().eval(), autopar.Mesh("h100", 1, 2), {"x": torch.randn(4, 8)}, dp=2)
+    lines = str(plan).splitlines()
+    assert len(lines) <= 45
+    assert any("(80 names)" in line and line.endswith("×80") for line in lines)
+    assert any(line.startswith("  eval mode") for line in lines)
+    assert autopar.Plan.from_json(plan.to_json()) == plan and not plan.training
