@@ -128,6 +128,7 @@ def runners_up(plan: Plan, most: int = 3) -> list[str]:
 def _setting_text(row: Mapping[str, Any]) -> str:
     stages, count, again = row.get("stages", 1), row.get("microbatches", 1), row.get("recompute", "none")
     parts = [f"{stages} stages of {row['mesh']}, {row['schedule']}" if stages > 1 else f"mesh {row['mesh']}"]
+    parts += [f"template {row['template']}"] if "template" in row else []
     parts += [f"{count} microbatches"] if count > 1 else []
     parts += [f"recompute {again}"] if isinstance(again, str) and again != "none" else []
     parts += [f"{again} modules recomputed"] if isinstance(again, int) else []
