@@ -73,6 +73,8 @@ _SECOND_SHARE = 0.5
 """Of the budget for planning an equal graph in all settings, where it is much faster than the model's own."""
 _NEAR_TEMPLATE = 1.1
 """A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded."""
+_PLAIN = {"dp": 1, "tp": 1, "zero": 0, "recompute": "none"}
+"""What of a template is not said."""
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0),
@@ -133,15 +135,33 @@ def planned_jointly(
     The graph as it is is planned first; the best of all is refined. Raises like `parallelize`.
     """
     passes = passes or Passes(progress)
-    best = graph, _with_templates(graph, placed(graph, request, progress), request)
+    searched = placed(graph, request, progress)
+    best = graph, _with_templates(graph, searched, request)
+    other = None if best[1].nodes is searched.nodes else searched
     passes.ended("place", _step_text(best[1]))
     if _looks_for_graphs(request):
         best = _best_graph(*best, request, progress)
         passes.ended("substitute", f"{_step_text(best[1])}, {_graphs_text(best[1])}")
     if request.budget.proposals:
-        best = best[0], _refined(*best, request, progress)
+        best = _refined_best(*best, request, progress, graph, other)
         passes.ended("refine", _step_text(best[1]))
     return best
+
+
+def _refined_best(
+    graph: Graph, plan: Plan, request: Request, progress: Report | None, own_graph: Graph, searched: Plan | None
+) -> tuple[Graph, Plan]:
+    """The plan refined, or what the search had found, where that gets faster: a template leaves less to be changed.
+
+    searched: where a template is faster, the plan for `own_graph` that it won over.
+    """
+    best = graph, _refined(graph, plan, request, progress)
+    if searched is None or request.budget.proposals >= _SEVERAL_STARTS or interrupt.is_asked():
+        return best
+    other = _refined(own_graph, searched, request, progress)
+    if other.predicted.step_time_ns >= best[1].predicted.step_time_ns:
+        return best
+    return own_graph, replace(other, search=replace(other.search, tried=best[1].search.tried))
 
 
 def _looks_for_graphs(request: Request) -> bool:
@@ -206,7 +226,10 @@ def _step_text(plan: Plan) -> str:
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
-    return _refined(graph, _with_templates(graph, placed(graph, request, progress), request), request, progress)
+    searched = placed(graph, request, progress)
+    plan = _with_templates(graph, searched, request)
+    other = None if plan.nodes is searched.nodes else searched
+    return _refined_best(graph, plan, request, progress, graph, other)[1]
 
 
 def _refined(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> Plan:
@@ -250,7 +273,7 @@ def _with_templates(graph: Graph, plan: Plan, request: Request) -> Plan:
             return None
         limit_ns = round(best.predicted.step_time_ns * _NEAR_TEMPLATE)
         found = _template_faster_than(limit_ns, graph, request, **choice)
-        name = ", ".join(f"{key}={value}" for key, value in choice.items() if value not in (1, "none"))
+        name = ", ".join(f"{key}={value}" for key, value in choice.items() if value != _PLAIN[key])
         rows.append(_template_row(name, choice, found))
         if found is not None and found.predicted.step_time_ns < best.predicted.step_time_ns:
             best = replace(found, search=replace(found.search, method=f"template {name}: {found.search.method}"))
