@@ -320,7 +320,6 @@ def _template_row(name: str, choice: Mapping[str, Any], found: Plan | None) -> M
     if found is None:
         return {**row, "infeasible": "it does not fit, or cannot be near the best"}
     told = found.predicted
-    row |= {"recompute": choice["recompute"]}
     return {**row, "microbatches": found.microbatches, "step_time_ns": told.step_time_ns, "peak_bytes": told.peak_bytes}
 
 
