@@ -186,7 +186,7 @@ class _Search:
             part = divided(self.graph, self.blocks, count)
             meshes = logical_meshes(self.request.mesh)
             here = [Place(part, axes, self.request, self.profile) for axes in meshes]
-            here = [place for place in here if self._may_be_faster(place)]
+            here = [place for place in here if self.than_ns is None or may_be_faster(place, self.than_ns)]
             self.places += here
             plans, is_second = self._candidates(here, Place.fit), bool(found)
             fits_at_once = bool(plans)
@@ -198,14 +198,6 @@ class _Search:
             if fits_at_once or is_second or not here:
                 break
         return found
-
-    def _may_be_faster(self, place: Place) -> bool:
-        """Whether not even placements without a limit of memory cost so much more that nothing could hide it."""
-        if self.than_ns is None:
-            return True
-        budget = place.request.budget
-        cost_ns = place.placements.unlimited_cost_ns(_LEAST_S, budget.seed, budget.gap)
-        return cost_ns <= self.than_ns * _HIDDEN
 
     def _candidates(self, places: Sequence[Place], fit: Fit) -> list[tuple[Place, Plan]]:
         """The plans of all places that have one."""
@@ -227,6 +219,12 @@ class _Search:
         """The fastest, as one for the step."""
         place, best = _fastest(found)
         return place.part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(self.tried))))
+
+
+def may_be_faster(place: Place, than_ns: int) -> bool:
+    """Whether not even placements without a limit of memory cost so much more that nothing could hide it."""
+    budget = place.request.budget
+    return place.placements.unlimited_cost_ns(_LEAST_S, budget.seed, budget.gap) <= than_ns * _HIDDEN
 
 
 def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, plan: Plan) -> Plan:

@@ -101,7 +101,7 @@ def test_diff_tells_what_is_used_otherwise_though_it_is_stored_alike() -> None:
     whole, split = (
         autopar.parallelize(
             mlp.build(config), autopar.Mesh.parse(MESH), mlp.example_inputs(config), search="fast",
-            constraints=[*stored, Constraint("layers.0.weight", (type_,), "used")],
+            constraints=[*stored, Constraint("layers.0.weight", (type_,), "used", axis="d0")],
         ).plan
         for type_ in ("R", "S(0)")
     )  # fmt: skip

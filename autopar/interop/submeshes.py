@@ -10,8 +10,8 @@ from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 
 def submesh_sizes(mesh: Mesh, most_stages: int) -> list[int]:
     """Numbers of devices of equal submeshes that tile the mesh, at most so many of them; the whole mesh first."""
-    inside = [size for size in _divisors(mesh.devices_per_node) if size & (size - 1) == 0]
-    whole = [nodes * mesh.devices_per_node for nodes in _divisors(mesh.nodes)]
+    inside = [size for size in divisors(mesh.devices_per_node) if size & (size - 1) == 0]
+    whole = [nodes * mesh.devices_per_node for nodes in divisors(mesh.nodes)]
     sizes = sorted({*inside, *whole}, reverse=True)
     return [size for size in sizes if mesh.num_devices // size <= most_stages]
 
@@ -19,10 +19,11 @@ def submesh_sizes(mesh: Mesh, most_stages: int) -> list[int]:
 def logical_shapes(num_devices: int, devices_per_node: int) -> list[LogicalMesh]:
     """A submesh as one axis or two, outer first; of two the inner one is no longer than a node has devices."""
     shapes: list[tuple[int, ...]] = [(num_devices,) if num_devices > 1 else ()]
-    inner = [size for size in _divisors(num_devices) if 1 < size <= devices_per_node and size < num_devices]
+    inner = [size for size in divisors(num_devices) if 1 < size <= devices_per_node and size < num_devices]
     shapes += [(num_devices // size, size) for size in inner]
     return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Ascending."""
     return [factor for factor in range(1, number + 1) if number % factor == 0]

@@ -142,6 +142,7 @@ def _setting_text(row: Mapping[str, Any]) -> str:
     parts = [
         f"{stages} stages of {row['mesh']}, {row.get('schedule', '1f1b')}" if stages > 1 else f"mesh {row['mesh']}"
     ]
+    parts += [f"template {row['template']}"] if "template" in row else []
     parts += [f"{count} microbatches"] if count > 1 else []
     parts += [f"recompute {again}"] if isinstance(again, str) and again != "none" else []
     parts += [f"{again} modules recomputed"] if isinstance(again, int) else []

@@ -84,7 +84,8 @@ def test_what_does_not_fit_is_recomputed_as_far_as_it_takes(share: float) -> Non
 
 def test_some_blocks_are_recomputed_where_that_is_enough() -> None:
     plan = searched(int(searched().predicted.peak_bytes * 0.7))
-    assert plan.recompute == ("layers.0", "layers.1", "layers.2") and "recompute   layers.*  ×3 of 6" in str(plan)
+    again = len(plan.recompute)
+    assert 0 < again < 6 and "recompute   layers.*" in str(plan) and f"×{again} of 6" in str(plan)
 
 
 def test_the_smallest_limit_is_that_of_a_recomputed_plan_and_can_be_met() -> None:

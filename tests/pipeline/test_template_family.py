@@ -1,0 +1,73 @@
+"""No search returns what a template of one line beats."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+import autopar
+from autopar import Constraint, Plan, SearchBudget
+from autopar.ir.graph import Graph
+from autopar.pipeline import _with_templates, planned_jointly, template_of_graph
+from autopar.planning import Request
+from autopar.trace import trace
+from models import llama
+
+CONFIG = llama.Config(512, 64, 2, 256, 4, 4, 704, batch_size=8)
+MESH = autopar.Mesh("h100", nodes=2, devices_per_node=2)
+BUDGET = SearchBudget(4.0, substitutions=False, proposals=0)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Graph:
+    with torch.device("meta"):
+        return trace(llama.build(CONFIG), llama.example_inputs(CONFIG))
+
+
+def request(*rules: Constraint, limit: int | None = None) -> Request:
+    return Request(MESH, "train", "adamw", limit, rules, BUDGET)
+
+
+def test_a_slow_plan_of_a_search_loses_to_each_faster_template(graph: Graph) -> None:
+    slow = template_of_graph(graph, MESH, tp=4)
+    found = _with_templates(graph, slow, request())
+    family = [template_of_graph(graph, MESH, dp=4 // tp, tp=tp, zero=zero) for tp, zero in product((1, 2), (0, 1, 3))]
+    assert found.predicted.step_time_ns == min(plan.predicted.step_time_ns for plan in family)
+    assert found.search.method.startswith("template dp=")
+    rows = {row["template"]: row for row in found.search.tried}
+    assert {"dp=4, zero=3", "dp=4, zero=1", "dp=4", "dp=2, tp=2, zero=3"} <= rows.keys()
+    assert rows["dp=4, zero=3"]["step_time_ns"] == family[2].predicted.step_time_ns
+
+
+def test_a_search_is_never_slower_than_the_family_and_says_that_it_was_looked_at(graph: Graph) -> None:
+    plan = planned_jointly(graph, request())[1]
+    for tp, zero in product((1, 2), (0, 1, 3)):
+        template = template_of_graph(graph, MESH, dp=4 // tp, tp=tp, zero=zero)
+        assert plan.predicted.step_time_ns <= template.predicted.step_time_ns
+    assert any("template" in row for row in plan.search.tried)
+
+
+def test_a_template_that_does_not_fit_is_not_taken(graph: Graph) -> None:
+    small = template_of_graph(graph, MESH, dp=4, zero=3)
+    limit = small.predicted.peak_bytes * 9 // 10
+    slow = replace(small, predicted=replace(small.predicted, step_time_ns=10**12))
+    found = _with_templates(graph, slow, request(limit=limit))
+    assert found.nodes is slow.nodes or found.predicted.peak_bytes <= limit
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [Constraint("*", stages=2), Constraint("*", ("S(0)",), what="input", axis="d0"), Constraint("*", recompute="none")],
+    ids=["stages", "an axis", "recomputation"],
+)
+def test_where_constraints_decide_what_templates_do_none_is_looked_at(graph: Graph, rule: Constraint) -> None:
+    slow: Plan = template_of_graph(graph, MESH, tp=4)
+    assert _with_templates(graph, slow, request(rule)) is slow
+
+
+def test_templates_have_as_many_microbatches_as_are_pinned(graph: Graph) -> None:
+    slow = template_of_graph(graph, MESH, tp=4, microbatches=2)
+    assert _with_templates(graph, slow, request(Constraint("*", microbatches=2))).microbatches == 2
