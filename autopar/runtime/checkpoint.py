@@ -136,7 +136,7 @@ def _load(path: Path, rank: Rank, optimizer: Optimizer | None, extra: Mapping[st
     if optimizer is not None:
         _check_optimizer(path, found)
         optimizer.zero_grad()  # torch makes the state that is to be loaded by a step without gradients
-        held = get_optimizer_state_dict(rank, optimizer)
+        held = _torch_state(rank, optimizer)
         state["optimizer"] = own.only_saved(own.add_optimizer(held), found)
     planner = SlicesReader(own.slices)
     _run(rank, f"loading {path}", lambda: load(
@@ -144,7 +144,12 @@ def _load(path: Path, rank: Rank, optimizer: Optimizer | None, extra: Mapping[st
     ))  # fmt: skip
     if optimizer is not None:
         loaded = own.as_stored(held, state["optimizer"])
-        set_optimizer_state_dict(rank, optimizer, loaded, options=StateDictOptions(strict=False))
+        groups = _own_groups(held["param_groups"], loaded["param_groups"], path)
+        with _named_alone(rank, optimizer):
+            loaded["param_groups"] = groups
+            set_optimizer_state_dict(rank, optimizer, loaded, options=StateDictOptions(strict=False))
+        for group, saved in zip(optimizer.param_groups, groups, strict=True):  # torch leaves out those without names
+            group.update({key: value for key, value in saved.items() if key != "params"})
     step, seed, dropout_step = (int(value) for value in progress)
     randomness.restore_stream(seed, dropout_step)
     rank.forget_constants()
@@ -257,13 +262,45 @@ def _optimizer_state(rank: Rank, optimizer: Optimizer) -> dict[str, Any]:
     """By single-device names. An optimizer that has not stepped yet has no state, and must not be given one."""
     has_stepped = bool(optimizer.state)
     held = [parameter.grad for parameter in rank.parameters()]
-    state = get_optimizer_state_dict(rank, optimizer)
+    state = _torch_state(rank, optimizer)
     if not has_stepped:
         optimizer.state.clear()
         state["state"] = {}
         for parameter, gradient in zip(rank.parameters(), held, strict=True):
             parameter.grad = gradient
     return state
+
+
+def _torch_state(rank: Rank, optimizer: Optimizer) -> dict[str, Any]:
+    with _named_alone(rank, optimizer):
+        return get_optimizer_state_dict(rank, optimizer)
+
+
+@contextmanager
+def _named_alone(rank: Rank, optimizer: Optimizer) -> Iterator[None]:
+    """The optimizer without the empty tensor that it has where no parameter is trained, which has no name."""
+    named = {id(parameter) for _, parameter in rank.named_parameters()}
+    groups = [group["params"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["params"] = [parameter for parameter in group["params"] if id(parameter) in named]
+    try:
+        yield
+    finally:
+        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
+            group["params"] = parameters
+
+
+def _own_groups(own: list[dict[str, Any]], saved: list[dict[str, Any]], path: Path) -> list[dict[str, Any]]:
+    """The saved options of an optimizer's groups: by the names in them, or by their number, as names are those of one
+    rank, which may have had other stages. Raises ProgramError where neither tells."""
+    by_name = {name: group for group in saved for name in group["params"]}
+    found = []
+    for number, group in enumerate(own):
+        known = next((by_name[name] for name in group["params"] if name in by_name), None)
+        if known is None and len(saved) != len(own):
+            raise ProgramError(f"expected {len(own)} groups of parameters in {path}, found {len(saved)}; make as many")
+        found.append({**(known or saved[number]), "params": group["params"]})
+    return found
 
 
 def _check_optimizer(path: Path, saved: Mapping[str, Any]) -> None:

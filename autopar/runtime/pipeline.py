@@ -30,6 +30,7 @@ class PipelineRank(Rank):
         self, pipeline: type[Pipeline], device_mesh: DeviceMesh | None, device: torch.device | None, timeout_s: float
     ) -> None:
         nn.Module.__init__(self)
+        self.__dict__.update(_pipeline=pipeline, _arguments=(pipeline, device_mesh, device, timeout_s))
         count = max(stage.FIRST_RANK + num_ranks(stage) for stage in pipeline.STAGES)
         device, ranks = world_of(count, device_mesh, device, timeout_s)
         channels = find_channels(pipeline.STAGES)
@@ -45,16 +46,25 @@ class PipelineRank(Rank):
         transport = Transport(groups, pipeline.MICROBATCHES, device, timeout_s)
         stages = _scheduled(pipeline, parts, channels, transport)
         self.__dict__.update(
-            _pipeline=pipeline, _catalog=catalog, _world=world, _transport=transport, _stages=stages,
+            _catalog=catalog, _world=world, _transport=transport, _stages=stages,
             _step=make_schedule(pipeline.SCHEDULE, stages, pipeline.MICROBATCHES),
         )  # fmt: skip
 
     _pipeline: type[Pipeline]
+    _arguments: tuple[Any, ...]
     _catalog: Catalog
     _state: PipelineState
     _world: dist.ProcessGroup
     _transport: Transport
     _stages: list[ScheduledStage]
+
+    @property
+    def num_stages(self) -> int:
+        """See `Rank.num_stages`."""
+        return len(self._pipeline.STAGES)
+
+    def _built_again(self) -> Rank:
+        return PipelineRank(*self._arguments)
 
     def _split(self, inputs: Any, named_inputs: Any, local: bool) -> list[Microbatches]:
         if randomness.is_exact():

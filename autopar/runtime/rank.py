@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime import randomness, state
+from autopar.runtime import outside, randomness, state
 from autopar.runtime.compiling import Compile, checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
 from autopar.runtime.declare import Program
@@ -37,15 +39,68 @@ class Rank(nn.Module):
     def _take(self, parts: list[Local], state: state.State, mesh: RankMesh, training: bool) -> None:
         self.__dict__.update(_locals=parts, _state=state, _mesh=mesh)  # not as submodules: names are the model's
         self.training = training
+        places: dict[str, tuple[dict[str, Any], str]] = {}
         for name, parameter in state.parameters.items():
             owner, _, last = name.rpartition(".")
+            places[name] = _submodule(self, owner)._parameters, last
             _submodule(self, owner)._parameters[last] = parameter.tensor
         for name, buffer in state.buffers.items():
             owner, _, last = name.rpartition(".")
             module = _submodule(self, owner)
+            places[name] = module._buffers, last
             module._buffers[last] = buffer.tensor
             if not buffer.declared.persistent:
                 module._non_persistent_buffers_set.add(last)
+        nothing = nn.Parameter(torch.empty(0, device=mesh.device))
+        self.__dict__.update(_places=places, _nothing=nothing)
+        outside.register(state.parameters.values(), mesh.size, self.num_stages)
+
+    _places: dict[str, tuple[dict[str, Any], str]]  # by name: where the module has a tensor
+    _nothing: nn.Parameter
+
+    @property
+    def num_stages(self) -> int:
+        """Number of stages of the program, on all ranks."""
+        return 1
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """This rank's parameters. Where none is trained, an empty tensor too: optimizers refuse to have nothing."""
+        found = list(super().parameters(recurse))
+        yield from found
+        if not any(parameter.requires_grad for parameter in found):
+            yield self._nothing
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """As torch's. Raises ProgramError for assign=True: the program computes with the tensors that it has."""
+        if assign:
+            raise ProgramError(
+                "expected load_state_dict(state) to copy into the program's tensors, found assign=True, which would "
+                "put others in their places; leave assign out"
+            )
+        return super().load_state_dict(state_dict, strict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rank:
+        """Another rank of the same program with equal weights and buffers, as averages of weights need it."""
+        copy = self._built_again()
+        with torch.no_grad():
+            for name, parameter in self._state.parameters.items():
+                copy._state.parameters[name].local.copy_(parameter.local)
+                copy._state.parameters[name].tensor.requires_grad_(parameter.tensor.requires_grad)
+            for name, buffer in self._state.buffers.items():
+                if buffer.is_set:
+                    copy._state.buffers[name].local.copy_(buffer.local)
+        memo[id(self)] = copy
+        return copy
+
+    def _built_again(self) -> Rank:
+        return Rank(type(self._locals[0].program)(self._mesh), self._mesh)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Raises ProgramError: process groups are no data."""
+        raise ProgramError(
+            "expected to save what a rank holds, found the rank itself, which has process groups; save "
+            "rank.full_state_dict(), or use rt.save_checkpoint"
+        )
 
     def train(self, mode: bool = True) -> Rank:
         """Keeps the mode that the model was in when it was planned; raises ProgramError for the other one.
@@ -80,25 +135,44 @@ class Rank(nn.Module):
         Returns the loss of the whole batch, equal on all ranks; the parameters have their gradients then,
         added to those that they had before.
         """
-        microbatches = self._prepare(inputs, named_inputs, local)
-        self._check_frozen()
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), self._own_precision():
+            microbatches = self._prepare(inputs, named_inputs, local)
+            self._check_frozen()
+            for parameter in self._state.parameters.values():
+                parameter.begin_step()
             for part, parts in zip(self._locals, microbatches, strict=True):
                 part.begin_step(parts)
             losses = self._train(microbatches)
-        for part in self._locals:
-            part.end_step()
-        loss = self._finish(losses)
-        for parameter in self._state.parameters.values():
-            parameter.publish_gradient()
+            for part in self._locals:
+                part.end_step()
+            with torch.no_grad():
+                loss = self._finish(losses)
+            for parameter in self._state.parameters.values():
+                parameter.publish_gradient()
         return loss
+
+    @contextmanager
+    def _own_precision(self) -> Iterator[None]:
+        """Autocast would change some operators and not the buffers between them: the plan says what is computed in."""
+        kind = self._mesh.device.type
+        if not torch.is_autocast_enabled(kind):
+            yield
+            return
+        warnings.warn(
+            "autocast is off inside of train_step and calls: the program computes in the precision that it was planned "
+            'with. For bfloat16, plan with precision="bf16"', stacklevel=4,
+        )  # fmt: skip
+        with torch.autocast(kind, enabled=False):
+            yield
 
     def _prepare(self, inputs: Any, named_inputs: Any, local: bool) -> list[Microbatches]:
         """The local inputs of each microbatch, for each part of the program that runs here."""
         compiler = taken_wrapper(self)
         if compiler is not None:
             self._compile(compiler)
-        microbatches = self._split(inputs, named_inputs, local)
+        self._check_own()
+        inputs = [_plain(value) for value in inputs]
+        microbatches = self._split(inputs, {name: _plain(value) for name, value in named_inputs.items()}, local)
         for part in self._locals:
             part.refresh_buffers()
         self._state.check_set()
@@ -116,6 +190,20 @@ class Rank(nn.Module):
                     f"expected {name} to need no gradient, as when it was planned, found requires_grad=True; "
                     "plan again with a model in which it does"
                 )
+
+    def _check_own(self) -> None:
+        """Raises ProgramError for parameters and buffers that were replaced: the program would not see theirs."""
+        tensors: dict[str, Tensor] = {name: item.tensor for name, item in self._state.parameters.items()}
+        tensors |= {name: item.tensor for name, item in self._state.buffers.items()}
+        replaced = [name for name, (held, last) in self._places.items() if held.get(last) is not tensors[name]]
+        replaced += [name for name, item in self._state.parameters.items() if not item.is_in_place]
+        if replaced:
+            raise ProgramError(
+                f"expected the parameters and buffers that the program was built with, found others in the places of "
+                f"{', '.join(replaced)}, which it does not compute with (load_state_dict(assign=True), setattr, "
+                "parameter.data = …, rank.to(…)). Copy values into them instead: parameter.copy_(…) under "
+                "torch.no_grad(), load_state_dict, load_full_state_dict or init_from; a device is given to rt.build"
+            )
 
     def _train(self, microbatches: list[Microbatches]) -> list[Tensor]:
         """All passes of a step. Returns the microbatches' losses, which may still be on their way."""
@@ -137,13 +225,14 @@ class Rank(nn.Module):
     @torch.no_grad()
     def forward(self, *inputs: Tensor, local: bool = False, **named_inputs: Tensor) -> Any:
         """Runs the forward pass alone, without gradients, and returns what the program returns."""
-        microbatches = self._prepare(inputs, named_inputs, local)
-        for part, parts in zip(self._locals, microbatches, strict=True):
-            part.begin_step(parts)
-        outputs = self._run(microbatches)
-        for part in self._locals:
-            part.finish_late()
-        return self._join(outputs)
+        with self._own_precision():
+            microbatches = self._prepare(inputs, named_inputs, local)
+            for part, parts in zip(self._locals, microbatches, strict=True):
+                part.begin_step(parts)
+            outputs = self._run(microbatches)
+            for part in self._locals:
+                part.finish_late()
+            return self._join(outputs)
 
     def _run(self, microbatches: list[Microbatches]) -> list[Any]:
         (part,) = self._locals
@@ -231,6 +320,11 @@ def loss_of(outputs: Any, index: int) -> Tensor:
         found = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise ProgramError(f"expected the forward pass to return a scalar loss, found {found}")
     return loss
+
+
+def _plain(value: Any) -> Any:
+    """An input that autograd may save: one that was made in inference mode is copied."""
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _submodule(root: nn.Module, path: str) -> nn.Module:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -60,10 +61,35 @@ class StoredParameter:
             self.local = self.tensor.data
         self.gradient: Tensor | None = None
         self._wrapped: tuple[Tensor, Tensor] | None = None  # what may become the gradient, and its DTensor
+        self.is_leaf = False  # whether the program computes with the parameter itself
+        self._set_aside: tuple[Tensor | None, list[dict[int, Any]]] | None = None
+
+    def begin_step(self) -> None:
+        """Sets aside the gradient that the parameter has and its hooks, where autograd would run those for each
+        microbatch: they see the gradient of a step, once."""
+        self._restore()
+        hooks = _hooks(self.tensor)
+        if self.is_leaf and any(hooks):
+            self._set_aside = self.tensor.grad, [dict(found) for found in hooks]
+            self.tensor.grad = None
+            for found in hooks:
+                found.clear()
+
+    def _restore(self) -> None:
+        if self._set_aside is not None:
+            (self.tensor.grad, held), self._set_aside = self._set_aside, None
+            for found, kept in zip(_hooks(self.tensor), held, strict=True):
+                found.update(kept)
 
     def wrap_ahead(self, local: Tensor) -> None:
         """Makes the DTensor of what will be the step's gradient, while its values are still being summed."""
         self._wrapped = local, wrap(local, self.declared.shape, self.types, self.mesh)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether the parameter still has the memory that the program computes with: nobody has set its `data`."""
+        held: Any = self.tensor
+        return bool(getattr(held, "_local_tensor", held).data_ptr() == self.local.data_ptr())
 
     def add_gradient(self, local: Tensor) -> None:
         """Adds this rank's part of a gradient, in the stored placement."""
@@ -72,17 +98,35 @@ class StoredParameter:
     def publish_gradient(self) -> None:
         """Hands the step's gradient over to the parameter, unless frozen since, adding to what it holds already."""
         wrapped, self._wrapped = self._wrapped, None
+        if self._set_aside is not None:
+            self.gradient = self.tensor.grad
+            self._restore()
         if self.gradient is None or not self.tensor.requires_grad:
             self.gradient = None
             return
-        held = self.tensor.grad
-        if held is not None:
-            local_part(held).add_(self.gradient)
-        elif wrapped is not None and wrapped[0] is self.gradient:
-            self.tensor.grad = wrapped[1]
+        if wrapped is not None and wrapped[0] is self.gradient:
+            gradient = wrapped[1]
         else:
-            self.tensor.grad = wrap(self.gradient, self.declared.shape, self.types, self.mesh)
+            gradient = wrap(self.gradient, self.declared.shape, self.types, self.mesh)
         self.gradient = None
+        on_gradient, on_accumulated = _hooks(self.tensor)
+        with torch.no_grad():
+            for hook in list(on_gradient.values()):
+                found = hook(gradient)
+                gradient = gradient if found is None else found
+            if self.tensor.grad is None:
+                self.tensor.grad = gradient
+            else:
+                local_part(self.tensor.grad).add_(local_part(gradient))
+            for hook in list(on_accumulated.values()):
+                hook(self.tensor)
+
+
+def _hooks(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
+    """Those of `register_hook` and `register_post_accumulate_grad_hook`."""
+    held: Any = tensor
+    on_gradient, on_accumulated = held._backward_hooks, held._post_accumulate_grad_hooks
+    return ({} if on_gradient is None else on_gradient), ({} if on_accumulated is None else on_accumulated)
 
 
 class Slot:
@@ -110,6 +154,7 @@ class Slot:
     def _make_leaf(self) -> Tensor:
         parameter = self.parameter
         if self.is_alias and parameter.mesh.device_mesh is None and not parameter.is_tied:
+            parameter.is_leaf = True
             return parameter.tensor
         if self.is_alias:
             return parameter.local.detach().requires_grad_(parameter.declared.requires_grad)
