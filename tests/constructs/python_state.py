@@ -1,0 +1,203 @@
+"""What a model keeps in Python, names that meet others, and inputs that are more than tensors."""
+
+from __future__ import annotations
+
+import keyword
+
+from tests.constructs.catalog import Construct
+
+
+def _python(name: str, init: str, forward: str, late: str = "", **more: object) -> Construct:
+    return Construct(name, "python", forward, init=init, late=late, **more)  # type: ignore[arg-type]
+
+
+PYTHON = (
+    _python("a counter that warms up", "self.step$i = 0", "self.step$i += 1\nh = h * min(1.0, self.step$i / 3)"),
+    _python("a counter that nothing reads", "self.calls$i = 0", "self.calls$i += 1"),
+    _python("a flag of the first call", "self.first$i = True",
+            "if self.first$i:\n    h = h * 2\n    self.first$i = False"),
+    _python("a flag that flips", "self.odd$i = False", "self.odd$i = not self.odd$i\nh = h + 0.1 if self.odd$i else h"),
+    _python("a list that grows", "self.log$i = []", "self.log$i.append(h.detach().mean())"),
+    _python("a list whose length matters", "self.log$i = []", "self.log$i.append(1)\nh = h / len(self.log$i)"),
+    _python("a schedule that is used up", "self.rates$i = [0.1, 0.2, 0.4, 0.8] * 40", "h = h * self.rates$i.pop(0)"),
+    _python("the last activation used in the next step", "self.last$i = None",
+            "h = h + (0 if self.last$i is None else self.last$i)\nself.last$i = h.detach().mean(0)"),
+    _python("the last activation kept for others", "self.last$i = None", "self.last$i = h.detach()"),
+    _python("a table cached at the first call", "self.table$i = None",
+            "if self.table$i is None:\n    self.table$i = torch.linspace(0, 1, D).double()\nh = h + self.table$i",
+            must_run=True),
+    _python("a cache by length", "self.tables$i = {}", """
+if h.shape[1] not in self.tables$i:
+    self.tables$i[h.shape[1]] = torch.arange(h.shape[1]).double() / D
+h = h * self.tables$i[h.shape[1]]
+""", must_run=True),
+    _python("a cached function", "pass", "h = h + table$i(D)", above="""
+import functools
+@functools.lru_cache
+def table$i(n):
+    return torch.arange(n).double() * 0.1
+""", must_run=True),
+    _python("a value set and put back", "self.scale$i = 1.0", """
+held$i, self.scale$i = self.scale$i, 2.0
+h = h * self.scale$i
+self.scale$i = held$i
+""", must_run=True),
+    _python("a counter of the class", "pass", "Kept$i.calls += 1\nh = h * (1 + 0.1 * Kept$i.calls)", above="""
+class Kept$i:
+    calls = 0
+"""),
+    _python("a global counter", "pass", "bump$i()\nh = h + 0.1 * CALLS$i[0]", above="""
+CALLS$i = [0]
+def bump$i():
+    CALLS$i[0] += 1
+"""),
+    _python("a default argument that remembers", "pass", "h = remember$i(h)", above="""
+def remember$i(h, seen=[]):
+    seen.append(1)
+    return h * (1 + 0.1 * len(seen))
+"""),
+    _python("a generator of factors", "self.factors$i = iter([1.0, 0.5, 0.25, 0.125] * 40)",
+            "h = h * next(self.factors$i)"),
+    _python("a choice by Python's random numbers", "pass", "h = h * random.choice([0.5, 1.0, 2.0])",
+            above="import random"),
+    _python("a branch on training", "pass", "h = h * 2 if self.training else h", must_run=True),
+    _python("a branch on a shape", "pass", "h = h * 2 if h.shape[1] % 2 else h + 1", must_run=True),
+    _python("a branch on a value", "pass", "h = h * 2 if h.sum() > 0 else h + 1"),
+    _python("a value taken to Python", "pass", "h = h * (1 + float(h.detach().mean()))"),
+    _python("a branch that switches a layer off after two steps", "self.n$i = 0\nself.l$i = nn.Linear(D, D)",
+            "self.n$i += 1\nif self.n$i <= 2:\n    h = torch.tanh(self.l$i(h))"),
+    _python("a layer frozen in forward", "self.l$i = nn.Linear(D, D)",
+            "self.l$i.requires_grad_(False)\nh = torch.tanh(self.l$i(h))"),
+    _python("a layer frozen after the first step", "self.n$i = 0\nself.l$i = nn.Linear(D, D)",
+            "self.n$i += 1\nself.l$i.requires_grad_(self.n$i < 2)\nh = torch.tanh(self.l$i(h))"),
+    _python("an attribute of a submodule counted", "self.l$i = nn.Linear(D, D)\nself.l$i.uses = 0",
+            "self.l$i.uses += 1\nh = self.l$i(h) / self.l$i.uses"),
+    _python("a tensor that is neither parameter nor buffer", "self.c$i = torch.linspace(0.5, 1, D)", "h = h * self.c$i",
+            must_run=True),
+    _python("a tensor in a list that is written", "self.c$i = [torch.zeros(D)]",
+            "h = h - self.c$i[0]\nself.c$i[0].add_(h.detach().mean(0))"),
+    _python("a tensor in a list that is replaced", "self.c$i = [torch.zeros(D)]",
+            "h = h - self.c$i[0]\nself.c$i[0] = h.detach().mean(0)"),
+    _python("an index that wraps", "self.at$i = 0",
+            "h = h * [0.5, 1.0, 2.0][self.at$i]\nself.at$i = (self.at$i + 1) % 3"),
+    _python("state in a dataclass", "self.state$i = State$i()",
+            "self.state$i.n += 1\nh = h / self.state$i.n", above="""
+import dataclasses
+@dataclasses.dataclass
+class State$i:
+    n: int = 0
+"""),
+)  # fmt: skip
+
+#: like operators, inputs, values of the model, the runtime's attributes, Python's words, or no identifiers at all
+_NAMES = (
+    "mean", "mul", "mul_1", "linear", "add", "sum_1", "tanh", "cross_entropy", "detach", "clone", "view", "relu",
+    "x", "y", "h", "loss", "logits", "labels", "inputs", "args", "kwargs", "input_ids", "output", "_0", "t",
+    "microbatch", "microbatches", "count", "axes", "update", "prepare", "mesh", "program", "rank", "ranks", "stage",
+    "stages", "plan", "block", "blocks", "schedule", "dp", "tp", "z", "rt", "torch", "nn", "F", "math", "self_", "weights",
+    "local", "state", "batch", "placement", "group", "size", "index", "name", "names", "redistribute", "gather",
+    "num_ranks", "timeout_s", "train_step", "stored_parameters", "full_gradients", "clip_grad_norm_", "init_from",
+    "unite_tied", "batches", "optimizer", "_locals", "_state", "_mesh", "_step", "_cache", "parts", "constants",
+    "sum", "len", "list", "int", "id", "max", "min", "print", "Tensor", "Program", "Block", "Model", "Layer",
+    "class", "None", "lambda", "import", "a-b", "0", "with space", "größe", "__name", "_", "data", "grad", "dtype",
+    "mutations", "outputs", "buffers_", "parameters_", "param", "buffer", "stored", "tied", "training_", "compile_",
+)  # fmt: skip
+
+
+def _collisions() -> tuple[Construct, ...]:
+    found = []
+    for name in _NAMES:
+        get = f"getattr(self, {name!r})"
+        found += [
+            Construct(f"a parameter called {name}", "name", f"h = h * {get}", must_run=True,
+                      init=f"self.register_parameter({name!r}, nn.Parameter(torch.rand(D) + 0.5))"),
+            Construct(f"a buffer called {name}", "name", f"h = h + {get}", must_run=True,
+                      init=f"self.register_buffer({name!r}, torch.rand(D))"),
+            Construct(f"a buffer called {name} that is updated", "name",
+                      f"with torch.no_grad():\n    {get}.add_(h.mean(0))\nh = h - {get}",
+                      init=f"self.register_buffer({name!r}, torch.zeros(D))"),
+            Construct(f"a submodule called {name}", "name", f"h = {get}(h)", must_run=True,
+                      init=f"self.add_module({name!r}, nn.Linear(D, D))"),
+        ]  # fmt: skip
+        if name.isidentifier() and not keyword.iskeyword(name) and name not in _TAKEN and name[:2] != "__":
+            found.append(Construct(f"an input called {name}", "name", f"h = h * {name}", must_run=True,
+                                   inputs={name: "torch.rand(B, D)"}))  # fmt: skip
+            found.append(Construct(f"an input and a parameter called {name}", "name", f"h = h * {name} + {get}",
+                                   init=f"self.register_parameter({name!r}, nn.Parameter(torch.rand(B, D)))",
+                                   inputs={name: "torch.rand(B, D)"}, must_run=True))  # fmt: skip
+    return tuple(found)
+
+
+#: what the lines of a model use themselves
+_TAKEN = {"x", "y", "h", "z", "torch", "nn", "F", "B", "D", "C", "loss", "float", "range", "random", "min", "len"}
+
+NAMES = (
+    *_collisions(),
+    Construct("a parameter called like the input that it scales", "name", "h = h * self.q$i * q$i",
+              init="self.q$i = nn.Parameter(torch.rand(B, D))", inputs={"q$i": "torch.rand(B, D)"}, must_run=True),
+    Construct("a submodule called like an input", "name", "h = self.q$i(h) + q$i",
+              init="self.q$i = nn.Linear(D, D)", inputs={"q$i": "torch.rand(B, D)"}, must_run=True),
+    Construct("names that differ in dots and underscores", "name", "h = h * self.a$i.b * self.a${i}_b", init="""
+self.a$i = nn.Module()
+self.a$i.b = nn.Parameter(torch.rand(D) + 0.5)
+self.a${i}_b = nn.Parameter(torch.rand(D) + 0.5)
+""", must_run=True),
+    Construct("names that differ in case", "name", "h = h * self.W$i + self.w$i", init="""
+self.W$i, self.w$i = nn.Parameter(torch.rand(D)), nn.Parameter(torch.rand(D))
+""", must_run=True),
+    Construct("a sequence whose parts have names", "name", "h = self.s$i(h)", init="""
+self.s$i = nn.Sequential(OrderedDict([("fc-1", nn.Linear(D, D)), ("relu", nn.ReLU()), ("2", nn.Linear(D, D))]))
+""", above="from collections import OrderedDict", must_run=True),
+    Construct("parameters in a dict", "name", "h = h * self.d$i['mul'] + self.d$i['x']", init="""
+self.d$i = nn.ParameterDict({"mul": nn.Parameter(torch.rand(D)), "x": nn.Parameter(torch.rand(D))})
+""", must_run=True),
+    Construct("classes called like the runtime's", "name", "h = self.p$i(h)", above="""
+class Program(nn.Module):
+    def __init__(self, n):
+        super().__init__()
+        self.mesh = nn.Parameter(torch.rand(n))
+    def forward(self, x):
+        return x * self.mesh
+""", init="self.p$i = Program(D)", must_run=True),
+)  # fmt: skip
+
+
+def _input(name: str, inputs: dict[str, str], forward: str, **more: object) -> Construct:
+    return Construct(name, "input", forward, inputs=inputs, **more)  # type: ignore[arg-type]
+
+
+_ROWS = "torch.rand(B, D)"
+
+INPUTS = (
+    _input("a dict of tensors", {"q$i": f"{{'a': {_ROWS}, 'b': {_ROWS}}}"}, "h = h * q$i['a'] + q$i['b']"),
+    _input("a list of tensors", {"q$i": f"[{_ROWS}, {_ROWS}]"}, "h = h * q$i[0] - q$i[1]"),
+    _input("a tuple of tensors", {"q$i": f"({_ROWS}, {_ROWS})"}, "h = h * q$i[0] - q$i[1]"),
+    _input("lists in dicts", {"q$i": f"{{'a': [{_ROWS}, {{'b': {_ROWS}}}]}}"}, "h = h * q$i['a'][0] + q$i['a'][1]['b']"),
+    _input("None", {"q$i": "None"}, "h = h if q$i is None else h * q$i", must_run=True),
+    _input("None in a dict", {"q$i": f"{{'a': None, 'b': {_ROWS}}}"}, "h = h if q$i['a'] is not None else h * q$i['b']"),
+    _input("an integer", {"q$i": "3"}, "h = h * q$i", must_run=True),
+    _input("a number", {"q$i": "0.5"}, "h = h * q$i", must_run=True),
+    _input("a flag", {"q$i": "True"}, "h = h * 2 if q$i else h", must_run=True),
+    _input("a string", {"q$i": "'tanh'"}, "h = getattr(torch, q$i)(h)"),
+    _input("numbers in a dict", {"q$i": f"{{'a': {_ROWS}, 'k': 2, 'on': True}}"}, "h = h * q$i['a'] * q$i['k']"),
+    _input("a dataclass", {"q$i": f"Rows$i({_ROWS}, 2)"}, "h = h * q$i.a * q$i.k", above="""
+import dataclasses
+@dataclasses.dataclass
+class Rows$i:
+    a: torch.Tensor
+    k: int
+"""),
+    _input("a named tuple", {"q$i": f"Pair$i({_ROWS}, {_ROWS})"}, "h = h * q$i.a + q$i.b", above="""
+import collections
+Pair$i = collections.namedtuple("Pair$i", "a b")
+"""),
+    _input("a mask of samples", {"q$i": "torch.rand(B) > 0.4"}, "h = h * q$i[:, None]", must_run=True),
+    _input("a scalar tensor", {"q$i": "torch.tensor(0.7)"}, "h = h * q$i"),
+    _input("a vector that is not of samples", {"q$i": "torch.rand(D)"}, "h = h * q$i"),
+    _input("an integer tensor", {"q$i": "torch.randint(5, (B,))"}, "h = h * q$i[:, None]", must_run=True),
+    _input("one that nothing reads", {"q$i": _ROWS}, "pass", must_run=True),
+    _input("one with a leading dim of its own", {"q$i": "torch.rand(3, B, D)"}, "h = h * q$i.sum(0)"),
+    _input("one in single precision", {"q$i": "torch.rand(B, D, dtype=torch.float32)"}, "h = h * q$i", must_run=True),
+    _input("one with gradients of its own", {"q$i": f"{_ROWS}.requires_grad_()"}, "h = h * q$i"),
+    _input("an empty list", {"q$i": "[]"}, "h = h + len(q$i)"),
+)  # fmt: skip
