@@ -165,8 +165,13 @@ class Rank(nn.Module):
         with torch.autocast(kind, enabled=False):
             yield
 
-    def _prepare(self, inputs: Any, named_inputs: Any, local: bool) -> list[Microbatches]:
-        """The local inputs of each microbatch, for each part of the program that runs here."""
+    def _prepare(self, inputs: Any, named_inputs: Any, local: bool | Tensor) -> list[Microbatches]:
+        """The local inputs of each microbatch, for each part of the program that runs here.
+
+        A tensor given as `local` is the model's input of that name.
+        """
+        if isinstance(local, Tensor):
+            named_inputs, local = {**named_inputs, "local": local}, False
         compiler = taken_wrapper(self)
         if compiler is not None:
             self._compile(compiler)

@@ -31,11 +31,12 @@ def cases(seed: int, kinds: Sequence[str] = KINDS) -> Iterator[tuple[Case, Verdi
     """Endless cases from a seed on, with their verdicts; models that do not even run alone are left out."""
     while True:
         case = case_of(seed, kinds)
-        try:
-            yield case, case.verdict()
-        except InvalidModel:
-            pass
         seed += 1
+        try:
+            verdict = case.verdict()
+        except InvalidModel:
+            continue
+        yield case, verdict
 
 
 def case_of(seed: int, kinds: Sequence[str] = KINDS) -> Case:

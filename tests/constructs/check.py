@@ -92,9 +92,8 @@ def run_in_threads(job: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
 
 def judged(model: Model, plan: str, run: Run = run_in_threads) -> Verdict:
     """What comes of a model under a plan. Raises InvalidModel."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = _eager(model)
+    with _undisturbed():
+        expected = eager(model)
         try:
             module, (made, state) = made_of(model)
             program = _planned(module, made, plan)
@@ -110,6 +109,14 @@ def judged(model: Model, plan: str, run: Run = run_in_threads) -> Verdict:
             return Verdict(CRASHED, _told(error, "the run"))
     wrong += differences(expected, results)
     return Verdict(WRONG, "\n".join(wrong)) if wrong else Verdict(EQUAL)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Some models warn, some leave gradients switched off where they end in an error."""
+    with warnings.catch_warnings(), torch.enable_grad():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _told(error: Exception, when: str) -> str:
@@ -151,10 +158,12 @@ def _batch(module: ModuleType) -> dict[str, Any]:
     return found
 
 
-def _eager(model: Model) -> Record:
+def eager(model: Model) -> Record:
+    """Three steps of the model itself. Raises InvalidModel."""
     try:
-        module, (made, _) = made_of(model)
-        return _trained(made, module, model.is_random)
+        with _undisturbed():
+            module, (made, _) = made_of(model)
+            return _trained(made, module, model.is_random)
     except Exception as error:
         raise InvalidModel(f"{[used.construct for used in model.used]}: {error}") from error
 
@@ -228,9 +237,7 @@ def _planned(module: ModuleType, made: nn.Module, plan: str) -> autopar.PlannedP
     with _traced_once():
         if plan in SEARCHED:
             rules = SEARCHED[plan]
-            program = autopar.parallelize(
-                made, slow_mesh(), inputs, constraints=rules, search=BUDGET, progress=False, **loss_fn
-            )
+            program = autopar.parallelize(made, slow_mesh(), inputs, constraints=rules, search=BUDGET, **loss_fn)
         else:
             mesh = autopar.Mesh("cpu", devices_per_node=WORLD)
             template = autopar.template_plan(made, mesh, inputs, **TEMPLATES[plan], **loss_fn)
@@ -313,7 +320,8 @@ def differences(expected: Record, ranks: list[Record]) -> list[str]:
 
 
 def _step_differences(
-    loss: Tensor, gradients: Mapping[str, Tensor], norm: Tensor, loss_2: Tensor, found: Mapping[str, Tensor], norm_2: Tensor
+    loss: Tensor, gradients: Mapping[str, Tensor], norm: Tensor,
+    loss_2: Tensor, found: Mapping[str, Tensor], norm_2: Tensor,
 ) -> Iterator[str]:  # fmt: skip
     if not _near(loss, loss_2, max(1.0, abs(loss.item()))):
         yield f"loss {loss_2.item():.8g}, expected {loss.item():.8g}"

@@ -15,7 +15,7 @@ def run_on_gloo(job: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     ranks = pool(WORLD)
     if not ranks.is_running:
         ranks.run(_ready)  # with time of its own: processes start slowly on a busy machine
-    name, source, program, state, inputs, exact = args
+    name, source, program, state, _, exact = args
     return ranks.run(_on_process, job.__name__, name, source, (program, state, exact))
 
 

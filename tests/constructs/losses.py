@@ -95,7 +95,8 @@ loss = F.relu(far - near + 0.3).mean() + z.square().mean()
     _loss("batch-wise softmax", "loss = -(z.log_softmax(0) * F.one_hot(y, C)).sum() / len(z)"),
     _loss("CTC", "lp = z.log_softmax(1)[:, None].expand(-1, 2, -1)\nloss = F.ctc_loss(lp, torch.tensor([[1], [2]]), "
           "torch.tensor([len(z)] * 2), torch.tensor([1, 1]))"),
-    _loss("a loop over samples", "loss = sum(F.cross_entropy(z[k : k + 1], y[k : k + 1]) for k in range(len(z))) / len(z)"),
+    _loss("a loop over samples", "loss = sum(F.cross_entropy(z[k : k + 1], y[k : k + 1]) "
+          "for k in range(len(z))) / len(z)"),
     _loss("a loop over classes", "loss = sum((z[:, k] - (y == k).to(z.dtype)).square().mean() for k in range(C))"),
     _loss("an index of each target", "loss = -z.log_softmax(1)[torch.arange(len(z)), y].mean()"),
     _loss("gathered targets", "loss = -z.log_softmax(1).gather(1, y[:, None]).mean()", must_run=True),
@@ -225,7 +226,8 @@ extra = extra + g$i.norm(dim=1).mean()
     _part("autocast inside", "self.l$i = nn.Linear(D, D)",
           "with torch.autocast('cpu', enabled=False):\n    h = torch.tanh(self.l$i(h))"),
     _part("a complex transform", "pass", "h = torch.fft.ifft(torch.fft.fft(h) * 0.5).real"),
-    _part("a sparse buffer", "self.register_buffer('a$i', torch.eye(B).to_sparse())", "h = h + torch.sparse.mm(self.a$i, h)"),
+    _part("a sparse buffer", "self.register_buffer('a$i', torch.eye(B).to_sparse())",
+          "h = h + torch.sparse.mm(self.a$i, h)"),
     _part("torch.cond", "pass", "h = torch.cond(h.sum() > 0, lambda v: v * 2, lambda v: v - 1, (h,))"),
     _part("a recurrence", "self.r$i = nn.GRU(D, D, batch_first=True)", "h = self.r$i(h[:, None])[0][:, 0]"),
     _part("a scripted function", "pass", "h = scripted$i(h)", above="""
@@ -238,7 +240,12 @@ def scripted$i(h):
     _part("an embedding scaled by frequency", "self.e$i = nn.Embedding(7, D, scale_grad_by_freq=True)",
           "h = h + self.e$i(ids$i)", inputs={"ids$i": "torch.randint(7, (B,))"}),
     _part("a mean over the batch with gradients", "pass", "h = h - h.mean(0)"),
-    _part("a loop that ends by a value", "pass", "k$i = 0\nwhile h.detach().abs().sum() * 0 + k$i < 2:\n    h = torch.tanh(h)\n    k$i += 1"),
+    _part("a loop that ends by a value", "pass", """
+k$i = 0
+while h.detach().abs().sum() * 0 + k$i < 2:
+    h = torch.tanh(h)
+    k$i += 1
+"""),
     _part("new parameters of a meta-layer", "self.g$i = nn.Linear(D, D * D)",
           "w$i = self.g$i(h.mean(0)).view(D, D)\nh = torch.tanh(h @ w$i)"),
     _part("detached halves", "pass", "h = torch.cat([h[:, :2].detach(), h[:, 2:]], 1)", must_run=True),

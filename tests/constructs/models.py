@@ -184,7 +184,9 @@ def placed(construct: Construct, number: int, rng: random.Random) -> Used:
 def _fits(construct: Construct, used: Sequence[Used]) -> bool:
     """Whether a model may have the construct, too: one loss, no name twice, nothing added to what a function judges."""
     names = {name for one in used for name in one.what.inputs if "$" not in name}
-    if names & set(construct.inputs) or any(one.construct == construct.key and "$" not in str(one.what) for one in used):
+    if names & set(construct.inputs) or any(
+        one.construct == construct.key and "$" not in str(one.what) for one in used
+    ):
         return False
     if construct.is_loss and any(one.what.is_loss for one in used):
         return False

@@ -107,16 +107,16 @@ _NAMES = (
 def _collisions() -> tuple[Construct, ...]:
     found = []
     for name in _NAMES:
-        get = f"getattr(self, {name!r})"
+        get, can_run = f"getattr(self, {name!r})", not keyword.iskeyword(name)
         found += [
-            Construct(f"a parameter called {name}", "name", f"h = h * {get}", must_run=True,
+            Construct(f"a parameter called {name}", "name", f"h = h * {get}", must_run=can_run,
                       init=f"self.register_parameter({name!r}, nn.Parameter(torch.rand(D) + 0.5))"),
-            Construct(f"a buffer called {name}", "name", f"h = h + {get}", must_run=True,
+            Construct(f"a buffer called {name}", "name", f"h = h + {get}", must_run=can_run,
                       init=f"self.register_buffer({name!r}, torch.rand(D))"),
             Construct(f"a buffer called {name} that is updated", "name",
                       f"with torch.no_grad():\n    {get}.add_(h.mean(0))\nh = h - {get}",
                       init=f"self.register_buffer({name!r}, torch.zeros(D))"),
-            Construct(f"a submodule called {name}", "name", f"h = {get}(h)", must_run=True,
+            Construct(f"a submodule called {name}", "name", f"h = {get}(h)", must_run=can_run,
                       init=f"self.add_module({name!r}, nn.Linear(D, D))"),
         ]  # fmt: skip
         if name.isidentifier() and not keyword.iskeyword(name) and name not in _TAKEN and name[:2] != "__":
