@@ -60,7 +60,8 @@ class Summary:
     def lines(self) -> Iterator[str]:
         """The summary as text."""
         yield f"{self.verdicts.total()} cases: " + ", ".join(f"{self.verdicts[kind]} {kind}" for kind in VERDICTS)
-        yield f"refused: {self.refused_share:.0%}, of these {self.without_line} without a line; without a reason: {self.needless}"
+        without = f"{self.without_line} without a line; without a reason: {self.needless}"
+        yield f"refused: {self.refused_share:.0%}, of these {without}"
         for title, counts in (("kind", self.by_kind), ("plan", self.by_plan)):
             yield f"{title:18}" + "".join(f"{verdict:>9}" for verdict in VERDICTS)
             for name in sorted({name for name, _ in counts}):

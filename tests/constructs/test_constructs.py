@@ -109,7 +109,8 @@ def test_a_summary_fails_by_what_is_wrong_crashed_or_refused_without_need() -> N
     plain = Case(Model((Used("part: layer norm", "layer", 0),)), "dp", "1")
     odd = Case(Model((Used("python: a counter that warms up", "layer", 0),)), "dp", "2")
     for case, kind, fails in (
-        (plain, EQUAL, False), (plain, WRONG, True), (plain, CRASHED, True), (plain, REFUSED, True), (odd, REFUSED, False),
+        (plain, EQUAL, False), (plain, WRONG, True), (plain, CRASHED, True), (plain, REFUSED, True),
+        (odd, REFUSED, False),
     ):  # fmt: skip
         summary = Summary()
         summary.add(case, Verdict(kind, "TraceError: model.py:3 …"))

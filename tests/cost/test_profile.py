@@ -78,7 +78,7 @@ def test_malformed_profiles_name_the_field() -> None:
     data["facts"]["memory_bandwidth"] = -1
     with pytest.raises(
         ProfileError,
-        match=r"mine is no cost profile: at /facts/memory_bandwidth: expected at least 100,000,000 .*not GB.*found -1",
+        match=r"mine is no cost profile: at /facts/memory_bandwidth: expected at least 100,000 .*not GB.*found -1",
     ):
         profile_from_json(data, "mine")
 

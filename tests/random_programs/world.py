@@ -167,15 +167,6 @@ class ThreadGroup(dist.ProcessGroup):
 
         return self._start("broadcast", tensor, tensor, combine)
 
-    def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """What objects are gathered by: done when it returns."""
-        (parts,), (tensor,) = outputs, tensors
-        whole = tensor.new_empty(len(parts) * tensor.numel())
-        self.all_gather_single(whole, tensor).wait()
-        for part, found in zip(parts, whole.chunk(len(parts)), strict=True):
-            part.copy_(found.view_as(part))
-        return _Sent()
-
     # what torch's functional collectives, and so DTensors, call: always with one tensor here
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
