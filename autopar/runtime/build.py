@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.runtime import agreement
 from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.ending import await_gloo_at_exit
-from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh
+from autopar.runtime.mesh import TIMEOUT_S, make_rank_mesh, start_process_group
 from autopar.runtime.rank import Rank
 
 
@@ -28,9 +30,19 @@ def build(
     """
     await_gloo_at_exit()
     device = torch.device(device) if device is not None else None
+    count = _num_ranks(program)
+    if count > 1:
+        start_process_group(device, timeout_s)
+        agreement.check_program(program, count)
     if issubclass(program, Pipeline):
         from autopar.runtime.pipeline import PipelineRank  # torch's schedules take a while to import
 
         return PipelineRank(program, device_mesh, device, timeout_s)
     mesh = replace(make_rank_mesh(program.AXES, device_mesh, device, timeout_s), shares=program.SHARES)
     return Rank(program(mesh), mesh)
+
+
+def _num_ranks(program: type[Program] | type[Pipeline]) -> int:
+    if issubclass(program, Pipeline):
+        return max(stage.FIRST_RANK + math.prod(stage.AXES.values()) for stage in program.STAGES)
+    return math.prod(program.AXES.values())

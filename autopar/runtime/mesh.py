@@ -103,7 +103,7 @@ def make_rank_mesh(
         return RankMesh(tuple(Axis(name, 1, 0, None) for name in sizes), None, device)
     known_s = None
     if device_mesh is None:
-        _check_world(sizes, _start_process_group(device, timeout_s))
+        _check_world(sizes, start_process_group(device, timeout_s))
         device_mesh, known_s = _make_device_mesh(sizes, device, timeout_s), timeout_s
     assert device_mesh is not None, "every rank is in the mesh of all ranks"
     _check_device_mesh(sizes, device_mesh)
@@ -161,7 +161,7 @@ def world_of(
     """
     device = device or _default_device(device_mesh)
     if device_mesh is None:
-        _check_world({"stages": count}, _start_process_group(device, timeout_s))
+        _check_world({"stages": count}, start_process_group(device, timeout_s))
         return device, list(range(count))
     ranks = device_mesh.mesh.flatten().tolist()
     if ranks != list(range(count)):
@@ -207,11 +207,13 @@ def _default_device(device_mesh: DeviceMesh | None) -> torch.device:
     return torch.device(kind, index)
 
 
-def _start_process_group(device: torch.device, timeout_s: float) -> int:
+def start_process_group(device: torch.device | None, timeout_s: float) -> int:
+    """The number of processes that run together; makes their group where there is none."""
     if not dist.is_initialized():
         found = int(os.environ.get("WORLD_SIZE", "1"))
         if found == 1:
             return 1
+        device = device or _default_device(None)
         backend, timeout = "nccl" if device.type == "cuda" else "gloo", timedelta(seconds=timeout_s)
         store = _store_of_restart(found, timeout)
         if store is None:

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.arrivals import FORWARD, Turn
-from autopar.runtime.declare import Pipeline
+from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
-from autopar.runtime.inputs import by_name, join_outputs, split_named
+from autopar.runtime.inputs import join_outputs, split_named
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import Axis, RankMesh, make_submeshes, own_group, world_of
 from autopar.runtime.pipeline_state import Catalog, PipelineState, find_ties, make_catalog
@@ -66,13 +66,16 @@ class PipelineRank(Rank):
     def _built_again(self) -> Rank:
         return PipelineRank(*self._arguments)
 
-    def _split(self, inputs: Any, named_inputs: Any, local: bool) -> list[Microbatches]:
+    @property
+    def _declared(self) -> type[Program] | type[Pipeline]:
+        return self._pipeline
+
+    def _split(self, values: Mapping[str, Tensor], local: bool) -> list[Microbatches]:
         if randomness.is_exact():
             raise ProgramError(
                 "expected a program of one stage to draw what a single device draws, found one of "
                 f"{len(self._pipeline.STAGES)}, whose stages draw at the same time; use set_exact_dropout(False)"
             )
-        values = by_name(self._pipeline, inputs, named_inputs)
         return [split_named(type(part.program), values, part.mesh, local) for part in self._locals]
 
     def _train(self, microbatches: list[Microbatches]) -> list[Tensor]:

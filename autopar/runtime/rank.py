@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime import outside, randomness, state
+from autopar.runtime import agreement, outside, randomness, state
 from autopar.runtime.compiling import Compile, checked_options, compile_blocks, taken_wrapper, watch_for_wrapper
 from autopar.runtime.constants import forget_constants
-from autopar.runtime.declare import Program
+from autopar.runtime.declare import Pipeline, Program
 from autopar.runtime.errors import ProgramError
-from autopar.runtime.inputs import join_outputs, split_inputs
+from autopar.runtime.inputs import by_name, join_outputs, split_named
 from autopar.runtime.local import Local
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.stored import StoredParameter
@@ -52,11 +52,12 @@ class Rank(nn.Module):
             if not buffer.declared.persistent:
                 module._non_persistent_buffers_set.add(last)
         nothing = nn.Parameter(torch.empty(0, device=mesh.device))
-        self.__dict__.update(_places=places, _nothing=nothing)
+        self.__dict__.update(_places=places, _nothing=nothing, _checked_steps=0)
         outside.register(state.parameters.values(), mesh.size, self.num_stages)
 
     _places: dict[str, tuple[dict[str, Any], str]]  # by name: where the module has a tensor
     _nothing: nn.Parameter
+    _checked_steps: int
 
     @property
     def num_stages(self) -> int:
@@ -69,15 +70,6 @@ class Rank(nn.Module):
         yield from found
         if not any(parameter.requires_grad for parameter in found):
             yield self._nothing
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """As torch's. Raises ProgramError for assign=True: the program computes with the tensors that it has."""
-        if assign:
-            raise ProgramError(
-                "expected load_state_dict(state) to copy into the program's tensors, found assign=True, which would "
-                "put others in their places; leave assign out"
-            )
-        return super().load_state_dict(state_dict, strict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Rank:
         """Another rank of the same program with equal weights and buffers, as averages of weights need it."""
@@ -177,15 +169,24 @@ class Rank(nn.Module):
             self._compile(compiler)
         self._check_own()
         inputs = [_plain(value) for value in inputs]
-        microbatches = self._split(inputs, {name: _plain(value) for name, value in named_inputs.items()}, local)
+        values = by_name(self._declared, inputs, {name: _plain(value) for name, value in named_inputs.items()})
+        if not local and self._checked_steps < agreement.CHECKED_STEPS:
+            self.__dict__["_checked_steps"] += 1
+            agreement.check_batch(values, self.num_ranks)
+        microbatches = self._split(values, local)
         for part in self._locals:
             part.refresh_buffers()
         self._state.check_set()
         randomness.begin_step()
         return microbatches
 
-    def _split(self, inputs: Any, named_inputs: Any, local: bool) -> list[Microbatches]:
-        return [split_inputs(type(self._locals[0].program), inputs, named_inputs, self._mesh, local)]
+    @property
+    def _declared(self) -> type[Program] | type[Pipeline]:
+        """The class that names the inputs."""
+        return type(self._locals[0].program)
+
+    def _split(self, values: Mapping[str, Tensor], local: bool) -> list[Microbatches]:
+        return [split_named(type(self._locals[0].program), values, self._mesh, local)]
 
     def _check_frozen(self) -> None:
         """Raises ProgramError for a parameter that was frozen when it was planned, and is not any more."""
@@ -305,6 +306,8 @@ class Rank(nn.Module):
             tensors = dict(model)
         known = self._state.names
         given = {k: v for k, v in tensors.items() if k in known}
+        if not broadcast:
+            agreement.check_weights(given, self.num_ranks)
         self.load_full_state_dict(self._state.initial() | given, broadcast=broadcast)
 
     def unite_tied(self) -> None:

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.runtime import comm
+from autopar.runtime.lowering.ranges import check_range
 from autopar.runtime.lowering.statistics import widen
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset
@@ -110,6 +111,7 @@ def _split_class_losses(
     rows = logits.movedim(class_dim, -1)
     start, held = local_offset(num_classes, *axes), rows.size(-1)
     flat_target = target.reshape(-1)
+    check_range(flat_target, num_classes, "class numbers of a loss", ignore_index)
     valid = flat_target != ignore_index
     safe = flat_target.masked_fill(~valid, 0)
     scale = valid.to(rows.dtype) if weight is None else weight.to(rows.dtype)[safe] * valid

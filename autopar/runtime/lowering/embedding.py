@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from autopar.runtime.lowering.ranges import check_range
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset
 
@@ -20,6 +21,7 @@ def embedding(
     Zeros stand where another rank holds the row. The row `padding_idx`, if not negative, gets no gradient.
     """
     axes = [axis] if isinstance(axis, Axis) else list(axis)
+    check_range(ids, num_embeddings, "row numbers of an embedding")
     rows = weight.size(0)
     local = ids - local_offset(num_embeddings, *axes)
     elsewhere = (local < 0) | (local >= rows)
@@ -48,6 +50,7 @@ def embedding_bag(
     ids (n,) and `offsets`, where each bag begins, as `F.embedding_bag` takes them. Rows of other ranks count as zeros;
     a mean divides by the number of all rows in the bag. The row `padding_idx`, if not negative, counts for nothing.
     """
+    check_range(ids, num_embeddings, "row numbers of an embedding")
     local = ids - local_offset(num_embeddings, *axes)
     here = (local >= 0) & (local < weight.size(0))
     counted = ids != padding_idx

@@ -1,0 +1,131 @@
+"""Ranks that would not train the same thing say so before they do, and which ranks they are.
+
+Compared are the program's code and the versions around it when it is built, weights that each rank brings itself, and
+the global batch in the first steps: an unseeded shuffle is the most common mistake of all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from autopar.runtime import comm
+from autopar.runtime.declare import Parameters, Pipeline, Program
+from autopar.runtime.errors import ProgramError
+
+CHECKED_STEPS = 2
+"""Steps in which batches are compared. More would cost an exchange of some bytes each; a shuffle shows in the first."""
+_SAMPLES = 1 << 14  # elements of a tensor that are looked at
+
+
+def check_equal(what: str, own: Mapping[str, str], num_ranks: int, remedy: str) -> None:
+    """Raises ProgramError, on all ranks, for an item that ranks have unequal. own: digests by name, of what it has."""
+    if num_ranks < 2 or not dist.is_initialized() or dist.get_world_size() != num_ranks:
+        return
+    assert dist.group.WORLD is not None, "asked for where ranks run together"
+    every: list[Mapping[str, str]] = comm.gather_objects(dict(own), dist.group.WORLD)
+    for name in dict.fromkeys(name for found in every for name in found):
+        ranks: dict[str, list[int]] = {}
+        for rank, found in enumerate(every):
+            if name in found:
+                ranks.setdefault(found[name], []).append(rank)
+        if len(ranks) > 1:
+            (_, usual), *others = sorted(ranks.items(), key=lambda item: (-len(item[1]), item[1]))
+            told = "; ".join(
+                f"another on rank {', '.join(map(str, found))}{_shown(name, key)}" for key, found in others
+            )
+            raise ProgramError(
+                f"expected {what} to be equal on all ranks, found {name} of rank {usual[0]}, {told}. {remedy}"
+            )
+
+
+def _shown(name: str, digest: str) -> str:
+    """Versions are shown as they are; digests tell nobody anything."""
+    return f" ({digest})" if " " in name else ""
+
+
+def tensor_digest(x: Tensor) -> str:
+    """Of shape, dtype and evenly spaced elements."""
+    flat = x.detach().reshape(-1)
+    taken = flat[:: max(1, flat.numel() // _SAMPLES)].cpu()
+    bits = taken.contiguous().view(torch.uint8) if taken.numel() else taken
+    text = f"{tuple(x.shape)} {x.dtype}".encode()
+    return hashlib.sha256(text + bits.numpy().tobytes()).hexdigest()[:16]
+
+
+def check_batch(values: Mapping[str, Any], num_ranks: int) -> None:
+    """That each input is equal on the ranks that give one."""
+    own = {name: tensor_digest(x) for name, x in values.items() if isinstance(x, Tensor)}
+    remedy = (
+        "Give the same global batch on every rank (seed what shuffles alike), or this rank's part of it with local=True"
+    )
+    check_equal("the global batch", own, num_ranks, remedy)
+
+
+def check_weights(tensors: Mapping[str, Tensor], num_ranks: int) -> None:
+    """That ranks begin with equal weights."""
+    own = {name: tensor_digest(x) for name, x in tensors.items() if not x.is_meta}
+    check_equal("the weights", own, num_ranks, "Seed them alike, or let the first rank's be taken (broadcast=True)")
+
+
+def check_program(program: type[Program] | type[Pipeline], num_ranks: int) -> None:
+    """That ranks run the same program on the same versions."""
+    own = {
+        "program.py": _digest(_code_of(program)),
+        "torch's version": torch.__version__,
+        "Python's version": f"{sys.version_info.major}.{sys.version_info.minor}",
+        "autopar.runtime": _runtime_digest(),
+    }
+    check_equal("the program", own, num_ranks, "Give every rank the same files and the same environment")
+
+
+def _digest(parts: Iterator[str]) -> str:
+    return hashlib.sha256("\n".join(parts).encode("utf-8", "backslashreplace")).hexdigest()[:16]
+
+
+@cache
+def _runtime_digest() -> str:
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
+
+
+def _code_of(program: type) -> Iterator[str]:
+    """What its module's classes say and do."""
+    namespace = vars(sys.modules[program.__module__]) if program.__module__ in sys.modules else {"Program": program}
+    for name, kind in sorted({**namespace, "Program": program}.items()):
+        if (
+            isinstance(kind, type)
+            and issubclass(kind, (Parameters, Pipeline))
+            and kind.__module__ == program.__module__
+        ):
+            yield name
+            for key, value in sorted(vars(kind).items()):
+                yield from _text(key, value)
+
+
+def _text(key: str, value: Any) -> Iterator[str]:
+    function: Callable[..., Any] | None = getattr(value, "__wrapped__", value)
+    code = getattr(function, "__code__", None)
+    if isinstance(code, CodeType):
+        yield key
+        yield from _code(code)
+    elif key.isupper() and key != "STAGES":
+        yield f"{key} {value!r}"
+
+
+def _code(code: CodeType) -> Iterator[str]:
+    yield f"{code.co_code.hex()} {code.co_names} {code.co_varnames}"
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _code(value)
+        else:
+            yield repr(value)
