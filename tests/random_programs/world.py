@@ -29,6 +29,7 @@ from autopar.runtime import comm, mesh, randomness
 from tests.random_programs.exchange import Channel, Combine, Exchange, Meeting, MeetingError
 
 PATIENCE_S = 60.0
+OBJECTS = "gathering objects"
 
 
 class _Here(threading.local):
@@ -95,7 +96,8 @@ class ThreadGroup(dist.ProcessGroup):
         exchange = _here.exchange
         assert exchange is not None, "a collective outside of a job"
         call = f"{what} {tuple(part.shape) if sizes is None else ''} {part.dtype}"
-        exchange.sent[_here.rank][what.split(" ")[0]] += part.nbytes if sizes else max(part.nbytes, output.nbytes)
+        if what != OBJECTS:
+            exchange.sent[_here.rank][what.split(" ")[0]] += part.nbytes if sizes else max(part.nbytes, output.nbytes)
         snapshot: Any = part.detach().clone(memory_format=torch.contiguous_format)
         if sizes is not None:
             snapshot = snapshot, sizes
@@ -173,12 +175,16 @@ class ThreadGroup(dist.ProcessGroup):
         return self.allreduce(tensors, opts)
 
     def allgather(self, outputs: list[list[Tensor]], tensors: list[Tensor], opts: Any = None) -> dist.Work:
-        """What objects are gathered by."""
+        """What objects are gathered by, which is none of a step's traffic: done when it returns."""
         (parts,), (tensor,) = outputs, tensors
         whole = tensor.new_empty(len(parts) * tensor.numel())
-        self.all_gather_single(whole, tensor).wait()
-        for part, piece in zip(parts, whole.chunk(len(parts)), strict=True):
-            part.view(-1).copy_(piece)
+
+        def combine(found: list[Tensor]) -> list[Tensor]:
+            return [torch.cat([part.view(-1) for part in found])] * len(found)
+
+        self._start(OBJECTS, whole, tensor, combine).wait()
+        for part, found in zip(parts, whole.chunk(len(parts)), strict=True):
+            part.copy_(found.view_as(part))
         return _Sent()
 
     def all_gather_single_coalesced(self, outputs: list[Tensor], tensors: list[Tensor], opts: Any = None) -> dist.Work:
