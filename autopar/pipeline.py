@@ -63,7 +63,7 @@ from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
 from autopar.substitute import Candidate
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
-from autopar.trace import find_blocks, trace, with_loss
+from autopar.trace import find_blocks, held_against_eager, trace, with_loss
 from autopar.unequal import UnequalStages
 from autopar.zero import KINDS
 
@@ -76,6 +76,7 @@ _NEAR_TEMPLATE = 1.1
 _PLAIN = {"dp": 1, "tp": 1, "zero": 0, "recompute": "none"}
 """What of a template is not said."""
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
+_NOT_ASKED = "no, check=False was asked for"
 _BUDGETS = {
     "fast": SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0),
     "default": SearchBudget(20.0),
@@ -98,18 +99,23 @@ def parallelize(
     plan: Plan | None = None,
     search: str | SearchBudget = "default",
     progress: Report | None = None,
+    check: bool = True,
 ) -> PlannedProgram:
     """Turns a single-device model into the fastest sharded program for a mesh that the search finds.
 
     example_inputs: one global batch (real or meta tensors). memory_limit: bytes a device. plan: a saved plan, used
-    after validation instead of a search; its mode is taken too. Ctrl-C ends a search with the best plan so far. Raises
-    AutoparError subclasses; InfeasibleError when nothing fits.
+    after validation instead of a search; its mode is taken too. check: whether the traced graph is run beside the model
+    where it has real weights, once for each graph of a model; the plan says what came of it, and a difference is a
+    TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when
+    nothing fits.
     """
     mesh, passes = checked(mesh), Passes(progress)
     _limit(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
-    graph = _trace(model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan))
-    passes.ended("trace", f"{len(graph.nodes):,} operators")
+    given = model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan)
+    graph = _trace(*given)
+    against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
+    passes.ended("trace", f"{len(graph.nodes):,} operators, checked against eager: {against_eager}")
     if plan is None:
         require_matches(constraints, graph)
         request = Request(mesh, mode, optimizer, _limit(memory_limit), tuple(constraints), _budget(search), precision)
@@ -123,7 +129,8 @@ def parallelize(
     verifier.verify(graph, plan, admits)
     source = emit(graph, plan)
     passes.ended("emit", f"{source.count(chr(10)):,} lines")
-    return PlannedProgram(graph, _with_simulator(plan, graph), source, model_state(with_loss(model, loss_fn)))
+    plan = replace(_with_simulator(plan, graph), checked_against_eager=against_eager)
+    return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
 
 
 @without_collector()
@@ -346,7 +353,7 @@ def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
     schedule: str = "1f1b", chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none",
     split: str = "equal", loss_fn: Callable[..., Any] | None = None, mode: str = "train",
-    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None, check: bool = True,
 ) -> Plan:  # fmt: skip
     """The plan that people write by hand for dp × tp × pp devices, as constraints around which the rest is solved.
 
@@ -359,16 +366,20 @@ def template_plan(
     cut into so many, each split over dp.
     recompute: "none" keeps what autograd saves; "full" keeps of each repeated block what enters it, and runs it again
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
-    modules around each block's attention operator alone (selective recomputation).
+    modules around each block's attention operator alone (selective recomputation). check: as in `parallelize`.
     """
     template_axes(checked(mesh), dp, tp, pp)  # refused before the model is traced
     template_ranks(mesh, pp, chunks, schedule)
-    return template_of_graph(
-        _trace(model, example_inputs, loss_fn, mode, _precision(precision)), mesh, dp=dp, tp=tp, pp=pp,
+    given = model, example_inputs, loss_fn, mode, _precision(precision)
+    graph = _trace(*given)
+    checked = _checked_against_eager(graph, *given) if check else _NOT_ASKED
+    plan = template_of_graph(
+        graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel, zero=zero,
         recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
         memory_limit=memory_limit,
     )  # fmt: skip
+    return replace(plan, checked_against_eager=checked)
 
 
 def template_of_graph(
@@ -467,6 +478,13 @@ def _trace(model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, preci
     if example_inputs is None:
         raise PlanError("expected example_inputs (one global batch; meta tensors will do), found None")
     return trace(model, example_inputs, loss_fn=loss_fn, mode=mode, compute_dtype=_COMPUTE_DTYPES[precision])
+
+
+def _checked_against_eager(
+    graph: Graph, model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None
+) -> str:
+    """What a plan says of it. Raises TraceError where graph and model differ."""
+    return held_against_eager(model, graph, example_inputs, loss_fn, _COMPUTE_DTYPES[precision])
 
 
 def _precision(precision: str | None, plan: Plan | None = None) -> str | None:

@@ -334,6 +334,8 @@ class Plan:
     choices: tuple[Choice, ...] = ()
     blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
     substitutions: tuple[Substitution, ...] = ()  # in order: they make the graph that the plan is for of the model's
+    #: whether the graph was seen to compute what the model does: "yes", or "no, WHY"
+    checked_against_eager: str = field(default="no, it was planned from a graph", compare=False)
     simulator: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
     @cached_property

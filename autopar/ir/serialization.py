@@ -69,6 +69,7 @@ def to_json(plan: Plan) -> str:
         for c in plan.choices
     ]
     data["blocks"] = [list(paths) for paths in plan.blocks]
+    data["checked_against_eager"] = plan.checked_against_eager
     data["substitutions"] = [_substitution_to_json(step) for step in plan.substitutions]
     return json.dumps(data, indent=1) + "\n"
 
@@ -150,6 +151,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         choices=tuple(map(_choice, data["choices"])),
         blocks=tuple(tuple(paths) for paths in data["blocks"]),
         substitutions=tuple(map(_substitution, data.get("substitutions", ()))),
+        checked_against_eager=data.get("checked_against_eager", "no, the file does not say"),
     )
 
 

@@ -38,6 +38,7 @@ def plan_text(plan: Plan) -> str:
         f"  coverage    {len(plan.coverage)} operators"
         + (f", replicated: {_counted(replicated, 8)}" if replicated else ", all with rules")
     )
+    lines.append(f"  checked against eager: {plan.checked_against_eager}")
     if plan.sources:
         lines.append(f"  costs       {sources_text(plan.sources)}")
     if plan.substitutions:

@@ -74,7 +74,7 @@ class Recorder(TorchFunctionMode):
         if func in _SWITCHES:
             raise UnclearError(f"it calls {func}")
         call = (self._value(args), self._value(kwargs))
-        self.write(("call", func, *call, _place(sys._getframe(1)), torch.is_grad_enabled()))
+        self.write(("call", func, *call, place_of(sys._getframe(1)), torch.is_grad_enabled()))
         result = self._called(func, args, kwargs) if result is None else result
         with torch._C.DisableTorchFunction():
             self._result(result)
@@ -231,11 +231,11 @@ def is_own(filename: str) -> bool:
 
 def user_line(frame: FrameType | None) -> str:
     """File, number and text of the innermost line that is the user's, of the calls that led to a frame."""
-    place = _place(frame)
+    place = place_of(frame)
     return f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}" if place else "unknown source line"
 
 
-def _place(frame: FrameType | None) -> tuple[str, int] | None:
+def place_of(frame: FrameType | None) -> tuple[str, int] | None:
     """File and line of the innermost call that is the user's."""
     while frame is not None and not is_own(frame.f_code.co_filename):
         frame = frame.f_back

@@ -1,37 +1,17 @@
-"""Runs a traced graph on one device, operator by operator: what the graph means, to compare with the model."""
+"""A traced graph's gradients and flags on one device, to compare with the model; `trace.interpreter` runs it."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.graph import Atom, Graph, map_references
-from autopar.ops import overload
+from autopar.ir.graph import Graph
+from autopar.trace import interpreter
 
 
 def run_graph(graph: Graph, model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     """The value of every tensor; the model's own parameters and buffers are read, never written."""
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    values = dict(inputs)
-    for item in graph.stored:
-        value = graph.values[item.name] if item.kind == "constant" else state[item.name]
-        values[item.tensor] = value if item.requires_grad else value.detach().clone()
-    for node in graph.nodes:
-        args, kwargs = _real(map_references((node.args, dict(node.kwargs)), values.__getitem__))
-        made: Any = overload(node.op)(*args, **kwargs)
-        results = made if isinstance(made, (tuple, list)) else [made]
-        values.update((name, value) for name, value in zip(node.outputs, results, strict=True) if name is not None)
-    return values
-
-
-def _real(value: Any) -> Any:
-    if isinstance(value, Atom):
-        return torch.device("cpu") if value.kind == "device" else getattr(torch, value.name)
-    if isinstance(value, dict):
-        return {key: _real(item) for key, item in value.items()}
-    return [_real(item) for item in value] if isinstance(value, (list, tuple)) else value
+    return interpreter.run_graph(graph, {**dict(model.named_parameters()), **dict(model.named_buffers())}, inputs)
 
 
 def graph_gradients(graph: Graph, model: nn.Module, inputs: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

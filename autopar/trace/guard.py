@@ -1,0 +1,232 @@
+"""Holds a traced graph against its model: what export cannot see shows in what the two compute.
+
+    model, graph  → two steps each, from the same state and random numbers (`trace.eager`)
+                  → equal outputs, gradients and buffers, or a TraceError that names where they first part
+
+A difference counts when it is larger than rounding explains: beyond a tolerance that is relative to the largest
+element, and beyond what the model's own results change by when the last bits of its parameters do. A model whose own
+two runs differ cannot be compared, nor one that does not run here: the plan says so, and nothing is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from autopar.cost import flops
+from autopar.errors import TraceError
+from autopar.ir.graph import Graph
+from autopar.ir.structure import is_random
+from autopar.trace.eager import (
+    Held,
+    Key,
+    Made,
+    Subject,
+    held,
+    random_state,
+    run_graph_steps,
+    run_model,
+)
+from autopar.trace.export import bind_inputs, called
+from autopar.trace.losses import with_loss
+from autopar.trace.parting import first_parting
+from autopar.trace.precision import cast_copy, cast_inputs, cast_loss
+
+_STEPS = 2
+_TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Of the largest element; 1e-5 for other types. Ten times larger, a lost factor of 1.0001 is passed over."""
+_NOISE = 100.0
+"""So many times what the last bits of the parameters change in the model's own results is rounding."""
+
+_KNOWN: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
+
+
+def held_against_eager(
+    model: nn.Module,
+    graph: Graph,
+    example_inputs: Any,
+    loss_fn: Callable[..., Any] | None = None,
+    compute_dtype: torch.dtype | None = None,
+    seconds: float = 1.0,
+) -> str:
+    """ "yes" where the graph computes what the model does, or "no, WHY" where that could not be seen.
+
+    seconds: what the comparison may take, by an estimate. A model and graph that were compared are not again.
+    Raises TraceError naming module and source line where they differ.
+    """
+    known = _KNOWN.setdefault(model, {})
+    key = (graph.fingerprint, model.training, compute_dtype, id(loss_fn), _hooks(model))
+    if key not in known:
+        known[key] = _held(model, graph, example_inputs, loss_fn, compute_dtype, seconds)
+    return known[key]
+
+
+def _hooks(model: nn.Module) -> int:
+    """Another number after hooks were registered or removed."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    found = [key for module in model.modules() for kind in kinds for key in getattr(module, kind)]
+    tensors = ("_backward_hooks", "_post_accumulate_grad_hooks")
+    found += [key for p in model.parameters() for kind in tensors for key in getattr(p, kind, None) or ()]
+    return hash(tuple(found))
+
+
+def _held(
+    model: nn.Module, graph: Graph, example_inputs: Any, loss_fn: Any, compute_dtype: torch.dtype | None, seconds: float
+) -> str:
+    names, inputs = bind_inputs(model, example_inputs, loss_fn)
+    whole = with_loss(model, loss_fn)
+    tensors = [*whole.parameters(), *whole.buffers(), *inputs]
+    if any(x.is_meta for x in tensors):
+        return "no, the model or its inputs are on the meta device"
+    if compute_dtype is not None:
+        inputs = cast_inputs(model, names, inputs, compute_dtype)
+        model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
+        _widen(with_loss(model, loss_fn), whole, graph)
+    subject = Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
+    estimate = _estimate_s(graph)
+    if estimate > seconds:
+        return f"no, it would take about {estimate:.0f} s"
+    return _compared(subject)
+
+
+def _widen(cast: nn.Module, whole: nn.Module, graph: Graph) -> None:
+    """Gives a cast model those buffers back that its graph has in their own dtype (`trace.wide`)."""
+    for path, module in cast.named_modules():
+        for name, buffer in module._buffers.items():
+            known = graph.tensors.get(f"{path}.{name}" if path else name)
+            if buffer is not None and known is not None and str(buffer.dtype) != f"torch.{known.dtype}":
+                own = whole.get_submodule(path)._buffers[name]
+                assert own is not None, "a copy has the buffers of its model"
+                module._buffers[name] = own.detach().clone()
+
+
+_SPEED = 2e10
+"""FLOP a second that any host does; twice as much halves the models that are compared as they are."""
+
+
+def _estimate_s(graph: Graph) -> float:
+    """Of two steps of the model and two of the graph, in float32 on one core."""
+    shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
+    work = sum(
+        flops(node, tuple(shapes[name] for name in node.operands), tuple(shapes[name] for name in node.results))
+        for node in graph.nodes
+    )
+    moved = sum(tensor.num_bytes for tensor in graph.tensors.values())
+    return 2 * _STEPS * 3 * (work / _SPEED + moved / 4e9)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    key: Key
+    model: Tensor
+    graph: Tensor
+
+
+def _compared(subject: Subject) -> str:
+    with held(subject) as kept:
+        try:
+            expected = run_model(subject, kept, _STEPS)
+        except Exception as error:
+            return f"no, the model does not run on {subject.device.type} here: {_first_line(error)}"
+        ended = random_state(subject)
+        changes = kept.changes
+        kept.restore()
+        try:
+            found = run_graph_steps(subject, _STEPS)
+        except Exception as error:
+            return f"no, the graph could not be run operator by operator: {_first_line(error)}"
+        drew_alike = all(map(torch.equal, ended, random_state(subject)))
+        differences = _differences(subject, kept, expected, found)
+        if not differences:
+            return "yes"
+        if _differences(subject, kept, expected, run_model(subject, kept, _STEPS)):
+            return "no, two runs of the model from the same state differ"
+        noise = run_model(subject, kept, _STEPS, is_shaken=True)
+        real = [item for item in differences if not _is_rounding(item, expected[item.key], noise.get(item.key))]
+        if not real:
+            return "yes"
+        if not drew_alike and any(map(is_random, subject.graph.nodes)):
+            return "no, the model draws its random numbers in another order"
+        raise _refusal(subject, kept, real[0], changes)
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0]}"[:200] if text else type(error).__name__
+
+
+def _differences(subject: Subject, kept: Held, expected: Made, found: Made) -> list[_Difference]:
+    """In the order of steps, and of outputs, gradients and state in each."""
+    first = {id(x): value for x, value in kept.values}
+    differences = []
+    for key in sorted({*expected, *found}, key=lambda key: (key.step, ("output", "gradient", "state").index(key.kind))):
+        before = first[id(subject.state[key.name])] if key.kind == "state" else None
+        model, graph = expected.get(key, before), found.get(key, before)
+        assert model is not None and graph is not None, f"expected {key} of both"
+        if distance(model, graph, before) > _TOLERANCE.get(model.dtype, 1e-5):
+            differences.append(_Difference(key, model, graph))
+    return differences
+
+
+def distance(left: Tensor, right: Tensor, before: Tensor | None = None) -> float:
+    """The largest difference of two elements, as a share of the largest element; of what changed since `before`."""
+    if left.shape != right.shape:
+        return float("inf")
+    if not (left.is_floating_point() or left.is_complex()):
+        return 0.0 if torch.equal(left, right) else float("inf")
+    wide = [x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (left, right)]
+    apart = (wide[0] - wide[1]).abs()
+    apart = torch.where((wide[0] == wide[1]) | (wide[0].isnan() & wide[1].isnan()), torch.zeros_like(apart), apart)
+    if not apart.numel():
+        return 0.0
+    largest = max(_largest(x) for x in wide)
+    if before is not None and before.shape == left.shape:  # a small change of what is large counts as well
+        eps = torch.finfo(left.dtype).eps if left.dtype.is_floating_point or left.is_complex() else 0.0
+        change = max(_largest(x - before) for x in wide)
+        largest = min(largest, change + largest * eps * 1e6)
+    gap = float(apart.nan_to_num(float("inf"), float("inf")).max())
+    return gap / largest if gap and largest else float(gap > 0)
+
+
+def _largest(x: Tensor) -> float:
+    sizes = x.abs()
+    return float(sizes[sizes.isfinite()].max()) if bool(sizes.isfinite().any()) else 0.0
+
+
+def _is_rounding(item: _Difference, expected: Tensor, shaken: Tensor | None) -> bool:
+    """Whether the model's own results differ as much when the last bits of its parameters do."""
+    if shaken is None or shaken.shape != expected.shape or item.model.shape != item.graph.shape:
+        return False
+    if not expected.is_floating_point():
+        return not torch.equal(expected, shaken)
+    gap = (item.model.double() - item.graph.double()).abs().max()
+    return bool(gap <= _NOISE * (expected.double() - shaken.double()).abs().max())
+
+
+def _refusal(subject: Subject, kept: Held, item: _Difference, changes: Any) -> TraceError:
+    """The error, with the place where values, or else gradients, first part."""
+    where = first_parting(subject, kept, item.key)
+    what = {"output": "loss" if subject.graph.loss else f"output {item.key.name}", "gradient": "gradient of",
+            "state": "new value of"}[item.key.kind]  # fmt: skip
+    name = "" if item.key.kind == "output" else f" {item.key.name!r}"
+    state = f"; forward changed {', '.join(change.path for change in changes[:3])}" if changes else ""
+    return TraceError(
+        f"expected the traced graph to compute what the model does, found another {what}{name} in step "
+        f"{item.key.step + 1}{_numbers(item)}{state}.\n{where}\nTracing keeps operators on tensors and registered "
+        "buffers alone: write so what is done there by hooks, Python state, `.data`, `no_grad` or a function of its "
+        "own. check=False plans the graph as it was traced."
+    )
+
+
+def _numbers(item: _Difference) -> str:
+    if item.model.numel() == 1 and item.graph.numel() == 1:
+        return f": {item.model.item():.6g} by the model, {item.graph.item():.6g} by the graph"
+    return f": they differ by {100 * distance(item.model, item.graph):.3g}% of the largest element"
+
+
+__all__ = ["held_against_eager"]

@@ -1,0 +1,61 @@
+"""Runs a traced graph on one device, operator by operator: what the graph means, to compare with the model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from autopar.ir.graph import Graph, Node, map_references
+from autopar.ops import overload, real
+
+Seen = Callable[[Node, list[tuple[str, Tensor]]], None]
+
+
+def run_graph(
+    graph: Graph,
+    state: Mapping[str, Tensor],
+    inputs: Mapping[str, Tensor],
+    *,
+    device: str = "cpu",
+    keep_all: bool = True,
+    seen: Seen | None = None,
+) -> dict[str, Tensor]:
+    """The value of every tensor by name; without `keep_all`, of outputs and what forward changes alone.
+
+    state: the model's parameters and buffers by name, which are read, never written. inputs: by the graph's names.
+    seen: called with each node and its named results, as soon as they are made.
+    """
+    values = dict(inputs)
+    for item in graph.stored:
+        value = graph.values[item.name] if item.kind == "constant" else state[item.name]
+        frozen = value.detach() if item.kind == "parameter" else value.detach().clone()
+        values[item.tensor] = value if item.requires_grad else frozen
+    dead = {} if keep_all else _last_reads(graph)
+    for node in graph.nodes:
+        args, kwargs = real(map_references((node.args, dict(node.kwargs)), values.__getitem__), device)
+        made: Any = overload(node.op)(*args, **kwargs)
+        results = made if isinstance(made, (tuple, list)) else [made]
+        named = [(name, value) for name, value in zip(node.outputs, results, strict=True) if name is not None]
+        values.update(named)
+        if seen is not None:
+            seen(node, named)
+        del args, kwargs, made, results, named
+        for name in dead.get(node.name, ()):
+            del values[name]
+    return values
+
+
+def _last_reads(graph: Graph) -> dict[str, list[str]]:
+    """For each node, the tensors that nothing reads after it."""
+    kept = {*graph.outputs, *graph.mutations.values()}
+    last = {name: node.name for node in graph.nodes for name in (*node.results, *node.operands)}
+    dead: dict[str, list[str]] = {}
+    for name, node_name in last.items():
+        if name not in kept:
+            dead.setdefault(node_name, []).append(name)
+    return dead
+
+
+__all__ = ["run_graph"]

@@ -1,0 +1,264 @@
+"""What a model holds beside tensors, so that it can be told what forward changed, and be put back.
+
+Looked at are attributes of modules, of the objects, lists, dicts and sets that they hold, what their functions close
+over, plain global variables and class attributes that the user's functions name, and generators of random numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from autopar.trace.evidence import is_own
+
+_DEEPEST = 4  # objects inside objects inside a module
+_LONGEST = 100_000  # of a list that is looked at
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+_LEAVES = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, Tensor, np.ndarray)
+_DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they are asked for
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class Change:
+    """path: "layers.0.count". holder: the object whose attribute, item or state `key` changed, as it was before."""
+
+    path: str
+    holder: Any
+    key: Any
+    before: Any
+    after: Any
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """One place that holds values. read: what it holds now, by key; write: puts that back."""
+
+    path: str
+    holder: Any
+    read: Callable[[], dict[Any, Any]]
+    write: Callable[[dict[Any, Any]], None]
+    before: dict[Any, Any]
+
+
+class Snapshot:
+    """Taken when made. roots: a model, and what else runs with it, such as a loss function."""
+
+    def __init__(self, *roots: Any) -> None:
+        self.kept: list[_Kept] = []
+        self.tensors: list[Tensor] = []  # of modules and what they hold, parameters too
+        self._seen: set[int] = set()
+        self._alive: list[Any] = []  # so that no id is given twice
+        for root in roots:
+            if isinstance(root, nn.Module):
+                for name, module in root.named_modules():
+                    self._module(module, name)
+            else:
+                self._walk(root, getattr(root, "__name__", type(root).__name__), 0)
+
+    def changes(self) -> list[Change]:
+        """Where something else is held now."""
+        found = []
+        for kept in self.kept:
+            now = kept.read()
+            for key in dict.fromkeys((*kept.before, *now)):
+                before, after = kept.before.get(key, _MISSING), now.get(key, _MISSING)
+                if not _same(before, after):
+                    path = kept.path if key == "" else f"{kept.path}.{key}".lstrip(".")
+                    found.append(Change(path, kept.holder, key, before, after))
+        return found
+
+    def restore(self) -> None:
+        """Puts everything back that is not a tensor's value."""
+        for kept in self.kept:
+            now = kept.read()
+            if now.keys() != kept.before.keys() or any(now[key] is not kept.before[key] for key in now):
+                kept.write(kept.before)
+
+    # What is looked at ----------------------------------------
+
+    def _module(self, module: nn.Module, path: str) -> None:
+        if self._is_new(module):
+            self._object(module, path, 0)
+            for kind in type(module).__mro__:
+                if kind is not object and kind is not nn.Module:
+                    self._class(kind, path)
+
+    def _walk(self, value: Any, path: str, depth: int) -> None:
+        if isinstance(value, Tensor):
+            if self._is_new(value):
+                self.tensors.append(value)
+            return
+        if isinstance(value, (*_LEAVES, nn.Module)) or depth > _DEEPEST or not self._is_new(value):
+            return
+        state = _generator_state(value)
+        if state is not None:
+            self._keep(path, value, *state)
+        elif type(value) in _DICTS:
+            self._contents(value, path, lambda: dict(value), lambda old: _refill(value, old), value.values(), depth)
+        elif type(value) in (list, deque) and len(value) <= _LONGEST:
+            self._contents(value, path, lambda: dict(enumerate(value)), lambda old: _relist(value, old), value, depth)
+        elif type(value) is set and len(value) <= _LONGEST:
+            self._keep(path, value, lambda: dict.fromkeys(value, True), lambda old: _reset(value, old))
+        elif isinstance(value, tuple):
+            self._all(value, path, depth)
+        elif isinstance(value, types.FunctionType):
+            self._function(value, path, depth)
+        elif isinstance(value, types.MethodType):
+            self._all((value.__self__, value.__func__), path, depth - 1)
+        elif isinstance(value, functools.partial):
+            self._all((value.func, value.args, value.keywords), path, depth - 1)
+        elif isinstance(getattr(value, "__dict__", None), dict):
+            self._object(value, path, depth)
+            self._class(type(value), path)
+
+    def _object(self, value: Any, path: str, depth: int) -> None:
+        own = value.__dict__
+        self._contents(value, path, lambda: dict(own), lambda old: _refill(own, old), own.values(), depth)
+
+    def _contents(self, holder: Any, path: str, read: Any, write: Any, inside: Iterable[Any], depth: int) -> None:
+        self._keep(path, holder, read, write)
+        for key, value in list(read().items()):
+            self._walk(value, f"{path}.{key}".lstrip("."), depth + 1)
+
+    def _all(self, values: Iterable[Any], path: str, depth: int) -> None:
+        for value in values:
+            self._walk(value, path, depth + 1)
+
+    def _class(self, kind: type, path: str) -> None:
+        """Plain attributes of a user's class, and the functions in it."""
+        if not self._is_new(kind):
+            return
+        functions = [f for f in vars(kind).values() if isinstance(f, types.FunctionType)]
+        if not any(is_own(f.__code__.co_filename) for f in functions):
+            return
+        plain = [name for name, value in vars(kind).items() if isinstance(value, _PLAIN) and not name.startswith("__")]
+        if plain:
+            self._keep(
+                kind.__name__, kind, lambda: {n: vars(kind)[n] for n in plain if n in vars(kind)},
+                functools.partial(_set_all, kind),
+            )  # fmt: skip
+        for name, value in vars(kind).items():
+            if isinstance(value, (list, dict, set, deque)) and not name.startswith("__"):
+                self._walk(value, f"{kind.__name__}.{name}", 1)
+        for function in functions:
+            self._walk(function, f"{kind.__name__}.{function.__name__}", 0)
+
+    def _function(self, function: types.FunctionType, path: str, depth: int) -> None:
+        """What it closes over, and the global variables and functions that it names."""
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+            self._keep(path, cell, functools.partial(_cell, name, cell), functools.partial(_recell, name, cell))
+            self._walk(_cell(name, cell).get(name), f"{path}.{name}", depth + 1)
+        if not is_own(function.__code__.co_filename):
+            return
+        everything = function.__globals__
+        for name in _names_in(function.__code__):
+            value = everything.get(name, _MISSING)
+            if isinstance(value, _PLAIN):
+                if self._is_new((name, id(everything))):
+                    self._keep("", None, functools.partial(_global, name, everything), everything.update)
+            elif _is_the_users(value, function):
+                self._walk(value, name, depth + 1)
+
+    def _keep(self, path: str, holder: Any, read: Any, write: Any) -> None:
+        self.kept.append(_Kept(path, holder, read, write, read()))
+
+    def _is_new(self, value: Any) -> bool:
+        key = hash(value) if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) else id(value)
+        if key in self._seen:
+            return False
+        self._seen.add(key)
+        self._alive.append(value)
+        return True
+
+
+def _is_the_users(value: Any, function: types.FunctionType) -> bool:
+    """Whether a global variable's value may be what a model keeps between its steps, or what its forward calls."""
+    if type(value) in (*_DICTS, list, set, deque, types.FunctionType) or _generator_state(value) is not None:
+        return True
+    return not isinstance(value, _LEAVES) and type(value).__module__ == function.__module__
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+def _global(name: str, everything: dict[str, Any]) -> dict[str, Any]:
+    return {name: everything[name]} if name in everything else {}
+
+
+def _cell(name: str, cell: types.CellType) -> dict[str, Any]:
+    try:
+        return {name: cell.cell_contents}
+    except ValueError:  # an empty cell
+        return {}
+
+
+def _recell(name: str, cell: types.CellType, old: dict[str, Any]) -> None:
+    if name in old:
+        cell.cell_contents = old[name]
+
+
+def _set_all(kind: type, old: dict[str, Any]) -> None:
+    for name, value in old.items():
+        setattr(kind, name, value)
+
+
+def _refill(value: dict[Any, Any], old: dict[Any, Any]) -> None:
+    value.clear()
+    value.update(old)
+
+
+def _relist(value: list[Any] | deque[Any], old: dict[Any, Any]) -> None:
+    value.clear()
+    value.extend(old.values())
+
+
+def _reset(value: set[Any], old: dict[Any, Any]) -> None:
+    value.clear()
+    value.update(old)
+
+
+def _generator_state(value: Any) -> tuple[Any, Any] | None:
+    """How to read and write the state of a generator of random numbers; None for anything else."""
+    if isinstance(value, torch.Generator):
+        return lambda: {"": value.get_state().numpy().tobytes()}, lambda old: value.set_state(_bytes(old[""]))
+    if isinstance(value, random.Random):
+        return lambda: {"": value.getstate()}, lambda old: value.setstate(old[""])
+    if isinstance(value, np.random.RandomState):
+        state = value.get_state()
+        return lambda: {"": str(value.get_state())}, lambda old: value.set_state(state)
+    if isinstance(value, np.random.Generator):
+        bits = value.bit_generator
+        bit_state = bits.state
+        return lambda: {"": str(bits.state)}, lambda old: setattr(bits, "state", bit_state)
+    return None
+
+
+def _bytes(data: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _same(before: Any, after: Any) -> bool:
+    if before is after:
+        return True
+    if type(before) is not type(after):
+        return False
+    if isinstance(before, (tuple, list)):
+        return len(before) == len(after) and all(map(_same, before, after))
+    return isinstance(before, (*_PLAIN, set, frozenset)) and (before == after or repr(before) == repr(after))
+
+
+__all__ = ["Change", "Snapshot"]

@@ -1,0 +1,240 @@
+"""What export cannot see is refused, with its module and line; what it can see is never refused."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.errors import TraceError
+from autopar.trace import guard, held_against_eager, trace
+from autopar.trace.eager import run_model
+
+Act = Callable[["Model", Tensor], Tensor]
+CALLS = 0
+
+
+class Model(nn.Module):
+    """Two layers with something of a user's between them."""
+
+    def __init__(self, act: Act, **attributes: Any) -> None:
+        super().__init__()
+        self.first, self.act, self.second = nn.Linear(8, 8), Between(act), nn.Linear(8, 4)
+        self.register_buffer("state", torch.ones(8))
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.second(self.act(self, self.first(x))), y)
+
+
+class Between(nn.Module):
+    def __init__(self, function: Act) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, model: Model, h: Tensor) -> Tensor:
+        return self.function(model, h)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(6, 8, generator=generator), torch.randint(4, (6,), generator=generator)
+
+
+def checked(model: nn.Module, inputs: Any = None, **options: Any) -> str:
+    inputs = batch() if inputs is None else inputs
+    return held_against_eager(model, trace(model, inputs, **options), inputs, options.get("loss_fn"))
+
+
+class _Reversed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return -gradient
+
+
+def _hooked(model: Model, h: Tensor) -> Tensor:
+    h = h * 1.0
+    if h.requires_grad:
+        h.register_hook(lambda gradient: gradient * 2)
+    return h
+
+
+def _clamped(model: Model, h: Tensor) -> Tensor:
+    with torch.no_grad():
+        h.clamp_(min=0.0)
+    return h
+
+
+def _counted(model: Model, h: Tensor) -> Tensor:
+    model.calls += 1
+    return h * model.calls
+
+
+def _grown(model: Model, h: Tensor) -> Tensor:
+    model.seen.append(1.0)
+    return h * sum(model.seen)
+
+
+def _alternating(model: Model, h: Tensor) -> Tensor:
+    model.flag = not model.flag
+    return h.relu() if model.flag else h.tanh()
+
+
+def _in_holder(model: Model, h: Tensor) -> Tensor:
+    model.holder["rate"] = model.holder["rate"] * 0.5
+    return h * model.holder["rate"]
+
+
+def _global(model: Model, h: Tensor) -> Tensor:
+    global CALLS
+    CALLS += 1
+    return h * CALLS
+
+
+def _random(model: Model, h: Tensor) -> Tensor:
+    return h * random.random()
+
+
+def _numpy(model: Model, h: Tensor) -> Tensor:
+    return h * float(np.random.rand())
+
+
+SEEN: dict[str, tuple[Act, dict[str, Any], str]] = {
+    "autograd function": (lambda m, h: _Reversed.apply(h) * 1.0, {}, "gradient"),
+    "tensor hook": (_hooked, {}, "gradient"),
+    "write under no_grad": (_clamped, {}, "gradient"),
+    "counter": (_counted, {"calls": 0}, "loss"),
+    "list": (_grown, {"seen": []}, "loss"),
+    "flag": (_alternating, {"flag": False}, "loss"),
+    "dict": (_in_holder, {"holder": {"rate": 2.0}}, "loss"),
+    "global variable": (_global, {}, "loss"),
+    "random": (_random, {}, "loss"),
+    "numpy": (_numpy, {}, "loss"),
+}
+
+
+@pytest.mark.parametrize("name", SEEN)
+def test_what_export_cannot_see_is_refused_where_values_first_part(name: str) -> None:
+    act, attributes, what = SEEN[name]
+    model = Model(act, **attributes)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+    with pytest.raises(TraceError, match=f"(?s)another {what}.*test_guard.py:.*check=False"):
+        checked(model)
+    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.requires_grad for parameter in model.parameters())
+    assert states[:2] == (random.getstate(), str(np.random.get_state()))
+    assert torch.equal(states[2], torch.get_rng_state())
+
+
+def test_the_error_names_module_line_and_the_state_that_changed() -> None:
+    model = Model(_counted, calls=0)
+    with pytest.raises(TraceError, match=r"(?s)step 2.*changed calls.*module 'act' \(Between\).*h \* model.calls"):
+        checked(model)
+    assert model.calls == 0
+
+
+def test_a_hook_on_a_parameter_or_module_is_missed() -> None:
+    model = Model(lambda m, h: h.relu())
+    assert checked(model) == "yes"
+    handle = model.first.weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(TraceError, match=r"gradient of 'first.weight'"):
+        checked(model)
+    handle.remove()
+    model.act.register_full_backward_hook(lambda module, inner, outer: (None, inner[1] * 3))
+    with pytest.raises(TraceError, match="gradient of"):
+        checked(model)
+
+
+def _cached(model: Model, h: Tensor) -> Tensor:
+    model.length = max(model.length, h.shape[0])
+    if model.table is None:
+        model.table = torch.arange(8.0)
+    return h + model.table
+
+
+def _dropped(model: Model, h: Tensor) -> Tensor:
+    return F.dropout(h, 0.5, model.training) + torch.rand_like(h)
+
+
+def _unread_draw(model: Model, h: Tensor) -> Tensor:
+    torch.rand(3)
+    return F.dropout(h, 0.5, model.training)
+
+
+def _updated(model: Model, h: Tensor) -> Tensor:
+    model.state.mul_(0.9).add_(h.detach().mean(0))
+    return h * model.state
+
+
+def _not_finite(model: Model, h: Tensor) -> Tensor:
+    return torch.where(h > 0, h, h.detach().log())
+
+
+RIGHT: dict[str, tuple[Act, dict[str, Any]]] = {
+    "cache": (_cached, {"length": 0, "table": None}),
+    "dropout": (_dropped, {}),
+    "buffer": (_updated, {}),
+    "normalised": (lambda m, h: F.batch_norm(h, None, None, training=True), {}),
+    "not finite": (_not_finite, {}),
+    "counter that is not read": (lambda m, h: (m.log.append(1), h.relu())[1], {"log": []}),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_export_sees_is_not_refused(name: str) -> None:
+    act, attributes = RIGHT[name]
+    assert checked(Model(act, **attributes)) == "yes"
+
+
+def test_an_order_of_draws_that_the_graph_lacks_is_said_and_not_refused() -> None:
+    assert checked(Model(_unread_draw)) == "no, the model draws its random numbers in another order"
+
+
+def test_what_cannot_be_compared_is_said_and_not_refused() -> None:
+    sized = Model(lambda m, h: h.relu())
+    graph = trace(sized, batch())
+    assert held_against_eager(sized, graph, batch(), seconds=0.0).startswith("no, it would take about")
+    fails = Model(lambda m, h: h.relu())
+    fails.second.register_forward_pre_hook(lambda module, args: None if args[0].is_meta else 1 / 0)
+    assert held_against_eager(fails, graph, batch()).startswith("no, the model does not run on cpu here: ZeroDivision")
+    unlike = Model(lambda m, h: h * float(np.random.default_rng().random()))
+    assert held_against_eager(unlike, trace(unlike, batch()), batch()) == (
+        "no, two runs of the model from the same state differ"
+    )
+
+
+def test_plans_say_what_came_of_it() -> None:
+    mesh, model = autopar.Mesh("h100", devices_per_node=2), Model(lambda m, h: h.relu())
+    plan = autopar.template_plan(model, mesh, batch(), dp=2)
+    assert "  checked against eager: yes\n" in str(plan)
+    assert autopar.Plan.from_json(plan.to_json()).checked_against_eager == "yes"
+    unchecked = autopar.template_plan(model, mesh, batch(), dp=2, check=False)
+    assert "  checked against eager: no, check=False was asked for\n" in str(unchecked)
+    meta = autopar.template_plan(Model(lambda m, h: h.relu()).to("meta"), mesh, batch(), dp=2)
+    assert meta.checked_against_eager == "no, the model or its inputs are on the meta device"
+    with pytest.raises(TraceError, match="another loss in step 2"):
+        autopar.parallelize(Model(_counted, calls=0), mesh, batch(), search="fast")
+
+
+def test_a_model_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    mesh, model, ran = autopar.Mesh("h100", devices_per_node=2), Model(lambda m, h: h.relu()), list[int]()
+    monkeypatch.setattr(guard, "run_model", lambda *args, **options: ran.append(1) or run_model(*args, **options))
+    plan = autopar.template_plan(model, mesh, batch(), dp=2)
+    assert autopar.parallelize(model, mesh, batch(), plan=plan).plan.checked_against_eager == "yes"
+    assert ran == [1]
+    model.first.weight.register_hook(lambda gradient: gradient * 0.5)
+    with pytest.raises(TraceError):
+        autopar.parallelize(model, mesh, batch(), plan=plan)
