@@ -372,14 +372,14 @@ def template_plan(
     template_ranks(mesh, pp, chunks, schedule)
     given = model, example_inputs, loss_fn, mode, _precision(precision)
     graph = _trace(*given)
-    checked = _checked_against_eager(graph, *given) if check else _NOT_ASKED
+    against_eager = _checked_against_eager(graph, *given) if check else _NOT_ASKED
     plan = template_of_graph(
         graph, mesh, dp=dp, tp=tp, pp=pp,
         microbatches=microbatches, schedule=schedule, chunks=chunks, sequence_parallel=sequence_parallel, zero=zero,
         recompute=recompute, split=split, mode=mode, optimizer=optimizer, precision=precision,
         memory_limit=memory_limit,
     )  # fmt: skip
-    return replace(plan, checked_against_eager=checked)
+    return replace(plan, checked_against_eager=against_eager)
 
 
 def template_of_graph(

@@ -36,6 +36,17 @@ def function_name(function: type[torch.autograd.Function]) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
+def call_function(node: Node, operands: list[torch.Tensor]) -> Any:
+    """What the call of a Function returns, as an emitted program has it."""
+    from autopar import runtime as rt
+
+    function, _, arguments, *_ = node.args
+    names = [f"x{position}" for position in range(len(operands))]
+    known = {"torch": torch, "rt": rt, **dict(zip(names, operands, strict=True))}
+    made = rt.apply(function, *eval(f"({arguments.format(*names)},)" if arguments else "()", known))  # the model's own
+    return made if isinstance(made, tuple) else (made,)
+
+
 def import_error(function: Any) -> str | None:
     """Why a program could not import a class or function by module and name; None where it can."""
     import sys

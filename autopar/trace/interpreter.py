@@ -8,7 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.graph import Graph, Node, map_references
+from autopar.ir.structure import FUNCTION
 from autopar.ops import overload, real
+from autopar.ops.functions import call_function
 
 Seen = Callable[[Node, list[tuple[str, Tensor]]], None]
 
@@ -35,7 +37,7 @@ def run_graph(
     dead = {} if keep_all else _last_reads(graph)
     for node in graph.nodes:
         args, kwargs = real(map_references((node.args, dict(node.kwargs)), values.__getitem__), device)
-        made: Any = overload(node.op)(*args, **kwargs)
+        made: Any = call_function(node, args[1]) if node.op == FUNCTION else overload(node.op)(*args, **kwargs)
         results = made if isinstance(made, (tuple, list)) else [made]
         named = [(name, value) for name, value in zip(node.outputs, results, strict=True) if name is not None]
         values.update(named)
