@@ -25,6 +25,7 @@ from autopar.trace.decompose import decompose
 from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
 from autopar.trace.losses import loss_module, name_of_loss
+from autopar.trace.python_state import same_each_time
 from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
 from autopar.trace.rows import rows_kept
@@ -169,7 +170,8 @@ def export(
     target, args, kwargs = called(model, names, inputs, loss_fn)
     target.training = model.training  # and no module's below: each keeps its own mode
     repeats = Repeats(model, fewest)
-    with _quiet(), functions_kept(), _modes_kept(model), _flat(target, args, kwargs, mode) as (tensors, paths):
+    kept = same_each_time(target, args, kwargs)
+    with _quiet(), functions_kept(), _modes_kept(model), kept, _flat(target, args, kwargs, mode) as (tensors, paths):
         while True:
             try:
                 with repeats.watching():

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._mode_utils import no_dispatch
 
 from autopar.trace.evidence import is_own
 
@@ -25,7 +26,7 @@ _LONGEST = 100_000  # of a list that is looked at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, Tensor, np.ndarray)
 _DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they are asked for
-_MISSING = object()
+MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Change:
     key: Any
     before: Any
     after: Any
+    put: Callable[[Any], None]  # another value there
 
 
 @dataclass(frozen=True)
@@ -71,10 +73,14 @@ class Snapshot:
         for kept in self.kept:
             now = kept.read()
             for key in dict.fromkeys((*kept.before, *now)):
-                before, after = kept.before.get(key, _MISSING), now.get(key, _MISSING)
+                before, after = kept.before.get(key, MISSING), now.get(key, MISSING)
                 if not _same(before, after):
-                    path = kept.path if key == "" else f"{kept.path}.{key}".lstrip(".")
-                    found.append(Change(path, kept.holder, key, before, after))
+                    path = (
+                        kept.path
+                        if key == "" or type(kept.holder) in (list, deque)
+                        else f"{kept.path}.{key}".lstrip(".")
+                    )
+                    found.append(Change(path, kept.holder, key, before, after, functools.partial(_put, kept, key)))
         return found
 
     def restore(self) -> None:
@@ -162,7 +168,7 @@ class Snapshot:
             return
         everything = function.__globals__
         for name in _names_in(function.__code__):
-            value = everything.get(name, _MISSING)
+            value = everything.get(name, MISSING)
             if isinstance(value, _PLAIN):
                 if self._is_new((name, id(everything))):
                     self._keep("", None, functools.partial(_global, name, everything), everything.update)
@@ -186,6 +192,10 @@ def _is_the_users(value: Any, function: types.FunctionType) -> bool:
     if type(value) in (*_DICTS, list, set, deque, types.FunctionType) or _generator_state(value) is not None:
         return True
     return not isinstance(value, _LEAVES) and type(value).__module__ == function.__module__
+
+
+def _put(kept: _Kept, key: Any, value: Any) -> None:
+    kept.write({**kept.read(), key: value})
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:
@@ -234,7 +244,7 @@ def _reset(value: set[Any], old: dict[Any, Any]) -> None:
 def _generator_state(value: Any) -> tuple[Any, Any] | None:
     """How to read and write the state of a generator of random numbers; None for anything else."""
     if isinstance(value, torch.Generator):
-        return lambda: {"": value.get_state().numpy().tobytes()}, lambda old: value.set_state(_bytes(old[""]))
+        return lambda: {"": _state(value)}, lambda old: value.set_state(_bytes(old[""]))
     if isinstance(value, random.Random):
         return lambda: {"": value.getstate()}, lambda old: value.setstate(old[""])
     if isinstance(value, np.random.RandomState):
@@ -245,6 +255,11 @@ def _generator_state(value: Any) -> tuple[Any, Any] | None:
         bit_state = bits.state
         return lambda: {"": str(bits.state)}, lambda old: setattr(bits, "state", bit_state)
     return None
+
+
+def _state(generator: torch.Generator) -> bytes:
+    with no_dispatch():  # also while a model is exported
+        return generator.get_state().numpy().tobytes()
 
 
 def _bytes(data: bytes) -> Tensor:
@@ -261,4 +276,4 @@ def _same(before: Any, after: Any) -> bool:
     return isinstance(before, (*_PLAIN, set, frozenset)) and (before == after or repr(before) == repr(after))
 
 
-__all__ = ["Change", "Snapshot"]
+__all__ = ["MISSING", "Change", "Snapshot"]

@@ -1,0 +1,318 @@
+"""Refuses a forward that does not do the same each time it is called: what export keeps is one call of it.
+
+    attributes, lists, dicts, global variables, generators of Python and numpy before → while traced → changed?
+    then forward runs again and again on shapes alone, each time from where it left → other calls of torch? TraceError
+
+What changes without any effect on what is computed, such as a cache that is filled once, is not refused. Of numbers
+that grow by as much each time, larger ones are tried as well, so that schedules show what they will do. Refused at once
+are generators of one's own, seeds that forward sets, and parameters that it freezes or thaws.
+"""
+
+from __future__ import annotations
+
+import linecache
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Any, NamedTuple
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autopar.errors import TraceError
+from autopar.ir.structure import RANDOM
+from autopar.trace.evidence import place_of
+from autopar.trace.snapshot import MISSING, Change, Snapshot
+
+_RUNS = 3
+"""So many calls in a row must do the same."""
+_DRAWING_RUNS = 24
+"""So many where Python's or numpy's generator is drawn from."""
+_FURTHER = (9, 99, 100, 999, 1_000, 9_999, 10_000, 100_000, 1_000_000)
+"""So many times further numbers are set that grow by as much with each call."""
+_LONGEST_S = 10.0
+#: what export itself, and what watches it, put in the place of a module's own
+_OTHERS = {"forward", "_parameters", "_buffers", "_modules", "_forward_hooks", "_forward_pre_hooks",
+           "_forward_hooks_always_called", "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs"}  # fmt: skip
+_SEEDS = ("manual_seed", "seed", "set_rng_state")
+
+
+@contextmanager
+def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+    """While a model is exported, after which it is as it was. Raises TraceError where forward's next call does
+    something else, naming what changed, the module and the source line."""
+    roots = [target, *(x for x in vars(target).values() if callable(x))]
+    before = Snapshot(*roots, random._inst, np.random.mtrand._rand)
+    changes: list[Change] = []
+
+    def left(*_: Any) -> None:
+        changes[:] = [change for change in before.changes() if not _is_exports(change)]
+
+    try:
+        with ExitStack() as stack:
+            stack.callback(target.register_forward_hook(left).remove)
+            stack.enter_context(_Refusing())
+            for name in _SEEDS:
+                for module in (torch, torch.random):
+                    if hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, _seeding(getattr(module, name))))
+            yield
+        if changes:
+            before.restore()
+            _check_again(before, changes, target, args, kwargs)
+    finally:
+        before.restore()
+
+
+def _is_exports(change: Change) -> bool:
+    return not _OTHERS.isdisjoint((change.key, *change.path.split(".")[-2:]))
+
+
+def _line() -> str:
+    """The user's file, line and text that is running."""
+    return _text(place_of(sys._getframe(2)))
+
+
+def _text(place: tuple[str, int] | None) -> str:
+    return f"{place[0]}:{place[1]}: {linecache.getline(*place).strip()}" if place else "an unknown line"
+
+
+def _seeding(own: Callable[..., Any]) -> Callable[..., Any]:
+    """In the place of a function that sets torch's generator."""
+
+    def refused(*args: Any, **kwargs: Any) -> Any:
+        caller = sys._getframe(1).f_code.co_filename
+        if "/torch/" in caller:
+            return own(*args, **kwargs)
+        raise TraceError(
+            f"expected forward to draw from torch's generator as it is, found {own.__name__} at\n  {_line()}\n"
+            "Tracing keeps no seed: remove it, or pass what is drawn as an input."
+        )
+
+    return refused
+
+
+class _Refusing(TorchFunctionMode):
+    """Refuses what tracing would drop without a word."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values())):
+            raise TraceError(
+                f"expected forward to draw from torch's own generator, found another torch.Generator at\n  {_line()}\n"
+                "Tracing keeps no generators: leave generator= out, or pass what is drawn as an input."
+            )
+        if func in (Tensor.requires_grad_, Tensor.requires_grad.__set__):  # type: ignore[attr-defined]
+            wanted = bool(args[1]) if len(args) > 1 else kwargs.get("requires_grad", True)
+            if isinstance(args[0], nn.Parameter) and args[0].requires_grad != wanted:
+                raise TraceError(
+                    "expected forward to leave alone which parameters are trained, found requires_grad changed at\n"
+                    f"  {_line()}\nSet it before planning, and plan again where it changes; or use detach()."
+                )
+        return func(*args, **kwargs)
+
+
+# Once more ----------------------------------------
+
+
+class _Made(NamedTuple):
+    expression: int
+    is_random: bool
+    tensor: Tensor  # alive, so that no id is given twice
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+
+
+class _Tape(TorchFunctionMode):
+    """What forward computes: of each tensor the expression that makes it, down to inputs and what is stored.
+
+    known: expressions of tensors that earlier calls made, by id, which a cache may hold: the same where nothing random
+    is in them.
+    """
+
+    def __init__(self, target: nn.Module, known: dict[int, _Made]) -> None:
+        super().__init__()
+        self.paths = {id(module): name for name, module in target.named_modules()}
+        self.stack: list[str] = [""]
+        self.rows: list[tuple[int, str, Any]] = []  # expression, module path and place of each call
+        self.known, self.own = known, dict[int, _Made]()
+        self.written: dict[int, int] = {}  # what was written in place, by storage
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            given = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            versions = [x._version for x in given]
+            name = getattr(func, "__name__", "").strip("_")
+            call = (func, self._value(args), self._value(kwargs), torch.is_grad_enabled())
+        result = func(*args, **kwargs)
+        if name == "get" and not isinstance(result, Tensor):
+            return result  # a shape, dtype or the like
+        with torch._C.DisableTorchFunction():
+            drawn = name in RANDOM or any(self._made(x).is_random for x in given)
+            for x, version in zip(given, versions, strict=True):
+                if x._version != version:
+                    self.written[_memory(x)] = hash((self.written.get(_memory(x), 0), call))
+            results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+            for place, x in enumerate(results):
+                if not any(x is other for other in given):
+                    self.own[id(x)] = _Made(hash((place, call)), drawn, x)
+            self.rows.append((hash(call), self.stack[-1], place_of(sys._getframe(1))))
+        return result
+
+    def name(self, x: Tensor, name: Any) -> None:
+        """Of an input or a stored tensor."""
+        self.own[id(x)] = _Made(hash(name), False, x)
+
+    def _made(self, x: Tensor) -> _Made:
+        made = self.own.get(id(x))
+        if made is None:
+            old = self.known.get(id(x))
+            expression = hash(("kept", id(x))) if old is None or old.is_random else old.expression
+            self.own[id(x)] = made = _Made(expression, False, x)
+        return made
+
+    def _value(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return ("tensor", self._made(value).expression, self.written.get(_memory(value), 0))
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._value, value))
+        if isinstance(value, dict):
+            return tuple((key, self._value(item)) for key, item in value.items())
+        if isinstance(value, (bool, int, float, complex, str, type(None), torch.dtype, torch.device)):
+            return (type(value).__name__, repr(value))
+        return type(value).__name__
+
+    def result(self, output: Any, stored: list[Tensor]) -> Any:
+        """All that a call leaves behind: what it returns, and what it wrote to what is stored."""
+        return [self._value(x) for x in pytree.tree_leaves(output)], [self.written.get(_memory(x), 0) for x in stored]
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        hooks = [register_module_forward_pre_hook(self._enter), register_module_forward_hook(self._leave)]
+        try:
+            with self:
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        self.stack.append(self.paths.get(id(module), self.stack[-1]))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self.stack.pop()
+
+
+def _check_again(
+    before: Snapshot, changes: list[Change], target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Runs forward from where it was before, and after that; of numbers that grow, from where they will be.
+
+    A call that fails says nothing: on shapes alone not all can run, and the comparison with the model is left.
+    """
+    began, known, runs = time.monotonic(), dict[int, _Made](), _DRAWING_RUNS if _draws(changes) else _RUNS
+    call = _Call(target, args, kwargs)
+    with suppress(_UnclearError):
+        first, made = call.recorded(known)
+        for ahead in (*[None] * (runs - 1), *_FURTHER):
+            if time.monotonic() - began > _LONGEST_S:
+                return
+            if ahead == _FURTHER[0]:
+                grown = _growing(changes, before.changes(), runs)
+            if ahead is not None:
+                before.restore()
+                for change in grown:
+                    change.put(change.before + (change.after - change.before) * ahead)
+            if ahead is None or grown:
+                known.update(first.own)
+                again, made_again = call.recorded(known)
+                if made_again != made:
+                    raise _refusal(changes, target, *_first_other(first, again))
+                known.update(again.own)
+
+
+def _growing(once: list[Change], later: list[Change], runs: int) -> list[Change]:
+    """Numbers that change by as much in each of so many calls."""
+    ends = {(id(change.holder), change.key): change.after for change in later}
+    numbers = [c for c in once if type(c.before) in (int, float) and type(c.after) is type(c.before)]
+    return [c for c in numbers if ends.get((id(c.holder), c.key)) == c.before + (c.after - c.before) * runs]
+
+
+def _first_other(first: _Tape, again: _Tape) -> tuple[str, str]:
+    """Module and line of the first call that only one of the two has."""
+    for tape, other in ((again, first), (first, again)):
+        known = {expression for expression, _, _ in other.rows}
+        for expression, module, place in tape.rows:
+            if expression not in known:
+                return module, _text(place)
+    return "", _text(first.rows[-1][2] if first.rows else None)
+
+
+class _UnclearError(Exception):
+    """A call that cannot be made on shapes alone."""
+
+
+class _Call:
+    """A call of forward on shapes alone."""
+
+    def __init__(self, target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.target = target
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        stored = (*target.named_parameters(), *target.named_buffers())
+        self.stored = {name: self._fake(x) for name, x in stored}
+        self.given = pytree.tree_map_only(Tensor, self._fake, (args, kwargs))
+
+    def _fake(self, x: Tensor) -> Tensor:
+        return self.mode.from_tensor(x, static_shapes=True)
+
+    def recorded(self, known: dict[int, _Made]) -> tuple[_Tape, Any]:
+        """Makes it: what it computes, and all that it leaves behind."""
+        tape = _Tape(self.target, known)
+        for name, x in (*self.stored.items(), *enumerate(pytree.tree_leaves(self.given))):
+            if isinstance(x, Tensor):
+                tape.name(x, name)
+        try:
+            with self.mode, tape.running():
+                output = torch.func.functional_call(self.target, self.stored, *self.given)
+        except Exception as error:
+            raise _UnclearError from error
+        return tape, tape.result(output, list(self.stored.values()))
+
+
+def _draws(changes: list[Change]) -> bool:
+    """Whether Python's or numpy's own generator was drawn from."""
+    return any(isinstance(change.holder, (random.Random, np.random.RandomState)) for change in changes)
+
+
+def _refusal(changes: list[Change], target: nn.Module, module: str, where: str) -> TraceError:
+    kind = type(target.get_submodule(module)).__name__
+    inside = f"module {module!r} ({kind})" if module else "forward"
+    if _draws(changes):
+        what = "the state of a generator of Python or numpy"
+        remedy = "Draw with torch's functions, or pass what is drawn as an input."
+    else:
+        what = ", ".join(f"{c.path} ({_short(c.before)} → {_short(c.after)})" for c in changes[:3])
+        remedy = "Keep it in a registered buffer that forward updates by operators on tensors, or pass it as an input."
+    return TraceError(
+        f"expected forward to do the same each time it is called, found that it changes {what}, and with that what "
+        f"{inside} does at\n  {where}\nThe program would keep what it did at first. {remedy}"
+    )
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is MISSING else repr(value)
+    return text if len(text) <= 30 else f"{text[:27]}…"
+
+
+__all__ = ["same_each_time"]

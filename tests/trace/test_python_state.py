@@ -1,0 +1,248 @@
+"""A forward that does something else at its next call is refused, on meta tensors too; a cache is not."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.trace import trace
+
+COUNT = {"calls": 0}
+TOTAL = 0
+
+
+class Step:
+    """An object of the user's that a model holds."""
+
+    def __init__(self) -> None:
+        self.number, self.history = 0, list[int]()
+
+
+class Held(nn.Module):
+    """A layer, and a function of the module and what the layer makes."""
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.inner = Inner(function)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x).pow(2).mean()
+
+
+class Inner(nn.Module):
+    shared = 0
+
+    def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.function = nn.Linear(4, 4), function
+        self.calls, self.rate, self.flag, self.log, self.step = 0, 1.0, False, list[float](), Step()
+        self.cache: Any = None
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, self.layer(x))
+
+
+def _counter(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    return h * m.calls
+
+
+def _decay(m: Any, h: Tensor) -> Tensor:
+    m.rate *= 0.99
+    return h * m.rate
+
+
+def _alternating(m: Any, h: Tensor) -> Tensor:
+    m.flag = not m.flag
+    return h.relu() if m.flag else h.tanh()
+
+
+def _growing(m: Any, h: Tensor) -> Tensor:
+    m.log.append(1.0)
+    return h / len(m.log)
+
+
+def _object(m: Any, h: Tensor) -> Tensor:
+    m.step.number += 1
+    return h.roll(m.step.number, 0)
+
+
+def _inside_object(m: Any, h: Tensor) -> Tensor:
+    m.step.history.append(2)
+    return h + sum(m.step.history)
+
+
+def _warm_up(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    return h.detach() if m.calls > 500 else h * 2
+
+
+def _every_thousand(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    return h.detach() + h if m.calls % 1000 == 0 else h * 2
+
+
+def _global_dict(m: Any, h: Tensor) -> Tensor:
+    COUNT["calls"] += 1
+    return h * COUNT["calls"]
+
+
+def _global_number(m: Any, h: Tensor) -> Tensor:
+    global TOTAL
+    TOTAL += 1
+    return h * TOTAL
+
+
+def _of_class(m: Any, h: Tensor) -> Tensor:
+    type(m).shared += 1
+    return h * m.shared
+
+
+def _closure() -> Callable[[Any, Tensor], Tensor]:
+    calls = 0
+
+    def function(m: Any, h: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        return h * calls
+
+    return function
+
+
+def _first_only(m: Any, h: Tensor) -> Tensor:
+    first, m.flag = not m.flag, True
+    return h if first else h * 0.5
+
+
+def _by_chance(m: Any, h: Tensor) -> Tensor:
+    return h.relu() if random.random() < 0.5 else h.tanh()
+
+
+def _noise(m: Any, h: Tensor) -> Tensor:
+    return h + torch.from_numpy(np.random.randn(4)).float().to(h.device) if not h.is_meta else h * np.random.rand()
+
+
+def _generator(m: Any, h: Tensor) -> Tensor:
+    return h * torch.rand(4, generator=m.generator)
+
+
+def _seed(m: Any, h: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return h * torch.rand_like(h)
+
+
+def _frozen(m: Any, h: Tensor) -> Tensor:
+    m.layer.weight.requires_grad_(False)
+    return m.layer(h)
+
+
+def _frozen_by_attribute(m: Any, h: Tensor) -> Tensor:
+    m.layer.bias.requires_grad = False
+    return m.layer(h)
+
+
+CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
+    "counter": (_counter, r"inner.calls \(0 → 1\)"),
+    "decay": (_decay, r"inner.rate"),
+    "alternating": (_alternating, r"inner.flag \(False → True\)"),
+    "growing list": (_growing, r"inner.log"),
+    "object": (_object, r"inner.step.number"),
+    "list in an object": (_inside_object, r"inner.step.history"),
+    "warm-up of 500 steps": (_warm_up, r"inner.calls"),
+    "every 1,000 steps": (_every_thousand, r"inner.calls"),
+    "global dict": (_global_dict, r"COUNT.calls"),
+    "global number": (_global_number, r"TOTAL"),
+    "class attribute": (_of_class, r"Inner.shared"),
+    "closure": (_closure(), r"calls"),
+    "only at first": (_first_only, r"inner.flag"),
+    "chance": (_by_chance, r"generator of Python or numpy"),
+    "numpy": (_noise, r"generator of Python or numpy"),
+    "own generator": (_generator, r"another torch.Generator"),
+    "seed": (_seed, r"found manual_seed"),
+    "frozen": (_frozen, r"requires_grad changed"),
+    "frozen by attribute": (_frozen_by_attribute, r"requires_grad changed"),
+}
+
+
+def _model(function: Callable[[Any, Tensor], Tensor], device: str) -> tuple[nn.Module, Tensor]:
+    return Held(function).to(device), torch.ones(3, 4, device=device)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("name", CHANGING)
+def test_what_changes_is_named_with_the_line_that_it_changes(name: str, device: str) -> None:
+    function, found = CHANGING[name]
+    model, x = _model(function, device)
+    states = random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), TOTAL, dict(COUNT)
+    with pytest.raises(TraceError, match=rf"(?s)expected forward.*{found}.*test_python_state.py:\d+: \S") as error:
+        trace(model, (x,))
+    line = str(error.value).rpartition("test_python_state.py:")[2].partition("\n")[0]
+    assert "self.function" not in line, line
+    assert (model.inner.calls, model.inner.rate, model.inner.flag, model.inner.log) == (0, 1.0, False, [])
+    assert (model.inner.step.number, model.inner.step.history, Inner.shared) == (0, [], 0)
+    assert states == (
+        random.getstate(), str(np.random.get_state()), torch.get_rng_state().tolist(), TOTAL, dict(COUNT)
+    )  # fmt: skip
+
+
+def _cached_length(m: Any, h: Tensor) -> Tensor:
+    m.calls = max(m.calls, h.shape[0])
+    return h * m.calls
+
+
+def _cached_table(m: Any, h: Tensor) -> Tensor:
+    if m.cache is None:
+        m.cache = tuple(range(4))
+    return h + torch.tensor(m.cache, device=h.device)
+
+
+def _logged(m: Any, h: Tensor) -> Tensor:
+    m.calls += 1
+    m.log.append(float(m.calls))
+    m.step.history = [m.calls]
+    return h.relu()
+
+
+def _kept(m: Any, h: Tensor) -> Tensor:
+    m.cache = h.shape
+    random.random()
+    return h.relu()
+
+
+def _already_so(m: Any, h: Tensor) -> Tensor:
+    m.layer.weight.requires_grad_(True)
+    return m.layer(h)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("function", [_cached_length, _cached_table, _logged, _kept, _already_so])
+def test_what_changes_without_effect_is_traced(function: Callable[[Any, Tensor], Tensor], device: str) -> None:
+    model, x = _model(function, device)
+    assert trace(model, (x,)).loss is not None
+    assert model.inner.calls == 0 and model.inner.cache is None and not model.inner.log
+
+
+def test_a_loss_that_counts_is_refused_too() -> None:
+    step = Step()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        step.number += 1
+        return (output - target).pow(2).mean() * step.number
+
+    with pytest.raises(TraceError, match="number"):
+        trace(nn.Linear(4, 2), (torch.ones(3, 4), torch.ones(3, 2)), loss_fn=loss)
+    assert step.number == 0
+
+
+def test_a_forward_that_was_replaced_is_what_is_traced() -> None:
+    model = Held(lambda m, h: h.relu())
+    model.inner.forward = lambda x: model.inner.layer(x).sigmoid()  # type: ignore[method-assign]
+    assert "aten.sigmoid.default" in [node.op for node in trace(model, (torch.ones(3, 4),)).nodes]
