@@ -20,7 +20,7 @@ from autopar.ir.graph import Atom, Graph, Ref
 from autopar.ir.placement import Axis, Placement, S, are_alike, axes_along, format_placement, local_shape
 from autopar.ir.plan import PlanData
 from autopar.ir.statements import Operate, Value
-from autopar.ir.structure import FUNCTION, is_random
+from autopar.ir.structure import FUNCTION, HOOK, is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.bags import EMBEDDING_BAG
 from autopar.ops.call import Call
@@ -226,6 +226,10 @@ def _function(writer: CallWriter, statement: Operate, call: Call, names: list[st
     return f"rt.draw(rt.apply, {text})" if draws else f"rt.apply({text})"
 
 
+def _gradient_hook(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    return f"rt.hooked({', '.join([names[0], statement.node.args[1], *names[1:]])})"
+
+
 def _over_microbatches(placement: Placement, axes: tuple[Axis, ...]) -> tuple[Placement, tuple[Axis, ...]]:
     """The placement on the microbatch axis alone, and that axis."""
     kept = [(type_, axis) for type_, axis in zip(placement, axes, strict=True) if axis.name == MICROBATCH]
@@ -242,6 +246,7 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     ROUTED_EXPERTS: _routed_experts,
     "transformers.grouped_mm_fallback.default": _grouped_mm,
     FUNCTION: _function,
+    HOOK: _gradient_hook,
     **HEADS,
     **SPATIAL,
 }

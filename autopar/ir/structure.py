@@ -29,6 +29,10 @@ def region_of(recompute: tuple[str, ...], module: str) -> int:
 
 #: a call of a `torch.autograd.Function` (`ops.functions`)
 FUNCTION = "autopar.function.default"
+#: passes a tensor on, and its gradient through a hook (`ops.functions`)
+HOOK = "autopar.gradient_hook.default"
+#: operators whose backward is the model's own: that of a sum of gradients need not be the sum of those of each
+OWN_BACKWARD = frozenset({FUNCTION, HOOK})
 
 _RECURRENT = frozenset({"gru", "lstm", "rnn_relu", "rnn_tanh"})
 

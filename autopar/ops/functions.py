@@ -6,6 +6,10 @@ arguments: the call's arguments as Python text, in which `{0}` stands for the fi
 result, whether a gradient flows through it. draws: whether its forward draws random numbers. What a backward does with
 a gradient is its own affair, clip it for one, so it is given whole gradients of the whole batch: the only rule that
 all of them have is I → I. `autopar.register_rule` adds others.
+
+    autopar.gradient_hook((x, *others), "lambda gradient, …: …", pointwise, linear)
+
+passes x on; its gradient is what the lambda makes of it.
 """
 
 from __future__ import annotations
@@ -16,12 +20,29 @@ import torch
 
 from autopar.errors import RuleError
 from autopar.ir.graph import Node
+from autopar.ir.placement import P, R
 from autopar.ir.structure import FUNCTION
+from autopar.ops.call import Call
+from autopar.ops.notation import AxisRule, einsum_rules
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "function(str function, Tensor[] operands, str arguments, bool[] differentiable, bool draws) -> Tensor[]"
 )
+_LIBRARY.define("gradient_hook(Tensor[] operands, str hook, bool pointwise, bool linear) -> Tensor")
+
+
+def gradient_hook(call: Call) -> list[AxisRule]:
+    """A hook's rules beside I → I. The gradient of summands is whole, and slices of it do for what is pointwise."""
+    others = len(call.node.operands) - 1
+    _, _, is_pointwise, is_linear = call.node.args
+    rules = [AxisRule((P, *(R,) * others), (P,))]
+    if is_linear:
+        rules.append(AxisRule((R,) * (others + 1), (R,)))
+    if is_pointwise:
+        text = ", ".join(["..."] * (others + 1)) + " -> ..."
+        rules += einsum_rules(text, call.operand_shapes, call.result_shapes)
+    return rules
 
 
 def rule_key(node: Node) -> str:

@@ -23,7 +23,7 @@ from autopar.ir.placement import (
     lengths_along,
     num_shards,
 )
-from autopar.ir.structure import FUNCTION, is_random
+from autopar.ir.structure import FUNCTION, OWN_BACKWARD, is_random
 from autopar.ops import bags, proofs, registry, views, windows
 from autopar.ops.call import Call, call_of, overload
 from autopar.ops.functions import rule_key
@@ -109,9 +109,9 @@ class Rules:
 
 
 def _every(node: Node) -> list[AxisRule]:
-    """What an operator can do whatever it is. What a Function does with a gradient need not hold for its summands."""
+    """What an operator can do whatever it is. What a Function or hook does need not hold for summands of gradients."""
     whole = every(len(node.operands), len(node.results))
-    return [rule for rule in whole if I in rule.operands] if node.op == FUNCTION else whole
+    return [rule for rule in whole if I in rule.operands] if node.op in OWN_BACKWARD else whole
 
 
 def _creates(node: Node) -> bool:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 
 from autopar.ir.placement import I, P, R, S
-from autopar.ir.structure import RANDOM
-from autopar.ops import bags, experts, proofs, views, windows
+from autopar.ir.structure import HOOK, RANDOM
+from autopar.ops import bags, experts, functions, proofs, views, windows
 from autopar.ops.call import Call, overload
 from autopar.ops.indexing import INDEXING
 from autopar.ops.long_tail import LONG_TAIL
@@ -327,6 +327,7 @@ TABLE: dict[str, RuleFunction] = {
     "aten.constant_pad_nd.default": views.pad,
     "aten.flip.default": views.roll_or_flip,
     "aten.roll.default": views.roll_or_flip,
+    HOOK: functions.gradient_hook,
     "aten.diagonal.default": views.diagonal,
     "aten.unfold.default": views.unfold,
     "aten.tril.default": linear_leading_dims(2),

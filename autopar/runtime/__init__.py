@@ -23,7 +23,7 @@ from autopar.runtime.declare import (
     renamed,
 )
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
-from autopar.runtime.functions import apply, imported
+from autopar.runtime.functions import apply, hooked, imported
 from autopar.runtime.inputs import in_first, microbatch, total
 from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
 from autopar.runtime.lowering.dropout import dropout, native_dropout
@@ -76,6 +76,7 @@ __all__ = [
     "group_norm",
     "grouped_mm",
     "heads_of",
+    "hooked",
     "imported",
     "in_first",
     "keep_freed_memory",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -37,6 +38,24 @@ def apply(function: str, *args: Any) -> Any:
     returned = torch.autograd.Function.apply.__func__(imported(function), *given)  # type: ignore[attr-defined]
     found = _tensors(returned)
     return found[0] if len(found) == 1 else tuple(found)
+
+
+class _Hooked(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, hook: Callable[..., Tensor], *others: Tensor) -> Tensor:
+        ctx.hook = hook
+        ctx.save_for_backward(*others)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.hook(gradient, *ctx.saved_tensors), None, *(None for _ in ctx.saved_tensors)
+
+
+def hooked(x: Tensor, hook: Callable[..., Tensor], *others: Tensor) -> Tensor:
+    """Passes a tensor on; its gradient is what the model's hook makes of it and of other tensors."""
+    made: Tensor = _Hooked.apply(x, hook, *others)  # type: ignore[no-untyped-call] # torch's
+    return made
 
 
 def _tensors(value: Any) -> list[Tensor]:

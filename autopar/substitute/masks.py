@@ -17,7 +17,7 @@ import torch
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node, Ref, map_references
-from autopar.ir.structure import FUNCTION, constant_tensors
+from autopar.ir.structure import OWN_BACKWARD, constant_tensors
 from autopar.ops import overload, real
 
 RULE = "causal-mask"
@@ -108,7 +108,7 @@ def _computed(graph: Graph, name: str) -> torch.Tensor | None:
             graph.tensors[result].num_elements > MOST_ELEMENTS for result in node.results if "expand" not in node.op
         ):
             return None
-        if node.op == FUNCTION or any(operand not in values for operand in node.operands):
+        if node.op in OWN_BACKWARD or any(operand not in values for operand in node.operands):
             return None
         args, kwargs = real(map_references((node.args, dict(node.kwargs)), values.__getitem__), "cpu")
         made = overload(node.op)(*args, **kwargs)

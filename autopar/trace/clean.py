@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, map_references
-from autopar.ir.structure import FUNCTION, is_random
+from autopar.ir.structure import OWN_BACKWARD, is_random
 
 _IDENTITIES = {"aten.alias.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _ASSERTIONS = ("aten._assert", "aten.sym_constrain", "aten._functional_assert")
@@ -120,7 +120,7 @@ def _merge_equal(nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
         node = _with_operands(node, renamed)
         key = (node.op, _typed(node.args), _typed(node.kwargs), node.scope)
         twin = seen.get(key)
-        if twin is None or is_random(node) or node.op == FUNCTION or not _same_results(node, twin):
+        if twin is None or is_random(node) or node.op in OWN_BACKWARD or not _same_results(node, twin):
             seen[key] = node
             kept.append(node)
         else:

@@ -17,12 +17,12 @@ from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Graph, Node, Ref, Scope, Stored, Tensor
-from autopar.ir.structure import FUNCTION
+from autopar.ir.structure import FUNCTION, HOOK
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.evidence import is_own
 from autopar.trace.gradients import differentiable_results
 from autopar.trace.layouts import check_layout
-from autopar.trace.markers import CALLED, entered, function, left, repeated
+from autopar.trace.markers import CALLED, HOOKED, entered, function, hooked, left, repeated
 from autopar.trace.regions import Region, regions
 from autopar.trace.tied import tied_names
 
@@ -190,8 +190,8 @@ class _Converter:
         kwargs = tuple((key, self._argument(item)) for key, item in node.kwargs.items() if key != "pin_memory")
         scope = self._scope(node)
         made = Node(self._name(node), str(node.target), args, kwargs, outputs, scope, self._source(node, scope))
-        if node.target is function:
-            made = _function_call(made)
+        if node.target in (function, hooked):
+            made = _own_backward(made)
         items = value if many else [value]
         if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
             raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
@@ -311,9 +311,12 @@ class _Copy:
         return Scope((*self.scope.path, *((self.path_of(path), kind) for path, kind in inside)))
 
 
-def _function_call(marker: Node) -> Node:
+def _own_backward(marker: Node) -> Node:
     """The operator that a marker stands for."""
     operands, key = marker.args
+    if key in HOOKED:
+        hook = HOOKED[key]
+        return replace(marker, op=HOOK, args=(operands, hook.text, hook.pointwise, hook.linear))
     called = CALLED[key]
     args = (called.function, operands, called.arguments, called.differentiable, called.draws)
     return replace(marker, op=FUNCTION, args=args)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
 from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
-from autopar.trace.losses import loss_module, name_of_loss
+from autopar.trace.hooks import Hooks, hooks_kept, place_hooks
+from autopar.trace.losses import loss_module, name_of_loss, with_loss
 from autopar.trace.python_state import same_each_time
 from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
@@ -160,18 +162,26 @@ def _parameter_names(function: Callable[..., Any], needed: bool = False) -> list
 
 
 def export(
-    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None, mode: str, fewest: int = FEWEST
-) -> tuple[ExportedProgram, list[str]]:
+    model: nn.Module, names: list[str], inputs: Inputs, loss_fn: LossFn | None, mode: str, fewest: int = FEWEST,
+    hooks: Hooks | None = None,
+) -> tuple[ExportedProgram, list[str]]:  # fmt: skip
     """The functional ExportedProgram and the paths of its outputs; `linear`, attention and the like stay whole.
 
     Of blocks that do the same, from `fewest` up, there are markers for all but one (`trace.repeats`). In mode "train"
-    what forward returns beside tensors, such as a cache of keys and values, is left out.
+    what forward returns beside tensors, such as a cache of keys and values, is left out. hooks: on gradients of
+    parameters, by name.
     """
     target, args, kwargs = called(model, names, inputs, loss_fn)
     target.training = model.training  # and no module's below: each keeps its own mode
-    repeats = Repeats(model, fewest)
-    kept = same_each_time(target, args, kwargs)
-    with _quiet(), functions_kept(), _modes_kept(model), kept, _flat(target, args, kwargs, mode) as (tensors, paths):
+    repeats = Repeats(model, sys.maxsize if hooks else fewest)
+    with ExitStack() as stack:
+        whole = with_loss(model, loss_fn)
+        for context in (
+            _quiet(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
+            hooks_kept(whole, hooks or {}, with_gradients=mode == "train"),
+        ):  # fmt: skip
+            stack.enter_context(context)
+        tensors, paths = stack.enter_context(_flat(target, args, kwargs, mode))
         while True:
             try:
                 with repeats.watching():
@@ -198,6 +208,7 @@ def called(
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     with checks_passed(), rows_kept():
         program = torch.export.export(target, args, kwargs, strict=False)
+        place_hooks(program)
     _detach_no_grad_regions(program.graph_module)
     write_out_dropout(program.graph_module)
     write_out_soft_targets(program.graph_module)

@@ -3,22 +3,26 @@
 Export would go through a Function's forward, and differentiate that: its own backward would be lost. So a call is made
 aside, on shapes alone and outside of the exported graph, forward and backward, which tells what it returns, through
 what gradients flow and whether it draws random numbers; the exported graph gets a marker (`trace.markers`).
-Operands that get no gradient are detached, so that nothing before them waits for one.
+Operands that get no gradient are detached, so that nothing before them waits for one. Checkpointed functions are gone
+through: what to compute again is the plan's choice.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any, NoReturn
+from unittest import mock
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from autopar.errors import TraceError
 from autopar.ops.functions import import_error
@@ -41,6 +45,8 @@ def functions_kept() -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal is_aside
         call = original(None, cls)
+        if cls is CheckpointFunction:
+            return _run_checkpointed(*args)
         if is_aside or cls.__module__.startswith(_PASSED):
             return call(*args, **kwargs)
         is_aside = True
@@ -51,10 +57,24 @@ def functions_kept() -> Iterator[None]:
 
     assert own is None, "expected torch's Function to inherit apply from its C++ base"
     base.apply = classmethod(apply)
+    surrounds = "_checkpoint_without_reentrant_generator"
     try:
-        yield
+        with mock.patch.object(torch.utils.checkpoint, surrounds, _uncheckpointed):
+            yield
     finally:
         del base.apply
+
+
+def _run_checkpointed(run: Callable[..., Any], _: bool, *args: Any) -> Any:
+    """Reentrant checkpointing is a hint, but for this: without a gradient of an argument there is none inside."""
+    has_gradient = any(isinstance(x, Tensor) and x.requires_grad for x in args)
+    with nullcontext() if has_gradient or not torch.is_grad_enabled() else torch.no_grad():
+        return run(*args)
+
+
+def _uncheckpointed(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """In place of what surrounds a function that is to be computed again."""
+    yield
 
 
 def _marked(cls: Any, args: tuple[Any, ...], call: Callable[..., Any]) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Node, Tensor, map_references
-from autopar.ir.structure import FUNCTION
+from autopar.ir.structure import FUNCTION, HOOK
 from autopar.ops import overload, real
 
 _CACHE: dict[Any, tuple[bool, ...]] = {}
@@ -19,6 +19,8 @@ def differentiable_results(node: Node, operands: list[Tensor]) -> tuple[bool, ..
         return (False,) * len(node.outputs)
     if node.op == FUNCTION:
         return tuple(node.args[3])
+    if node.op == HOOK:
+        return (operands[0].differentiable,)
     key = (node.op, len(node.outputs), _text(node), tuple((t.dtype, t.differentiable) for t in operands))
     if key not in _CACHE:
         _CACHE[key] = _ask(node, operands)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
-from autopar.trace.markers import entered, left, repeated
+from autopar.trace.markers import entered, is_everywhere, left, repeated
 
 _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
@@ -59,10 +59,17 @@ def check_markers(program: ExportedProgram) -> None:
         if not all(_runs_in(node, path) for node in region.nodes):
             raise ValueError(f"{path} is entered by operators that it does not call")
     for node in program.graph.nodes:
+        if is_everywhere(node) and _hooked_tensor(node).target is entered:
+            raise ValueError("a hook on what a block is given is also for those that read it outside of the block")
         if node.target is repeated and not (node.args[2] in found and _runs_in(node, node.args[3], innermost=True)):
             raise ValueError(f"{node.args[3]} does not run where its call is")
     if any(isinstance(value, FakeTensor) for value in program.constants.values()):
         raise ValueError("a tensor made in a block that was not exported is used outside of it")
+
+
+def _hooked_tensor(mark: fx.Node) -> fx.Node:
+    found = cast(list[fx.Node], mark.args[0])[0]
+    return _hooked_tensor(found) if is_everywhere(found) else found
 
 
 def _runs_in(node: fx.Node, path: str, innermost: bool = False) -> bool:

@@ -23,6 +23,7 @@ from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
 from autopar.trace.export import bind_inputs, check_gradients, export
+from autopar.trace.hooks import parameter_hooks
 from autopar.trace.layouts import check_layouts
 from autopar.trace.losses import loss_values, with_loss
 from autopar.trace.model_names import check_names
@@ -63,7 +64,7 @@ def trace(
     if compute_dtype is not None:
         traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
         given = cast_inputs(model, names, inputs, compute_dtype)
-    program, paths = export(traced, names, given, loss, mode, fewest)
+    program, paths = export(traced, names, given, loss, mode, fewest, parameter_hooks(whole) if mode == "train" else {})
     graph = convert(program, with_loss(traced, loss), names, paths, with_loss=loss_fn is not None, mode=mode)
     arguments = () if inputs.is_plain else inputs.tree
     graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved_buffers(whole))

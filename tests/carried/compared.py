@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -19,18 +18,17 @@ Step = tuple[Tensor, dict[str, Tensor]]
 
 
 def single(model: nn.Module, inputs: tuple[Any, ...], steps: int = 2) -> list[Step]:
-    """Loss and gradients of each step on one device; the model is left as it was."""
-    model, found = deepcopy(model), []
+    """Loss and gradients of each step on one device; the model's parameters change, its first gradients go."""
+    found = []
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    with rt.reference_dropout():
-        torch.manual_seed(0)
-        for _ in range(steps):
-            optimizer.zero_grad()
-            loss = model(*inputs)
-            loss.backward()
-            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-            found.append((loss.detach(), gradients))
-            optimizer.step()
+    torch.manual_seed(0)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = model(*inputs)
+        loss.backward()
+        named = model.named_parameters(remove_duplicate=False)
+        found.append((loss.detach(), {name: p.grad.clone() for name, p in named if p.grad is not None}))
+        optimizer.step()
     return found
 
 
@@ -51,7 +49,8 @@ def sharded(program: autopar.Program, model: nn.Module, inputs: tuple[Any, ...],
     plan = program.plan
     real = tuple((axis.name, axis.size) for axis in plan.axes if axis.name != "microbatch")
     axes = () if plan.stages or not real else real
-    job = (program.source, axes, model_state(model), inputs, steps)
+    state = {name: tensor.clone() for name, tensor in (model_state(model) or {}).items()}
+    job = (program.source, axes, state, inputs, steps)
     ranks: list[list[Step]] = thread_world(plan.mesh.num_devices).run(_run, *job)
     return [_joined(ranks)] if plan.stages else ranks
 
@@ -89,7 +88,8 @@ def _gradients(built: rt.Rank) -> dict[str, Tensor]:
 
 def differences(model: nn.Module, inputs: tuple[Any, ...], **how: Any) -> list[str]:
     """What differs from one device, a line each."""
-    return compare(single(model, inputs), sharded(planned(model, inputs, **how), model, inputs))
+    ranks = sharded(planned(model, inputs, **how), model, inputs)
+    return compare(single(model, inputs), ranks)
 
 
 def compare(one: list[Step], ranks: list[list[Step]]) -> list[str]:
