@@ -21,7 +21,7 @@ import torch
 from autopar.errors import RuleError
 from autopar.ir.graph import Node
 from autopar.ir.placement import P, R
-from autopar.ir.structure import FUNCTION
+from autopar.ir.structure import FUNCTION, HOOK
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule, einsum_rules
 
@@ -57,14 +57,16 @@ def function_name(function: type[torch.autograd.Function]) -> str:
     return f"{function.__module__}:{function.__qualname__}"
 
 
-def call_function(node: Node, operands: list[torch.Tensor]) -> Any:
-    """What the call of a Function returns, as an emitted program has it."""
+def call_own(node: Node, operands: list[torch.Tensor]) -> Any:
+    """What the call of a Function returns, or a hook's operator, as an emitted program has it: the model's own text."""
     from autopar import runtime as rt
 
-    function, _, arguments, *_ = node.args
     names = [f"x{position}" for position in range(len(operands))]
-    known = {"torch": torch, "rt": rt, **dict(zip(names, operands, strict=True))}
-    made = rt.apply(function, *eval(f"({arguments.format(*names)},)" if arguments else "()", known))  # the model's own
+    known = {"torch": torch, "aten": torch.ops.aten, "rt": rt, **dict(zip(names, operands, strict=True))}
+    if node.op == HOOK:
+        return rt.hooked(operands[0], eval(node.args[1], known), *operands[1:])
+    function, _, arguments, *_ = node.args
+    made = rt.apply(function, *eval(f"({arguments.format(*names)},)" if arguments else "()", known))
     return made if isinstance(made, tuple) else (made,)
 
 

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from autopar.ir.graph import Graph, Node, map_references
-from autopar.ir.structure import FUNCTION
+from autopar.ir.structure import HOOK, OWN_BACKWARD
 from autopar.ops import overload, real
-from autopar.ops.functions import call_function
+from autopar.ops.functions import call_own
 
 Seen = Callable[[Node, list[tuple[str, Tensor]]], None]
 
@@ -37,7 +37,10 @@ def run_graph(
     dead = {} if keep_all else _last_reads(graph)
     for node in graph.nodes:
         args, kwargs = real(map_references((node.args, dict(node.kwargs)), values.__getitem__), device)
-        made: Any = call_function(node, args[1]) if node.op == FUNCTION else overload(node.op)(*args, **kwargs)
+        if node.op in OWN_BACKWARD:
+            made: Any = call_own(node, args[0 if node.op == HOOK else 1])
+        else:
+            made = overload(node.op)(*args, **kwargs)
         results = made if isinstance(made, (tuple, list)) else [made]
         named = [(name, value) for name, value in zip(node.outputs, results, strict=True) if name is not None]
         values.update(named)
