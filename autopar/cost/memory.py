@@ -380,7 +380,7 @@ def _rows(names: str, rule: SaveRule) -> dict[str, SaveRule]:
 SAVED: dict[str, SaveRule] = {
     **dict.fromkeys(VIEWS, _nothing),
     **_rows("add sub rsub neg sum mean cat stack clone contiguous _to_copy to repeat roll flip pad", _nothing),
-    **_rows("constant_pad_nd cumsum copy slice_scatter select_scatter tril triu lift_fresh_copy", _nothing),
+    **_rows("constant_pad_nd cumsum copy slice_scatter select_scatter tril triu lift_fresh_copy overwritten", _nothing),
     **_rows("zeros ones full zeros_like ones_like full_like empty_like new_zeros new_ones", _nothing),
     **_rows("avg_pool2d adaptive_avg_pool2d", _input),
     **_rows("linear matmul mm bmm mv dot conv1d conv2d conv3d convolution", _matrices),

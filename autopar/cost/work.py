@@ -352,6 +352,6 @@ OPERATORS: dict[str, Operator] = {
     **_rows("new_ones new_full new_empty scalar_tensor eye linspace one_hot", _CREATION),
     **_rows("view reshape _unsafe_view flatten unflatten permute transpose t mT expand expand_as", VIEW),
     **_rows("unsqueeze squeeze alias detach view_as movedim swapaxes broadcast_to numpy_T real imag", VIEW),
-    **_rows("lift_fresh_copy _assert_tensor_metadata sym_size identity", VIEW),
+    **_rows("lift_fresh_copy _assert_tensor_metadata sym_size identity overwritten", VIEW),
     **_rows("slice select narrow split split_with_sizes chunk unbind diagonal unfold as_strided", _SLICE),
 }

@@ -27,6 +27,7 @@ from autopar.ops.call import Call
 from autopar.ops.communication import is_mean_cross_entropy
 from autopar.ops.experts import ROUTED_EXPERTS
 from autopar.ops.lowering import RankLength, local_arguments
+from autopar.ops.writes import OVERWRITTEN
 
 Name = Callable[[str, int], str]  # (tensor, operand position) -> the variable that holds it
 
@@ -214,6 +215,11 @@ def _routed_experts(writer: CallWriter, statement: Operate, call: Call, names: l
     return f"rt.routed_experts({', '.join([*names, *options, _axes(axes)])})"
 
 
+def _overwritten(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
+    """The runtime's function always: the operator is autopar's own."""
+    return f"rt.overwritten({', '.join(names)})"
+
+
 def _grouped_mm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str:
     """The operator is another library's, which the program need not import."""
     return f"rt.grouped_mm({', '.join(names)})"
@@ -247,6 +253,7 @@ _SPECIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]
     "transformers.grouped_mm_fallback.default": _grouped_mm,
     FUNCTION: _function,
     HOOK: _gradient_hook,
+    OVERWRITTEN: _overwritten,
     **HEADS,
     **SPATIAL,
 }

@@ -26,6 +26,7 @@ from autopar.ops.patterns import (
     passes_leading_dims,
     reduction,
 )
+from autopar.ops.writes import OVERWRITTEN
 
 
 def pointwise(call: Call) -> list[AxisRule]:
@@ -37,7 +38,7 @@ def pointwise(call: Call) -> list[AxisRule]:
 
 _BOTH_SUMMANDS = {"aten.add.Tensor", "aten.sub.Tensor"}
 _ONE_SUMMAND = {"aten.mul.Tensor"}
-_SUMMANDS = {"aten.lerp.Scalar": "PP", "aten.lerp.Tensor": "PPR", "aten.addcmul.default": "PPR PRP",
+_SUMMANDS = {OVERWRITTEN: "PP", "aten.lerp.Scalar": "PP", "aten.lerp.Tensor": "PPR", "aten.addcmul.default": "PPR PRP",
              "aten.addcdiv.default": "PPR", "aten.where.self": "RPP"}  # fmt: skip
 _FIRST_SUMMAND = {"aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg.default", "aten.clone.default",
                   "aten.contiguous.default", "aten._to_copy.default", "aten.to.dtype", "aten.detach.default",

@@ -32,6 +32,7 @@ from autopar.runtime.lowering.experts import grouped_mm, routed_experts
 from autopar.runtime.lowering.heads import heads_of
 from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
 from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
+from autopar.runtime.lowering.writes import overwritten
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
 from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
@@ -89,6 +90,7 @@ __all__ = [
     "mean",
     "microbatch",
     "native_dropout",
+    "overwritten",
     "owned",
     "recomputed",
     "redistribute",

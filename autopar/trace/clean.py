@@ -54,9 +54,10 @@ def _is_state(stored: Stored) -> bool:
 def _drop_identities(graph: Graph, nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
     renamed: dict[str, str] = {}
     kept = []
+    strided = {name for node in nodes if ".as_strided" in node.op for name in node.operands}  # they read the memory
     for node in nodes:
         node = _with_operands(node, renamed)
-        if _is_identity(graph, node):
+        if _is_identity(graph, node) and strided.isdisjoint(node.results):
             renamed[node.results[0]] = node.operands[0]
         else:
             kept.append(node)

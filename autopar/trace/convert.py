@@ -253,12 +253,13 @@ class _Converter:
     def _outputs(self) -> tuple[list[str], dict[str, str]]:
         outputs, mutations = [], {}
         for spec in self.program.graph_signature.output_specs:
-            if spec.kind == OutputKind.USER_INPUT_MUTATION:
+            if spec.kind in (OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
                 nodes = {node.name: node for node in self.program.graph.nodes}
+                kind = "inputs" if spec.kind == OutputKind.USER_INPUT_MUTATION else "parameters"
                 raise TraceError(
-                    f"expected forward to leave its inputs alone, but it writes to "
+                    f"expected forward to leave its {kind} alone, but it writes to "
                     f"{self.rename.get(str(spec.target), spec.target)!r} at\n"
-                    f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\nClone the input before writing to it."
+                    f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\nClone the tensor before writing to it."
                 )
             name = self.rename.get(str(getattr(spec.arg, "name", "")))
             if name is None:

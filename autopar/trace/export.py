@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import re
 import sys
 import traceback
 import warnings
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.export._trace
-from torch import fx, nn
+from torch import nn
 from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
@@ -33,6 +34,7 @@ from autopar.trace.repeats import FEWEST, AgainError, Repeats
 from autopar.trace.rows import rows_kept
 from autopar.trace.soft_targets import write_out_soft_targets
 from autopar.trace.structure import Namer, check_outputs, filled, outputs_in, tensors_in
+from autopar.trace.writes import writes_kept
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -178,7 +180,7 @@ def export(
         whole = with_loss(model, loss_fn)
         for context in (
             _quiet(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
-            hooks_kept(whole, hooks or {}, with_gradients=mode == "train"),
+            hooks_kept(whole, hooks or {}, with_gradients=mode == "train"), writes_kept(target),
         ):  # fmt: skip
             stack.enter_context(context)
         tensors, paths = stack.enter_context(_flat(target, args, kwargs, mode))
@@ -209,7 +211,6 @@ def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     with checks_passed(), rows_kept():
         program = torch.export.export(target, args, kwargs, strict=False)
         place_hooks(program)
-    _detach_no_grad_regions(program.graph_module)
     write_out_dropout(program.graph_module)
     write_out_soft_targets(program.graph_module)
     return decompose(program)
@@ -283,25 +284,8 @@ def _flat(
             target.__dict__["forward"] = was_set
 
 
-def _detach_no_grad_regions(module: fx.GraphModule) -> None:
-    """Inlining a `no_grad` region forgets that no gradient leaves it, so its results are detached explicitly."""
-    for node in list(module.graph.nodes):
-        if node.op != "call_function" or "wrap_with_set_grad_enabled" not in str(node.target):
-            continue
-        enabled, region = node.args[0], getattr(module, node.args[1].target)
-        _detach_no_grad_regions(region)
-        if enabled:
-            continue
-        for result in list(node.users):
-            with module.graph.inserting_after(result):
-                detached = module.graph.call_function(torch.ops.aten.detach.default, (result,))
-            detached.meta = dict(result.meta)
-            result.replace_all_uses_with(detached, delete_user_cb=lambda user, d=detached: user is not d)
-    module.recompile()
-
-
 def _explain(error: Exception) -> TraceError:
-    frame = _user_frame(error)
+    frame = _user_frame(error) or _told_frame(error)
     where = f"{frame.filename}:{frame.lineno}: {frame.line}" if frame else "unknown source line"
     text = str(error).strip().splitlines()
     reason = text[0] if text else type(error).__name__
@@ -311,11 +295,15 @@ def _explain(error: Exception) -> TraceError:
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
-    torch_root = str(Path(torch.__file__).parent)
-    own_root = str(Path(__file__).parent)
-    frames = [
-        frame
-        for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith((torch_root, own_root, "<"))
-    ]
-    return frames[-1] if frames else None
+    return _innermost(traceback.extract_tb(error.__traceback__))
+
+
+def _told_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """As torch writes it into the message of what stops while the graph is run."""
+    told = re.findall(r'File "([^"]+)", line (\d+), in (\S+)\n *([^\n]*)', str(error))
+    return _innermost(traceback.FrameSummary(path, int(number), name, line=line) for path, number, name, line in told)
+
+
+def _innermost(frames: Iterable[traceback.FrameSummary]) -> traceback.FrameSummary | None:
+    roots = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+    return next((frame for frame in reversed(list(frames)) if not frame.filename.startswith(roots)), None)

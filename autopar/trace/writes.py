@@ -1,0 +1,266 @@
+"""Writes in place that autograd does not see, in the exported graph before it is made functional.
+
+    no_grad: h.clamp_(-1, 1); use(h)   → t = clone(detach(h)); clamp_(t, -1, 1); copy_(h, overwritten(h, t)); use(h)
+    no_grad: y = f(x); use(y)          → use(f(detach(x)))
+
+Under `no_grad` (`inference_mode`, `set_grad_enabled(False)`), and by `x.detach()` or `x.data` anywhere, what is
+written to a tensor's memory is its value from then on, for all that share the memory, while gradients pass to what
+made it as if nothing had happened (`ops.writes`). What is made there has no gradient; a view that is taken there is of
+the same memory, but has none either. A plain write needs no care: torch's functionalization knows what it does.
+
+So each tensor of the graph is known by a node whose gradient is the memory's (`_Known.live`), and by whether it is cut
+off from it (`_Known.cut`): read, such a tensor is detached; written to, it is `live` that is written to.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch._export.passes import replace_set_grad_with_hop_pass as replacing
+from torch.export.graph_signature import ExportGraphSignature, InputKind
+from torch.overrides import TorchFunctionMode
+
+from autopar.errors import TraceError
+from autopar.ops.writes import overwritten
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def writes_kept(model: nn.Module) -> Iterator[None]:
+    """While inside, torch.export of `model` keeps the meaning of writes and of regions without gradients."""
+    trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+
+    def kept(module: fx.GraphModule, signature: ExportGraphSignature) -> Any:
+        """In place of torch's own pass, which drops regions that only write to views, as they return nothing."""
+        specs = [spec for spec in signature.input_specs if spec.kind == InputKind.PARAMETER and spec.target in trained]
+        _Writer(module, {str(getattr(spec.arg, "name", "")) for spec in specs}).run()
+        outputs: Any = module.graph.output_node().args[0]
+        for argument, spec in zip(outputs, signature.output_specs, strict=True):
+            if isinstance(argument, fx.Node):
+                spec.arg.name = argument.name
+        return module, signature
+
+    with ExitStack() as stack:
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(mock.patch.object(replacing, "replace_set_grad_with_hop_pass", kept))
+        unseen = stack.enter_context(_Unseen(model))
+        stack.enter_context(mock.patch.object(torch.inference_mode, "__enter__", lambda mode: unseen.enter(mode)))
+        stack.enter_context(mock.patch.object(torch.inference_mode, "__exit__", lambda mode, *_: unseen.leave(mode)))
+        yield
+
+
+class _Unseen(TorchFunctionMode):
+    """What export does not see, as what it does: `x.data` is detached x, `x.data = y` a copy into it without gradient,
+    and inference mode is no_grad but for errors of what is made there."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.num_inference = 0  # of the regions around
+
+    def enter(self, mode: Any) -> None:
+        mode._before = torch.is_grad_enabled()
+        self.num_inference += mode.mode
+        torch._C._set_grad_enabled(not mode.mode)
+
+    def leave(self, mode: Any) -> None:
+        self.num_inference -= mode.mode
+        torch._C._set_grad_enabled(mode._before)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            return args[0].detach()
+        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
+            x, value = args
+            if not self._owns_memory(x):
+                raise TraceError("expected `.data = …` of a parameter, buffer or activation itself, found an alias")
+            if self.num_inference:
+                raise TraceError("expected no `.data = …` in inference_mode: what it assigns can have no gradient")
+            if x.shape != value.shape or x.dtype != value.dtype:
+                raise TraceError(
+                    f"expected `.data = …` to assign {list(x.shape)} {x.dtype}, found {list(value.shape)} "
+                    f"{value.dtype}: a tensor that changes its shape or dtype in forward cannot be planned"
+                )
+            x.detach().copy_(value.detach())
+            return None
+        return func(*args, **(kwargs or {}))
+
+    def _owns_memory(self, x: Tensor) -> bool:
+        """Whether an assigned `.data` is seen wherever the tensor is: an alias would part from the others."""
+        state = (*self.model.parameters(), *self.model.buffers())
+        return any(x is own for own in state) or (x.grad_fn is not None and not x._is_view())
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A tensor of the model: the node of its memory's gradient, and whether it is cut off from that."""
+
+    live: fx.Node
+    cut: bool = False
+
+
+class _Writer:
+    """Rewrites one graph in place. trained: names of placeholders that have a gradient."""
+
+    def __init__(self, module: fx.GraphModule, trained: set[str]) -> None:
+        self.module, self.graph = module, module.graph
+        self.known: dict[fx.Node, _Known] = {}
+        self.detached: dict[fx.Node, fx.Node] = {}
+        self.trained: set[int] = set()  # memory of tensors with a gradient
+        for node in self.graph.find_nodes(op="placeholder"):
+            if node.name in trained:
+                self.trained.update(_memory(node.meta.get("val")))
+        self.enabled = True
+
+    def run(self) -> None:
+        for node in list(self.graph.nodes):
+            if node.target is torch._C._set_grad_enabled:
+                self.enabled = bool(node.args[0])
+                self.graph.erase_node(node)
+            elif node.op == "call_function":
+                self._call(node)
+            elif node.op == "output":
+                self.enabled = True
+                self._read(node, {})
+        self.graph.lint()
+        self.module.recompile()
+
+    # Reading ----------------------------------------
+
+    def _of(self, node: fx.Node) -> _Known:
+        return self.known.get(node, _Known(node))
+
+    def _has_gradient(self, node: fx.Node) -> bool:
+        """Whether what a node stands for is part of memory with a gradient."""
+        value = node.meta.get("val")
+        may_have = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
+        return may_have and not self.trained.isdisjoint(_memory(value))
+
+    def _passes_on(self, node: fx.Node) -> bool:
+        """Whether gradients of what is made of a tensor, here, reach something."""
+        known = self._of(node)
+        return self.enabled and not known.cut and self._has_gradient(known.live)
+
+    def _make(self, place: fx.Node, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A call for the line of one node, whose result looks as another's."""
+        made = self.graph.call_function(target, args)
+        made.meta = {**place.meta, "val": like.meta.get("val")}
+        return made
+
+    def _read(self, node: fx.Node, as_is: Mapping[fx.Node, fx.Node]) -> None:
+        """Gives a call its operands: detached where no gradient may reach them. as_is: what is given as it is told."""
+        given = dict(as_is)
+        with self.graph.inserting_before(node):
+            for operand in node.all_input_nodes:
+                live = self._of(operand).live
+                if operand not in given:
+                    cut_off = self._has_gradient(live) and not self._passes_on(operand)
+                    given[operand] = self._detached(node, live) if cut_off else live
+        node.args, node.kwargs = fx.map_arg(node.args, given.__getitem__), fx.map_arg(node.kwargs, given.__getitem__)
+
+    def _detached(self, place: fx.Node, live: fx.Node) -> fx.Node:
+        """One for all who read it; of what is stored, one for each, as each belongs to the block that reads it."""
+        if live.op == "placeholder":
+            return self._make(place, live, aten.detach.default, live)
+        if live not in self.detached:
+            self.detached[live] = self._make(live, live, aten.detach.default, live)
+        return self.detached[live]
+
+    # Calls ----------------------------------------
+
+    def _call(self, node: fx.Node) -> None:
+        written = _written(node)
+        if node.target is aten.detach_.default:  # from now on, what is written there has a history of its own
+            with self.graph.inserting_before(node):
+                self.known[node] = _Known(self._copy(node, self._of(written[0]).live))
+        elif written:
+            self._write(node, written)
+        elif node.target is not operator.getitem:
+            viewed = [operand for operand in node.all_input_nodes if _share(operand, node)]
+            passes_on = any(self._passes_on(operand) for operand in node.all_input_nodes if operand not in viewed)
+            self._read(node, {operand: self._of(operand).live for operand in viewed})
+            if passes_on:
+                self.trained.update(_memory(node.meta.get("val")))
+            for result in _results(node):
+                source = next((self._of(operand) for operand in viewed if _share(operand, result)), None)
+                if source is not None and node.target is aten.detach.default:
+                    self.known[result] = _Known(source.live, cut=True)
+                elif source is not None:
+                    self.known[result] = _Known(result, cut=source.cut or not self.enabled)
+
+    def _write(self, node: fx.Node, written: list[fx.Node]) -> None:
+        if str(node.target).startswith(("aten.set_", "aten.resize")):
+            raise TraceError(f"{node.target} gives a tensor other memory: use copy_\n{node.meta.get('stack_trace')}")
+        passes_on = any(self._passes_on(operand) for operand in node.all_input_nodes if operand not in written)
+        is_cut = any(self._of(target).cut for target in written)
+        if is_cut and passes_on:
+            raise TraceError(
+                f"{node.target} writes a value that has a gradient to a tensor that was detached, or is a view taken "
+                "under no_grad: clone the tensor before writing to it, or detach what is written\n"
+                f"{node.meta.get('stack_trace', '')}"
+            )
+        targets = {target: self._of(target).live for target in written}
+        unseen = [t for t, live in targets.items() if self._has_gradient(live) and (is_cut or not self.enabled)]
+        with self.graph.inserting_before(node):
+            copies = {target: self._copy(node, targets[target]) for target in unseen}
+        self._read(node, {**targets, **copies})
+        with self.graph.inserting_after(node):
+            for target in unseen:
+                self._put(node, targets[target], copies[target])
+        if passes_on:
+            self.trained.update(*(_memory(live.meta.get("val")) for live in targets.values()))
+        for result in _results(node):
+            for target in written:
+                if _share(target, result):
+                    self.known[result] = self._of(target)
+
+    def _copy(self, place: fx.Node, live: fx.Node) -> fx.Node:
+        return self._make(place, live, aten.clone.default, self._detached(place, live))
+
+    def _put(self, place: fx.Node, live: fx.Node, value: fx.Node) -> None:
+        """Writes a value, by which the gradient passes, into what `live` stands for."""
+        written = self._make(place, live, aten.copy_.default, live, live)
+        with self.graph.inserting_before(written):
+            written.args = (live, self._make(place, live, overwritten, live, value))
+
+
+def _results(node: fx.Node) -> list[fx.Node]:
+    """The nodes of a call's results: its own, or where it has several, those of the items that are read."""
+    items = [user for user in node.users if user.target is operator.getitem]
+    return items or [node]
+
+
+def _share(node: fx.Node, other: fx.Node) -> bool:
+    """Whether two nodes stand for parts of the same memory."""
+    return not _memory(node.meta.get("val")).isdisjoint(_memory(other.meta.get("val")))
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The operands that a call writes to."""
+    schema = getattr(node.target, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    found: list[fx.Node] = []
+    for argument in schema.arguments:
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = given.get(argument.name)
+            items = value if isinstance(value, (tuple, list)) else [value]
+            found += [item for item in items if isinstance(item, fx.Node)]
+    return list(dict.fromkeys(found))
+
+
+def _memory(value: Any) -> set[int]:
+    if isinstance(value, (tuple, list)):
+        return set().union(*map(_memory, value))
+    if not isinstance(value, Tensor) or value.layout != torch.strided:
+        return set()
+    return {value.untyped_storage()._cdata}
