@@ -27,10 +27,13 @@ from torch._export.passes import replace_set_grad_with_hop_pass as replacing
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.overrides import TorchFunctionMode
 
-from autopar.errors import TraceError
 from autopar.ops.writes import overwritten
 
 aten = torch.ops.aten
+
+
+class UnfollowedError(Exception):
+    """A write whose meaning no graph keeps; export adds the line."""
 
 
 @contextmanager
@@ -81,11 +84,13 @@ class _Unseen(TorchFunctionMode):
         if func == Tensor.data.__set__:  # type: ignore[attr-defined]
             x, value = args
             if not self._owns_memory(x):
-                raise TraceError("expected `.data = …` of a parameter, buffer or activation itself, found an alias")
+                raise UnfollowedError(
+                    "expected `.data = …` of a parameter, buffer or activation itself, found an alias"
+                )
             if self.num_inference:
-                raise TraceError("expected no `.data = …` in inference_mode: what it assigns can have no gradient")
+                raise UnfollowedError("expected no `.data = …` in inference_mode: what it assigns can have no gradient")
             if x.shape != value.shape or x.dtype != value.dtype:
-                raise TraceError(
+                raise UnfollowedError(
                     f"expected `.data = …` to assign {list(x.shape)} {x.dtype}, found {list(value.shape)} "
                     f"{value.dtype}: a tensor that changes its shape or dtype in forward cannot be planned"
                 )
@@ -198,11 +203,13 @@ class _Writer:
 
     def _write(self, node: fx.Node, written: list[fx.Node]) -> None:
         if str(node.target).startswith(("aten.set_", "aten.resize")):
-            raise TraceError(f"{node.target} gives a tensor other memory: use copy_\n{node.meta.get('stack_trace')}")
+            raise UnfollowedError(
+                f"{node.target} gives a tensor other memory: use copy_\n{node.meta.get('stack_trace')}"
+            )
         passes_on = any(self._passes_on(operand) for operand in node.all_input_nodes if operand not in written)
         is_cut = any(self._of(target).cut for target in written)
         if is_cut and passes_on:
-            raise TraceError(
+            raise UnfollowedError(
                 f"{node.target} writes a value that has a gradient to a tensor that was detached, or is a view taken "
                 "under no_grad: clone the tensor before writing to it, or detach what is written\n"
                 f"{node.meta.get('stack_trace', '')}"

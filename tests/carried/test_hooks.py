@@ -133,5 +133,4 @@ def test_reentrant_checkpoint_of_inputs_alone_has_no_gradients_inside() -> None:
     trained = [name for name in ("first.weight", "last.weight") for n in graph.nodes if name in n.operands]
     assert trained == ["first.weight", "last.weight"]
     (first,) = (node for node in graph.nodes if "first.weight" in node.operands)
-    readers = [user for name in first.results for user, _ in graph.consumers[name]]
-    assert {user.op for user in readers} == {"aten.detach.default"}, f"of width {WIDTH}"
+    assert first.op == "aten.detach.default", f"of width {WIDTH}"

@@ -20,4 +20,5 @@ def assert_alike(model: nn.Module, how: str, *, may_refuse: bool = False) -> Non
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero=3", "microbatches", "stages=2", "searched"])
 @pytest.mark.parametrize("target", ["activation", "view"])
 def test_activations_that_are_written_to_without_gradients(target: str, plan: str) -> None:
-    assert_alike(Writes("no_grad", "clamp_", target), plan)
+    mixes_samples = target == "view" and plan == "microbatches"
+    assert_alike(Writes("no_grad", "clamp_", target), plan, may_refuse=mixes_samples)
