@@ -72,6 +72,8 @@ def hooks_kept(model: nn.Module, hooks: Hooks, with_gradients: bool) -> Iterator
         (Tensor, "register_post_accumulate_grad_hook", _never),
         (BackwardHook, "setup_input_hook", _before_module if with_gradients else lambda own, args: args),
         (BackwardHook, "setup_output_hook", _after_module if with_gradients else lambda own, output: output),
+        (torch.autograd, "grad", _without_backward(torch.autograd.grad)),
+        (torch.autograd, "backward", _without_backward(torch.autograd.backward)),
         (saved, "__enter__", _no_saved_hooks),
         (saved, "__exit__", lambda *_: None),
     ]
@@ -157,6 +159,21 @@ def _register(x: Tensor, hook: Callable[..., Any]) -> _Handle:
 
 def _never(x: Tensor, hook: Callable[..., Any]) -> NoReturn:
     _refuse(f"a tensor of shape {list(x.shape)}", hook, "runs after a gradient is stored", "Do this after train_step")
+
+
+def _without_backward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Forward calls no backward pass; torch.func's transforms and this package do."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if str(frame.f_globals.get("__name__")).startswith(("torch._functorch", "autopar.")):
+            return own(*args, **kwargs)
+        raise TraceError(
+            f"expected a forward that computes no gradients, found torch.autograd.{own.__name__} at\n"
+            f"  {user_line(frame)}\nWrite the derivative out with torch's operators, or train this model on one device."
+        )
+
+    return function
 
 
 def _no_saved_hooks(hooks: Any) -> None:
