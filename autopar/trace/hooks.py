@@ -80,7 +80,8 @@ def hooks_kept(model: nn.Module, hooks: Hooks, with_gradients: bool) -> Iterator
     with ExitStack() as stack:
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))
-        stack.callback(model.register_forward_pre_hook(start).remove)
+        if hooks:
+            stack.callback(model.register_forward_pre_hook(start).remove)
         yield
     if with_gradients:
         parameter_hooks(model)  # of a kind that is refused, forward may have registered some
@@ -94,6 +95,8 @@ def place_hooks(program: ExportedProgram) -> None:
         for mark in filter(is_everywhere, inner):
             _misplaced(mark, "is registered where gradients are off", "Register it outside of torch.no_grad")
     waiting = [node for node in module.graph.nodes if is_everywhere(node)]
+    if not waiting:
+        return
     with module._set_replace_hook(program.graph_signature.get_replace_hook()):
         for mark in list(waiting):
             _place(module.graph, mark, waiting)
