@@ -30,7 +30,6 @@ from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
 from autopar.trace.hooks import Hooks, hooks_kept, place_hooks
 from autopar.trace.losses import loss_module, name_of_loss, with_loss
-from autopar.trace.python_state import same_each_time
 from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
 from autopar.trace.rows import rows_kept
@@ -180,7 +179,7 @@ def export(
     with ExitStack() as stack:
         whole = with_loss(model, loss_fn)
         for context in (
-            _quiet(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
+            _quiet(), functions_kept(), _modes_kept(model),
             hooks_kept(whole, hooks or {}, with_gradients=mode == "train"),
         ):  # fmt: skip
             stack.enter_context(context)
