@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import logging
 import re
 import sys
@@ -17,7 +18,8 @@ from typing import Any
 
 import torch
 import torch.export._trace
-from torch import nn
+from torch import fx, nn
+from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
@@ -213,7 +215,26 @@ def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         place_hooks(program)
     write_out_dropout(program.graph_module)
     write_out_soft_targets(program.graph_module)
-    return decompose(program)
+    program = decompose(program)
+    _check_control_flow(program.graph_module)
+    return program
+
+
+def _check_control_flow(module: fx.GraphModule) -> None:
+    """Raises TraceError for what calls graphs: a plan has no place for these."""
+    for node in module.graph.nodes:
+        if isinstance(node.target, HigherOrderOperator):
+            root = str(Path(torch.__file__).parent)
+            frames = re.findall(r'File "([^<"]+)", line (\d+), in', str(node.meta.get("stack_trace") or ""))
+            own = [(file, int(number)) for file, number in frames if not file.startswith(root)]
+            where = "  unknown source line"
+            if own:
+                file, number = own[-1]
+                where = f"  {file}:{number}: {linecache.getline(file, number).strip()}"
+            raise TraceError(
+                f"expected operators on tensors, found {node.target}, which calls a function, at\n{where}\n"
+                f"Write torch.where, a loop in Python or the operators themselves."
+            )
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -72,13 +72,16 @@ def hooks_kept(model: nn.Module, hooks: Hooks, with_gradients: bool) -> Iterator
         (Tensor, "register_post_accumulate_grad_hook", _never),
         (BackwardHook, "setup_input_hook", _before_module if with_gradients else lambda own, args: args),
         (BackwardHook, "setup_output_hook", _after_module if with_gradients else lambda own, output: output),
+        (torch.autograd, "grad", _without_backward(torch.autograd.grad)),
+        (torch.autograd, "backward", _without_backward(torch.autograd.backward)),
         (saved, "__enter__", _no_saved_hooks),
         (saved, "__exit__", lambda *_: None),
     ]
     with ExitStack() as stack:
         for owner, name, function in patches:
             stack.enter_context(mock.patch.object(owner, name, function))
-        stack.callback(model.register_forward_pre_hook(start).remove)
+        if hooks:
+            stack.callback(model.register_forward_pre_hook(start).remove)
         yield
     if with_gradients:
         parameter_hooks(model)  # of a kind that is refused, forward may have registered some
@@ -92,6 +95,8 @@ def place_hooks(program: ExportedProgram) -> None:
         for mark in filter(is_everywhere, inner):
             _misplaced(mark, "is registered where gradients are off", "Register it outside of torch.no_grad")
     waiting = [node for node in module.graph.nodes if is_everywhere(node)]
+    if not waiting:
+        return
     with module._set_replace_hook(program.graph_signature.get_replace_hook()):
         for mark in list(waiting):
             _place(module.graph, mark, waiting)
@@ -157,6 +162,21 @@ def _register(x: Tensor, hook: Callable[..., Any]) -> _Handle:
 
 def _never(x: Tensor, hook: Callable[..., Any]) -> NoReturn:
     _refuse(f"a tensor of shape {list(x.shape)}", hook, "runs after a gradient is stored", "Do this after train_step")
+
+
+def _without_backward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Forward calls no backward pass; torch.func's transforms and this package do."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(1)
+        if str(frame.f_globals.get("__name__")).startswith(("torch._functorch", "autopar.")):
+            return own(*args, **kwargs)
+        raise TraceError(
+            f"expected a forward that computes no gradients, found torch.autograd.{own.__name__} at\n"
+            f"  {user_line(frame)}\nWrite the derivative out with torch's operators, or train this model on one device."
+        )
+
+    return function
 
 
 def _no_saved_hooks(hooks: Any) -> None:
