@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from autopar.trace.alike import alike
 from autopar.trace.evidence import Follower, Recorder, Row
 from autopar.trace.hidden import hidden
+from autopar.trace.snapshot import Snapshot
 from autopar.trace.tied import tied_names
 from autopar.trace.watching import Call, State, Tape, export_between_markers, run_aside
 
@@ -71,7 +72,7 @@ class Repeats:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """While the model is exported. Raises AgainError where that must be done again, with other blocks watched."""
-        saved = {module: dict(module.__dict__) for module in self.modules.values()} if self.kinds else {}
+        before = Snapshot(self.model) if self.kinds else None
         self.is_void = False
         try:
             with ExitStack() as stack:
@@ -83,9 +84,8 @@ class Repeats:
                     raise
                 self.give_up()  # without markers it is the same, or does not happen
         if self.is_void:
-            for module, attributes in saved.items():
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
+            if before is not None:  # hooks that forward installs once would be there twice
+                before.restore()
             raise AgainError
 
     def give_up(self) -> None:

@@ -246,3 +246,31 @@ def test_a_forward_that_was_replaced_is_what_is_traced() -> None:
     model = Held(lambda m, h: h.relu())
     model.inner.forward = lambda x: model.inner.layer(x).sigmoid()  # type: ignore[method-assign]
     assert "aten.sigmoid.default" in [node.op for node in trace(model, (torch.ones(3, 4),)).nodes]
+
+
+class Capturing(nn.Module):
+    """Its forward hooks its blocks once, and adds up what the hooks collect; the last block does something else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Held(lambda m, h: h.relu()).inner for _ in range(5))
+        self.blocks[4].function = lambda m, h: h.tanh()
+        self.collected = list[Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not getattr(self, "is_hooked", False):
+            self.is_hooked = True
+            for block in self.blocks:
+                block.layer.register_forward_hook(lambda module, args, output: self.collected.append(output))
+        for block in self.blocks:
+            x = block(x)
+        total = sum(item.mean() for item in self.collected)
+        self.collected.clear()
+        return x.mean() + total
+
+
+def test_hooks_that_forward_installs_once_are_there_once_in_every_attempt() -> None:
+    model, x = Capturing(), torch.ones(3, 4)
+    graphs = [trace(model, (x,), fewest=fewest) for fewest in (2, 1_000)]
+    assert [node.op for node in graphs[0].nodes] == [node.op for node in graphs[1].nodes]
+    assert not any(block.layer._forward_hooks for block in model.blocks) and "is_hooked" not in vars(model)
