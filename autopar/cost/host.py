@@ -45,7 +45,7 @@ def host_profile() -> Profile:
                 return read_profile(path)
             except ProfileError as error:
                 print(f"autopar: {error}; measuring this host anew", file=sys.stderr)
-        data = measure_host()
+        data = json.loads(json.dumps(measure_host()))  # as it is read again
         profile = profile_from_json(data, str(path))
         try:
             _write_whole(path, data)

@@ -22,6 +22,7 @@ from autopar.ir.graph import Graph
 from autopar.trace.interpreter import Seen, run_graph
 from autopar.trace.losses import with_loss
 from autopar.trace.snapshot import Change, Snapshot
+from autopar.trace.structure import outputs_in
 
 
 class Key(NamedTuple):
@@ -222,8 +223,8 @@ def _tensors(output: Any) -> list[Tensor]:
 
 def _loss(output: Any, tensors: list[Tensor]) -> Tensor:
     """The scalar called `loss`, or else the first that gradients flow from."""
-    named = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    for x in [named, *tensors]:
+    named = [value for path, value in outputs_in(output) if path.rpartition(".")[2] == "loss"]
+    for x in [*named, *tensors]:
         if isinstance(x, Tensor) and x.dim() == 0 and x.requires_grad:
             return x
     raise NoLossError("it returned no scalar loss that gradients flow from")

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import keyword
+import re
 import unicodedata
 
 from torch import nn
 
 from autopar.errors import TraceError
 
+_LIFTED = re.compile(r"lifted_tensor_\d+")
+
 
 def check_names(model: nn.Module) -> None:
     """Raises TraceError for a name that is a keyword, that Python normalises in source, or that ends a string."""
+    lifted = [path for path, _ in model.named_modules() if _LIFTED.fullmatch(path.rpartition(".")[2])]
+    if lifted:
+        raise TraceError(
+            f"expected modules of other names than torch.export's own constants, found {lifted[0]!r}; rename it"
+        )
     state = (name for pairs in (model.named_parameters, model.named_buffers) for name, _ in pairs())
     for path in (*state, *(path for path, _ in model.named_modules())):
         bad = next((part for part in path.split(".") if not _is_writable(part)), None)

@@ -130,7 +130,10 @@ class _Made(NamedTuple):
 
 
 def _memory(x: Tensor) -> int:
-    return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+    try:
+        return x.untyped_storage()._cdata if x.layout == torch.strided else id(x)
+    except NotImplementedError:  # one that torch.func wraps
+        return id(x)
 
 
 class _Tape(TorchFunctionMode):

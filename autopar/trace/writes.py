@@ -270,4 +270,7 @@ def _memory(value: Any) -> set[int]:
         return set().union(*map(_memory, value))
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return set()
-    return {value.untyped_storage()._cdata}
+    try:
+        return {value.untyped_storage()._cdata}
+    except NotImplementedError:  # one that torch.func wraps
+        return {id(value)}

@@ -110,6 +110,9 @@ def test_overwriting_takes_no_summands(op: str, args: tuple[Any, ...]) -> None:
     assert P not in {type_ for rule in axis_rules(case.graph, case.node) for type_ in rule.operands}
 
 
-def test_integer_results_are_never_summands() -> None:
+def test_integer_results_are_summands_of_counts_alone() -> None:
     case = make_case("aten.sum.dim_IntList", (ids(5, 4, 6), [1]), {})
-    assert P not in {rule.results[0] for rule in axis_rules(case.graph, case.node)}
+    rules = axis_rules(case.graph, case.node)
+    assert all(rule.operands[0].kind == "S" for rule in rules if rule.results[0] == P)
+    other = make_case("aten.neg.default", (ids(5, 4, 6),), {})
+    assert P not in {rule.results[0] for rule in axis_rules(other.graph, other.node)}
