@@ -24,6 +24,7 @@ from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.interop.submeshes import divisors
 from autopar.ir import verifier
+from autopar.ir.buffers import joins_modules
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
@@ -335,17 +336,20 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
     blocks = find_blocks(graph, request.constraints)
     if not request.mesh.is_homogeneous:
         return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if _looks_for_stages(request) else best_plan
+    find = best_staged_plan if _looks_for_stages(request, graph) else best_plan
     profile = load_profile(request.mesh.profile)
     return branched(graph, blocks, request, profile, find(graph, blocks, request, profile, progress))
 
 
-def _looks_for_stages(request: Request) -> bool:
-    """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids."""
+def _looks_for_stages(request: Request, graph: Graph) -> bool:
+    """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids, as
+    a buffer does that several modules read or update."""
     pinned = {constraint.stages for constraint in request.constraints} - {None}
     if pinned:
         return pinned != {1}
-    return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
+    return (
+        request.budget.stages and not joins_modules(graph) and request.mode == "train" and request.mesh.num_devices > 1
+    )
 
 
 @without_collector()

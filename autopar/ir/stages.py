@@ -188,6 +188,7 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
             raise PlanError(f"expected {stored.name} stored by a stage, found it in none: state dicts would lack it")
         if stored.name in graph.mutations and len(keepers) > 1:
             raise PlanError(f"expected {stored.name}, which forward updates, in one stage, found it in {keepers}")
+        _check_update(graph, plan, stored.name, keepers)
         kept: dict[int, tuple[Storage, LogicalMesh]] = {}
         for stage in (plan.stages[index] for index in keepers):
             own = stage.storage[stored.tensor], stage.axes
@@ -196,6 +197,20 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
                     f"expected {stored.name} to be stored alike by the stages {keepers} on the same ranks, which share "
                     "it, found it stored otherwise"
                 )
+
+
+def _check_update(graph: Graph, plan: PlanData, name: str, keepers: list[int]) -> None:
+    """That the stage which makes a buffer's new value is the one that keeps the buffer."""
+    if name not in graph.mutations:
+        return
+    node = graph.producers.get(graph.mutations[name])
+    makers = [index for index, stage in enumerate(plan.stages) if node is not None and node.name in stage.nodes]
+    if makers != keepers:
+        where = f" by {node.name} ({node.op}) at {node.source}" if node is not None else ""
+        raise PlanError(
+            f"expected {name}, which forward updates{where}, in the stage that makes its new value, found the buffer "
+            f"in stage {keepers} and the value in {makers}: other stages would read an old one; take one stage"
+        )
 
 
 def _check_nodes(graph: Graph, plan: PlanData) -> None:
