@@ -119,7 +119,10 @@ def parallelize(
     passes.ended("trace", f"{len(graph.nodes):,} operators, checked against eager: {against_eager}")
     if plan is None:
         require_matches(constraints, graph)
-        request = Request(mesh, mode, optimizer, _limit(memory_limit), tuple(constraints), _budget(search), precision)
+        budget = _budget(search)
+        if joins_modules(graph):  # stages could part what reads a buffer from what updates it
+            budget = replace(budget, stages=False)
+        request = Request(mesh, mode, optimizer, _limit(memory_limit), tuple(constraints), budget, precision)
         with interrupt.caught():
             graph, plan = planned_jointly(graph, request, progress, passes)
             plan = _said_if_interrupted(plan)
@@ -336,20 +339,17 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
     blocks = find_blocks(graph, request.constraints)
     if not request.mesh.is_homogeneous:
         return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if _looks_for_stages(request, graph) else best_plan
+    find = best_staged_plan if _looks_for_stages(request) else best_plan
     profile = load_profile(request.mesh.profile)
     return branched(graph, blocks, request, profile, find(graph, blocks, request, profile, progress))
 
 
-def _looks_for_stages(request: Request, graph: Graph) -> bool:
-    """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids, as
-    a buffer does that several modules read or update."""
+def _looks_for_stages(request: Request) -> bool:
+    """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids."""
     pinned = {constraint.stages for constraint in request.constraints} - {None}
     if pinned:
         return pinned != {1}
-    return (
-        request.budget.stages and not joins_modules(graph) and request.mode == "train" and request.mesh.num_devices > 1
-    )
+    return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
 
 
 @without_collector()

@@ -162,7 +162,7 @@ print(plan.explain("layers.0.mlp.up"))
 # step would take longer; the labels say what it would be.
 
 # %%
-names = [f"layers.0.{name}.weight" for name in ("attention.query", "attention.output", "mlp.up", "mlp.down")]
+names = [f"layers.0.{name}.bias" for name in ("attention.query", "attention.output", "mlp.up", "mlp.down")]
 graph_name = {name: tensor for tensor, name in plan.parameters.items()}
 choices = {choice.name: choice for choice in plan.choices if choice.kind == "stored"}
 rows = [
