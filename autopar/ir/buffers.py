@@ -40,11 +40,14 @@ def read_again(graph: Graph, recomputed: str) -> tuple[str, Node] | None:
 
 
 def joins_modules(graph: Graph) -> bool:
-    """Whether a buffer is read or updated in more than one module: stages could part those that belong together."""
+    """Whether a buffer is read or updated in more than one module, or in one with modules of its own: stages could part
+    what belongs together."""
+    around = {path for node in graph.nodes for path, _ in node.scope.path[:-1]}
     for buffer, value in graph.mutations.items():
         maker = graph.producers.get(value)
         tensors = [item.tensor for item in graph.stored if item.name == buffer]
         nodes = [node for tensor in tensors for node, _ in graph.consumers[tensor]]
-        if maker is None or len({node.scope.module for node in (maker, *nodes)}) > 1:
+        modules = {node.scope.module for node in nodes} | ({maker.scope.module} if maker is not None else set())
+        if maker is None or len(modules) > 1 or not modules.isdisjoint(around):
             return True
     return False

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from tests.equivalence.on_threads import differences
 from tests.trace.writes import Writes, batch
@@ -22,3 +23,43 @@ def assert_alike(model: nn.Module, how: str, *, may_refuse: bool = False) -> Non
 def test_activations_that_are_written_to_without_gradients(target: str, plan: str) -> None:
     mixes_samples = target == "view" and plan == "microbatches"
     assert_alike(Writes("no_grad", "clamp_", target), plan, may_refuse=mixes_samples)
+
+
+class Averaged(nn.Module):
+    """A running mean at the top, which layers update and read: never parted over stages, never read by a second run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            x = x - self.mean
+        return x.square().mean()
+
+
+class Power(nn.Module):
+    """Layers that keep an estimate in a buffer, which they update and read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(torch.nn.utils.spectral_norm(nn.Linear(8, 8)) for _ in range(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "recompute", "stages=2", "searched"])
+def test_a_buffer_that_several_modules_update(plan: str) -> None:
+    assert_alike(Averaged(), plan, may_refuse=plan == "stages=2")
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "recomputed", "stages=2"])
+def test_a_buffer_that_a_layer_updates_and_reads(plan: str) -> None:
+    assert_alike(Power(), "recompute" if plan == "recomputed" else plan, may_refuse=plan in ("recomputed", "stages=2"))
