@@ -62,7 +62,8 @@ def kinds(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     for name, slower in (("fast", 1e4), ("slow", 3e4)):
         data = json.loads((profiles_folder() / "cpu.json").read_text())
         facts = data["facts"]
-        facts["peak_flops"] = {dtype: rate / slower for dtype, rate in facts["peak_flops"].items()}
+        least = 1e6  # FLOP/s: a profile that says less is refused
+        facts["peak_flops"] = {dtype: max(least, rate / slower) for dtype, rate in facts["peak_flops"].items()}
         facts["memory_bandwidth"] /= slower
         paths.append(Path(folder / f"{name}.json"))
         paths[-1].write_text(json.dumps(data))
