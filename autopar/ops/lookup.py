@@ -26,7 +26,7 @@ from autopar.ir.placement import (
 from autopar.ir.structure import FUNCTION, OWN_BACKWARD, is_random
 from autopar.ops import bags, proofs, registry, views, windows
 from autopar.ops.call import Call, call_of, overload
-from autopar.ops.functions import rule_key
+from autopar.ops.functions import function_name, rule_key
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.patterns import Entry
 from autopar.ops.table import TABLE, find
@@ -37,14 +37,38 @@ _CREATION = ("arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye",
              "linspace", "new_ones", "new_zeros", "new_full", "new_empty")  # fmt: skip
 
 
-def register_rule(op: str, rule: str, partial: str = "", additive: tuple[int, ...] = ()) -> None:
+def register_rule(
+    op: str | type[torch.autograd.Function], rule: str, partial: str = "", additive: tuple[int, ...] = ()
+) -> None:
     """Adds a rule for an operator: `register_rule("mylib.fused.default", "b s d, d h -> b s h", partial="PR RP")`.
 
-    op: the overload's dotted name. rule, partial, additive: see `autopar.ops.notation`. It takes precedence over
-    the built-in table. The emitted program calls `torch.ops.mylib.fused.default`: import what defines it before the
-    program runs. Raises RuleError when the text is malformed or the operator unknown; a rule that does not
-    fit the shapes of a call is refused when a model that has the call is planned.
+    op: the overload's dotted name, or an autograd Function. rule, partial, additive: see `autopar.ops.notation`. It
+    takes precedence over the built-in table. The emitted program calls `torch.ops.mylib.fused.default`: import what
+    defines it before the program runs. The rule of a Function speaks of the tensors that its `apply` is given, and
+    holds for its backward too, which then sees slices of gradients: `register_rule(Reverse, "... -> ...")` says that
+    both work on each element by itself. Raises RuleError when the text is malformed, the operator unknown, or the
+    Function one that no program can import; a rule that does not fit the shapes of a call is refused when a model
+    that has the call is planned.
     """
+    pattern = parse(rule)
+    if isinstance(op, str):
+        _check_counts(op, rule)
+    name = op if isinstance(op, str) else function_name(op)
+    for word in partial.split():
+        if set(word) - {"P", "R"} or len(word) != len(pattern.operands):
+            raise RuleError(
+                f"expected partial words of {len(pattern.operands)} letters P or R, one an operand, "
+                f"found {word!r} for {name}"
+            )
+    for position in additive:
+        if not 0 <= position < len(pattern.operands):
+            raise RuleError(
+                f"expected additive operands from 0 to {len(pattern.operands) - 1}, found {position} for {name}"
+            )
+    _USER[name] = Entry(rule, partial, additive)
+
+
+def _check_counts(op: str, rule: str) -> None:
     pattern, schema = parse(rule), overload(op)._schema
     tensors = [a for a in schema.arguments if "Tensor" in str(a.type)]
     lists = any("List" in str(a.type) for a in tensors)
@@ -56,29 +80,19 @@ def register_rule(op: str, rule: str, partial: str = "", additive: tuple[int, ..
             raise RuleError(
                 f"expected at most {len(expected)} {what} in the rule for {op}, found {len(found)} in {rule!r}"
             )
-    for word in partial.split():
-        if set(word) - {"P", "R"} or len(word) != len(pattern.operands):
-            raise RuleError(
-                f"expected partial words of {len(pattern.operands)} letters P or R, one an operand, "
-                f"found {word!r} for {op}"
-            )
-    for position in additive:
-        if not 0 <= position < len(pattern.operands):
-            raise RuleError(
-                f"expected additive operands from 0 to {len(pattern.operands) - 1}, found {position} for {op}"
-            )
-    _USER[op] = Entry(rule, partial, additive)
 
 
 def _user_rules(entry: Entry, call: Call) -> list[AxisRule]:
     """The rules of a user's entry, whose text is checked against this call's shapes."""
+    node = call.node
     try:
+        if is_random(node):
+            raise RuleError("it draws random numbers, which would be others on each slice")
         check_shapes(entry.text, call.operand_shapes, call.result_shapes)
     except RuleError as error:
-        node = call.node
         raise RuleError(
-            f"the rule registered for {node.op} does not fit node {node.name} at {node.source or 'an unknown line'}: "
-            f"{error}; correct the text given to autopar.register_rule"
+            f"the rule registered for {rule_key(node)} does not fit node {node.name} at "
+            f"{node.source or 'an unknown line'}: {error}; correct the text given to autopar.register_rule"
         ) from error
     return entry(call)
 

@@ -53,6 +53,19 @@ class Clipped(torch.autograd.Function):
         return gradient * (ctx.most / gradient.norm()).clamp(max=1.0), None
 
 
+class ClippedEach(torch.autograd.Function):
+    """Not linear in the gradient, yet pointwise: slices of it do, summands would not."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, most: float) -> Tensor:
+        ctx.most = most
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient.clamp(-ctx.most, ctx.most), None
+
+
 class BatchCoupled(torch.autograd.Function):
     """Normalizes over the batch, in the style of setup_context."""
 

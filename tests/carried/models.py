@@ -65,6 +65,7 @@ PARTS: dict[str, Part] = {
     "reverse": lambda net, h: own.reverse(h, 0.7),
     "sign": lambda net, h: own.Sign.apply(h),
     "clipped": lambda net, h: own.Clipped.apply(h, 0.05),
+    "clipped each": lambda net, h: own.ClippedEach.apply(h, 0.01),
     "twice": lambda net, h: own.Clipped.apply(h, 0.05) + own.Clipped.apply(h, 0.05) * 2,
     "coupled": lambda net, h: own.BatchCoupled.apply(h, net.scale),
     "top two": _top_two,

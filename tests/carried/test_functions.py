@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.errors import PlanError, TraceError
+import autopar
+from autopar.errors import PlanError, RuleError, TraceError
 from autopar.ir.graph import Graph
 from autopar.ir.structure import FUNCTION
+from autopar.ops import lookup
+from autopar.ops.functions import function_name
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.functions import imported
 from autopar.trace import trace
@@ -89,6 +92,49 @@ def test_function_without_a_rule_takes_no_microbatches() -> None:
     """It could couple samples, as one here does."""
     with pytest.raises(PlanError, match=r"batchcoupled .* at carried/models\.py:\d+.*Use\s+microbatches=1"):
         planned(Net(PARTS["coupled"]), batch(), dp=2, microbatches=2)
+
+
+@pytest.fixture
+def pointwise() -> Iterator[None]:
+    functions = own.Reverse, own.Sign, own.ClippedEach
+    for function in functions:
+        autopar.register_rule(function, "... -> ...")
+    yield
+    for function in functions:
+        del lookup._USER[function_name(function)]
+
+
+@pytest.mark.parametrize("how", [*HOWS.values(), {"dp": 2, "microbatches": 2}], ids=str)
+def test_function_with_a_registered_rule_is_split_and_equals_the_model(pointwise: None, how: dict[str, Any]) -> None:
+    """Clipped gradients, too: slices of the batch and microbatches are given those of the whole batch's loss."""
+    for part in ("reverse", "sign", "clipped each"):
+        assert differences(Net(PARTS[part]), batch(), **dict(how)) == []
+
+
+def test_function_with_a_registered_rule_is_reported_and_not_gathered_for(pointwise: None) -> None:
+    program = planned(Net(PARTS["clipped each"]), batch(), dp=2)
+    assert program.plan.coverage["tests.carried.functions:ClippedEach"] == "user"
+    assert "all_gather" not in program.source
+    assert "all_gather" in planned(Net(PARTS["clipped"]), batch(), dp=2).source
+
+
+def test_rules_of_functions_that_cannot_hold_are_refused() -> None:
+    with pytest.raises(RuleError, match="can import, found one that is defined inside of a function"):
+
+        class Local(own.Sign):
+            pass
+
+        autopar.register_rule(Local, "... -> ...")
+    for function, rule, part, message in (
+        (own.Noisy, "... -> ...", "noisy", "it draws random numbers"),
+        (own.TopTwo, "... -> ...", "top two", "expected 2 operands"),
+    ):
+        autopar.register_rule(function, rule)
+        try:
+            with pytest.raises(RuleError, match=rf"for tests\.carried\.functions:{function.__name__} .*{message}"):
+                planned(Net(PARTS[part]), batch(), dp=2)
+        finally:
+            del lookup._USER[function_name(function)]
 
 
 def test_operand_without_a_gradient_leaves_parameters_before_it_without() -> None:
