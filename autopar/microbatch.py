@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.errors import PlanError
+from autopar.ir.buffers import update_line
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
@@ -74,10 +75,10 @@ def _find_types(graph: Graph, count: int) -> Types:
     if not batch or batch % count:
         raise PlanError(f"expected a number of microbatches that divides the batch of {batch}, found {count}")
     if graph.mutations:
-        names = ", ".join(sorted(graph.mutations)[:3])
+        names = ", ".join(f"{name}{update_line(graph, name)}" for name in sorted(graph.mutations)[:3])
         raise PlanError(
-            f"expected a model whose forward changes no buffer, found {names}: its value would depend on the number "
-            f"of microbatches. Use microbatches=1, or keep the buffer fixed."
+            f"expected a model whose forward changes no buffer, found that it changes {names}: the value would depend "
+            "on the number of microbatches. Use microbatches=1, or keep the buffer fixed."
         )
     current: dict[str, Type] = {name: S(0) if name in inputs else R for name in graph.inputs}
     types = {}

@@ -51,3 +51,9 @@ def joins_modules(graph: Graph) -> bool:
         if maker is None or len(modules) > 1 or not modules.isdisjoint(around):
             return True
     return False
+
+
+def update_line(graph: Graph, buffer: str) -> str:
+    """" by NODE (OPERATOR) at LINE" of what makes a buffer's new value, for messages; empty where an input does."""
+    node = graph.producers.get(graph.mutations[buffer])
+    return "" if node is None else f" by {node.name} ({node.op}) at {node.source or 'an unknown line'}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.errors import PlacementError, PlanError
+from autopar.ir.buffers import update_line
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Placement, Type, format_placement
@@ -186,8 +187,6 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
         keepers = [index for index, stage in enumerate(plan.stages) if stored.tensor in stage.storage]
         if not keepers:
             raise PlanError(f"expected {stored.name} stored by a stage, found it in none: state dicts would lack it")
-        if stored.name in graph.mutations and len(keepers) > 1:
-            raise PlanError(f"expected {stored.name}, which forward updates, in one stage, found it in {keepers}")
         _check_update(graph, plan, stored.name, keepers)
         kept: dict[int, tuple[Storage, LogicalMesh]] = {}
         for stage in (plan.stages[index] for index in keepers):
@@ -205,11 +204,11 @@ def _check_update(graph: Graph, plan: PlanData, name: str, keepers: list[int]) -
         return
     node = graph.producers.get(graph.mutations[name])
     makers = [index for index, stage in enumerate(plan.stages) if node is not None and node.name in stage.nodes]
-    if makers != keepers:
-        where = f" by {node.name} ({node.op}) at {node.source}" if node is not None else ""
+    if makers != keepers or len(keepers) > 1:
         raise PlanError(
-            f"expected {name}, which forward updates{where}, in the stage that makes its new value, found the buffer "
-            f"in stage {keepers} and the value in {makers}: other stages would read an old one; take one stage"
+            f"expected {name}, which forward updates{update_line(graph, name)}, in the stage that makes its new value, "
+            f"found the buffer in stage {keepers} and the value in {makers}: other stages would read an old one; take "
+            "one stage"
         )
 
 
