@@ -293,7 +293,10 @@ class ClassWriter:
         if value in names:
             return names[value]
         stored = self.graph.stored_by_tensor[value[0]]
-        return "self" + self.below(path, self.attribute(stored, value[1]))
+        text = "self" + self.below(path, self.attribute(stored, value[1]))
+        pairs = zip(value[1], self.plan.axes, strict=True)
+        is_summand = any(axis.name == MICROBATCH and type_.kind == "P" for type_, axis in pairs)
+        return f"rt.in_first({text}, self.microbatch)" if is_summand else text
 
     def below(self, path: str, attributes: str) -> str:
         """The expression for a path of attributes, from the module at the path in the model on."""

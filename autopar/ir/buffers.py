@@ -54,6 +54,6 @@ def joins_modules(graph: Graph) -> bool:
 
 
 def update_line(graph: Graph, buffer: str) -> str:
-    """" by NODE (OPERATOR) at LINE" of what makes a buffer's new value, for messages; empty where an input does."""
+    """ " by NODE (OPERATOR) at LINE" of what makes a buffer's new value, for messages; empty where an input does."""
     node = graph.producers.get(graph.mutations[buffer])
     return "" if node is None else f" by {node.name} ({node.op}) at {node.source or 'an unknown line'}"

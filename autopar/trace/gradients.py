@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Node, Tensor, map_references
+from autopar.ir.graph import Atom, Node, Tensor, map_references
 from autopar.ir.structure import FUNCTION, HOOK
 from autopar.ops import overload, real
 
@@ -29,8 +29,13 @@ def differentiable_results(node: Node, operands: list[Tensor]) -> tuple[bool, ..
 
 def _text(node: Node) -> str:
     """The arguments without shapes: flags do not depend on them, dtypes and modes may decide."""
-    plain = map_references((node.args, node.kwargs), lambda _: None)
-    return repr([value for value in (*plain[0], *plain[1]) if not isinstance(value, (int, tuple)) or value is True])
+    args, kwargs = map_references((node.args, dict(node.kwargs)), lambda _: None)
+    named = (*enumerate(args), *sorted(kwargs.items()))
+    return repr([(name, value) for name, value in named if isinstance(value, (Atom, bool)) or not _is_shape(value)])
+
+
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (int, tuple))
 
 
 def _ask(node: Node, operands: list[Tensor]) -> tuple[bool, ...]:

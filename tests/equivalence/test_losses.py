@@ -34,6 +34,7 @@ class Net(nn.Module):
         torch.manual_seed(0)
         self.a, self.b, self.loss = nn.Linear(16, 24), nn.Linear(24, 10), loss
         self.register_buffer("w", torch.rand(10) + 0.1)
+        self.log_variance = nn.Parameter(torch.tensor([0.3, -0.2]))
 
     def forward(self, x: Tensor, y: Tensor, m: Tensor) -> Tensor:
         return self.loss(self.b(torch.tanh(self.a(x))), y, m, self)
@@ -64,6 +65,12 @@ def gaussian(z: Tensor, y: Tensor, m: Tensor, _: Net) -> Tensor:
     return F.gaussian_nll_loss(z[:, :5], y[:, None].float().expand(-1, 5), z[:, 5:].exp())
 
 
+def uncertain(z: Tensor, y: Tensor, m: Tensor, net: Net) -> Tensor:
+    """Terms weighed by parameters, which are terms themselves: of the step, not of each microbatch."""
+    terms = torch.stack([F.cross_entropy(z, y), z.pow(2).mean()])
+    return (terms * torch.exp(-net.log_variance) + net.log_variance).sum() + 0.1 * net.log_variance[0]
+
+
 def soft(y: Tensor) -> Tensor:
     return F.one_hot(y, 10).float() * 0.9 + 0.01
 
@@ -86,6 +93,7 @@ SUMS: dict[str, Callable[..., Tensor]] = {
     "probabilities": lambda z, y, m, net: F.cross_entropy(z, soft(y), weight=net.w, label_smoothing=0.1),
     "focal": focal,
     "gaussian": gaussian,
+    "uncertain": uncertain,
 }  # fmt: skip
 
 

@@ -325,3 +325,22 @@ def test_operators_inside_of_autocast_have_a_source() -> None:
     assert [node.op for node in graph.nodes] == ["aten.mul.Tensor", "aten.sum.default"]
     line = _Autocast.forward.__code__.co_firstlineno
     assert {node.source for node in graph.nodes} == {f"trace/test_trace.py:{line}"}
+
+
+def test_casts_of_one_tensor_to_integers_and_to_floats_are_told_apart() -> None:
+    """Whether a gradient flows through a cast is its dtype's affair, in whatever order casts are seen."""
+
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            rounded = h.to(torch.int32)
+            return (h.to(torch.float64) * rounded + h.to(torch.complex64).real).mean()
+
+    graph = trace(Casts(), (torch.randn(2, 4),))
+    casts = {graph.tensors[n.results[0]].dtype: n.results[0] for n in graph.nodes if "_to_copy" in n.op}
+    flows = {dtype: graph.tensors[name].differentiable for dtype, name in casts.items()}
+    assert {"int32": False, "float64": True, "complex64": True}.items() <= flows.items()
