@@ -58,8 +58,6 @@ class AcrossSamples(nn.Module):
 
 def test_forward_that_changes_a_buffer_is_refused() -> None:
     with pytest.raises(PlanError, match=r"forward changes no buffer, found that it changes norm\."):
-        PlanError, match=r"expected a model whose forward changes no buffer, found that it changes norm\."
-    ):
         autopar.template_plan(WithBuffer(), MESH, (torch.randn(4, 4),), dp=2, microbatches=2)
 
 
