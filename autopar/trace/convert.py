@@ -30,21 +30,21 @@ _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKin
 
 
 def convert(
-    program: ExportedProgram, model: nn.Module, names: list[str], paths: list[str], *, with_loss: bool, mode: str
+    program: ExportedProgram, model: nn.Module, names: list[str], paths: list[str], *, prefix: str, mode: str
 ) -> Graph:
     """The graph, in which blocks that the program has a marker for are written out; nodes have no final names yet.
 
     paths: of the outputs in what forward returns. Raises TraceError when training is asked for and no scalar loss is
     returned, or several of which none is called so.
     """
-    return _Converter(program, model, names, with_loss).graph(mode, paths)
+    return _Converter(program, model, names, prefix).graph(mode, paths)
 
 
 class _Converter:
-    def __init__(self, program: ExportedProgram, model: nn.Module, names: list[str], with_loss: bool) -> None:
+    def __init__(self, program: ExportedProgram, model: nn.Module, names: list[str], prefix: str) -> None:
         self.program = program
         self.model = model
-        self.prefix = "model." if with_loss else ""
+        self.prefix = prefix
         self.inputs = self._input_names(names)
         self.tensors: dict[str, Tensor] = {}
         self.rename: MutableMapping[str, str] = {}  # fx node name -> tensor name

@@ -30,6 +30,7 @@ from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
 from autopar.trace.hooks import Hooks, hooks_kept, place_hooks
 from autopar.trace.losses import loss_module, name_of_loss, with_loss
+from autopar.trace.model_names import Wrapped, is_wrapped
 from autopar.trace.python_state import same_each_time
 from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
@@ -206,7 +207,9 @@ def called(
     """What is exported, the model or that with its loss, and what it is called with, on the model's device."""
     device = next(model.parameters(), torch.empty(0)).device
     args, kwargs = inputs.filled([_like(value, device) for value in inputs]).call()
-    return model if loss_fn is None else WithLoss(model, loss_fn, inputs), args, kwargs
+    if loss_fn is not None:
+        return WithLoss(model, loss_fn, inputs), args, kwargs
+    return Wrapped(model) if is_wrapped(model) else model, args, kwargs
 
 
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:

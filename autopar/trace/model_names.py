@@ -5,8 +5,9 @@ from __future__ import annotations
 import keyword
 import re
 import unicodedata
+from typing import Any
 
-from torch import nn
+from torch import fx, nn
 
 from autopar.errors import TraceError
 
@@ -28,6 +29,23 @@ def check_names(model: nn.Module) -> None:
                 f"expected names of parameters, buffers and modules that can stand in Python source, found {bad!r} "
                 f"in {path!r}, with which torch.export fails; rename it, for example to {_plainer(bad)!r}"
             )
+
+
+def is_wrapped(model: nn.Module) -> bool:
+    """Whether a name of the model's own is one that graphs of torch have: then it is exported as a module's child."""
+    graphs = {*dir(fx.GraphModule(nn.Module(), fx.Graph())), "_in_spec", "_out_spec", "_guards_fn"}
+    return not graphs.isdisjoint((*model._modules, *model._parameters, *model._buffers))
+
+
+class Wrapped(nn.Module):
+    """A model as a module's child."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
 
 
 def _is_writable(part: str) -> bool:

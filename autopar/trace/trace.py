@@ -26,7 +26,7 @@ from autopar.trace.export import bind_inputs, check_gradients, export
 from autopar.trace.hooks import parameter_hooks
 from autopar.trace.layouts import check_layouts
 from autopar.trace.losses import loss_values, with_loss
-from autopar.trace.model_names import check_names
+from autopar.trace.model_names import check_names, is_wrapped
 from autopar.trace.numbering import number
 from autopar.trace.offsets import with_offsets
 from autopar.trace.precision import buffer_dtypes, cast_copy, cast_inputs, cast_loss, with_kept_dtypes
@@ -65,7 +65,8 @@ def trace(
         traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
         given = cast_inputs(model, names, inputs, compute_dtype)
     program, paths = export(traced, names, given, loss, mode, fewest, parameter_hooks(whole) if mode == "train" else {})
-    graph = convert(program, with_loss(traced, loss), names, paths, with_loss=loss_fn is not None, mode=mode)
+    prefix = "model." if loss_fn is not None or is_wrapped(model) else ""
+    graph = convert(program, with_loss(traced, loss), names, paths, prefix=prefix, mode=mode)
     arguments = () if inputs.is_plain else inputs.tree
     graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved_buffers(whole))
     if compute_dtype is not None:

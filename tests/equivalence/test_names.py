@@ -32,6 +32,7 @@ RUNTIME = (
 )  # fmt: skip
 SOURCE = ("self", "rt", "torch", "aten", "nn", "redistribute", "block", "enumerate", "dp", "tp", "print", "a b", "a-b",
           "__own", "__own__", "_Program__own", "timeout_s")  # fmt: skip
+GRAPHS = ("code", "graph", "meta", "shape_env", "print_readable", "_in_spec")
 LIFTED = ("lifted_tensor_0", "lifted_tensor_1", "x", "y", "module", "model")
 
 
@@ -67,7 +68,7 @@ def batch() -> dict[str, Tensor]:
 def _cases() -> list[Any]:
     """Each name as a parameter, buffer or module in turn, in one of two plans in turn; all three, of the runtime's."""
     kinds, plans = ("parameter", "buffer", "module"), ({"dp": 2, "zero": 3}, {"tp": 2})
-    names = [*OPERATORS, *SOURCE, *LIFTED]
+    names = [*OPERATORS, *SOURCE, *LIFTED, *GRAPHS]
     cases = [(name, kinds[number % 3], plans[number // 3 % 2]) for number, name in enumerate(names)]
     cases = [case for case in cases if case[:2] != ("lifted_tensor_0", "module")]  # refused, below
     runtime = [(name, kind) for name in RUNTIME for kind in kinds]
