@@ -195,6 +195,8 @@ class PartPlayer(Player):
             number for number, slot in enumerate(slots)
             if slot.requires_grad and slot.steps and (slot.shrinks or is_summed_first(slot))
         }  # fmt: skip
+        if not self._moved.isdisjoint(self._ended_here().difference(self._bucket_of)):
+            raise Unsupported  # the parameter is read first where no gradient flows, and its bucket is there
         self._complete_at = self._completing()
         self.known: dict[Any, Exit] = {}
         self.forward: Forward = part.forward.setdefault((following, preceding, root, is_first, lent), Forward())
@@ -213,6 +215,11 @@ class PartPlayer(Player):
         self.levels = self._levels()
         self.meets = any(map(meets, items[NUM_BEFORE : part.end]))
         self.looks_back = {FORWARD: False, BACKWARD: False}  # whether collectives may begin before the part does
+
+    def _ended_here(self) -> set[int]:
+        """Slots whose gradients this part completes."""
+        done = (done for item, done in self.orders.ended_at.items() if NUM_BEFORE <= item < self.part.end)
+        return {self._number[slot.value] for ended in done for slot, _ in ended}
 
     def _look_around(self, following: Ahead | None, preceding: Ahead | None, root: Root | None) -> None:
         """Adds what this part gathers of others."""

@@ -5,15 +5,21 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from autopar import Mesh
 from autopar.cost import load_profile
 from autopar.errors import PlanError
 from autopar.ir import verifier
 from autopar.ir.placement import Type
 from autopar.ir.plan import Storage
+from autopar.microbatch import one_microbatch_plan
 from autopar.ops import admits
+from autopar.pipeline import template_of_graph
 from autopar.planning import Place, Request, SearchBudget, divided
 from autopar.refinement import space_of
 from autopar.simulate import repeats, simulate
@@ -23,7 +29,7 @@ from autopar.simulate.part_player import PartPlayer
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.repeats import segments_of
 from autopar.soap.space import Change
-from autopar.trace import find_blocks
+from autopar.trace import find_blocks, trace
 from benchmarks.soap.cases import CASES, WAITS, Start, start
 from benchmarks.soap.delta import PARTS, bounds_broken, differences
 from benchmarks.soap.proposals import Proposer
@@ -99,6 +105,34 @@ def test_random_plans_of_random_programs_in_segments_of_two_operators(
         full = simulate(part.graph, plan, profile)
         assert incremental.least_time_ns(plan) <= full.step_time_ns, case.name
         assert not differences(full, incremental.timeline(plan)), case.name
+
+
+class ReadBefore(nn.Module):
+    """A fixed point that is looked for without gradients: weights are read before a gradient is theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(16, 32), nn.Linear(32, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            z = torch.zeros_like(x)
+            for _ in range(5):
+                z = torch.tanh(self.down(self.up(z)) * 0.3 + x)
+        z = torch.tanh(self.down(self.up(z)) * 0.3 + x)
+        return nn.functional.cross_entropy(self.head(z), y)
+
+
+@pytest.mark.parametrize("asked", [{}, {"zero": 1}, {"zero": 3}, {"microbatches": 2}], ids=str)
+def test_parameters_that_are_read_first_without_a_gradient(asked: dict[str, int], monkeypatch: Any) -> None:
+    """What had its gradient in a later part than its first reader's ended in a KeyError."""
+    monkeypatch.setattr(repeats, "ROOT_NODES", 2)
+    graph = trace(ReadBefore(), {"x": torch.randn(8, 16), "y": torch.randint(8, (8,))})
+    plan, profile = template_of_graph(graph, Mesh("cpu", devices_per_node=2), dp=2, **asked), load_profile("cpu")
+    assert plan.microbatches == asked.get("microbatches", 1)
+    part = divided(graph, find_blocks(graph), plan.microbatches)
+    plan = one_microbatch_plan(plan)
+    assert not differences(simulate(part.graph, plan, profile), Incremental(part.graph, profile).timeline(plan))
 
 
 def test_proposals_are_well_typed() -> None:
