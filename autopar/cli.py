@@ -27,7 +27,7 @@ from autopar.cost.measure_links import run as run_links
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.emit import script
-from autopar.errors import AutoparError, MeshError, PlanError
+from autopar.errors import AutoparError, InternalError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
 from autopar.ir.explain import check_matches
 from autopar.ir.mesh import Mesh
@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = options.command(options)
         return status
     except (AutoparError, OSError) as error:
+        if isinstance(error, InternalError):
+            traceback.print_exc()
         print(printable(f"autopar: {error}"), file=sys.stderr)
         return 2
 

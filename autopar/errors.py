@@ -40,3 +40,7 @@ class InfeasibleError(AutoparError, ValueError):
     def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
+
+
+class InternalError(AutoparError, RuntimeError):
+    """autopar itself tripped: says what it was doing, at which node and source line, and what it tripped over."""

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from autopar import interrupt
+from autopar.arguments import check_arguments
 from autopar.collector import without_collector
 from autopar.cost import load_profile, profiles_of
 from autopar.cost.memory import optimizer_of
@@ -26,6 +27,7 @@ from autopar.interop.submeshes import divisors
 from autopar.ir import verifier
 from autopar.ir.buffers import joins_modules
 from autopar.ir.constraint import Constraint, require_matches
+from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan, rule_counts
@@ -85,6 +87,7 @@ _BUDGETS = {
 }
 
 
+@faults_told()
 @without_collector()
 def parallelize(
     model: nn.Module,
@@ -110,6 +113,10 @@ def parallelize(
     TraceError. Ctrl-C ends a search with the best plan so far. Raises AutoparError subclasses; InfeasibleError when
     nothing fits.
     """
+    check_arguments(
+        model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, constraints=constraints,
+        progress=progress, **({} if plan is None else {"plan": plan}),
+    )  # fmt: skip
     mesh, passes = checked(mesh), Passes(progress)
     _limit(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
@@ -352,6 +359,7 @@ def _looks_for_stages(request: Request) -> bool:
     return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
 
 
+@faults_told()
 @without_collector()
 def template_plan(
     model: nn.Module, mesh: Mesh, example_inputs: Any, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1,
@@ -372,6 +380,10 @@ def template_plan(
     before its backward pass, collectives included (Megatron's full recomputation); "block" does so for the innermost
     modules around each block's attention operator alone (selective recomputation). check: as in `parallelize`.
     """
+    check_arguments(
+        model=model, loss_fn=loss_fn, optimizer=optimizer, precision=precision, dp=dp, tp=tp, pp=pp, zero=zero,
+        microbatches=microbatches, chunks=chunks,
+    )  # fmt: skip
     template_axes(checked(mesh), dp, tp, pp)  # refused before the model is traced
     template_ranks(mesh, pp, chunks, schedule)
     given = model, example_inputs, loss_fn, mode, _precision(precision)
@@ -439,11 +451,13 @@ def _fitted(place: Place, than_ns: int | None) -> Plan:
     return place.part.on_all_axes(plan)
 
 
+@faults_told()
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
     _verified_graph(plan, model, example_inputs, loss_fn)
 
 
+@faults_told()
 def timeline_of(
     plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
 ) -> Timeline:
@@ -451,6 +465,7 @@ def timeline_of(
     return simulated_step(_verified_graph(plan, model, example_inputs, loss_fn), plan)
 
 
+@faults_told()
 def with_timeline(
     plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
 ) -> Plan:
@@ -460,6 +475,7 @@ def with_timeline(
 
 def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Graph:
     """The graph that a plan is for, which it fits."""
+    check_arguments(plan=plan, model=model, loss_fn=loss_fn)
     graph = graph_of(plan, _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)))
     verifier.verify(graph, plan, admits)
     return graph
@@ -470,6 +486,7 @@ def _with_simulator(plan: Plan, graph: Graph) -> Plan:
     return replace(plan, simulator=partial(simulated_step, graph))
 
 
+@faults_told()
 def simulated_step(graph: Graph, plan: Plan) -> Timeline:
     """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
     part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
@@ -517,6 +534,6 @@ def _limit(memory_limit: Any) -> int | None:
 def _budget(search: str | SearchBudget) -> SearchBudget:
     if isinstance(search, SearchBudget):
         return search
-    if search not in _BUDGETS:
+    if not isinstance(search, str) or search not in _BUDGETS:
         raise PlanError(f"expected search as one of {', '.join(_BUDGETS)} or a SearchBudget, found {search!r}")
     return _BUDGETS[search]

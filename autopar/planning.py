@@ -81,6 +81,13 @@ class SearchBudget:
     proposals: int = 1_000
     refine_seconds: float = 4.0
 
+    def __post_init__(self) -> None:
+        for name in ("seconds", "gap", "proposals", "refine_seconds", "seed"):
+            value = getattr(self, name)
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if not is_number or not 0 <= value < 2**63:
+                raise PlanError(f"expected SearchBudget({name}=…) as a number from 0 up, found {value!r}")
+
 
 @dataclass(frozen=True)
 class Request:

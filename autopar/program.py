@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from autopar.emit import script
+from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
@@ -49,6 +50,7 @@ class PlannedProgram:
                 found[name].append(f"stage {index}: {_layout(stage.inputs[name])}".rstrip())
         return {self._graph.given_name(name): "; ".join(layouts) for name, layouts in found.items()}
 
+    @faults_told()
     def save(self, folder: str | Path) -> Path:
         """Writes program.py, plan.json, train.py (of inference evaluate.py) and weights, each whole or not at all."""
         folder = Path(folder)
@@ -62,6 +64,7 @@ class PlannedProgram:
             part.replace(folder / "weights.pt")
         return folder
 
+    @faults_told()
     def build(self, device_mesh: DeviceMesh | None = None, device: str | None = None) -> Rank:
         """This rank's nn.Module inside torchrun: real shards only, with the model's weights when it has any.
 

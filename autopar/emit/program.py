@@ -14,6 +14,7 @@ from autopar.emit.module import Module
 from autopar.emit.names import Names, escaped, keywords
 from autopar.emit.stages import argument_lines, input_lines, pipeline, received_lines
 from autopar.emit.tree import build_tree
+from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.plan import PlanData
 from autopar.ir.shares import axis_text
@@ -40,6 +41,7 @@ aten = torch.ops.aten
 '''
 
 
+@faults_told()
 def emit(graph: Graph, plan: PlanData) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 

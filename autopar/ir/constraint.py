@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
@@ -43,6 +43,12 @@ class Constraint:
     stages: int | None = None
 
     def __post_init__(self) -> None:
+        given: Any = self.pattern, self.allow
+        if not isinstance(given[0], str) or isinstance(given[1], str):
+            raise PlanError(
+                f"expected a pattern as text, and what is allowed as a tuple of types such as ('S(0)', 'R'), found "
+                f"{self.pattern!r} and {self.allow!r}"
+            )
         for text in self.allow:
             if text != "S":
                 parse_type(text)

@@ -49,6 +49,8 @@ class Mesh:
     groups: tuple[DeviceGroup, ...]
 
     def __init__(self, profile: str | list[tuple[str, int, int]], nodes: int = 1, devices_per_node: int = 1) -> None:
+        if not isinstance(profile, (str, list, tuple)):
+            raise MeshError(f"expected a cost profile's name or groups of devices, found {profile!r}")
         groups = tuple(map(_group, [(profile, nodes, devices_per_node)] if isinstance(profile, str) else profile))
         if not 1 <= sum(group.num_devices for group in groups) <= MAX_DEVICES:
             raise MeshError(f"expected 1 to {MAX_DEVICES:,} devices in groups of equal ones, found {list(groups)}")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from autopar.errors import PlanError
+from autopar.ir.faults import faults_told
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
@@ -356,23 +357,27 @@ class Plan:
         module, op, source = self.scopes.get(node, "||").rsplit("|", 2)
         return module, op, source
 
+    @faults_told()
     def __str__(self) -> str:
         from autopar.ir.text import plan_text
 
         return plan_text(self)
 
+    @faults_told()
     def __rich__(self) -> RenderableType:
         """Tables, for `rich.print(plan)` and consoles that show objects with rich."""
         from autopar.show.tables import plan_tables
 
         return plan_tables(self)
 
+    @faults_told()
     def _repr_html_(self) -> str:
         """The card that notebooks show."""
         from autopar.show.card import card
 
         return card(self)
 
+    @faults_told()
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` of it is equal, and writes the same bytes again."""
         from autopar.ir.serialization import to_json
@@ -380,10 +385,13 @@ class Plan:
         return to_json(self)
 
     @classmethod
+    @faults_told()
     def from_json(cls, text: str) -> Plan:
         """Reads and validates a plan. Raises PlanError naming what is malformed; nothing in it is executed."""
         from autopar.ir.serialization import from_json
 
+        if not isinstance(text, str):
+            raise PlanError(f"expected a plan's JSON text, found {type(text).__name__}; of a file take Plan.load(path)")
         return from_json(text)
 
     def save(self, path: str | Path) -> None:
@@ -397,13 +405,14 @@ class Plan:
         """Reads a plan from a file; see `from_json`."""
         try:
             text = Path(path).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, UnicodeDecodeError, TypeError) as error:
             raise PlanError(f"expected a plan file at {path}, found none that can be read: {error}") from error
         try:
             return cls.from_json(text)
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
 
+    @faults_told()
     def timeline(self) -> Timeline:
         """The simulated step, event by event. Raises PlanError for a plan that was only read from a file: simulating
         needs the model's graph, which `autopar.parallelize(model, mesh, inputs, plan=plan).plan` has."""
@@ -415,18 +424,24 @@ class Plan:
             )
         return self.simulator(self)
 
+    @faults_told()
     def explain(self, pattern: str) -> str:
         """Why: the operators and parameters of a module path (or pattern), chosen against alternatives, with costs."""
         from autopar.ir.explain import explain_text
 
+        if not isinstance(pattern, str):
+            raise PlanError(f"expected a module path or pattern, such as 'layers.0.mlp', found {pattern!r}")
         return explain_text(self, pattern)
 
+    @faults_told()
     def diff(self, other: Plan) -> str:
         """What differs between two plans, one line each."""
         from autopar.ir.text import diff_text
 
+        _require(other, "another plan to compare with")
         return diff_text(self, other)
 
+    @faults_told()
     def report(self, path: str | Path, compare: Plan | None = None) -> None:
         """Writes one self-contained HTML page that shows the plan, or two side by side, whole or not at all.
 
@@ -434,7 +449,14 @@ class Plan:
         """
         from autopar.show.report import write_report
 
+        if compare is not None:
+            _require(compare, "another plan to compare with")
         write_report(self, path, compare)
+
+
+def _require(value: Any, wanted: str) -> None:
+    if not isinstance(value, Plan):
+        raise PlanError(f"expected {wanted}, found {type(value).__name__}; of a file take Plan.load(path)")
 
 
 PlanData = Plan

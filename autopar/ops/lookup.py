@@ -50,6 +50,10 @@ def register_rule(
     Function one that no program can import; a rule that does not fit the shapes of a call is refused when a model
     that has the call is planned.
     """
+    if not isinstance(rule, str) or not isinstance(partial, str) or not isinstance(op, (str, type)):
+        raise RuleError(
+            f"expected an operator's name or Function, and rules as text, found {op!r}, {rule!r}, {partial!r}"
+        )
     pattern = parse(rule)
     if isinstance(op, str):
         _check_counts(op, rule)

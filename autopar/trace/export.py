@@ -23,6 +23,7 @@ from torch._ops import HigherOrderOperator
 from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
+from autopar.ir.faults import is_fault
 from autopar.trace.checks import checks_passed
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
@@ -198,6 +199,8 @@ def export(
             except TraceError:
                 raise
             except Exception as error:
+                if is_fault(error) and not _tells_arguments(error):
+                    raise
                 raise _explain(error) from error
 
 
@@ -306,6 +309,11 @@ def _flat(
         del target.__dict__["forward"]
         if was_set is not None:
             target.__dict__["forward"] = was_set
+
+
+def _tells_arguments(error: Exception) -> bool:
+    """Whether forward, or the loss, does not take what it was called with."""
+    return isinstance(error, TypeError) and bool(re.search(r"\(\) (missing|takes|got) ", str(error)))
 
 
 def _explain(error: Exception) -> TraceError:

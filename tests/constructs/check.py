@@ -30,7 +30,7 @@ import autopar
 from autopar import pipeline
 from autopar import runtime as rt
 from autopar.cost.files import profiles_folder
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InternalError
 from autopar.program import load_source, model_state
 from tests.constructs.models import Model, loaded
 from tests.random_programs.world import thread_world
@@ -97,6 +97,8 @@ def judged(model: Model, plan: str, run: Run = run_in_threads) -> Verdict:
         try:
             module, (made, state) = made_of(model)
             program = _planned(module, made, plan)
+        except InternalError as error:
+            return Verdict(CRASHED, _told(error, "planning"))
         except AutoparError as error:
             return Verdict(REFUSED, f"{type(error).__name__}: {error}")
         except Exception as error:

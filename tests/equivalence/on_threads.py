@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar import AutoparError, Constraint, Mesh, parallelize, template_plan
 from autopar import runtime as rt
+from autopar.errors import InternalError
 from autopar.program import PlannedProgram
 from tests.random_programs.programs import load
 from tests.random_programs.world import thread_world
@@ -50,6 +51,8 @@ def differences(model: nn.Module, batch: Tensors, how: str) -> list[str] | None:
     stored. None where the plan is refused."""
     try:
         program = planned(model, batch, how)
+    except InternalError:
+        raise
     except AutoparError:
         return None
     return program_differences(model, batch, program)

@@ -28,7 +28,7 @@ import autopar
 from autopar.cost import profiles_of
 from autopar.cost.host import cpu_model
 from autopar.emit import emit
-from autopar.errors import AutoparError, PlanError
+from autopar.errors import AutoparError, InternalError, PlanError
 from autopar.interop import block_layers
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
@@ -287,6 +287,8 @@ def prove(model_name: str, plan_name: str, schedule: str) -> Row:
     """The row of one plan."""
     try:
         found = faults(model_name, plan_name, schedule)
+    except InternalError as error:
+        return Row(model_name, plan_name, schedule, "WRONG", str(error))
     except AutoparError as error:
         return Row(model_name, plan_name, schedule, "no such plan", str(error))
     except Exception as error:  # goes into the table, and the others are still run

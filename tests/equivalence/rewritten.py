@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import autopar
 from autopar.cost import load_profile
 from autopar.emit import emit
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InternalError
 from autopar.pipeline import template_of_graph
 from autopar.substitute import load_rules, substituted
 from autopar.trace import find_blocks
@@ -44,6 +44,8 @@ def rows(name: str, plans: Sequence[str]) -> list[tuple[str, str]]:
             what = f"{name} graph {number} {rules} {plan_name}"
             try:
                 plan = template_of_graph(candidate.graph, autopar.Mesh("cpu", devices_per_node=world), **choices)
+            except InternalError:
+                raise
             except AutoparError as error:
                 made.append((what, f"no such plan: {str(error)[:100]}"))
                 continue

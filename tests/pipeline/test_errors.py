@@ -207,3 +207,65 @@ def test_every_dropped_or_swapped_redistribution_is_refused() -> None:
         shorter = dataclasses.replace(item, steps=item.steps[:-1])
         with pytest.raises(errors.PlacementError):
             verifier.verify(graph, dataclasses.replace(plan, redistributes=(*rest, shorter)), admits)
+
+
+MESH = autopar.Mesh("h100", devices_per_node=2)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"model": 3}, {"model": nn.Linear}, {"model": lambda x: x}, {"loss_fn": 3}, {"mesh": 3}, {"mesh": None},
+        {"optimizer": 3}, {"optimizer": []}, {"precision": []}, {"precision": torch.bfloat16}, {"constraints": 3},
+        {"constraints": [3]}, {"constraints": autopar.Constraint(stages=1)}, {"plan": "plan.json"}, {"search": []},
+        {"plan": 3}, {"progress": 3}, {"mode": 3}, {"memory_limit": []}, {"memory_limit": "16GB"},
+        {"example_inputs": 3}, {"example_inputs": (torch.ones(1),) * 9},
+        {"example_inputs": ()}, {"example_inputs": None}, {"search": 3},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_arguments_of_another_kind_are_refused_by_name(argument: dict[str, object]) -> None:
+    model, batch = model_and_batch()
+    given = {"model": model, "mesh": MESH, "example_inputs": batch, "search": "fast", **argument}
+    with pytest.raises(errors.AutoparError, match=r"expected|captured") as caught:
+        autopar.parallelize(**given)  # type: ignore[arg-type]
+    assert not isinstance(caught.value, errors.InternalError)
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        {"dp": 0}, {"dp": 2.0}, {"dp": "2"}, {"tp": -1}, {"pp": 0}, {"dp": 2, "microbatches": 0},
+        {"dp": 2, "microbatches": "2"}, {"dp": 2, "microbatches": 1.5}, {"dp": 2, "schedule": 3}, {"dp": 2, "zero": 5},
+        {"dp": 2, "chunks": 0}, {"dp": 2, "zero": "3"}, {"dp": 2, "recompute": True}, {"dp": 2, "split": 3},
+        {"dp": True},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_templates_of_no_such_numbers_are_refused(argument: dict[str, object]) -> None:
+    model, batch = model_and_batch()
+    with pytest.raises(errors.AutoparError, match="expected") as caught:
+        autopar.template_plan(model, MESH, batch, **argument)  # type: ignore[arg-type]
+    assert not isinstance(caught.value, errors.InternalError)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: autopar.SearchBudget("x"), lambda: autopar.SearchBudget(-1), lambda: autopar.SearchBudget(float("nan")),
+        lambda: autopar.Mesh(3), lambda: autopar.Mesh([3]), lambda: autopar.Mesh("h100", 1, "2"),
+        lambda: autopar.Constraint(3), lambda: autopar.Constraint("x", "S(0)"), lambda: autopar.register_rule(3, 3),
+        lambda: autopar.Plan.from_json(3), lambda: autopar.Plan.load(None),
+    ],
+)  # fmt: skip
+def test_values_of_another_kind_are_refused_where_they_are_made(make: Callable[[], object]) -> None:
+    with pytest.raises(errors.AutoparError, match="expected"):
+        make()
+
+
+def test_plans_are_compared_and_explained_by_plans_and_text_alone() -> None:
+    model, batch = model_and_batch()
+    plan = autopar.template_plan(model, MESH, batch, dp=2)
+    for call in (lambda: plan.diff("plan.json"), lambda: plan.explain(3), lambda: plan.report("x.html", 3)):  # type: ignore[arg-type]
+        with pytest.raises(errors.PlanError, match="expected"):
+            call()

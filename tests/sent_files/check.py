@@ -24,7 +24,7 @@ import autopar
 from autopar import runtime as rt
 from autopar.cost.profile import Profile, read_profile
 from autopar.emit import emit
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InternalError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH
@@ -71,6 +71,8 @@ def outcome(check: Callable[[Path], str], content: str | bytes) -> str:
         try:
             with _in_time():
                 found = check(path)
+        except InternalError:
+            found = traceback.format_exc()
         except AutoparError as error:
             found = REFUSED if "expected" in str(error) and "found" in str(error) else f"unclear: {error}"
         except (Exception, _Hangs):
