@@ -1,6 +1,7 @@
 """Holds a traced graph against its model: what export cannot see shows in what the two compute.
 
-    model, graph  → two steps each, from the same state and random numbers (`trace.eager`)
+    model, graph  → too dear for the whole batch? cut it, and trace the model on that (`trace.smaller`)
+                  → two steps each, from the same state and random numbers (`trace.eager`)
                   → equal outputs, gradients and buffers, or a TraceError that names where they first part
 
 A difference counts when it is larger than rounding explains: beyond a tolerance that is relative to the largest
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +30,7 @@ from autopar.trace.eager import (
     Made,
     Subject,
     held,
+    num_backward,
     random_state,
     run_graph_steps,
     run_model,
@@ -36,8 +39,14 @@ from autopar.trace.export import bind_inputs, called
 from autopar.trace.losses import with_loss
 from autopar.trace.parting import first_parting
 from autopar.trace.precision import cast_copy, cast_inputs, cast_loss
+from autopar.trace.smaller import Sizes, real_inputs, smaller
+from autopar.trace.trace import trace
 
 _STEPS = 2
+_WHOLE_S = 1.0
+"""A comparison that takes less, by an estimate, is of the whole batch; tracing a cut one takes as long."""
+_AT_MOST_S = 15.0
+"""Of outputs alone where that of gradients, too, would take longer; none where that would."""
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of the largest element; 1e-5 for other types. Ten times larger, a lost factor of 1.0001 is passed over."""
 _NOISE = 100.0
@@ -52,9 +61,9 @@ def held_against_eager(
     example_inputs: Any,
     loss_fn: Callable[..., Any] | None = None,
     compute_dtype: torch.dtype | None = None,
-    seconds: float = 1.0,
+    seconds: float = _AT_MOST_S,
 ) -> str:
-    """ "yes" where the graph computes what the model does, or "no, WHY" where that could not be seen.
+    """ "yes" where the graph computes what the model does, "in part, WHAT", or "no, WHY" where that could not be seen.
 
     seconds: what the comparison may take, by an estimate. A model and graph that were compared are not again.
     Raises TraceError naming module and source line where they differ.
@@ -78,20 +87,28 @@ def _hooks(model: nn.Module) -> int:
 def _held(
     model: nn.Module, graph: Graph, example_inputs: Any, loss_fn: Any, compute_dtype: torch.dtype | None, seconds: float
 ) -> str:
-    names, inputs = bind_inputs(model, example_inputs, loss_fn)
     whole = with_loss(model, loss_fn)
-    tensors = [*whole.parameters(), *whole.buffers(), *inputs]
-    if any(x.is_meta for x in tensors):
-        return "no, the model or its inputs are on the meta device"
+    if any(x.is_meta for x in (*whole.parameters(), *whole.buffers())):
+        return "no, the model is on the meta device"
+    sizes: Sizes = {}
+    if _estimate_s(graph) > min(seconds, _WHOLE_S):
+        mode = "inference" if graph.inference else "train"
+        again = partial(trace, model, loss_fn=loss_fn, mode=mode, compute_dtype=compute_dtype)
+        graph, example_inputs, sizes = smaller(graph, example_inputs, again) or (graph, example_inputs, {})
+    estimate = _estimate_s(graph)
+    if estimate / 3 > seconds:
+        return f"no, it would take about {estimate:.0f} s"
+    names, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
     if compute_dtype is not None:
         inputs = cast_inputs(model, names, inputs, compute_dtype)
         model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
         _widen(with_loss(model, loss_fn), whole, graph)
     subject = Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
-    estimate = _estimate_s(graph)
-    if estimate > seconds:
-        return f"no, it would take about {estimate:.0f} s"
-    return _compared(subject)
+    found = _compared(subject, backward=None if estimate <= seconds else 0)
+    if found == "yes" and estimate > seconds:
+        found = f"in part, outputs and buffers alone: gradients would take about {estimate:.0f} s"
+    cuts = ", ".join(f"{n} to {to}" for n, to in sizes.items())
+    return found if not cuts or found.startswith("no") else f"{found}, with sizes of inputs cut from {cuts}"
 
 
 def _widen(cast: nn.Module, whole: nn.Module, graph: Graph) -> None:
@@ -110,7 +127,7 @@ _SPEED = 2e10
 
 
 def _estimate_s(graph: Graph) -> float:
-    """Of two steps of the model and two of the graph, in float32 on one core."""
+    """Of two steps of the model and two of the graph, in float32 on one core; a third of it is without gradients."""
     shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
     work = sum(
         flops(node, tuple(shapes[name] for name in node.operands), tuple(shapes[name] for name in node.results))
@@ -127,26 +144,27 @@ class _Difference:
     graph: Tensor
 
 
-def _compared(subject: Subject) -> str:
+def _compared(subject: Subject, backward: int | None) -> str:
+    """What came of it. backward: in how many steps gradients are made, at most (`run_model`)."""
     with held(subject) as kept:
         try:
-            expected = run_model(subject, kept, _STEPS)
+            expected = run_model(subject, kept, _STEPS, backward)
         except Exception as error:
             return f"no, the model does not run on {subject.device.type} here: {_first_line(error)}"
-        ended = random_state(subject)
+        ended, backward = random_state(subject), num_backward(expected)
         changes = kept.changes
         kept.restore()
         try:
-            found = run_graph_steps(subject, _STEPS)
+            found = run_graph_steps(subject, _STEPS, backward)
         except Exception as error:
             return f"no, the graph could not be run operator by operator: {_first_line(error)}"
         drew_alike = all(map(torch.equal, ended, random_state(subject)))
         differences = _differences(subject, kept, expected, found)
         if not differences:
             return "yes"
-        if _differences(subject, kept, expected, run_model(subject, kept, _STEPS)):
+        if _differences(subject, kept, expected, run_model(subject, kept, _STEPS, backward)):
             return "no, two runs of the model from the same state differ"
-        noise = run_model(subject, kept, _STEPS, is_shaken=True)
+        noise = run_model(subject, kept, _STEPS, backward, is_shaken=True)
         real = [item for item in differences if not _is_rounding(item, expected[item.key], noise.get(item.key))]
         if not real:
             return "yes"
@@ -162,10 +180,9 @@ def _first_line(error: Exception) -> str:
 
 def _differences(subject: Subject, kept: Held, expected: Made, found: Made) -> list[_Difference]:
     """In the order of steps, and of outputs, gradients and state in each."""
-    first = {id(x): value for x, value in kept.values}
     differences = []
     for key in sorted({*expected, *found}, key=lambda key: (key.step, ("output", "gradient", "state").index(key.kind))):
-        before = first[id(subject.state[key.name])] if key.kind == "state" else None
+        before = kept.values.before(subject.state[key.name]) if key.kind == "state" else None
         model, graph = expected.get(key, before), found.get(key, before)
         assert model is not None and graph is not None, f"expected {key} of both"
         if distance(model, graph, before) > _TOLERANCE.get(model.dtype, 1e-5):
@@ -177,7 +194,7 @@ def distance(left: Tensor, right: Tensor, before: Tensor | None = None) -> float
     """The largest difference of two elements, as a share of the largest element; of what changed since `before`."""
     if left.shape != right.shape:
         return float("inf")
-    if not (left.is_floating_point() or left.is_complex()):
+    if torch.equal(left, right) or not (left.is_floating_point() or left.is_complex()):
         return 0.0 if torch.equal(left, right) else float("inf")
     wide = [x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (left, right)]
     apart = (wide[0] - wide[1]).abs()
