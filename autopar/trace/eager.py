@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +54,7 @@ class Subject:
     kwargs: dict[str, Any]
     tensors: tuple[Tensor, ...]  # among the arguments, in the order of the graph's inputs
     loss_fn: Any = None
+    largest: int | None = None  # of the parameters whose gradients are compared, in elements; None for all
 
     @cached_property
     def state(self) -> dict[str, Tensor]:
@@ -71,7 +72,8 @@ class Subject:
         names = [item.name for item in self.graph.parameters if item.requires_grad and item.name in self.state]
         names += [name for name, x in self.state.items() if x.requires_grad and x.is_leaf]
         by_id = {id(self.state[name]): name for name in reversed(names)}
-        return {name: self.state[name] for name in dict.fromkeys(names) if by_id[id(self.state[name])] == name}
+        found = {name: self.state[name] for name in dict.fromkeys(names) if by_id[id(self.state[name])] == name}
+        return {name: x for name, x in found.items() if self.largest is None or x.numel() <= self.largest}
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -142,7 +144,9 @@ def _set_random_state(subject: Subject, states: tuple[Tensor, ...]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def run_model(subject: Subject, kept: Held, steps: int, backward: int | None = None, *, is_shaken: bool = False) -> Made:
+def run_model(
+    subject: Subject, kept: Held, steps: int, backward: int | None = None, *, is_shaken: bool = False
+) -> Made:
     """What the model makes in so many steps from the state that is put aside, to which it is set back first.
 
     backward: in how many of them gradients are made; None for the first, and for all where it changes anything.
@@ -159,7 +163,7 @@ def run_model(subject: Subject, kept: Held, steps: int, backward: int | None = N
         made.update(_made(step, output))
         is_asked = step < backward if backward is not None else step == 0 or kept.has_changes
         if subject.graph.loss is not None and is_asked:
-            made.update(_gradients(step, output[0], subject.trained))
+            made.update(_gradients(step, output[0], subject.trained, subject.largest is None))
         made.update(_changed(subject, kept, step))
     kept.changes = kept.python.changes()
     return made
@@ -192,8 +196,8 @@ def _shake(subject: Subject) -> None:
             x.add_(x * sign.to(x.dtype) * torch.finfo(x.dtype).eps)
 
 
-def _gradients(step: int, loss: Tensor, trained: Mapping[str, Tensor]) -> Made:
-    """Of leaves: each is taken as soon as it is made; zeros where none flowed."""
+def _gradients(step: int, loss: Tensor, trained: Mapping[str, Tensor], of_all: bool) -> Made:
+    """Of leaves, each taken as soon as it is made; zeros where none flowed. of_all: the loss has no other leaves."""
     found: dict[str, Tensor] = {}
 
     def take(name: str, leaf: Tensor) -> None:
@@ -205,9 +209,11 @@ def _gradients(step: int, loss: Tensor, trained: Mapping[str, Tensor]) -> Made:
     with ExitStack() as stack:
         for name, leaf in trained.items():
             if leaf.requires_grad:
-                stack.callback(leaf.register_post_accumulate_grad_hook(partial(take, name)).remove)
-        if loss.requires_grad:
-            torch.autograd.backward(loss)
+                handle = leaf.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
+                stack.callback(handle.remove)
+        wanted = [leaf for leaf in trained.values() if leaf.requires_grad]
+        if loss.requires_grad and (wanted or of_all):
+            torch.autograd.backward(loss, inputs=None if of_all else wanted)
     for name, leaf in trained.items():
         found.setdefault(name, summary(torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)))
     return {Key(step, "gradient", name): gradient for name, gradient in found.items()}
@@ -217,16 +223,16 @@ _LARGE = 1 << 16
 
 
 def summary(x: Tensor) -> Tensor:
-    """Of a large matrix the sums of its rows and of its columns, under random signs: no difference cancels in all."""
+    """Of a large matrix the sums of its rows under random signs: no difference in a row cancels but by chance."""
     if x.numel() <= _LARGE or x.dim() < 2:
         return x
     matrix = (torch.view_as_real(x) if x.is_complex() else x).flatten(1)
     matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
-    rows, columns = (_signs(length, matrix.dtype, matrix.device) for length in matrix.shape)
-    return torch.cat([matrix @ columns, rows @ matrix]).to(torch.view_as_real(x).dtype if x.is_complex() else x.dtype)
+    sums = matrix @ _signs(matrix.shape[1], matrix.dtype, matrix.device)
+    return sums if x.is_complex() else sums.to(x.dtype)
 
 
-@cache
+@lru_cache(maxsize=64)
 def _signs(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Random signs, scaled so that sums are as large as what is summed."""
     signs = torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(length)) * 2 - 1
@@ -241,9 +247,7 @@ def _changed(subject: Subject, kept: Held, step: int) -> Made:
     """The values of stored tensors that are other than they were at first."""
     names = {id(x): name for name, x in reversed(subject.state.items())}
     stored = {id(x): x for x in subject.state.values()}
-    return {
-        Key(step, "state", names[key]): x.detach().clone() for key, x in stored.items() if kept.values.changed(x)
-    }
+    return {Key(step, "state", names[key]): x.detach().clone() for key, x in stored.items() if kept.values.changed(x)}
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -264,14 +268,15 @@ def _loss(output: Any, tensors: list[Tensor]) -> Tensor:
 
 
 def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
-    """What the graph makes in so many steps, the first of them with gradients, from the state that the model has now."""
+    """What the graph makes in so many steps, the first with gradients, from the state that the model has now."""
     made, state = Made(), _leaves(subject)
     first = dict(state)
     for step in range(steps):
         values = run_graph(subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False)
         made.update(_made(step, [values[name] for name in subject.graph.outputs]))
         if subject.graph.loss is not None and step < backward:
-            made.update(_gradients(step, values[subject.graph.loss], {name: state[name] for name in subject.trained}))
+            trained = {name: state[name] for name in subject.trained}
+            made.update(_gradients(step, values[subject.graph.loss], trained, subject.largest is None))
         state.update((name, values[new].detach()) for name, new in subject.graph.mutations.items())
         changed = {name: state[name] for name in subject.graph.mutations if not same_bits(state[name], first[name])}
         made.update((Key(step, "state", name), value) for name, value in changed.items())

@@ -12,7 +12,7 @@ two runs differ cannot be compared, nor one that does not run here: the plan say
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -42,15 +42,33 @@ from autopar.trace.precision import cast_copy, cast_inputs, cast_loss
 from autopar.trace.smaller import Sizes, real_inputs, smaller
 from autopar.trace.trace import trace
 
-_STEPS = 2
+
+@dataclass(frozen=True)
+class _Scope:
+    """What is compared. share: of the time for all; steps, backward, largest: as in `trace.eager`."""
+
+    what: str
+    share: float
+    steps: int = 1
+    backward: int | None = 1
+    largest: int | None = None
+
+
+_SCOPES = (
+    _Scope("", 1.0, steps=2, backward=None),
+    _Scope("one step, with gradients of parameters of at most 65,536 elements", 0.5, largest=1 << 16),
+    _Scope("outputs and buffers of one step", 0.25, backward=0),
+)
+"""From all to less, where that would take too long."""
 _WHOLE_S = 1.0
 """A comparison that takes less, by an estimate, is of the whole batch; tracing a cut one takes as long."""
 _AT_MOST_S = 15.0
-"""Of outputs alone where that of gradients, too, would take longer; none where that would."""
+"""Else less is compared (`_SCOPES`). Twice as much checks all gradients of models of a billion parameters."""
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of the largest element; 1e-5 for other types. Ten times larger, a lost factor of 1.0001 is passed over."""
 _NOISE = 100.0
 """So many times what the last bits of the parameters change in the model's own results is rounding."""
+_DOES_NOT_RUN = "no, the model does not run"
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
 
@@ -69,7 +87,8 @@ def held_against_eager(
     Raises TraceError naming module and source line where they differ.
     """
     known = _KNOWN.setdefault(model, {})
-    key = (graph.fingerprint, model.training, compute_dtype, id(loss_fn), _hooks(model))
+    updates = tuple(graph.mutations.items())
+    key = (graph.fingerprint, updates, model.training, compute_dtype, id(loss_fn), _hooks(model))
     if key not in known:
         known[key] = _held(model, graph, example_inputs, loss_fn, compute_dtype, seconds)
     return known[key]
@@ -90,25 +109,35 @@ def _held(
     whole = with_loss(model, loss_fn)
     if any(x.is_meta for x in (*whole.parameters(), *whole.buffers())):
         return "no, the model is on the meta device"
+    again = partial(trace, model, loss_fn=loss_fn, mode="inference" if graph.inference else "train")
     sizes: Sizes = {}
     if _estimate_s(graph) > min(seconds, _WHOLE_S):
-        mode = "inference" if graph.inference else "train"
-        again = partial(trace, model, loss_fn=loss_fn, mode=mode, compute_dtype=compute_dtype)
-        graph, example_inputs, sizes = smaller(graph, example_inputs, again) or (graph, example_inputs, {})
+        tracing = partial(again, compute_dtype=compute_dtype)
+        graph, example_inputs, sizes = smaller(graph, example_inputs, tracing) or (graph, example_inputs, {})
     estimate = _estimate_s(graph)
-    if estimate / 3 > seconds:
+    scope = next((item for item in _SCOPES if estimate * item.share <= seconds), None)
+    if scope is None:
         return f"no, it would take about {estimate:.0f} s"
-    names, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
-    if compute_dtype is not None:
-        inputs = cast_inputs(model, names, inputs, compute_dtype)
-        model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
-        _widen(with_loss(model, loss_fn), whole, graph)
-    subject = Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
-    found = _compared(subject, backward=None if estimate <= seconds else 0)
-    if found == "yes" and estimate > seconds:
-        found = f"in part, outputs and buffers alone: gradients would take about {estimate:.0f} s"
+    subject = replace(_subject(model, graph, example_inputs, loss_fn, compute_dtype), largest=scope.largest)
+    found = _compared(subject, scope.steps, scope.backward)
+    if compute_dtype is not None and found.startswith(_DOES_NOT_RUN):  # no kernel for this dtype, or for two at once
+        found = _held(model, again(example_inputs), example_inputs, loss_fn, None, seconds)
+        found += "" if found.startswith("no") else ", in the dtypes that the model has"
+    elif found == "yes" and scope.what:
+        found = f"in part, {scope.what}: all would take about {estimate:.0f} s"
     cuts = ", ".join(f"{n} to {to}" for n, to in sizes.items())
     return found if not cuts or found.startswith("no") else f"{found}, with sizes of inputs cut from {cuts}"
+
+
+def _subject(
+    model: nn.Module, graph: Graph, example_inputs: Any, loss_fn: Any, compute_dtype: torch.dtype | None
+) -> Subject:
+    names, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
+    if compute_dtype is not None:
+        whole, inputs = with_loss(model, loss_fn), cast_inputs(model, names, inputs, compute_dtype)
+        model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
+        _widen(with_loss(model, loss_fn), whole, graph)
+    return Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
 
 
 def _widen(cast: nn.Module, whole: nn.Module, graph: Graph) -> None:
@@ -127,14 +156,14 @@ _SPEED = 2e10
 
 
 def _estimate_s(graph: Graph) -> float:
-    """Of two steps of the model and two of the graph, in float32 on one core; a third of it is without gradients."""
+    """Of a step with gradients and one without (3 + 1 times the work) of model and graph, in float32 on one core."""
     shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
     work = sum(
         flops(node, tuple(shapes[name] for name in node.operands), tuple(shapes[name] for name in node.results))
         for node in graph.nodes
     )
     moved = sum(tensor.num_bytes for tensor in graph.tensors.values())
-    return 2 * _STEPS * 3 * (work / _SPEED + moved / 4e9)
+    return 8 * (work / _SPEED + moved / 4e9)
 
 
 @dataclass(frozen=True)
@@ -144,27 +173,27 @@ class _Difference:
     graph: Tensor
 
 
-def _compared(subject: Subject, backward: int | None) -> str:
-    """What came of it. backward: in how many steps gradients are made, at most (`run_model`)."""
+def _compared(subject: Subject, steps: int, backward: int | None) -> str:
+    """What came of it. backward: in how many steps gradients are made (`run_model`)."""
     with held(subject) as kept:
         try:
-            expected = run_model(subject, kept, _STEPS, backward)
+            expected = run_model(subject, kept, steps, backward)
         except Exception as error:
-            return f"no, the model does not run on {subject.device.type} here: {_first_line(error)}"
+            return f"{_DOES_NOT_RUN} on {subject.device.type} here: {_first_line(error)}"
         ended, backward = random_state(subject), num_backward(expected)
         changes = kept.changes
         kept.restore()
         try:
-            found = run_graph_steps(subject, _STEPS, backward)
+            found = run_graph_steps(subject, steps, backward)
         except Exception as error:
             return f"no, the graph could not be run operator by operator: {_first_line(error)}"
         drew_alike = all(map(torch.equal, ended, random_state(subject)))
         differences = _differences(subject, kept, expected, found)
         if not differences:
             return "yes"
-        if _differences(subject, kept, expected, run_model(subject, kept, _STEPS, backward)):
+        if _differences(subject, kept, expected, run_model(subject, kept, steps, backward)):
             return "no, two runs of the model from the same state differ"
-        noise = run_model(subject, kept, _STEPS, backward, is_shaken=True)
+        noise = run_model(subject, kept, steps, backward, is_shaken=True)
         real = [item for item in differences if not _is_rounding(item, expected[item.key], noise.get(item.key))]
         if not real:
             return "yes"

@@ -1,4 +1,4 @@
-"""What tensors held before a model ran: small ones are copied at once, large ones when something is about to be written.
+"""What tensors held before a model ran: small ones are copied at once, large ones when they are about to be written.
 
 So a model's weights are in memory once, as long as it leaves them alone.
 """

@@ -35,7 +35,7 @@ def cut(example_inputs: Any, sizes: Sizes) -> Any:
 
 
 def smaller(graph: Graph, example_inputs: Any, trace: Callable[[Any], Graph]) -> tuple[Graph, Any, Sizes] | None:
-    """The graph of a cut batch, that batch, and its sizes by those of the whole one; None where none has such a graph."""
+    """The graph of a cut batch, that batch, and what of its sizes became what; None where none has such a graph."""
     for sizes in _sizes(list(tensors_in(example_inputs))):
         inputs = cut(example_inputs, sizes)
         try:
@@ -50,7 +50,7 @@ def smaller(graph: Graph, example_inputs: Any, trace: Callable[[Any], Graph]) ->
 def _sizes(tensors: list[Tensor]) -> Iterator[Sizes]:
     """What to cut to what: samples and lengths, or samples alone."""
     samples = {x.shape[0] for x in tensors if x.dim()}
-    lengths = {n for x in tensors for n in (x.shape[1:2] if x.is_floating_point() else x.shape[1:])} - samples
+    lengths = {n for x in tensors for n in _lengths(x)} - samples
     sides = {n for x in tensors if x.is_floating_point() and x.dim() > 3 for n in x.shape[2:]} - samples - lengths
     few = {n: _SAMPLES for n in samples if n > _SAMPLES}
     short = {n: _LENGTH + 4 * place for place, n in enumerate(sorted(lengths))}
@@ -61,6 +61,13 @@ def _sizes(tensors: list[Tensor]) -> Iterator[Sizes]:
         yield few | short | flat
     if few:
         yield few
+
+
+def _lengths(x: Tensor) -> tuple[int, ...]:
+    """Sizes of dims that may be steps of a sequence; a matrix of numbers has features there."""
+    if x.is_floating_point():
+        return x.shape[1:2] if x.dim() > 2 else ()
+    return x.shape[1:]
 
 
 def _form(graph: Graph) -> Any:
