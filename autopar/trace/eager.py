@@ -24,6 +24,7 @@ from autopar.ir.graph import Graph
 from autopar.trace.interpreter import run_graph
 from autopar.trace.losses import with_loss
 from autopar.trace.originals import Originals, same_bits
+from autopar.trace.smaller import Sizes
 from autopar.trace.snapshot import Change, Snapshot
 from autopar.trace.structure import outputs_in
 
@@ -54,6 +55,7 @@ class Subject:
     kwargs: dict[str, Any]
     tensors: tuple[Tensor, ...]  # among the arguments, in the order of the graph's inputs
     loss_fn: Any = None
+    sizes: Sizes | None = None  # of cut inputs, where the graph is that of whole ones
     largest: int | None = None  # of the parameters whose gradients are compared, in elements; None for all
 
     @cached_property
@@ -223,20 +225,20 @@ _LARGE = 1 << 16
 
 
 def summary(x: Tensor) -> Tensor:
-    """Of a large matrix the sums of its rows under random signs: no difference in a row cancels but by chance."""
+    """Of a large matrix the sums of its rows with random weights: differences in a row do not cancel."""
     if x.numel() <= _LARGE or x.dim() < 2:
         return x
     matrix = (torch.view_as_real(x) if x.is_complex() else x).flatten(1)
     matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
-    sums = matrix @ _signs(matrix.shape[1], matrix.dtype, matrix.device)
-    return sums if x.is_complex() else sums.to(x.dtype)
+    sums: Tensor = matrix @ _weights(matrix.shape[1], matrix.dtype, matrix.device)
+    return sums.to(matrix.dtype if x.is_complex() else x.dtype)
 
 
 @lru_cache(maxsize=64)
-def _signs(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random signs, scaled so that sums are as large as what is summed."""
-    signs = torch.randint(0, 2, (length,), generator=torch.Generator().manual_seed(length)) * 2 - 1
-    return (signs / length**0.5).to(device, dtype)
+def _weights(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """So that sums are about as large as what is summed."""
+    drawn = torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    return (drawn / length**0.5).to(device, dtype)
 
 
 def _made(step: int, outputs: list[Tensor]) -> Made:
@@ -272,7 +274,9 @@ def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
     made, state = Made(), _leaves(subject)
     first = dict(state)
     for step in range(steps):
-        values = run_graph(subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False)
+        values = run_graph(
+            subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False, sizes=subject.sizes
+        )
         made.update(_made(step, [values[name] for name in subject.graph.outputs]))
         if subject.graph.loss is not None and step < backward:
             trained = {name: state[name] for name in subject.trained}

@@ -1,6 +1,6 @@
 """Holds a traced graph against its model: what export cannot see shows in what the two compute.
 
-    model, graph  → too dear for the whole batch? cut it, and trace the model on that (`trace.smaller`)
+    model, graph  → too dear for the whole batch? cut it (`trace.smaller`)
                   → two steps each, from the same state and random numbers (`trace.eager`)
                   → equal outputs, gradients and buffers, or a TraceError that names where they first part
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -39,7 +40,7 @@ from autopar.trace.export import bind_inputs, called
 from autopar.trace.losses import with_loss
 from autopar.trace.parting import first_parting
 from autopar.trace.precision import cast_copy, cast_inputs, cast_loss
-from autopar.trace.smaller import Sizes, real_inputs, smaller
+from autopar.trace.smaller import Sizes, cut, cut_shapes, real_inputs, retraced, sizes_to_cut
 from autopar.trace.trace import trace
 
 
@@ -61,7 +62,7 @@ _SCOPES = (
 )
 """From all to less, where that would take too long."""
 _WHOLE_S = 1.0
-"""A comparison that takes less, by an estimate, is of the whole batch; tracing a cut one takes as long."""
+"""A comparison that takes less, by an estimate, is of the whole batch."""
 _AT_MOST_S = 15.0
 """Else less is compared (`_SCOPES`). Twice as much checks all gradients of models of a billion parameters."""
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
@@ -69,6 +70,8 @@ _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, 
 _NOISE = 100.0
 """So many times what the last bits of the parameters change in the model's own results is rounding."""
 _DOES_NOT_RUN = "no, the model does not run"
+_UNCLEAR = "no, its sizes are not known"
+"""The graph of a whole batch does not fit a cut one; never said."""
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
 
@@ -109,24 +112,46 @@ def _held(
     whole = with_loss(model, loss_fn)
     if any(x.is_meta for x in (*whole.parameters(), *whole.buffers())):
         return "no, the model is on the meta device"
-    again = partial(trace, model, loss_fn=loss_fn, mode="inference" if graph.inference else "train")
-    sizes: Sizes = {}
-    if _estimate_s(graph) > min(seconds, _WHOLE_S):
-        tracing = partial(again, compute_dtype=compute_dtype)
-        graph, example_inputs, sizes = smaller(graph, example_inputs, tracing) or (graph, example_inputs, {})
-    estimate = _estimate_s(graph)
+    given = model, loss_fn, compute_dtype, seconds
+    if _estimate_s(graph, {}) > min(seconds, _WHOLE_S):
+        tracing = partial(_retraced, model, graph, loss_fn, compute_dtype)
+        for sizes in sizes_to_cut(example_inputs):
+            inputs = cut(example_inputs, sizes)
+            found = _in_scope(*given, graph, inputs, sizes)
+            if found == _UNCLEAR:
+                again = retraced(graph, inputs, tracing)
+                found = _in_scope(*given, again, inputs) if again is not None else _DOES_NOT_RUN
+            if not found.startswith(_DOES_NOT_RUN):
+                cuts = ", ".join(f"{n} to {to}" for n, to in sorted(sizes.items()))
+                return found if found.startswith("no") else f"{found}, with sizes of inputs cut from {cuts}"
+    found = _in_scope(*given, graph, example_inputs)
+    if compute_dtype is None or not found.startswith(_DOES_NOT_RUN):
+        return found
+    graph = _retraced(model, graph, loss_fn, None, example_inputs)  # no kernel for this dtype, or for two at once
+    found = _held(model, graph, example_inputs, loss_fn, None, seconds)
+    return found if found.startswith("no") else f"{found}, in the dtypes that the model has"
+
+
+def _retraced(
+    model: nn.Module, graph: Graph, loss_fn: Any, compute_dtype: torch.dtype | None, example_inputs: Any
+) -> Graph:
+    """As it was traced, on other inputs or in another dtype."""
+    mode = "inference" if graph.inference else "train"
+    return trace(model, example_inputs, loss_fn=loss_fn, mode=mode, compute_dtype=compute_dtype)
+
+
+def _in_scope(
+    model: nn.Module, loss_fn: Any, compute_dtype: torch.dtype | None, seconds: float, graph: Graph,
+    example_inputs: Any, sizes: Sizes | None = None,
+) -> str:  # fmt: skip
+    """What came of comparing as much as there is time for. sizes: of cut inputs, where the graph is of whole ones."""
+    estimate = _estimate_s(graph, sizes or {})
     scope = next((item for item in _SCOPES if estimate * item.share <= seconds), None)
     if scope is None:
         return f"no, it would take about {estimate:.0f} s"
-    subject = replace(_subject(model, graph, example_inputs, loss_fn, compute_dtype), largest=scope.largest)
-    found = _compared(subject, scope.steps, scope.backward)
-    if compute_dtype is not None and found.startswith(_DOES_NOT_RUN):  # no kernel for this dtype, or for two at once
-        found = _held(model, again(example_inputs), example_inputs, loss_fn, None, seconds)
-        found += "" if found.startswith("no") else ", in the dtypes that the model has"
-    elif found == "yes" and scope.what:
-        found = f"in part, {scope.what}: all would take about {estimate:.0f} s"
-    cuts = ", ".join(f"{n} to {to}" for n, to in sizes.items())
-    return found if not cuts or found.startswith("no") else f"{found}, with sizes of inputs cut from {cuts}"
+    subject = _subject(model, graph, example_inputs, loss_fn, compute_dtype)
+    found = _compared(replace(subject, largest=scope.largest, sizes=sizes), scope.steps, scope.backward)
+    return f"in part, {scope.what}: all would take about {estimate:.0f} s" if found == "yes" and scope.what else found
 
 
 def _subject(
@@ -155,14 +180,14 @@ _SPEED = 2e10
 """FLOP a second that any host does; twice as much halves the models that are compared as they are."""
 
 
-def _estimate_s(graph: Graph) -> float:
+def _estimate_s(graph: Graph, sizes: Sizes) -> float:
     """Of a step with gradients and one without (3 + 1 times the work) of model and graph, in float32 on one core."""
-    shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
+    shapes = cut_shapes(graph, sizes)
     work = sum(
         flops(node, tuple(shapes[name] for name in node.operands), tuple(shapes[name] for name in node.results))
         for node in graph.nodes
     )
-    moved = sum(tensor.num_bytes for tensor in graph.tensors.values())
+    moved = sum(4 * prod(shape) for shape in shapes.values())
     return 8 * (work / _SPEED + moved / 4e9)
 
 
@@ -186,11 +211,13 @@ def _compared(subject: Subject, steps: int, backward: int | None) -> str:
         try:
             found = run_graph_steps(subject, steps, backward)
         except Exception as error:
+            if subject.sizes:
+                return _UNCLEAR
             return f"no, the graph could not be run operator by operator: {_first_line(error)}"
         drew_alike = all(map(torch.equal, ended, random_state(subject)))
         differences = _differences(subject, kept, expected, found)
-        if not differences:
-            return "yes"
+        if not differences or subject.sizes:
+            return _UNCLEAR if differences else "yes"
         if _differences(subject, kept, expected, run_model(subject, kept, steps, backward)):
             return "no, two runs of the model from the same state differ"
         noise = run_model(subject, kept, steps, backward, is_shaken=True)

@@ -4,7 +4,7 @@
 
 Each model is planned for four h100 with the default search, in a process of its own, models in turn, `REPEATS` times
 (3); medians are reported, and the share is of one run: processor seconds of the comparison by those of the whole call.
-Memory is what the process's peak grew by in the comparison, with that of tracing before it. Writes results.md.
+Memory is what the process's peak grew by in the comparison, with that of tracing before it. Writes results.json and results.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import facts, write_record
+from benchmarks.facts import facts
 
 HERE = Path(__file__).parent
 
@@ -36,16 +36,16 @@ def hf_gpt2(length: int, device: str = "cpu") -> tuple[Any, Any]:
     return model, {"input_ids": ids, "labels": ids.clone()}
 
 
-def hf_llama() -> tuple[Any, Any]:
-    """A tiny one: its comparison takes the whole batch."""
+def hf_llama(layers: int, hidden: int, heads: int, length: int) -> tuple[Any, Any]:
+    """A tiny one, whose comparison takes the whole batch, or one of a billion parameters, which is compared in part."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        num_hidden_layers=4, hidden_size=64, intermediate_size=128, num_attention_heads=8, num_key_value_heads=2,
-        vocab_size=512,
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=4 * hidden, num_attention_heads=heads,
+        num_key_value_heads=heads // 4, vocab_size=32_000 if hidden > 1000 else 512,
     )  # fmt: skip
-    ids = torch.randint(512, (8, 32))
+    ids = torch.randint(512, (8, length))
     return LlamaForCausalLM(config), {"input_ids": ids, "labels": ids.clone()}
 
 
@@ -60,7 +60,8 @@ def wide_resnet() -> tuple[Any, Any]:
 MODELS: dict[str, Callable[[], tuple[Any, Any]]] = {
     "HF GPT-2, 8 × 128": lambda: hf_gpt2(128),
     "HF GPT-2, 8 × 1,024": lambda: hf_gpt2(1024),
-    "HF Llama, tiny, 8 × 32": hf_llama,
+    "HF Llama, tiny, 8 × 32": lambda: hf_llama(4, 64, 8, 32),
+    "HF Llama, 1 billion, 8 × 1,024": lambda: hf_llama(14, 2048, 32, 1024),
     "WideResNet-50-2": wide_resnet,
     "HF GPT-2 on meta, 8 × 1,024": lambda: hf_gpt2(1024, "meta"),
 }
@@ -97,7 +98,7 @@ def _peak_mb() -> int:
 
 
 def main(repeats: int = 3) -> None:
-    """Writes the medians to results.md."""
+    """Writes the medians down."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in MODELS}
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     for _ in range(repeats):
@@ -106,24 +107,24 @@ def main(repeats: int = 3) -> None:
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
             runs.append(json.loads(done.stdout.strip().splitlines()[-1]))
             print(name, runs[-1], flush=True)
-    (HERE / "results.md").write_text(_page(found, repeats))
+    write_record(HERE / "results", facts("benchmarks.guard.run"), {"models": found}, _page(found, repeats))
 
 
 def _page(found: dict[str, list[dict[str, Any]]], repeats: int) -> str:
-    rows = [
-        f"| {name} | {_median(runs, 'whole_s'):.1f} | {_median(runs, 'guard_s'):.2f} | "
-        f"{100 * statistics.median(run['guard_s'] / run['whole_s'] for run in runs):.1f}% | "
-        f"{_median(runs, 'weights_mb'):,.0f} | {_median(runs, 'grew_mb'):,.0f} | {runs[0]['said']} |"
-        for name, runs in found.items()
-    ]
+    head = ("model", "`parallelize`, s", "comparison, s", "share", "weights, MB", "memory beside, MB", "the plan says")
+    rows = [head, ("---",) * len(head), *(_row(name, runs) for name, runs in found.items())]
     return "\n".join([
-        "# What holding the graph against the model takes", "",
-        "`python -m benchmarks.guard.run`: `autopar.parallelize` for four h100, default search, processor seconds of one",
-        f"thread; medians of {repeats} runs in processes of their own, models in turn; the share is of the same run.", "",
-        "| model | `parallelize`, s | comparison, s | share | weights, MB | memory beyond tracing's, MB | the plan says |",
-        "|---|---|---|---|---|---|---|", *rows, "",
-        "```json", json.dumps(facts(), indent=2), "```", "",
+        "What holding the traced graph against the model takes of `autopar.parallelize` for four h100, default search:",
+        f"processor seconds of one thread, medians of {repeats} runs in processes of their own, models in turn; the share",
+        "is of the same run. Memory beside weights and what tracing took: what the process's peak grew by.", "",
+        *(f"| {' | '.join(row)} |" for row in rows),
     ])  # fmt: skip
+
+
+def _row(name: str, runs: list[dict[str, Any]]) -> tuple[str, ...]:
+    share = statistics.median(run["guard_s"] / run["whole_s"] for run in runs)
+    whole, guard, weights, grew = (_median(runs, key) for key in ("whole_s", "guard_s", "weights_mb", "grew_mb"))
+    return name, f"{whole:.1f}", f"{guard:.2f}", f"{share:.1%}", f"{weights:,.0f}", f"{grew:,.0f}", runs[0]["said"]
 
 
 def _median(runs: list[dict[str, Any]], key: str) -> float:
