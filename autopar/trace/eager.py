@@ -231,14 +231,14 @@ def summary(x: Tensor) -> Tensor:
     matrix = (torch.view_as_real(x) if x.is_complex() else x).flatten(1)
     matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
     sums: Tensor = matrix @ _weights(matrix.shape[1], matrix.dtype, matrix.device)
-    return sums.to(matrix.dtype if x.is_complex() else x.dtype)
+    return sums if x.is_complex() else sums.to(x.dtype)
 
 
 @lru_cache(maxsize=64)
 def _weights(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """So that sums are about as large as what is summed."""
     drawn = torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
-    return (drawn / length**0.5).to(device, dtype)
+    return drawn.div(length**0.5).to(device, dtype)
 
 
 def _made(step: int, outputs: list[Tensor]) -> Made:

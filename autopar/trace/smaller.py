@@ -3,8 +3,8 @@
     inputs of 8 × 1024 → of 2 × 8; the graph's own sizes follow: view(x, [8, 1024, 12, 64]) → view(x, [2, 8, 12, 64])
 
 Which numbers of a graph are such sizes is a guess (`fitted`), which is right where the cut graph computes what the
-model does. Where it does not, the model is traced again on the cut batch (`retraced`): what is found of that graph holds
-for the graph of the whole batch if both have the same operators in the same order.
+model does. Where it does not, the model is traced again on the cut batch (`retraced`): what is found of that graph
+holds for the graph of the whole batch if both have the same operators in the same order.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@
 
 Each model is planned for four h100 with the default search, in a process of its own, models in turn, `REPEATS` times
 (3); medians are reported, and the share is of one run: processor seconds of the comparison by those of the whole call.
-Memory is what the process's peak grew by in the comparison, with that of tracing before it. Writes results.json and results.md.
+Memory is what the process's peak grew by in the comparison, with that of tracing before it. Writes results.json and
+results.md.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.facts import facts
+from benchmarks.facts import facts, write_record
 
 HERE = Path(__file__).parent
 
@@ -115,8 +116,8 @@ def _page(found: dict[str, list[dict[str, Any]]], repeats: int) -> str:
     rows = [head, ("---",) * len(head), *(_row(name, runs) for name, runs in found.items())]
     return "\n".join([
         "What holding the traced graph against the model takes of `autopar.parallelize` for four h100, default search:",
-        f"processor seconds of one thread, medians of {repeats} runs in processes of their own, models in turn; the share",
-        "is of the same run. Memory beside weights and what tracing took: what the process's peak grew by.", "",
+        f"processor seconds of one thread, medians of {repeats} runs in processes of their own, models in turn;",
+        "the share is of the same run. Memory beside weights and tracing: what the process's peak grew by.", "",
         *(f"| {' | '.join(row)} |" for row in rows),
     ])  # fmt: skip
 
