@@ -1,16 +1,18 @@
 """Steps of a model and of its traced graph from the same state, with the same random numbers: what each makes.
 
 A step is forward and backward on one batch; buffers, parameters that forward changes and Python state carry on to the
-next. The model and all generators are put back exactly as they were.
+next, which is forward alone where nothing of these changed. Gradients are taken as they are made, and of large ones
+only sums are kept (`summary`), so that neither weights nor gradients are in memory twice. The model and all generators
+are put back exactly as they were.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,8 +21,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.ir.graph import Graph
-from autopar.trace.interpreter import Seen, run_graph
+from autopar.trace.interpreter import run_graph
 from autopar.trace.losses import with_loss
+from autopar.trace.originals import Originals, same_bits
+from autopar.trace.smaller import Sizes
 from autopar.trace.snapshot import Change, Snapshot
 from autopar.trace.structure import outputs_in
 
@@ -51,7 +55,8 @@ class Subject:
     kwargs: dict[str, Any]
     tensors: tuple[Tensor, ...]  # among the arguments, in the order of the graph's inputs
     loss_fn: Any = None
-    names: frozenset[str] | None = None  # of the parameters whose gradients are asked for; None for all
+    sizes: Sizes | None = None  # of cut inputs, where the graph is that of whole ones
+    largest: int | None = None  # of the parameters whose gradients are compared, in elements; None for all
 
     @cached_property
     def state(self) -> dict[str, Tensor]:
@@ -63,11 +68,14 @@ class Subject:
             for name, tensor in named(remove_duplicate=False)
         }
 
-    @property
+    @cached_property
     def trained(self) -> dict[str, Tensor]:
-        """The parameters whose gradients are compared."""
+        """The parameters whose gradients are compared: the graph's, and those that the model alone trains."""
         names = [item.name for item in self.graph.parameters if item.requires_grad and item.name in self.state]
-        return {name: self.state[name] for name in names if self.names is None or name in self.names}
+        names += [name for name, x in self.state.items() if x.requires_grad and x.is_leaf]
+        by_id = {id(self.state[name]): name for name in reversed(names)}
+        found = {name: self.state[name] for name in dict.fromkeys(names) if by_id[id(self.state[name])] == name}
+        return {name: x for name, x in found.items() if self.largest is None or x.numel() <= self.largest}
 
     @property
     def inputs(self) -> dict[str, Tensor]:
@@ -87,7 +95,7 @@ class Held:
     subject: Subject
     drawn: tuple[Any, Any, tuple[Tensor, ...]]
     python: Snapshot
-    values: list[tuple[Tensor, Tensor]]
+    values: Originals
     flags: list[tuple[Tensor, bool, Tensor | None]]
     changes: list[Change]
 
@@ -96,14 +104,16 @@ class Held:
         random.setstate(self.drawn[0])
         np.random.set_state(self.drawn[1])
         _set_random_state(self.subject, self.drawn[2])
-        with torch.no_grad():
-            for tensor, before in self.values:
-                if not same_bits(tensor, before):
-                    tensor.copy_(before)
+        self.values.restore()
         for tensor, requires_grad, gradient in self.flags:
             if tensor.requires_grad != requires_grad:
                 tensor.requires_grad_(requires_grad)
             tensor.grad = gradient
+
+    @property
+    def has_changes(self) -> bool:
+        """Whether anything is seen that could make the next step another one."""
+        return bool(self.python.changes()) or any(map(self.values.changed, self.values.tensors))
 
 
 @contextmanager
@@ -111,11 +121,12 @@ def held(subject: Subject) -> Iterator[Held]:
     """All that steps may change is put back afterwards, and whenever `restore` is called."""
     python = Snapshot(subject.target)
     stored = {id(x): x for x in (*subject.state.values(), *python.tensors)}.values()
-    values = [(x, x.detach().clone()) for x in stored]
+    values = Originals(stored)
     flags = [(x, x.requires_grad, x.grad) for x in stored if x.is_leaf]
     kept = Held(subject, (random.getstate(), np.random.get_state(), random_state(subject)), python, values, flags, [])
     try:
-        yield kept
+        with values:
+            yield kept
     finally:
         kept.restore()
 
@@ -135,16 +146,12 @@ def _set_random_state(subject: Subject, states: tuple[Tensor, ...]) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
-def same_bits(left: Tensor, right: Tensor) -> bool:
-    """Whether two tensors are equal, NaN where NaN is."""
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    return torch.equal(left, right) or bool(((left == right) | ((left != left) & (right != right))).all())
-
-
-def run_model(subject: Subject, kept: Held, steps: int, *, is_shaken: bool = False) -> Made:
+def run_model(
+    subject: Subject, kept: Held, steps: int, backward: int | None = None, *, is_shaken: bool = False
+) -> Made:
     """What the model makes in so many steps from the state that is put aside, to which it is set back first.
 
+    backward: in how many of them gradients are made; None for the first, and for all where it changes anything.
     is_shaken: with parameters that differ in their last bits, to see how far such a difference goes.
     """
     made: Made = {}
@@ -152,16 +159,21 @@ def run_model(subject: Subject, kept: Held, steps: int, *, is_shaken: bool = Fal
     if is_shaken:
         _shake(subject)
     for step in range(steps):
-        for _, parameter in subject.trained.items():
-            parameter.grad = None
+        for tensor, _, _ in kept.flags:
+            tensor.grad = None
         output = call(subject)
-        made.update(_made(subject, step, output))
-        if subject.graph.loss is not None:
-            _backward(subject, output[0])
-            made.update((Key(step, "gradient", n), _gradient(p)) for n, p in subject.trained.items())
+        made.update(_made(step, output))
+        is_asked = step < backward if backward is not None else step == 0 or kept.has_changes
+        if subject.graph.loss is not None and is_asked:
+            made.update(_gradients(step, output[0], subject.trained, subject.largest is None))
         made.update(_changed(subject, kept, step))
     kept.changes = kept.python.changes()
     return made
+
+
+def num_backward(made: Made) -> int:
+    """In how many steps gradients were made."""
+    return len({key.step for key in made if key.kind == "gradient"})
 
 
 def call(subject: Subject, watch: Any = None) -> list[Tensor]:
@@ -186,31 +198,58 @@ def _shake(subject: Subject) -> None:
             x.add_(x * sign.to(x.dtype) * torch.finfo(x.dtype).eps)
 
 
-def _backward(subject: Subject, loss: Tensor) -> None:
-    torch.autograd.backward(loss, inputs=None if subject.names is None else list(subject.trained.values()))
+def _gradients(step: int, loss: Tensor, trained: Mapping[str, Tensor], of_all: bool) -> Made:
+    """Of leaves, each taken as soon as it is made; zeros where none flowed. of_all: the loss has no other leaves."""
+    found: dict[str, Tensor] = {}
+
+    def take(name: str, leaf: Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:  # in parts, where a reentrant checkpoint runs a backward pass of its own
+            part = summary(gradient.to_dense() if gradient.is_sparse else gradient)
+            found[name] = found[name] + part if name in found else part
+
+    with ExitStack() as stack:
+        for name, leaf in trained.items():
+            if leaf.requires_grad:
+                handle = leaf.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
+                stack.callback(handle.remove)
+        wanted = [leaf for leaf in trained.values() if leaf.requires_grad]
+        if loss.requires_grad and (wanted or of_all):
+            torch.autograd.backward(loss, inputs=None if of_all else wanted)
+    for name, leaf in trained.items():
+        found.setdefault(name, summary(torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)))
+    return {Key(step, "gradient", name): gradient for name, gradient in found.items()}
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    """A parameter's gradient, which is taken from it; zeros where none flowed."""
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is None:
-        return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    return gradient.to_dense() if gradient.is_sparse else gradient
+_LARGE = 1 << 16
 
 
-def _made(subject: Subject, step: int, outputs: list[Tensor]) -> Made:
+def summary(x: Tensor) -> Tensor:
+    """Of a large matrix the sums of its rows with random weights: differences in a row do not cancel."""
+    if x.numel() <= _LARGE or x.dim() < 2:
+        return x
+    matrix = (torch.view_as_real(x) if x.is_complex() else x).flatten(1)
+    matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
+    sums: Tensor = matrix @ _weights(matrix.shape[1], matrix.dtype, matrix.device)
+    return sums if x.is_complex() else sums.to(x.dtype)
+
+
+@lru_cache(maxsize=64)
+def _weights(length: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """So that sums are about as large as what is summed."""
+    drawn = torch.randn(length, generator=torch.Generator().manual_seed(length), dtype=torch.float64)
+    return drawn.div(length**0.5).to(device, dtype)
+
+
+def _made(step: int, outputs: list[Tensor]) -> Made:
     return {Key(step, "output", str(place)): x.detach().clone() for place, x in enumerate(outputs)}
 
 
 def _changed(subject: Subject, kept: Held, step: int) -> Made:
     """The values of stored tensors that are other than they were at first."""
-    before = {id(x): value for x, value in kept.values}
     names = {id(x): name for name, x in reversed(subject.state.items())}
-    return {
-        Key(step, "state", names[key]): x.detach().clone()
-        for key, x in {id(x): x for x in subject.state.values()}.items()
-        if not same_bits(x, before[key])
-    }
+    stored = {id(x): x for x in subject.state.values()}
+    return {Key(step, "state", names[key]): x.detach().clone() for key, x in stored.items() if kept.values.changed(x)}
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -230,25 +269,22 @@ def _loss(output: Any, tensors: list[Tensor]) -> Tensor:
     raise NoLossError("it returned no scalar loss that gradients flow from")
 
 
-def run_graph_steps(subject: Subject, steps: int, seen: Callable[[int], Seen | None] | None = None) -> Made:
-    """What the graph makes in so many steps, from the state that the model has now."""
+def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
+    """What the graph makes in so many steps, the first with gradients, from the state that the model has now."""
     made, state = Made(), _leaves(subject)
     first = dict(state)
     for step in range(steps):
         values = run_graph(
-            subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False,
-            seen=seen(step) if seen else None,
-        )  # fmt: skip
-        outputs = [values[name] for name in subject.graph.outputs]
-        made.update(_made(subject, step, outputs))
-        if subject.graph.loss is not None:
-            wanted = {name: state[name] for name in subject.trained}
-            found = _gradients(values[subject.graph.loss], wanted)
-            made.update((Key(step, "gradient", name), gradient) for name, gradient in found.items())
+            subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False, sizes=subject.sizes
+        )
+        made.update(_made(step, [values[name] for name in subject.graph.outputs]))
+        if subject.graph.loss is not None and step < backward:
+            trained = {name: state[name] for name in subject.trained}
+            made.update(_gradients(step, values[subject.graph.loss], trained, subject.largest is None))
         state.update((name, values[new].detach()) for name, new in subject.graph.mutations.items())
         changed = {name: state[name] for name in subject.graph.mutations if not same_bits(state[name], first[name])}
         made.update((Key(step, "state", name), value) for name, value in changed.items())
-        del values, outputs
+        del values
     return made
 
 
@@ -258,13 +294,5 @@ def _leaves(subject: Subject) -> dict[str, Tensor]:
     return {name: x.detach().requires_grad_(name in trained) for name, x in subject.state.items()}
 
 
-def _gradients(loss: Tensor, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
-    if not loss.requires_grad or not wanted:
-        return {name: torch.zeros_like(x) for name, x in wanted.items()}
-    found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    pairs = zip(wanted.items(), found, strict=True)
-    return {name: torch.zeros_like(x, requires_grad=False) if g is None else g for (name, x), g in pairs}
-
-
-__all__ = ["Held", "Key", "Made", "NoLossError", "Subject", "call", "held", "random_state", "run_graph_steps",
-           "run_model", "same_bits"]  # fmt: skip
+__all__ = ["Held", "Key", "Made", "NoLossError", "Subject", "call", "held", "num_backward", "random_state",
+           "run_graph_steps", "run_model"]  # fmt: skip

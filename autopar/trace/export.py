@@ -255,7 +255,10 @@ def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """Without torch's warnings, and without the graphs that it prints where tracing ends: errors are ours to tell."""
-    loggers = [logging.getLogger(name) for name in ("torch.export", "torch.fx.experimental", "torch._functorch")]
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.export", "torch.fx.experimental", "torch._functorch", "torch._subclasses")
+    ]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.CRITICAL)

@@ -1,6 +1,7 @@
 """Holds a traced graph against its model: what export cannot see shows in what the two compute.
 
-    model, graph  → two steps each, from the same state and random numbers (`trace.eager`)
+    model, graph  → too dear for the whole batch? cut it (`trace.smaller`)
+                  → two steps each, from the same state and random numbers (`trace.eager`)
                   → equal outputs, gradients and buffers, or a TraceError that names where they first part
 
 A difference counts when it is larger than rounding explains: beyond a tolerance that is relative to the largest
@@ -11,7 +12,9 @@ two runs differ cannot be compared, nor one that does not run here: the plan say
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -28,6 +31,7 @@ from autopar.trace.eager import (
     Made,
     Subject,
     held,
+    num_backward,
     random_state,
     run_graph_steps,
     run_model,
@@ -36,12 +40,38 @@ from autopar.trace.export import bind_inputs, called
 from autopar.trace.losses import with_loss
 from autopar.trace.parting import first_parting
 from autopar.trace.precision import cast_copy, cast_inputs, cast_loss
+from autopar.trace.smaller import Sizes, cut, cut_shapes, real_inputs, retraced, sizes_to_cut
+from autopar.trace.trace import trace
 
-_STEPS = 2
+
+@dataclass(frozen=True)
+class _Scope:
+    """What is compared. share: of the time for all; steps, backward, largest: as in `trace.eager`."""
+
+    what: str
+    share: float
+    steps: int = 1
+    backward: int | None = 1
+    largest: int | None = None
+
+
+_SCOPES = (
+    _Scope("", 1.0, steps=2, backward=None),
+    _Scope("one step, with gradients of parameters of at most 65,536 elements", 0.5, largest=1 << 16),
+    _Scope("outputs and buffers of one step", 0.25, backward=0),
+)
+"""From all to less, where that would take too long."""
+_WHOLE_S = 1.0
+"""A comparison that takes less, by an estimate, is of the whole batch."""
+_AT_MOST_S = 15.0
+"""Else less is compared (`_SCOPES`). Twice as much checks all gradients of models of a billion parameters."""
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of the largest element; 1e-5 for other types. Ten times larger, a lost factor of 1.0001 is passed over."""
 _NOISE = 100.0
 """So many times what the last bits of the parameters change in the model's own results is rounding."""
+_DOES_NOT_RUN = "no, the model does not run"
+_UNCLEAR = "no, its sizes are not known"
+"""The graph of a whole batch does not fit a cut one; never said."""
 
 _KNOWN: WeakKeyDictionary[nn.Module, dict[Any, str]] = WeakKeyDictionary()
 
@@ -52,15 +82,16 @@ def held_against_eager(
     example_inputs: Any,
     loss_fn: Callable[..., Any] | None = None,
     compute_dtype: torch.dtype | None = None,
-    seconds: float = 1.0,
+    seconds: float = _AT_MOST_S,
 ) -> str:
-    """ "yes" where the graph computes what the model does, or "no, WHY" where that could not be seen.
+    """ "yes" where the graph computes what the model does, "in part, WHAT", or "no, WHY" where that could not be seen.
 
     seconds: what the comparison may take, by an estimate. A model and graph that were compared are not again.
     Raises TraceError naming module and source line where they differ.
     """
     known = _KNOWN.setdefault(model, {})
-    key = (graph.fingerprint, model.training, compute_dtype, id(loss_fn), _hooks(model))
+    updates = tuple(graph.mutations.items())
+    key = (graph.fingerprint, updates, model.training, compute_dtype, id(loss_fn), _hooks(model))
     if key not in known:
         known[key] = _held(model, graph, example_inputs, loss_fn, compute_dtype, seconds)
     return known[key]
@@ -78,20 +109,60 @@ def _hooks(model: nn.Module) -> int:
 def _held(
     model: nn.Module, graph: Graph, example_inputs: Any, loss_fn: Any, compute_dtype: torch.dtype | None, seconds: float
 ) -> str:
-    names, inputs = bind_inputs(model, example_inputs, loss_fn)
     whole = with_loss(model, loss_fn)
-    tensors = [*whole.parameters(), *whole.buffers(), *inputs]
-    if any(x.is_meta for x in tensors):
-        return "no, the model or its inputs are on the meta device"
+    if any(x.is_meta for x in (*whole.parameters(), *whole.buffers())):
+        return "no, the model is on the meta device"
+    given = model, loss_fn, compute_dtype, seconds
+    if _estimate_s(graph, {}) > min(seconds, _WHOLE_S):
+        tracing = partial(_retraced, model, graph, loss_fn, compute_dtype)
+        for sizes in sizes_to_cut(example_inputs):
+            inputs = cut(example_inputs, sizes)
+            found = _in_scope(*given, graph, inputs, sizes)
+            if found == _UNCLEAR:
+                again = retraced(graph, inputs, tracing)
+                found = _in_scope(*given, again, inputs) if again is not None else _DOES_NOT_RUN
+            if not found.startswith(_DOES_NOT_RUN):
+                cuts = ", ".join(f"{n} to {to}" for n, to in sorted(sizes.items()))
+                return found if found.startswith("no") else f"{found}, with sizes of inputs cut from {cuts}"
+    found = _in_scope(*given, graph, example_inputs)
+    if compute_dtype is None or not found.startswith(_DOES_NOT_RUN):
+        return found
+    graph = _retraced(model, graph, loss_fn, None, example_inputs)  # no kernel for this dtype, or for two at once
+    found = _held(model, graph, example_inputs, loss_fn, None, seconds)
+    return found if found.startswith("no") else f"{found}, in the dtypes that the model has"
+
+
+def _retraced(
+    model: nn.Module, graph: Graph, loss_fn: Any, compute_dtype: torch.dtype | None, example_inputs: Any
+) -> Graph:
+    """As it was traced, on other inputs or in another dtype."""
+    mode = "inference" if graph.inference else "train"
+    return trace(model, example_inputs, loss_fn=loss_fn, mode=mode, compute_dtype=compute_dtype)
+
+
+def _in_scope(
+    model: nn.Module, loss_fn: Any, compute_dtype: torch.dtype | None, seconds: float, graph: Graph,
+    example_inputs: Any, sizes: Sizes | None = None,
+) -> str:  # fmt: skip
+    """What came of comparing as much as there is time for. sizes: of cut inputs, where the graph is of whole ones."""
+    estimate = _estimate_s(graph, sizes or {})
+    scope = next((item for item in _SCOPES if estimate * item.share <= seconds), None)
+    if scope is None:
+        return f"no, it would take about {estimate:.0f} s"
+    subject = _subject(model, graph, example_inputs, loss_fn, compute_dtype)
+    found = _compared(replace(subject, largest=scope.largest, sizes=sizes), scope.steps, scope.backward)
+    return f"in part, {scope.what}: all would take about {estimate:.0f} s" if found == "yes" and scope.what else found
+
+
+def _subject(
+    model: nn.Module, graph: Graph, example_inputs: Any, loss_fn: Any, compute_dtype: torch.dtype | None
+) -> Subject:
+    names, inputs = bind_inputs(model, real_inputs(example_inputs), loss_fn)
     if compute_dtype is not None:
-        inputs = cast_inputs(model, names, inputs, compute_dtype)
+        whole, inputs = with_loss(model, loss_fn), cast_inputs(model, names, inputs, compute_dtype)
         model, loss_fn = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
         _widen(with_loss(model, loss_fn), whole, graph)
-    subject = Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
-    estimate = _estimate_s(graph)
-    if estimate > seconds:
-        return f"no, it would take about {estimate:.0f} s"
-    return _compared(subject)
+    return Subject(model, graph, *called(model, names, inputs, loss_fn), tuple(inputs), loss_fn)
 
 
 def _widen(cast: nn.Module, whole: nn.Module, graph: Graph) -> None:
@@ -109,15 +180,15 @@ _SPEED = 2e10
 """FLOP a second that any host does; twice as much halves the models that are compared as they are."""
 
 
-def _estimate_s(graph: Graph) -> float:
-    """Of two steps of the model and two of the graph, in float32 on one core."""
-    shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
+def _estimate_s(graph: Graph, sizes: Sizes) -> float:
+    """Of a step with gradients and one without (3 + 1 times the work) of model and graph, in float32 on one core."""
+    shapes = cut_shapes(graph, sizes)
     work = sum(
         flops(node, tuple(shapes[name] for name in node.operands), tuple(shapes[name] for name in node.results))
         for node in graph.nodes
     )
-    moved = sum(tensor.num_bytes for tensor in graph.tensors.values())
-    return 2 * _STEPS * 3 * (work / _SPEED + moved / 4e9)
+    moved = sum(4 * prod(shape) for shape in shapes.values())
+    return 8 * (work / _SPEED + moved / 4e9)
 
 
 @dataclass(frozen=True)
@@ -127,26 +198,29 @@ class _Difference:
     graph: Tensor
 
 
-def _compared(subject: Subject) -> str:
+def _compared(subject: Subject, steps: int, backward: int | None) -> str:
+    """What came of it. backward: in how many steps gradients are made (`run_model`)."""
     with held(subject) as kept:
         try:
-            expected = run_model(subject, kept, _STEPS)
+            expected = run_model(subject, kept, steps, backward)
         except Exception as error:
-            return f"no, the model does not run on {subject.device.type} here: {_first_line(error)}"
-        ended = random_state(subject)
+            return f"{_DOES_NOT_RUN} on {subject.device.type} here: {_first_line(error)}"
+        ended, backward = random_state(subject), num_backward(expected)
         changes = kept.changes
         kept.restore()
         try:
-            found = run_graph_steps(subject, _STEPS)
+            found = run_graph_steps(subject, steps, backward)
         except Exception as error:
+            if subject.sizes:
+                return _UNCLEAR
             return f"no, the graph could not be run operator by operator: {_first_line(error)}"
         drew_alike = all(map(torch.equal, ended, random_state(subject)))
         differences = _differences(subject, kept, expected, found)
-        if not differences:
-            return "yes"
-        if _differences(subject, kept, expected, run_model(subject, kept, _STEPS)):
+        if not differences or subject.sizes:
+            return _UNCLEAR if differences else "yes"
+        if _differences(subject, kept, expected, run_model(subject, kept, steps, backward)):
             return "no, two runs of the model from the same state differ"
-        noise = run_model(subject, kept, _STEPS, is_shaken=True)
+        noise = run_model(subject, kept, steps, backward, is_shaken=True)
         real = [item for item in differences if not _is_rounding(item, expected[item.key], noise.get(item.key))]
         if not real:
             return "yes"
@@ -162,10 +236,9 @@ def _first_line(error: Exception) -> str:
 
 def _differences(subject: Subject, kept: Held, expected: Made, found: Made) -> list[_Difference]:
     """In the order of steps, and of outputs, gradients and state in each."""
-    first = {id(x): value for x, value in kept.values}
     differences = []
     for key in sorted({*expected, *found}, key=lambda key: (key.step, ("output", "gradient", "state").index(key.kind))):
-        before = first[id(subject.state[key.name])] if key.kind == "state" else None
+        before = kept.values.before(subject.state[key.name]) if key.kind == "state" else None
         model, graph = expected.get(key, before), found.get(key, before)
         assert model is not None and graph is not None, f"expected {key} of both"
         if distance(model, graph, before) > _TOLERANCE.get(model.dtype, 1e-5):
@@ -177,7 +250,7 @@ def distance(left: Tensor, right: Tensor, before: Tensor | None = None) -> float
     """The largest difference of two elements, as a share of the largest element; of what changed since `before`."""
     if left.shape != right.shape:
         return float("inf")
-    if not (left.is_floating_point() or left.is_complex()):
+    if torch.equal(left, right) or not (left.is_floating_point() or left.is_complex()):
         return 0.0 if torch.equal(left, right) else float("inf")
     wide = [x.detach().to(torch.complex128 if x.is_complex() else torch.float64) for x in (left, right)]
     apart = (wide[0] - wide[1]).abs()

@@ -11,6 +11,7 @@ from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.structure import HOOK, OWN_BACKWARD
 from autopar.ops import overload, real
 from autopar.ops.functions import call_own
+from autopar.trace.smaller import Sizes, fitted
 
 Seen = Callable[[Node, list[tuple[str, Tensor]]], None]
 
@@ -22,11 +23,13 @@ def run_graph(
     *,
     device: str = "cpu",
     keep_all: bool = True,
+    sizes: Sizes | None = None,
     seen: Seen | None = None,
 ) -> dict[str, Tensor]:
     """The value of every tensor by name; without `keep_all`, of outputs and what forward changes alone.
 
     state: the model's parameters and buffers by name, which are read, never written. inputs: by the graph's names.
+    sizes: of inputs that are cut, and of all that is made of these, what they are now (`trace.smaller`).
     seen: called with each node and its named results, as soon as they are made.
     """
     values = dict(inputs)
@@ -40,7 +43,7 @@ def run_graph(
         if node.op in OWN_BACKWARD:
             made: Any = call_own(node, args[0 if node.op == HOOK else 1])
         else:
-            made = overload(node.op)(*args, **kwargs)
+            made = overload(node.op)(*fitted(graph, node, args, sizes or {}), **kwargs)
         results = made if isinstance(made, (tuple, list)) else [made]
         named = [(name, value) for name, value in zip(node.outputs, results, strict=True) if name is not None]
         values.update(named)
