@@ -12,6 +12,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from datetime import date
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -36,6 +37,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.text import prediction_text, time_text
 from autopar.pipeline import parallelize, template_plan, timeline_of, verify, with_timeline
 from autopar.simulate import predict
+from autopar.trace.weightless import built_on_meta
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 _TEMPLATE = {"dp": int, "tp": int, "pp": int, "microbatches": int, "schedule": str, "chunks": int,
@@ -226,13 +228,14 @@ def load_model(text: str, meta: bool = False) -> tuple[torch.nn.Module, Any]:
         )
     config = getattr(module, attribute)
     config = _made(f"{name}.{attribute}()", config) if callable(config) else config
+    build = partial(module.build, config)
+    model = _made(f"{name}.build(config)", partial(built_on_meta, build) if meta else build)
+    if not isinstance(model, torch.nn.Module):
+        raise AutoparError(
+            f"expected {name}.build(config) to return a torch.nn.Module, found {type(model).__name__}\n"
+            "end it with `return model`"
+        )
     with torch.device("meta" if meta else "cpu"):
-        model = _made(f"{name}.build(config)", module.build, config)
-        if not isinstance(model, torch.nn.Module):
-            raise AutoparError(
-                f"expected {name}.build(config) to return a torch.nn.Module, found {type(model).__name__}\n"
-                "end it with `return model`"
-            )
         inputs = _made(f"{name}.example_inputs(config)", module.example_inputs, config)
     if inputs is None:
         raise AutoparError(

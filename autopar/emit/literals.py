@@ -33,8 +33,8 @@ def constant_text(graph: Graph, stored: Stored) -> str:
 
 
 def unsaved_text(graph: Graph) -> str:
-    """The values of buffers that no state_dict holds, by name, exact."""
-    wanted = {item.name for item in graph.stored if item.kind == "buffer" and not item.persistent}
+    """The known values of buffers that no state_dict holds, by name, exact."""
+    wanted = {item.name for item in graph.stored if item.kind == "buffer"}
     known = {name: value for name, value in graph.unsaved.items() if name in wanted}
     return ", ".join(f"{name!r}: {literal_text(value.detach().cpu().tolist())}" for name, value in known.items())
 

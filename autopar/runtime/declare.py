@@ -228,7 +228,7 @@ class Program(Block):
     SHARES: ClassVar[Mapping[str, tuple[int, ...]]] = {}  # by axis, where ranks get different parts of a batch
     MICROBATCHES: ClassVar[int] = 1
     TRAINING: ClassVar[bool] = True  # the mode that the model was in when it was traced
-    BUFFERS: ClassVar[Mapping[str, Any]] = {}  # values of those that no state_dict holds, as nested lists
+    BUFFERS: ClassVar[Mapping[str, Any]] = {}  # first values of those that are known, as nested lists
     INPUTS: ClassVar[tuple[Input, ...]] = ()
     ARGUMENTS: ClassVar[Mapping[str, Any]] = {}  # what a step is given, where that is more than its inputs
     TIED: ClassVar[Mapping[str, str]] = {}  # further names of a parameter: {"lm_head.weight": "wte.weight"}

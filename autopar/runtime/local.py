@@ -7,7 +7,6 @@ where each begins and ends; several microbatches may be between their two passes
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -62,9 +61,8 @@ class Local:
             if attribute in holder.declared_buffers:
                 known = _known(name, [other.buffers for other in others])
                 buffer = holder.declared_buffers[attribute]
-                if name in self.program.BUFFERS:
-                    buffer = replace(buffer, value=self.program.BUFFERS[name])
-                self.buffers[name] = state.make_buffer(name, buffer, holder, attribute, self.mesh, known)
+                start = self.program.BUFFERS.get(name)
+                self.buffers[name] = state.make_buffer(name, buffer, holder, attribute, self.mesh, known, start)
                 continue
             declared = holder.declared_parameters[attribute]
             made = _known(name, [other.parameters for other in others])

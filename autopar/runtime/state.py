@@ -38,7 +38,7 @@ class StoredBuffer:
     tensor: Tensor
     used: Tensor
     version: int = -1  # of `local`, when `used` was last made from it
-    unset_version: int = -1  # of `local`, before it was given any value, where no state_dict holds it
+    unset_version: int = -1  # of `local`, before it was given any value
     latest: Tensor | None = None  # what forward has set in this step
 
     @property
@@ -74,24 +74,25 @@ class StoredBuffer:
 
 
 def make_buffer(
-    name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh, known: StoredBuffer | None = None
-) -> StoredBuffer:
+    name: str, declared: Buffer, holder: Parameters, attribute: str, mesh: RankMesh, known: StoredBuffer | None = None,
+    start: Any = None,
+) -> StoredBuffer:  # fmt: skip
     """Makes this rank's part of a buffer, not yet loaded but for a constant, and puts it in its holder.
 
-    known: what another stage on this rank has made of it, to be shared.
+    known: what another stage on this rank has made of it, to be shared. start: its first value, as nested lists.
     """
+    start = declared.value if start is None else start
     types = parse_placement(declared.placement, len(mesh.axes))
     shape = local_shape(declared.shape, types, mesh.axes)
     local = known.local if known is not None else unset_tensor(shape, declared.dtype, mesh.device)
-    if declared.value is not None and known is None:
-        whole = torch.tensor(declared.value, dtype=declared.dtype).reshape(declared.shape)
+    if start is not None and known is None:
+        whole = torch.tensor(start, dtype=declared.dtype).reshape(declared.shape)
         local.copy_(whole[local_slices(declared.shape, types, mesh.axes)])
     sharded = any(kind.is_shard for kind in types)
     used = local if declared.compute in (None, declared.dtype) else local.to(declared.compute)
     holder.__dict__[attribute] = used
     tensor = wrap(local, declared.shape, types, mesh) if sharded else local
-    is_given = declared.persistent or declared.value is not None
-    unset_version = -1 if is_given else local._version
+    unset_version = -1 if start is not None else local._version
     return StoredBuffer(name, declared, types, mesh, holder, attribute, local, tensor, used, -1, unset_version)
 
 
@@ -168,12 +169,14 @@ class State:
         }
 
     def check_set(self) -> None:
-        """Raises ProgramError where a buffer that no state_dict holds was never given its value."""
-        unset = sorted(name for name, stored in self.buffers.items() if not stored.is_set)
+        """Raises ProgramError where a buffer was never given its value."""
+        unset = {name: stored.declared.persistent for name, stored in sorted(self.buffers.items()) if not stored.is_set}
         if unset:
+            lost = [name for name, is_persistent in unset.items() if not is_persistent]
+            why = f"; a state_dict does not hold {', '.join(lost)}" if lost else ""
             raise ProgramError(
-                f"expected values of the non-persistent buffers {', '.join(unset)}, found none: a state_dict does not "
-                "hold them. Start from the model with init_from(model), or from PlannedProgram.build"
+                f"expected values of the buffers {', '.join(unset)}, found none{why}. Start from the model with "
+                "init_from(model), or from PlannedProgram.build; without weights here, plan with `autopar plan --meta`"
             )
 
     @torch.no_grad()

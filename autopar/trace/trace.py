@@ -18,7 +18,7 @@ from torch import nn
 
 from autopar.ir.graph import Graph
 from autopar.ir.sharing import share
-from autopar.trace.buffers import unsaved_buffers
+from autopar.trace.buffers import all_on_meta, unsaved_buffers
 from autopar.trace.clean import clean
 from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
@@ -60,15 +60,18 @@ def trace(
     whole = with_loss(model, loss_fn)
     check_names(whole)
     check_layouts(whole, names, inputs)
+    unsaved = unsaved_buffers(whole)
     traced, loss, given = model, loss_fn, inputs
-    if compute_dtype is not None:
-        traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
-        given = cast_inputs(model, names, inputs, compute_dtype)
-    program, paths = export(traced, names, given, loss, mode, fewest, parameter_hooks(whole) if mode == "train" else {})
-    prefix = "model." if loss_fn is not None or is_wrapped(model) else ""
-    graph = convert(program, with_loss(traced, loss), names, paths, prefix=prefix, mode=mode)
+    with all_on_meta(whole):
+        if compute_dtype is not None:
+            traced, loss = cast_copy(model, compute_dtype), cast_loss(loss_fn, compute_dtype)
+            given = cast_inputs(model, names, inputs, compute_dtype)
+        hooks = parameter_hooks(whole) if mode == "train" else {}
+        program, paths = export(traced, names, given, loss, mode, fewest, hooks)
+        prefix = "model." if loss_fn is not None or is_wrapped(model) else ""
+        graph = convert(program, with_loss(traced, loss), names, paths, prefix=prefix, mode=mode)
     arguments = () if inputs.is_plain else inputs.tree
-    graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved_buffers(whole))
+    graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved)
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
     graph = share(number(with_offsets(clean(fuse_routing(clean(without_counting(clean(graph))))))))
