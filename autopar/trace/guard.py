@@ -6,7 +6,8 @@
 
 A difference counts when it is larger than rounding explains: beyond a tolerance that is relative to the largest
 element, and beyond what the model's own results change by when the last bits of its parameters do. A model whose own
-two runs differ cannot be compared, nor one that does not run here: the plan says so, and nothing is refused.
+two runs differ by more than an order of sums explains is refused, too; by less, it cannot be compared, nor can one that
+does not run here: the plan says so, and nothing is refused.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from autopar.cost import flops
 from autopar.errors import TraceError
@@ -67,6 +69,8 @@ _AT_MOST_S = 15.0
 """Else less is compared (`_SCOPES`). Twice as much checks all gradients of models of a billion parameters."""
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of the largest element; 1e-5 for other types. Ten times larger, a lost factor of 1.0001 is passed over."""
+_UNLIKE = 100.0
+"""So many tolerances are more than an order of sums makes: a model whose runs differ by that is none to plan."""
 _NOISE = 100.0
 """So many times what the last bits of the parameters change in the model's own results is rounding."""
 _DOES_NOT_RUN = "no, the model does not run"
@@ -205,6 +209,12 @@ def _compared(subject: Subject, steps: int, backward: int | None) -> str:
             expected = run_model(subject, kept, steps, backward)
         except Exception as error:
             return f"{_DOES_NOT_RUN} on {subject.device.type} here: {_first_line(error)}"
+        if any(isinstance(x, FakeTensor) for x in expected.values()):
+            raise TraceError(
+                "expected forward to keep tensors where they are seen, in attributes, lists, dicts and caches of "
+                "functions, found one that was made while tracing in what the model computes afterwards; keep it in a "
+                "registered buffer, and make the model anew"
+            )
         ended, backward = random_state(subject), num_backward(expected)
         changes = kept.changes
         kept.restore()
@@ -218,7 +228,10 @@ def _compared(subject: Subject, steps: int, backward: int | None) -> str:
         differences = _differences(subject, kept, expected, found)
         if not differences or subject.sizes:
             return _UNCLEAR if differences else "yes"
-        if _differences(subject, kept, expected, run_model(subject, kept, steps, backward)):
+        again = _differences(subject, kept, expected, run_model(subject, kept, steps, backward))
+        if any(distance(item.model, item.graph) > _UNLIKE * _tolerance(item.model) for item in again):
+            raise _refusal(subject, kept, differences[0], changes, is_unlike_itself=True)
+        if again:
             return "no, two runs of the model from the same state differ"
         noise = run_model(subject, kept, steps, backward, is_shaken=True)
         real = [item for item in differences if not _is_rounding(item, expected[item.key], noise.get(item.key))]
@@ -241,9 +254,13 @@ def _differences(subject: Subject, kept: Held, expected: Made, found: Made) -> l
         before = kept.values.before(subject.state[key.name]) if key.kind == "state" else None
         model, graph = expected.get(key, before), found.get(key, before)
         assert model is not None and graph is not None, f"expected {key} of both"
-        if distance(model, graph, before) > _TOLERANCE.get(model.dtype, 1e-5):
+        if distance(model, graph, before) > _tolerance(model):
             differences.append(_Difference(key, model, graph))
     return differences
+
+
+def _tolerance(x: Tensor) -> float:
+    return _TOLERANCE.get(x.dtype, 1e-5)
 
 
 def distance(left: Tensor, right: Tensor, before: Tensor | None = None) -> float:
@@ -281,13 +298,22 @@ def _is_rounding(item: _Difference, expected: Tensor, shaken: Tensor | None) -> 
     return bool(gap <= _NOISE * (expected.double() - shaken.double()).abs().max())
 
 
-def _refusal(subject: Subject, kept: Held, item: _Difference, changes: Any) -> TraceError:
+def _refusal(
+    subject: Subject, kept: Held, item: _Difference, changes: Any, is_unlike_itself: bool = False
+) -> TraceError:
     """The error, with the place where values, or else gradients, first part."""
     where = first_parting(subject, kept, item.key)
     what = {"output": "loss" if subject.graph.loss else f"output {item.key.name}", "gradient": "gradient of",
             "state": "new value of"}[item.key.kind]  # fmt: skip
     name = "" if item.key.kind == "output" else f" {item.key.name!r}"
     state = f"; forward changed {', '.join(change.path for change in changes[:3])}" if changes else ""
+    if is_unlike_itself:
+        return TraceError(
+            f"expected forward to compute the same whenever it begins with the same parameters, buffers, inputs and "
+            f"random numbers, found another {what}{name}{state}.\n{where}\nTracing keeps what it did once: draw with "
+            "torch's functions, and keep in registered buffers what one step leaves for the next. check=False plans "
+            "the graph as it was traced."
+        )
     return TraceError(
         f"expected the traced graph to compute what the model does, found another {what}{name} in step "
         f"{item.key.step + 1}{_numbers(item)}{state}.\n{where}\nTracing keeps operators on tensors and registered "

@@ -10,6 +10,7 @@ are generators of one's own, seeds that forward sets, and parameters that it fre
 
 from __future__ import annotations
 
+import inspect
 import linecache
 import random
 import sys
@@ -68,6 +69,9 @@ def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         if changes:
             before.restore()
             _check_again(before, changes, target, args, kwargs)
+            used = [change for change in changes if change.is_of_iterator]
+            if used:
+                raise _refusal(used, target, *_place_of_attribute(target, used[0].path))
     finally:
         before.restore()
 
@@ -260,6 +264,19 @@ def _first_other(first: _Tape, again: _Tape) -> tuple[str, str]:
             if expression not in known:
                 return module, _text(place)
     return "", _text(first.rows[-1][2] if first.rows else None)
+
+
+def _place_of_attribute(target: nn.Module, path: str) -> tuple[str, str]:
+    """Module and line that name an attribute: those of its module's forward."""
+    modules = dict(target.named_modules())
+    owner, _, name = path.rpartition(".")
+    module = next((owner[:end] for end in range(len(owner), 0, -1) if owner[:end] in modules), "")
+    with suppress(OSError, TypeError):
+        forward = inspect.unwrap(type(modules[module]).forward)
+        lines, first = inspect.getsourcelines(forward)
+        found = [(number, line) for number, line in enumerate(lines, first) if name in line] or [(first, lines[0])]
+        return module, f"{inspect.getsourcefile(forward)}:{found[0][0]}: {found[0][1].strip()}"
+    return module, "an unknown line"
 
 
 class _UnclearError(Exception):

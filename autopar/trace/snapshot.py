@@ -1,15 +1,22 @@
 """What a model holds beside tensors, so that it can be told what forward changed, and be put back.
 
-Looked at are attributes of modules, of the objects, lists, dicts and sets that they hold, what their functions close
-over, plain global variables and class attributes that the user's functions name, and generators of random numbers.
+Looked at are attributes of modules, of the objects, lists, dicts, sets and arrays that they hold, what their functions
+close over, remember in defaults and caches, or name as global variables (plain values, classes and modules of the
+user's, and what these hold), generators of random numbers, and iterators, which cannot be put back.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+import itertools
+import operator
 import random
+import sys
+import sysconfig
 import types
-from collections import Counter, OrderedDict, defaultdict, deque
+import warnings
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +31,13 @@ from autopar.trace.evidence import is_own
 _DEEPEST = 4  # objects inside objects inside a module
 _LONGEST = 100_000  # of a list that is looked at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_LEAVES = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, Tensor, np.ndarray)
-_DICTS = (dict, OrderedDict, defaultdict, Counter)  # others may make what they are asked for
+_LEAVES = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, Tensor)
+_CONTAINERS = (dict, list, set, deque)
+_ITERATORS = (
+    *(type(iter(x)) for x in ([], (), "", b"", set(), {}, {}.values(), {}.items(), range(0), deque())),
+    type(reversed([])), types.GeneratorType, enumerate, zip, map, filter, reversed, itertools.chain, itertools.count,
+    itertools.cycle, itertools.islice, itertools.repeat, itertools.product, itertools.starmap, itertools.accumulate,
+)  # fmt: skip
 MISSING = object()
 
 
@@ -39,6 +51,11 @@ class Change:
     before: Any
     after: Any
     put: Callable[[Any], None]  # another value there
+
+    @property
+    def is_of_iterator(self) -> bool:
+        """Whether it is that something was taken from one."""
+        return isinstance(self.holder, _ITERATORS)
 
 
 @dataclass(frozen=True)
@@ -77,7 +94,7 @@ class Snapshot:
                 if not _same(before, after):
                     path = (
                         kept.path
-                        if key == "" or type(kept.holder) in (list, deque)
+                        if key == "" or isinstance(kept.holder, (list, deque))
                         else f"{kept.path}.{key}".lstrip(".")
                     )
                     found.append(Change(path, kept.holder, key, before, after, functools.partial(_put, kept, key)))
@@ -109,29 +126,43 @@ class Snapshot:
         state = _generator_state(value)
         if state is not None:
             self._keep(path, value, *state)
-        elif type(value) in _DICTS:
-            self._contents(value, path, lambda: dict(value), lambda old: _refill(value, old), value.values(), depth)
-        elif type(value) in (list, deque) and len(value) <= _LONGEST:
-            self._contents(value, path, lambda: dict(enumerate(value)), lambda old: _relist(value, old), value, depth)
-        elif type(value) is set and len(value) <= _LONGEST:
-            self._keep(path, value, lambda: dict.fromkeys(value, True), lambda old: _reset(value, old))
+        elif isinstance(value, _ITERATORS):
+            self._keep(path, value, lambda: {"": _place_in(value)}, lambda _: None)
+        elif isinstance(value, dict):
+            self._contents(value, path, lambda: dict(dict.items(value)), functools.partial(_refill, value), depth)
+        elif isinstance(value, (list, deque)) and len(value) <= _LONGEST:
+            self._contents(value, path, lambda: dict(enumerate(value)), functools.partial(_relist, value), depth)
+        elif isinstance(value, set) and len(value) <= _LONGEST:
+            self._keep(path, value, lambda: dict.fromkeys(value, True), functools.partial(_reset, value))
+        elif isinstance(value, np.ndarray):
+            if value.size <= _LONGEST and not value.dtype.hasobject:
+                own = value.copy()
+                self._keep(path, value, lambda: {"": value.tobytes()}, lambda _: np.copyto(value, own))
         elif isinstance(value, tuple):
             self._all(value, path, depth)
         elif isinstance(value, types.FunctionType):
             self._function(value, path, depth)
+        elif isinstance(value, functools._lru_cache_wrapper):
+            self._keep(path, None, lambda: {"": str(value.cache_info().misses)}, functools.partial(_forget, value))
+            self._walk(value.__wrapped__, path, depth)
         elif isinstance(value, types.MethodType):
             self._all((value.__self__, value.__func__), path, depth - 1)
         elif isinstance(value, functools.partial):
             self._all((value.func, value.args, value.keywords), path, depth - 1)
-        elif isinstance(getattr(value, "__dict__", None), dict):
+        if isinstance(getattr(value, "__dict__", None), dict):
             self._object(value, path, depth)
-            self._class(type(value), path)
+            if state is None:
+                self._class(type(value), path)
+        slots = [n for kind in type(value).__mro__ for n in _words(vars(kind).get("__slots__")) if n[:2] != "__"]
+        if slots and not _is_library(type(value).__module__):
+            read = functools.partial(_slots, value, slots)
+            self._contents(value, path, read, functools.partial(_set_all, value), depth)
 
     def _object(self, value: Any, path: str, depth: int) -> None:
         own = value.__dict__
-        self._contents(value, path, lambda: dict(own), lambda old: _refill(own, old), own.values(), depth)
+        self._contents(value, path, lambda: dict(own), functools.partial(_refill, own), depth)
 
-    def _contents(self, holder: Any, path: str, read: Any, write: Any, inside: Iterable[Any], depth: int) -> None:
+    def _contents(self, holder: Any, path: str, read: Any, write: Any, depth: int) -> None:
         self._keep(path, holder, read, write)
         for key, value in list(read().items()):
             self._walk(value, f"{path}.{key}".lstrip("."), depth + 1)
@@ -144,8 +175,16 @@ class Snapshot:
         """Plain attributes of a user's class, and the functions in it."""
         if not self._is_new(kind):
             return
-        functions = [f for f in vars(kind).values() if isinstance(f, types.FunctionType)]
-        if not any(is_own(f.__code__.co_filename) for f in functions):
+        functions = [f for f in map(_function_of, vars(kind).values()) if f is not None]
+        if not any(is_own(inspect.unwrap(f).__code__.co_filename) for f in functions):
+            return
+        self._attributes(kind)
+        for function in functions:
+            self._walk(function, f"{kind.__name__}.{getattr(function, '__name__', '')}", 0)
+
+    def _attributes(self, kind: type) -> None:
+        """What a class itself keeps."""
+        if not self._is_new(("attributes", id(kind))):
             return
         plain = [name for name, value in vars(kind).items() if isinstance(value, _PLAIN) and not name.startswith("__")]
         if plain:
@@ -153,26 +192,39 @@ class Snapshot:
                 kind.__name__, kind, lambda: {n: vars(kind)[n] for n in plain if n in vars(kind)},
                 functools.partial(_set_all, kind),
             )  # fmt: skip
-        for name, value in vars(kind).items():
-            if isinstance(value, (list, dict, set, deque)) and not name.startswith("__"):
+        for name, value in list(vars(kind).items()):
+            if isinstance(value, (*_CONTAINERS, *_ITERATORS)) and not name.startswith("__"):
                 self._walk(value, f"{kind.__name__}.{name}", 1)
-        for function in functions:
-            self._walk(function, f"{kind.__name__}.{function.__name__}", 0)
 
     def _function(self, function: types.FunctionType, path: str, depth: int) -> None:
-        """What it closes over, and the global variables and functions that it names."""
+        """What it closes over and remembers, and the global variables and functions that it names."""
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             self._keep(path, cell, functools.partial(_cell, name, cell), functools.partial(_recell, name, cell))
             self._walk(_cell(name, cell).get(name), f"{path}.{name}", depth + 1)
-        if not is_own(function.__code__.co_filename):
-            return
-        everything = function.__globals__
-        for name in _names_in(function.__code__):
+        if is_own(function.__code__.co_filename):
+            self._all((function.__defaults__, function.__kwdefaults__), path, depth - 1)
+            self._named(dict.fromkeys(_names_in(function.__code__)), function.__globals__, function, depth)
+
+    def _named(
+        self, names: Iterable[str], everything: dict[str, Any], function: types.FunctionType, depth: int
+    ) -> None:
+        """Of the variables of a module, those that a function names."""
+        for name in names:
             value = everything.get(name, MISSING)
             if isinstance(value, _PLAIN):
                 if self._is_new((name, id(everything))):
                     self._keep("", None, functools.partial(_global, name, everything), everything.update)
-            elif _is_the_users(value, function):
+            elif isinstance(value, types.ModuleType):
+                if not _is_library(value.__name__) and everything is function.__globals__:
+                    self._named(names, vars(value), function, depth)
+            elif isinstance(value, type):
+                if _is_the_users(value.__module__, function):
+                    self._attributes(value)
+            elif (
+                isinstance(value, (*_CONTAINERS, *_ITERATORS, types.FunctionType, functools._lru_cache_wrapper))
+                or _generator_state(value) is not None
+                or (not isinstance(value, _LEAVES) and _is_the_users(type(value).__module__, function))
+            ):
                 self._walk(value, name, depth + 1)
 
     def _keep(self, path: str, holder: Any, read: Any, write: Any) -> None:
@@ -187,11 +239,57 @@ class Snapshot:
         return True
 
 
-def _is_the_users(value: Any, function: types.FunctionType) -> bool:
-    """Whether a global variable's value may be what a model keeps between its steps, or what its forward calls."""
-    if type(value) in (*_DICTS, list, set, deque, types.FunctionType) or _generator_state(value) is not None:
-        return True
-    return not isinstance(value, _LEAVES) and type(value).__module__ == function.__module__
+def _is_the_users(module: str, function: types.FunctionType) -> bool:
+    """Whether what is of a module may be what a model keeps between its steps, or what its forward calls."""
+    return module == function.__module__ or not _is_library(module)
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Whether a module is Python's or an installed one."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    if module == "__main__":
+        return False
+    paths = sysconfig.get_paths()
+    return file is None or file.startswith((paths["stdlib"], paths["platlib"])) or "site-packages" in file
+
+
+def _function_of(value: Any) -> Any:
+    """The function of a class's attribute, if it is one."""
+    value = getattr(value, "__func__", None) or getattr(value, "fget", None) or getattr(value, "func", value)
+    return value if isinstance(value, (types.FunctionType, functools._lru_cache_wrapper)) else None
+
+
+def _place_in(value: Any) -> Any:
+    """How far an iterator has come, without taking anything from it."""
+    if isinstance(value, types.GeneratorType):
+        frame = value.gi_frame
+        return None if frame is None else (frame.f_lasti, *map(_place_in, frame.f_locals.values()))
+    if isinstance(value, _ITERATORS):
+        left = operator.length_hint(value, -1)
+        if left >= 0:
+            return left
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, *parts = value.__reduce__()
+        return _place_in(tuple(parts))
+    if isinstance(value, tuple):
+        return tuple(map(_place_in, value))
+    return value if isinstance(value, _PLAIN) else id(value)
+
+
+def _forget(cached: Any, old: dict[str, str]) -> None:
+    """Empties a cache in which something was put."""
+    if str(cached.cache_info().misses) != old[""]:
+        cached.cache_clear()
+
+
+def _words(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots or ())
+
+
+def _slots(value: Any, names: list[str]) -> dict[str, Any]:
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
 def _put(kept: _Kept, key: Any, value: Any) -> None:
@@ -227,8 +325,10 @@ def _set_all(kind: type, old: dict[str, Any]) -> None:
 
 
 def _refill(value: dict[Any, Any], old: dict[Any, Any]) -> None:
-    value.clear()
-    value.update(old)
+    kind = OrderedDict if isinstance(value, OrderedDict) else dict  # not what a class of one's own does
+    kind.clear(value)
+    for key, item in old.items():
+        kind.__setitem__(value, key, item)
 
 
 def _relist(value: list[Any] | deque[Any], old: dict[Any, Any]) -> None:

@@ -87,6 +87,111 @@ import dataclasses
 class State$i:
     n: int = 0
 """),
+    _python("a generator function of factors", "self.factors$i = factors$i()", "h = h * next(self.factors$i)", above="""
+def factors$i():
+    factor = 1.0
+    while True:
+        yield factor
+        factor *= 0.9
+"""),
+    _python("a generator that repeats itself for a while", "self.factors$i = (f for f in [1.0] * 2 + [0.3] * 200)",
+            "h = h * next(self.factors$i)"),
+    _python("a count of itertools", "self.count$i = itertools.count(1)", "h = h / next(self.count$i)",
+            above="import itertools"),
+    _python("a cycle of itertools", "self.turn$i = itertools.cycle([0.5, 1.0])", "h = h * next(self.turn$i)",
+            above="import itertools"),
+    _python("an iterator that nothing takes from", "self.left$i = iter([1.0, 0.5])", "h = h * 0.5", must_run=True),
+    _python("an attribute of a function", "pass", "h = counted$i(h)", above="""
+def counted$i(h):
+    counted$i.calls += 1
+    return h / counted$i.calls
+counted$i.calls = 0
+"""),
+    _python("a class that counts by a method", "pass", "h = h * Clock$i.tick()", above="""
+class Clock$i:
+    now = 0
+    @classmethod
+    def tick(cls):
+        cls.now += 1
+        return 1 / cls.now
+"""),
+    _python("a cached method", "self.c$i = Cached$i()", "h = h + self.c$i.table(D)", above="""
+import functools
+class Cached$i:
+    @functools.lru_cache(maxsize=None)
+    def table(self, n):
+        return torch.arange(n).double() * 0.1
+""", must_run=True),
+    _python("a cached property", "self.c$i = Lazy$i()", "h = h + self.c$i.table", above="""
+import functools
+class Lazy$i:
+    @functools.cached_property
+    def table(self):
+        return torch.arange(D).double() * 0.1
+""", must_run=True),
+    _python("a numpy array that is written", "self.n$i = np.ones(3)",
+            "self.n$i += 1\nh = h / float(self.n$i[1])", above="import numpy as np"),
+    _python("a numpy array that is read", "self.n$i = np.linspace(0.5, 1, 3)", "h = h * float(self.n$i[1])",
+            above="import numpy as np", must_run=True),
+    _python("state in slots", "self.s$i = Slots$i()", "self.s$i.n += 1\nh = h / self.s$i.n", above="""
+class Slots$i:
+    __slots__ = ("n",)
+    def __init__(self):
+        self.n = 0
+"""),
+    _python("state in a dict of its own class", "self.s$i = Dict$i(n=0)", "self.s$i['n'] += 1\nh = h / self.s$i['n']",
+            above="class Dict$i(dict):\n    pass"),
+    _python("state in a closure", "self.s$i = counter$i()", "h = h / self.s$i()", above="""
+def counter$i():
+    n = 0
+    def tick():
+        nonlocal n
+        n += 1
+        return n
+    return tick
+"""),
+    _python("a set of what was seen", "self.seen$i = set()",
+            "h = h * (1 if h.shape in self.seen$i else 2)\nself.seen$i.add(h.shape)"),
+    _python("a queue of activations", "self.queue$i = deque(maxlen=2)",
+            "h = h - sum(self.queue$i)\nself.queue$i.append(h.detach().mean(0) * 0.1)",
+            above="from collections import deque"),
+    _python("a global variable set anew", "pass", "h = anneal$i(h)", above="""
+RATE$i = 1.0
+def anneal$i(h):
+    global RATE$i
+    RATE$i *= 0.9
+    return h * RATE$i
+"""),
+    _python("a global tensor", "pass", "h = h * SCALE$i", above="SCALE$i = torch.linspace(0.5, 1, D)", must_run=True),
+    _python("a global tensor that is written", "pass", "h = h * SCALE$i.clone()\nSCALE$i.mul_(0.9)",
+            above="SCALE$i = torch.linspace(0.5, 1, D)"),
+    _python("the time", "pass", "h = h * (1 + time.perf_counter_ns() % 7)", above="import time"),
+    _python("the environment", "pass", "h = h * float(os.environ.get('NOT_SET$i', '0.5'))", above="import os",
+            must_run=True),
+    _python("a number of numpy's", "pass", "h = h * float(np.random.rand())", above="import numpy as np"),
+    _python("a generator of numpy's made in forward", "pass", "h = h * np.random.default_rng().random()",
+            above="import numpy as np"),
+    _python("a generator of numpy's with a seed", "self.rng$i = np.random.default_rng(1)",
+            "h = h * self.rng$i.random()", above="import numpy as np"),
+    _python("a branch on whether gradients are made", "pass", "h = h * 2 if torch.is_grad_enabled() else h",
+            must_run=True),
+    _python("an exception that is caught", "pass", """
+try:
+    h = h * self.missing$i
+except AttributeError:
+    h = h * 0.5
+""", must_run=True),
+    _python("a warning given once", "self.warned$i = False", """
+if not self.warned$i:
+    warnings.warn("shown once")
+    self.warned$i = True
+h = h * 0.5
+""", above="import warnings", must_run=True),
+    _python("time taken and logged", "self.times$i = []", """
+began$i = time.perf_counter()
+h = h * 0.5
+self.times$i.append(time.perf_counter() - began$i)
+""", above="import time", must_run=True),
 )  # fmt: skip
 
 #: like operators, inputs, values of the model, the runtime's attributes, Python's words, or no identifiers at all
