@@ -8,7 +8,7 @@ such a model, so are those that a state_dict does hold: until one is loaded, the
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -59,7 +59,8 @@ def _initialised(model: nn.Module, path: str, module: nn.Module) -> dict[str, Te
     """What the nearest module around that can, or else the module itself, initialises of a module's buffers; nothing of
     what depends on what was there before."""
     around = [model.get_submodule(".".join(path.split(".")[:count])) for count in range(len(path.split(".")), -1, -1)]
-    ways = [one._init_weights for one in around if callable(getattr(one, "_init_weights", None))][:1]
+    own: list[Any] = [one._init_weights for one in around if callable(getattr(one, "_init_weights", None))]
+    ways: list[Callable[[nn.Module], Any]] = own[:1]
     ways += [partial(_call, name) for name in _RESETS if callable(getattr(module, name, None))]
     found: dict[str, Tensor] = {}
     for initialise in ways:

@@ -33,8 +33,9 @@ _LONGEST = 100_000  # of a list that is looked at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, Tensor)
 _CONTAINERS = (dict, list, set, deque)
-_ITERATORS = (
-    *(type(iter(x)) for x in ([], (), "", b"", set(), {}, {}.values(), {}.items(), range(0), deque())),
+_ITERABLES: tuple[Iterable[Any], ...] = ([], (), "", b"", set(), {}, {}.values(), {}.items(), range(0), deque())
+_ITERATORS: tuple[type, ...] = (
+    *(type(iter(x)) for x in _ITERABLES),
     type(reversed([])), types.GeneratorType, enumerate, zip, map, filter, reversed, itertools.chain, itertools.count,
     itertools.cycle, itertools.islice, itertools.repeat, itertools.product, itertools.starmap, itertools.accumulate,
 )  # fmt: skip
@@ -271,8 +272,8 @@ def _place_in(value: Any) -> Any:
             return left
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            _, *parts = value.__reduce__()
-        return _place_in(tuple(parts))
+            reduced: Any = value.__reduce__()
+        return _place_in(tuple(reduced[1:]))
     if isinstance(value, tuple):
         return tuple(map(_place_in, value))
     return value if isinstance(value, _PLAIN) else id(value)
