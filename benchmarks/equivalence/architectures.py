@@ -61,7 +61,7 @@ def _program(model: torch.nn.Module, batch: dict[str, Any], choices: dict[str, i
 
 
 def _split(program: PlannedProgram) -> Row:
-    """How it is split, and what is not for want of a rule: a program that replicates everything would be equal anyway."""
+    """How it is split, and what is not for want of a rule: what is all replicated would be equal anyway."""
     plan = program.plan
     stored = [kept.placement for part in plan.parts for kept in part.storage.values()]
     cut = sum(any(type_.kind == "S" for type_ in placement) for placement in stored)

@@ -75,7 +75,8 @@ def _on_one_device(model: nn.Module, batch: Tensors) -> Tensors:
         loss = loss_in(model(**copy.deepcopy(batch)))
         loss.backward()
         results[f"loss {step}"] = loss.detach()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        named = model.named_parameters(remove_duplicate=False)
+        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         results |= {f"gradient {step} of {name}": gradient for name, gradient in gradients.items()}
         stored = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         results |= {f"{name} after forward {step}": tensor.detach().clone() for name, tensor in stored.items()}
