@@ -72,15 +72,24 @@ def _on_one_device(model: nn.Module, batch: Tensors) -> Tensors:
     results: Tensors = {}
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss = model(**copy.deepcopy(batch))
+        loss = loss_in(model(**copy.deepcopy(batch)))
         loss.backward()
         results[f"loss {step}"] = loss.detach()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        named = model.named_parameters(remove_duplicate=False)
+        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         results |= {f"gradient {step} of {name}": gradient for name, gradient in gradients.items()}
         stored = {**dict(model.named_parameters()), **dict(model.named_buffers())}
         results |= {f"{name} after forward {step}": tensor.detach().clone() for name, tensor in stored.items()}
         optimizer.step()
     return results | {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def loss_in(output: Any) -> Tensor:
+    """The loss in what a forward returns: itself, or what is called so."""
+    if isinstance(output, Tensor):
+        return output
+    found: Tensor = output["loss"] if isinstance(output, dict) else output.loss
+    return found
 
 
 def _on_rank(rank: int, source: str, state: Tensors, batch: Tensors) -> Tensors:

@@ -57,15 +57,15 @@ def graph(model_name: str) -> Graph:
 
 
 @cache
-def slow_mesh() -> autopar.Mesh:
-    """Four devices so slow that even tiny models are worth splitting: on real ones, the search replicates them all."""
+def slow_mesh(count: int = 4) -> autopar.Mesh:
+    """Devices so slow that even tiny models are worth splitting: on real ones, the search replicates them all."""
     profile = json.loads((profiles_folder() / "cpu.json").read_text())
     facts = profile["facts"]
     facts["peak_flops"] = {dtype: rate / _SLOWDOWN for dtype, rate in facts["peak_flops"].items()}
     facts["memory_bandwidth"] /= _SLOWDOWN
     path = Path(tempfile.mkdtemp(prefix="autopar-test-")) / "slow.json"
     path.write_text(json.dumps(profile))
-    return autopar.Mesh(str(path), devices_per_node=4)
+    return autopar.Mesh(str(path), devices_per_node=count)
 
 
 @contextmanager
