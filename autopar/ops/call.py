@@ -69,7 +69,7 @@ class Call:
 
     @property
     def result_shapes(self) -> list[tuple[int, ...]]:
-        return [self.graph.tensors[name].shape for name in self.node.results]
+        return [self.graph.made_shape(name) for name in self.node.results]
 
     def has_tensor(self, name: str) -> bool:
         return isinstance(self.arguments.get(name), Ref)

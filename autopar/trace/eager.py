@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.ir.graph import Graph
+from autopar.errors import InternalError
+from autopar.ir.graph import Graph, Node
 from autopar.trace.interpreter import run_graph
 from autopar.trace.losses import with_loss
 from autopar.trace.originals import Originals, same_bits
@@ -44,6 +45,16 @@ class NoLossError(Exception):
     """The model returned no scalar that could be the loss."""
 
 
+def named_state(model: nn.Module, loss_fn: Any) -> dict[str, Tensor]:
+    """What a model and its loss store now, by name."""
+    whole = with_loss(model, loss_fn)
+    return {
+        name: tensor
+        for named in (whole.named_parameters, whole.named_buffers)
+        for name, tensor in named(remove_duplicate=False)
+    }
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model with its graph. target: what is called with args and kwargs: the model, or that and its loss function."""
@@ -61,12 +72,7 @@ class Subject:
     @cached_property
     def state(self) -> dict[str, Tensor]:
         """Parameters and buffers by name, those of a loss module too."""
-        whole = with_loss(self.model, self.loss_fn)
-        return {
-            name: tensor
-            for named in (whole.named_parameters, whole.named_buffers)
-            for name, tensor in named(remove_duplicate=False)
-        }
+        return named_state(self.model, self.loss_fn)
 
     @cached_property
     def trained(self) -> dict[str, Tensor]:
@@ -246,10 +252,14 @@ def _made(step: int, outputs: list[Tensor]) -> Made:
 
 
 def _changed(subject: Subject, kept: Held, step: int) -> Made:
-    """The values of stored tensors that are other than they were at first."""
+    """The values of stored tensors that are other than they were at first, written to or put in another's place."""
     names = {id(x): name for name, x in reversed(subject.state.items())}
     stored = {id(x): x for x in subject.state.values()}
-    return {Key(step, "state", names[key]): x.detach().clone() for key, x in stored.items() if kept.values.changed(x)}
+    written = {names[key]: x for key, x in stored.items() if kept.values.changed(x)}
+    now, kinds = named_state(subject.model, subject.loss_fn), subject.state.items()
+    placed = {name: now[name] for name, x in kinds if now.get(name, x) is not x and name in names.values()}
+    put = {name: x for name, x in placed.items() if not same_bits(x, kept.values.before(subject.state[name]))}
+    return {Key(step, "state", name): x.detach().clone() for name, x in (written | put).items()}
 
 
 def _tensors(output: Any) -> list[Tensor]:
@@ -275,8 +285,9 @@ def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
     first = dict(state)
     for step in range(steps):
         values = run_graph(
-            subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False, sizes=subject.sizes
-        )
+            subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False, sizes=subject.sizes,
+            seen=partial(_check_flags, subject.graph),
+        )  # fmt: skip
         made.update(_made(step, [values[name] for name in subject.graph.outputs]))
         if subject.graph.loss is not None and step < backward:
             trained = {name: state[name] for name in subject.trained}
@@ -286,6 +297,17 @@ def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
         made.update((Key(step, "state", name), value) for name, value in changed.items())
         del values
     return made
+
+
+def _check_flags(graph: Graph, node: Node, made: list[tuple[str, Tensor]]) -> None:
+    """Raises InternalError where a gradient flows through what plans take for having none: they would lose it."""
+    for name, value in made:
+        if value.requires_grad and not graph.tensors[name].differentiable:
+            raise InternalError(
+                f"expected no gradient through {name} of node {node.name} ({node.op}) at "
+                f"{node.source or 'an unknown line'}, found that one flows. This is a fault of autopar; with "
+                "check=False the gradient would be lost"
+            )
 
 
 def _leaves(subject: Subject) -> dict[str, Tensor]:

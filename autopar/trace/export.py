@@ -227,20 +227,29 @@ def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 
 def _check_control_flow(module: fx.GraphModule) -> None:
-    """Raises TraceError for what calls graphs: a plan has no place for these."""
+    """Raises TraceError for what calls graphs, and for numbers that come of tensors: a plan has no place for these."""
     for node in module.graph.nodes:
         if isinstance(node.target, HigherOrderOperator):
-            root = str(Path(torch.__file__).parent)
-            frames = re.findall(r'File "([^<"]+)", line (\d+), in', str(node.meta.get("stack_trace") or ""))
-            own = [(file, int(number)) for file, number in frames if not file.startswith(root)]
-            where = "  unknown source line"
-            if own:
-                file, number = own[-1]
-                where = f"  {file}:{number}: {linecache.getline(file, number).strip()}"
             raise TraceError(
-                f"expected operators on tensors, found {node.target}, which calls a function, at\n{where}\n"
+                f"expected operators on tensors, found {node.target}, which calls a function, at\n{_line_of(node)}\n"
                 f"Write torch.where, a loop in Python or the operators themselves."
             )
+        if node.target is torch.ops.aten._local_scalar_dense.default:
+            raise TraceError(
+                f"expected operators on tensors, found a number that is taken out of a tensor (item(), float()) at\n"
+                f"{_line_of(node)}\nCompute with the tensor itself (x / x.abs().max().detach())."
+            )
+
+
+def _line_of(node: fx.Node) -> str:
+    """The user's innermost line, as a line of a message."""
+    root = str(Path(torch.__file__).parent)
+    frames = re.findall(r'File "([^<"]+)", line (\d+), in', str(node.meta.get("stack_trace") or ""))
+    own = [(file, int(number)) for file, number in frames if not file.startswith(root)]
+    if not own:
+        return "  unknown source line"
+    file, number = own[-1]
+    return f"  {file}:{number}: {linecache.getline(file, number).strip()}"
 
 
 def _like(value: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -61,6 +61,8 @@ def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         with ExitStack() as stack:
             stack.callback(target.register_forward_hook(left).remove)
             stack.enter_context(_Refusing())
+            register = _registering(nn.Module.register_parameter, set(target.modules()))
+            stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register))
             for name in _SEEDS:
                 for module in (torch, torch.random):
                     if hasattr(module, name):
@@ -102,6 +104,25 @@ def _seeding(own: Callable[..., Any]) -> Callable[..., Any]:
         )
 
     return refused
+
+
+def _registering(own: Callable[..., None], modules: set[nn.Module]) -> Callable[..., None]:
+    """In the place of what makes a tensor a module's parameter."""
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename == nn.Module.__setattr__.__code__.co_filename:
+            frame = frame.f_back
+        if module in modules and "/torch/" not in frame.f_code.co_filename:
+            raise TraceError(
+                f"expected forward to leave alone which parameters there are, found {name!r} of a "
+                f"{type(module).__name__} set anew at\n  {_text(place_of(frame))}\nAn optimizer would keep the one "
+                "before: compute with another tensor, make it a parametrization (torch.nn.utils.parametrize), or "
+                "change the parameter after optimizer.step()."
+            )
+        own(module, name, parameter)
+
+    return registered
 
 
 class _Refusing(TorchFunctionMode):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import AutoparError, TraceError
+from autopar.errors import AutoparError, InternalError, TraceError
 from autopar.trace import export, guard, held_against_eager, trace
 from autopar.trace.eager import run_model
 
@@ -247,3 +248,52 @@ def test_a_model_is_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
     model.first.weight.register_hook(lambda gradient: gradient * 0.5)
     with pytest.raises(AutoparError):  # the plan is for a graph without the hook
         autopar.parallelize(model, mesh, batch(), plan=plan)
+
+
+class _Centred(nn.Module):
+    """The bias before a mean is taken off has a gradient of zero, of which rounding is left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 16), nn.Linear(16, 8)
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.second(torch.tanh(self.first(x)))
+        self.mean = 0.9 * self.mean + 0.1 * h.detach().mean(0)
+        return (h - h.mean(0)).pow(2).mean() + (h * self.mean).sum() * 0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_gradients_of_zero_and_buffers_that_forward_replaces_are_no_difference(seed: int) -> None:
+    torch.manual_seed(seed)
+    model, x = _Centred(), torch.randn(8, 8)
+    assert held_against_eager(model, trace(model, (x,)), (x,)) == "yes"
+
+
+def test_a_gradient_that_plans_would_lose_is_seen() -> None:
+    model, x = _Centred(), torch.randn(8, 8)
+    graph = trace(model, (x,))
+    name = next(node.results[0] for node in graph.nodes if "tanh" in node.op)
+    tensors = dict(graph.tensors) | {name: replace(graph.tensors[name], differentiable=False)}
+    with pytest.raises(InternalError, match=r"no gradient through tanh.*test_guard.py:\d+, found that one flows"):
+        held_against_eager(model, replace(graph, tensors=tensors), (x,))
+
+
+def test_a_parameter_that_forward_replaces_is_refused_with_its_line() -> None:
+    class Replacing(_Centred):
+        def forward(self, x: Tensor) -> Tensor:
+            self.first.weight = nn.Parameter(self.first.weight.detach().clamp(-0.1, 0.1))
+            return super().forward(x)
+
+    with pytest.raises(TraceError, match=r"(?s)found 'weight' of a Linear set anew at\n.*test_guard.py:\d+"):
+        trace(Replacing(), (torch.randn(8, 8),))
+
+
+def test_a_number_out_of_a_tensor_is_refused_with_its_line() -> None:
+    class Scaling(_Centred):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x / x.abs().max().item())
+
+    with pytest.raises(TraceError, match=r"(?s)a number that is taken out of a tensor.*test_guard.py:\d+"):
+        trace(Scaling(), (torch.randn(8, 8),))
