@@ -42,7 +42,8 @@ Batch = dict[str, Any]
 class Architecture:
     """kind: what its batch is like; head: the model's class, after the name; own: of its configuration.
 
-    batch: in the place of the kind's, by the name of a function here.
+    batch: in the place of the kind's, by the name of a function here. is_double: in float64, since in float32 three
+    steps of the model itself differ by more than is compared where the last bits of its parameters do.
     """
 
     kind: str
@@ -51,13 +52,17 @@ class Architecture:
     own: dict[str, Any] = field(default_factory=dict)
     batch: str = ""
     config_name: str = ""
+    is_double: bool = False
 
     def build(self) -> tuple[nn.Module, Batch]:
         """The model, in training mode, and its batch."""
         torch.manual_seed(0)
         model = getattr(transformers, self.name + self.head)(self.config())
         torch.manual_seed(1)
-        return model.train(), globals()[self.batch or f"_{self.kind.replace('-', '_')}"]()
+        batch: Batch = globals()[self.batch or f"_{self.kind.replace('-', '_')}"]()
+        if self.is_double:
+            batch = {k: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for k, x in batch.items()}
+        return (model.double() if self.is_double else model).train(), batch
 
     def config(self) -> Any:
         """The library's configuration, with what is common set where it has it."""
@@ -169,7 +174,7 @@ ARCHITECTURES = (
     Architecture("vision", "Segformer", "ForSemanticSegmentation", {
         "num_encoder_blocks": 2, "depths": [1, 1], "sr_ratios": [2, 1], "hidden_sizes": [16, 32], "patch_sizes": [7, 3],
         "strides": [4, 2], "num_attention_heads": [2, 4], "mlp_ratios": [2, 2], "decoder_hidden_size": 32}, "_pixels"),
-    Architecture("vision", "MobileNetV2", _IMAGES, {"depth_multiplier": 0.25, "min_depth": 4}),
+    Architecture("vision", "MobileNetV2", _IMAGES, {"depth_multiplier": 0.25, "min_depth": 4}, is_double=True),
     Architecture("vision", "CLIP", "Model", {
         "text_config": {"vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
                         "num_attention_heads": 4, "max_position_embeddings": 64, "eos_token_id": 2},
