@@ -1,4 +1,4 @@
-"""Architectures of the transformers library: the list that the benchmark runs is whole, and what has failed is equal."""
+"""Architectures of the transformers library: the benchmark's list is whole, and what has failed is equal."""
 
 from __future__ import annotations
 
@@ -22,6 +22,6 @@ def test_the_list_has_every_kind_and_no_architecture_twice() -> None:
 
 @pytest.mark.parametrize("name", ["Speech2Text", "CLIP", "Mamba"])
 def test_what_has_failed_is_equal(name: str) -> None:
-    """Positions of no batch that a microbatch reads a slice of; a loss over all pairs of the batch; a scan over time."""
+    """Positions that a microbatch reads a slice of; a loss over all pairs of the batch; a scan over time."""
     row = compare(BY_NAME[name], "searched")
     assert row["result"] == "equal", row["why"]
