@@ -28,6 +28,17 @@ from autopar.trace.tied import tied_names
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
+#: what forward writes to, and what to do instead
+_WRITTEN = {
+    OutputKind.USER_INPUT_MUTATION: ("inputs", "Clone the tensor before writing to it."),
+    OutputKind.PARAMETER_MUTATION: (
+        "parameters",
+        "Write to it after optimizer.step() (rank.parameters() are this rank's shards); compute with a tensor "
+        "made of it instead (w = self.weight.clamp(…), a parametrization, F.normalize in the place of max_norm); or, "
+        "where no gradient is its own, keep it in a buffer.",
+    ),
+}
+
 
 def convert(
     program: ExportedProgram, model: nn.Module, names: list[str], paths: list[str], *, prefix: str, mode: str
@@ -253,13 +264,14 @@ class _Converter:
     def _outputs(self) -> tuple[list[str], dict[str, str]]:
         outputs, mutations = [], {}
         for spec in self.program.graph_signature.output_specs:
-            if spec.kind in (OutputKind.USER_INPUT_MUTATION, OutputKind.PARAMETER_MUTATION):
+            if spec.kind in _WRITTEN:
                 nodes = {node.name: node for node in self.program.graph.nodes}
-                kind = "inputs" if spec.kind == OutputKind.USER_INPUT_MUTATION else "parameters"
+                written = str(spec.target).removeprefix(self.prefix)
+                what, remedy = _WRITTEN[spec.kind]
                 raise TraceError(
-                    f"expected forward to leave its {kind} alone, but it writes to "
-                    f"{self.rename.get(str(spec.target), spec.target)!r} at\n"
-                    f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\nClone the tensor before writing to it."
+                    f"expected forward to leave its {what} alone, but it writes to "
+                    f"{self.rename.get(str(spec.target), written)!r} at\n"
+                    f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\n{remedy}"
                 )
             name = self.rename.get(str(getattr(spec.arg, "name", "")))
             if name is None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
@@ -163,3 +165,43 @@ class Refused(nn.Module):
 def test_what_cannot_be_followed_is_refused_with_its_line(how: str, reason: str) -> None:
     with pytest.raises(TraceError, match=rf"(?s)test_writes.py:\d+.*{reason}"):
         trace(Refused(how), batch())
+
+
+def _clamped(model: nn.Module) -> None:
+    model.linear.weight.data.clamp_(-0.1, 0.1)
+
+
+def _masked(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.linear.weight.mul_(model.mask)
+
+
+def _projected(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.linear.weight.copy_(F.normalize(model.linear.weight, dim=1))
+
+
+def _row(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.linear.weight[0].zero_()
+
+
+def _bounded(model: nn.Module) -> None:
+    F.embedding(torch.tensor([0, 2]), model.linear.weight, max_norm=0.5)
+
+
+@pytest.mark.parametrize("write", [_clamped, _masked, _projected, _row, _bounded])
+def test_writes_to_parameters_are_refused_with_line_and_remedy(write: Callable[[nn.Module], None]) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mask", torch.ones(4, 4).tril())
+
+        def forward(self, x: Tensor) -> Tensor:
+            write(self)
+            return self.linear(x).pow(2).mean()
+
+    told = r"(?s)writes to 'linear\.weight' at\n  .*test_writes\.py:\d+: .*after optimizer\.step\(\)"
+    with pytest.raises(TraceError, match=told):
+        trace(Model(), (torch.randn(2, 4),))
