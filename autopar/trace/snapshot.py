@@ -232,7 +232,8 @@ class Snapshot:
         self.kept.append(_Kept(path, holder, read, write, read()))
 
     def _is_new(self, value: Any) -> bool:
-        key = hash(value) if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], str) else id(value)
+        is_key = isinstance(value, tuple) and list(map(type, value)) == [str, int]  # what is no object, by its owner
+        key = hash(value) if is_key else id(value)
         if key in self._seen:
             return False
         self._seen.add(key)

@@ -274,3 +274,15 @@ def test_hooks_that_forward_installs_once_are_there_once_in_every_attempt() -> N
     graphs = [trace(model, (x,), fewest=fewest) for fewest in (2, 1_000)]
     assert [node.op for node in graphs[0].nodes] == [node.op for node in graphs[1].nodes]
     assert not any(block.layer._forward_hooks for block in model.blocks) and "is_hooked" not in vars(model)
+
+
+def test_what_a_model_keeps_may_be_a_pair_of_a_name_and_a_list() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.kept = nn.Linear(4, 4), [("scales", [2.0, 3.0]), ("bias", 1)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x).pow(2).mean() * self.kept[0][1][0]
+
+    assert trace(Model(), (torch.randn(2, 4),)).loss is not None
