@@ -65,8 +65,8 @@ _SCOPES = (
 """From all to less, where that would take too long."""
 _WHOLE_S = 1.0
 """A comparison that takes less, by an estimate, is of the whole batch."""
-_AT_MOST_S = 15.0
-"""Else less is compared (`_SCOPES`). Twice as much checks all gradients of models of a billion parameters."""
+_AT_MOST_S = 8.0
+"""Else less is compared (`_SCOPES`). Twice as much checks all gradients of a billion parameters."""
 _TOLERANCE = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Of the largest element; 1e-5 for other types. Ten times larger, a lost factor of 1.0001 is passed over."""
 _UNLIKE = 100.0
