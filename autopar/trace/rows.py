@@ -222,7 +222,7 @@ def _ctc_of_samples(
     """torch.ctc_loss by an operator of each sample's loss, whose shape no value decides."""
     if log_probs.dim() != 3 or not isinstance(inputs, Tensor) or not isinstance(lengths, Tensor):
         return own(log_probs, targets, inputs, lengths, blank, reduction, zero_infinity)  # type: ignore[no-any-return]
-    losses = ctc.ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    losses: Tensor = ctc.ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity)
     if reduction == 1:
         return (losses / lengths.clamp_min(1)).mean()
     return losses.sum() if reduction else losses
