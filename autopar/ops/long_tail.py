@@ -73,6 +73,11 @@ def repeat(call: Call) -> list[AxisRule]:
     return views.dim_map([None if d < lead or times[d] != 1 else d - lead for d in range(len(times))])
 
 
+def ctc_loss(call: Call) -> list[AxisRule]:
+    """Samples, where each has a row of targets of its own."""
+    return Entry("T n C, n S, n, n -> n")(call) if len(call.shape(1)) == 2 else []
+
+
 def view_dtype(call: Call) -> list[AxisRule]:
     """Elements of another size change the length of the last dim."""
     rank = len(call.shape(0))
@@ -127,6 +132,7 @@ LONG_TAIL: dict[str, RuleFunction] = {
     "aten.cummax.default": along_dim,
     "aten.cummin.default": along_dim,
     "aten.sort.stable": along_dim,
+    "autopar.ctc_loss.default": ctc_loss,
     # over dims that go
     "aten.nansum.default": nansum,
     "aten.linalg_vector_norm.default": vector_norm,

@@ -280,7 +280,7 @@ _SHARED_EVENLY = (".conv", "group_norm", "upsample", "pool")
 
 #: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
 _NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
-                  "cross_entropy", "native_dropout", "routed_experts")  # fmt: skip
+                  "cross_entropy", "ctc_loss", "native_dropout", "routed_experts")  # fmt: skip
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:

@@ -4,6 +4,7 @@
     mse_loss(a[m], b[m])            →  where(m, mse_loss(a, b, "none"), 0).sum() / (m.sum() · elements of a row)
     l[m].mean(), l[m].sum()         →  the same of l
     head(x[m]) and the like         →  head(x), row by row, as long as one of the above is the end of it
+    ctc_loss(p, y[m], n, m.sum(-1)) →  ctc_loss(p, each sample's targets at the front of its row, n, m.sum(-1))
 
 So `MaskedRows` stands in for such an index, for `masked_select` and for indices by `nonzero`. What is computed for rows
 that the mask leaves out is finite, whatever they hold, and meets gradients of zero.
@@ -24,6 +25,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 
+from autopar.runtime import ctc
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.evidence import is_own
 
@@ -122,6 +124,8 @@ def _call(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     rows = next((x for x in given if isinstance(x, MaskedRows)), None)
     if rows is None:
         _refuse(f"{name} of a list of such")
+    if name == "ctc_loss":
+        return _ctc_loss(args, kwargs)
     _check_operands(name, rows, given)
     if name in _BY_CLASS:
         return _loss_by_class(rows, getattr(F, name), args, kwargs)
@@ -198,6 +202,32 @@ def _loss_by_element(rows: MaskedRows, function: Any, args: Any, kwargs: Any) ->
     return rows.with_data(spread).reduced(kwargs.get("reduction", "mean"))
 
 
+def _ctc_loss(args: Any, kwargs: Any) -> Any:
+    """Of targets one after another, as many of each sample as its mask leaves; what stands behind them is not read."""
+    names = ("log_probs", "targets", "input_lengths", "target_lengths", "blank", "reduction", "zero_infinity")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    rows, lengths = given["targets"], given["target_lengths"]
+    if not isinstance(rows, MaskedRows) or not isinstance(lengths, Tensor) or rows.origin.dim() != 2:
+        _refuse("ctc_loss of them in other places than as the targets of samples")
+    if rows.data.dim() != 1 or not any(_same(lengths, rows.origin.sum(dim)) for dim in (-1, 1)):
+        _refuse("ctc_loss of targets whose lengths are not their mask's sums of each row")
+    first = (~rows.origin).long().argsort(dim=-1, stable=True)
+    return F.ctc_loss(**{**given, "targets": rows.finite().view(rows.origin.shape).gather(1, first)})
+
+
+def _ctc_of_samples(
+    own: Any, log_probs: Tensor, targets: Tensor, inputs: Any, lengths: Any, blank: int = 0, reduction: int = 1,
+    zero_infinity: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch.ctc_loss by an operator of each sample's loss, whose shape no value decides."""
+    if log_probs.dim() != 3 or not isinstance(inputs, Tensor) or not isinstance(lengths, Tensor):
+        return own(log_probs, targets, inputs, lengths, blank, reduction, zero_infinity)  # type: ignore[no-any-return]
+    losses: Tensor = ctc.ctc_loss(log_probs, targets, inputs, lengths, blank, zero_infinity)
+    if reduction == 1:
+        return (losses / lengths.clamp_min(1)).mean()
+    return losses.sum() if reduction else losses
+
+
 def _viewed(rows: MaskedRows, name: str, args: Any, kwargs: Any) -> Any:
     """Views that leave rows where they are."""
     if kwargs:
@@ -241,7 +271,7 @@ def _refuse(what: str) -> NoReturn:
     path, line = frame.f_code.co_filename, frame.f_lineno
     raise data_dependence(
         f"{path}:{line}: {linecache.getline(path, line).strip()}",
-        "rows that a mask leaves may end in a mean, a sum or a loss (cross_entropy, nll, mse, l1, bce), for which "
+        "rows that a mask leaves may end in a mean, a sum or a loss (cross_entropy, nll, mse, l1, bce, ctc), for which "
         f"ignore_index and products with the mask stand; found {what}",
     )
 
@@ -324,7 +354,9 @@ def _rows(x: Any, index: Any) -> MaskedRows | None:
 def rows_kept() -> Iterator[None]:
     """While a model is traced, rows that a mask leaves are `MaskedRows`."""
     own = {name: getattr(Tensor, name) for name in ("__getitem__", "masked_select", "nonzero", "index_select")}
-    functions = {name: getattr(torch, name) for name in ("masked_select", "nonzero", "where", "index_select")}
+    functions = {
+        name: getattr(torch, name) for name in ("masked_select", "nonzero", "where", "index_select", "ctc_loss")
+    }
 
     def getitem(x: Tensor, index: Any) -> Any:
         found = _rows(x, index)
@@ -353,12 +385,15 @@ def rows_kept() -> Iterator[None]:
             return x[index] if dim % x.dim() == 0 else _refuse("index_select of another dim")
         return functions["index_select"](x, dim, index)
 
+    def ctc_loss(log_probs: Tensor, targets: Tensor, *args: Any, **options: Any) -> Tensor:
+        return _ctc_of_samples(functions["ctc_loss"], log_probs, targets, *args, **options)
+
     replaced = {"masked_select": masked_select, "nonzero": nonzero, "index_select": index_select}
     try:
         for name, function in {"__getitem__": getitem, **replaced}.items():
             setattr(Tensor, name, function)
         for name in functions:
-            setattr(torch, name, where if name == "where" else replaced[name])
+            setattr(torch, name, {"where": where, "ctc_loss": ctc_loss, **replaced}[name])
         yield
     finally:
         for name in own:

@@ -182,6 +182,16 @@ def squares(net: Tokens, h: Tensor, y: Tensor, m: Tensor, t: Tensor) -> Tensor:
     return (error**2).mean() + 0.1 * error.abs().sum() + (1 - error).mul(0.5).mean(0)
 
 
+def ctc(net: Tokens, h: Tensor, y: Tensor, m: Tensor, t: Tensor) -> Tensor:
+    """Of targets one after another, which the mask leaves anywhere in a sample's row; in each of the reductions."""
+    frames, lengths = torch.full_like(y[:, 0], h.shape[1]), m.sum(-1)
+    given = net.scores(h).log_softmax(-1).transpose(0, 1), y.clamp_min(1).masked_select(m), frames, lengths
+    each = F.ctc_loss(*given, reduction="none", zero_infinity=True) * 0.1
+    return (
+        F.ctc_loss(*given, zero_infinity=True) + F.ctc_loss(*given, reduction="sum", zero_infinity=True) + each.mean()
+    )
+
+
 ROWS: dict[str, Callable[..., Tensor]] = {
     "index": lambda net, h, y, m, t: F.cross_entropy(net.scores(h)[m], y[m]),
     "head": lambda net, h, y, m, t: F.cross_entropy(net.scores(F.gelu(net.norm(h[m]))), y[m]),
@@ -200,6 +210,7 @@ ROWS: dict[str, Callable[..., Tensor]] = {
     "select": lambda net, h, y, m, t: torch.masked_select((net.number(h) - t) ** 2, m).mean(),
     "select sum": lambda net, h, y, m, t: (net.number(h) - t).abs().masked_select(m & (t > 0)).sum() / m.sum(),
     "squares": squares,
+    "ctc": ctc,
     "rows": lambda net, h, y, m, t: net.scores(h)[m].pow(2).mean(-1).mean() + net.scores(h)[m].mean(0).pow(2).sum(),
     "both": lambda net, h, y, m, t: F.cross_entropy(net.scores(h)[~m], y[~m]) + F.mse_loss(net.number(h)[m], t[m]),
 }
@@ -240,6 +251,12 @@ REFUSED: dict[str, tuple[str, Callable[..., Any]]] = {
     "other rows": ("such rows and others", lambda net, z, y, m, t: F.mse_loss(z[m], torch.zeros(13, 50))),
     "columns": ("rows of 1 and of 0 dims", lambda net, z, y, m, t: (z[m] - t[m]).mean()),
     "product": ("as its weights", lambda net, z, y, m, t: F.linear(z[m], z[m]).mean()),
+    "lengths": (
+        "lengths are not their mask's",
+        lambda net, z, y, m, t: F.ctc_loss(
+            z.log_softmax(-1).transpose(0, 1), y[m], torch.full_like(y[:, 0], 6), m.sum(-1).clamp(max=2)
+        ),
+    ),
     "root": ("found sqrt", lambda net, z, y, m, t: t[m].abs().sqrt().mean() * z.mean()),
 }
 

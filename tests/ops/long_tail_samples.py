@@ -181,5 +181,17 @@ def others() -> list[Sample]:
     ]
 
 
+def ctc() -> list[Sample]:
+    """Sound of twelve frames; targets in rows, some shorter, and one after another."""
+    op, frames = "autopar.ctc_loss.default", torch.tensor([12, 9, 12, 6])
+    short, rows = torch.tensor([3, 0, 2, 1]), ids(6, 4, 3) % 5 + 1
+    flat = torch.cat([row[:length] for row, length in zip(rows, short.tolist(), strict=True)])
+    return [
+        Sample(op, (f(12, 4, 6), rows, frames, short, 0, False), {}, False),
+        Sample(op, (f(12, 4, 6), rows, frames, torch.full((4,), 3), 0, True), {}, False),
+        Sample(op, (f(12, 4, 6), flat, frames, short, 0, False), {}, False),
+    ]
+
+
 def long_tail() -> list[Sample]:
-    return [sample for group in (lookups, writes, selections, sums, others) for sample in group()]
+    return [sample for group in (lookups, writes, selections, sums, others, ctc) for sample in group()]

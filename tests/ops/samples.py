@@ -8,6 +8,7 @@ import torch
 import transformers.integrations.moe  # noqa: F401  (defines grouped_mm_fallback)
 from torch import Tensor
 
+import autopar.runtime.ctc  # noqa: F401  (defines ctc_loss)
 from autopar.ops import overload
 
 
