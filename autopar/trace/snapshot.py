@@ -222,7 +222,9 @@ class Snapshot:
                 if _is_the_users(value.__module__, function):
                     self._attributes(value)
             elif (
-                isinstance(value, (*_CONTAINERS, *_ITERATORS, types.FunctionType, functools._lru_cache_wrapper))
+                isinstance(
+                    value, (*_CONTAINERS, *_ITERATORS, np.ndarray, types.FunctionType, functools._lru_cache_wrapper)
+                )
                 or _generator_state(value) is not None
                 or (not isinstance(value, _LEAVES) and _is_the_users(type(value).__module__, function))
             ):

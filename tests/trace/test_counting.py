@@ -63,7 +63,8 @@ def inputs() -> dict[str, Tensor]:
 )  # fmt: skip
 def test_only_counting_to_the_end_in_order_is_a_reshape(read: Callable[[Tensor], Tensor], is_reshape: bool) -> None:
     ops = {node.op for node in trace(Masked(read), inputs()).nodes}
-    assert ("aten.index.Tensor" in ops, "aten.arange.default" in ops) == (not is_reshape, not is_reshape)
+    taken = bool(ops & {"aten.index.Tensor", "aten.gather.default"})
+    assert (taken, "aten.arange.default" in ops) == (not is_reshape, not is_reshape)
 
 
 def test_a_padded_batch_can_be_divided_into_microbatches() -> None:
@@ -72,3 +73,52 @@ def test_a_padded_batch_can_be_divided_into_microbatches() -> None:
     plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=1), batch, microbatches=2)
     rank = autopar.parallelize(model, plan.mesh, batch, plan=plan).build()
     torch.testing.assert_close(rank.train_step(**batch), model(**batch).detach())
+
+
+def of_each_token(z: Tensor, y: Tensor) -> Tensor:
+    samples, tokens = torch.arange(z.shape[0])[:, None], torch.arange(z.shape[1])
+    return z[samples, tokens, y]
+
+
+def of_each_sample(z: Tensor, y: Tensor) -> Tensor:
+    return z[torch.arange(len(z)), y[:, 0]]
+
+
+def of_samples_turned_round(z: Tensor, y: Tensor) -> Tensor:
+    return z[torch.arange(len(z)).flip(0), y[:, 0]]
+
+
+def of_some_samples(z: Tensor, y: Tensor) -> Tensor:
+    return z[torch.arange(2), y[:2, 0]]
+
+
+class Picking(nn.Module):
+    """Takes an element by an index, which may count from the end."""
+
+    def __init__(self, pick: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.pick, self.project = pick, nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.pick(self.project(x).tanh(), y).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("pick", "is_gather"),
+    [(of_each_token, True), (of_each_sample, True), (of_samples_turned_round, False), (of_some_samples, False)],
+)
+def test_one_element_of_each_sample_is_gathered(pick: Callable[[Tensor, Tensor], Tensor], is_gather: bool) -> None:
+    """Also with several microbatches, and indices from the end."""
+    torch.manual_seed(0)
+    model, y = Picking(pick), torch.tensor([[0, -1, 2, -4, 4, 1]] * BATCH) - torch.arange(BATCH)[:, None] % 2
+    batch = {"x": torch.randn(BATCH, LENGTH, 8), "y": y}
+    ops = {node.op for node in trace(model, batch).nodes}
+    assert ("aten.gather.default" in ops, "aten.index.Tensor" in ops) == (is_gather, not is_gather)
+    if is_gather:
+        plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=1), batch, microbatches=2)
+        rank = autopar.parallelize(model, plan.mesh, batch, plan=plan).build()
+        loss = model(**batch)
+        loss.backward()
+        torch.testing.assert_close(rank.train_step(**batch), loss.detach())
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(rank.full_gradients()[name], parameter.grad)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -149,6 +151,43 @@ def _frozen_by_attribute(m: Any, h: Tensor) -> Tensor:
     return m.layer(h)
 
 
+def _default(m: Any, h: Tensor, seen: list[int] = []) -> Tensor:  # noqa: B006
+    seen.append(1)
+    return h / len(seen)
+
+
+def _attribute(m: Any, h: Tensor) -> Tensor:
+    vars(_attribute)["calls"] = vars(_attribute).get("calls", 0) + 1
+    return h / vars(_attribute)["calls"]
+
+
+class Clock:
+    now = 0
+
+
+def _of_namespace(m: Any, h: Tensor) -> Tensor:
+    Clock.now += 1
+    return h / Clock.now
+
+
+FACTORS = itertools.cycle((1.0, 1.0, 1.0, 0.5))
+RATES = (rate for rate in [1.0] * 9 + [0.5] * 9)
+ROW = np.ones(2)
+
+
+def _iterator(m: Any, h: Tensor) -> Tensor:
+    return h * next(FACTORS)
+
+
+def _generated(m: Any, h: Tensor) -> Tensor:
+    return h * next(RATES)
+
+
+def _array(m: Any, h: Tensor) -> Tensor:
+    ROW[0] += 1
+    return h / float(ROW[0])
+
+
 CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "counter": (_counter, r"inner.calls \(0 → 1\)"),
     "decay": (_decay, r"inner.rate"),
@@ -162,6 +201,12 @@ CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "global number": (_global_number, r"TOTAL"),
     "class attribute": (_of_class, r"Inner.shared"),
     "closure": (_closure(), r"calls"),
+    "default of an argument": (_default, r"function"),
+    "attribute of a function": (_attribute, r"calls"),
+    "attribute of a class without functions": (_of_namespace, r"Clock.now \(0 → 1\)"),
+    "iterator": (_iterator, r"FACTORS"),
+    "generator": (_generated, r"RATES"),
+    "array": (_array, r"ROW"),
     "only at first": (_first_only, r"inner.flag"),
     "chance": (_by_chance, r"generator of Python or numpy"),
     "numpy": (_noise, r"generator of Python or numpy"),
@@ -217,13 +262,22 @@ def _kept(m: Any, h: Tensor) -> Tensor:
     return h.relu()
 
 
+@functools.lru_cache
+def table(length: int) -> Tensor:
+    return torch.arange(length)
+
+
+def _cached_by_function(m: Any, h: Tensor) -> Tensor:
+    return h + table(4).to(h.device)
+
+
 def _already_so(m: Any, h: Tensor) -> Tensor:
     m.layer.weight.requires_grad_(True)
     return m.layer(h)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("function", [_cached_length, _cached_table, _logged, _kept, _already_so])
+@pytest.mark.parametrize("function", [_cached_length, _cached_table, _logged, _kept, _already_so, _cached_by_function])
 def test_what_changes_without_effect_is_traced(function: Callable[[Any, Tensor], Tensor], device: str) -> None:
     model, x = _model(function, device)
     assert trace(model, (x,)).loss is not None
@@ -286,3 +340,15 @@ def test_what_a_model_keeps_may_be_a_pair_of_a_name_and_a_list() -> None:
             return self.linear(x).pow(2).mean() * self.kept[0][1][0]
 
     assert trace(Model(), (torch.randn(2, 4),)).loss is not None
+
+
+def test_caches_of_functions_hold_nothing_of_tracing() -> None:
+    """What they made while tracing would be a tensor without values ever after."""
+    table.cache_clear()
+    trace(*_traced_with_cache())
+    assert table.cache_info().currsize == 0 and table(4).tolist() == [0, 1, 2, 3]
+
+
+def _traced_with_cache() -> tuple[nn.Module, tuple[Tensor]]:
+    model, x = _model(_cached_by_function, "cpu")
+    return model, (x,)
