@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import CodeType
@@ -21,6 +21,10 @@ from torch import Tensor
 from autopar.runtime import comm
 from autopar.runtime.declare import Parameters, Pipeline, Program
 from autopar.runtime.errors import ProgramError
+from autopar.runtime.mesh import Axis, RankMesh
+from autopar.runtime.placement import Type, local_slices, parse_placement
+from autopar.runtime.state import StoredBuffer
+from autopar.runtime.stored import StoredParameter
 
 CHECKED_STEPS = 2
 """Steps in which batches are compared. More would cost an exchange of some bytes each; a shuffle shows in the first."""
@@ -62,13 +66,39 @@ def tensor_digest(x: Tensor) -> str:
     return hashlib.sha256(text + bits.numpy().tobytes()).hexdigest()[:16]
 
 
-def check_batch(values: Mapping[str, Any], num_ranks: int) -> None:
-    """That each input is equal on the ranks that give one."""
-    own = {name: tensor_digest(x) for name, x in values.items() if isinstance(x, Tensor)}
+def check_batch(values: Mapping[str, Any], local: bool, declared: type[Program] | None, mesh: RankMesh) -> None:
+    """That each input is equal on the ranks that give it, or if `local` on those that give the same part of it.
+
+    declared: a program of one stage, whose inputs say which part that is.
+    """
+    own = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+    if local:
+        placed = {spec.name: spec for spec in declared.INPUTS} if declared is not None else {}
+        own = {
+            part_name(name, spec.shape, parse_placement(spec.placement, len(mesh.axes)), mesh.batch_axes): own[name]
+            for name, spec in placed.items()
+            if name in own
+        }
     remedy = (
         "Give the same global batch on every rank (seed what shuffles alike), or this rank's part of it with local=True"
     )
-    check_equal("the global batch", own, num_ranks, remedy)
+    digests = {name: tensor_digest(x) for name, x in own.items()}
+    check_equal("the batch", {"the value of local": str(local)} | digests, mesh.size, remedy)
+
+
+def check_stored(stored: Iterable[StoredParameter | StoredBuffer], num_ranks: int) -> None:
+    """That ranks hold the same values of what they store alike, however these came there."""
+    own = {part_name(x.name, x.declared.shape, x.types, x.mesh.axes): tensor_digest(x.local) for x in stored}
+    check_equal("parameters and buffers", own, num_ranks, "Set them alike on all ranks, or load them (init_from)")
+
+
+def part_name(name: str, shape: Sequence[int], types: Sequence[Type], axes: Sequence[Axis]) -> str:
+    """The name of a tensor, or of the part that this rank has of it, such as w[0:4, :]."""
+    parts = local_slices(shape, types, axes)
+    texts = [
+        ":" if part == slice(0, size) else f"{part.start}:{part.stop}" for part, size in zip(parts, shape, strict=True)
+    ]
+    return f"{name}[{','.join(texts)}]" if any(kind.is_shard for kind in types) else name
 
 
 def check_weights(tensors: Mapping[str, Tensor], num_ranks: int) -> None:

@@ -170,15 +170,22 @@ class Rank(nn.Module):
         self._check_own()
         inputs = [_plain(value) for value in inputs]
         values = by_name(self._declared, inputs, {name: _plain(value) for name, value in named_inputs.items()})
-        if not local and self._checked_steps < agreement.CHECKED_STEPS:
-            self.__dict__["_checked_steps"] += 1
-            agreement.check_batch(values, self.num_ranks)
+        self._check_agreement(values, local)
         microbatches = self._split(values, local)
         for part in self._locals:
             part.refresh_buffers()
-        self._state.check_set()
         randomness.begin_step()
         return microbatches
+
+    def _check_agreement(self, values: Mapping[str, Any], local: bool) -> None:
+        """In the first steps, that ranks are given the same; in the first, that they hold the same."""
+        if self._checked_steps < agreement.CHECKED_STEPS:
+            declared = self._declared
+            agreement.check_batch(values, local, None if issubclass(declared, Pipeline) else declared, self._mesh)
+        self._state.check_set()
+        if not self._checked_steps:
+            agreement.check_stored([*self._state.parameters.values(), *self._state.buffers.values()], self.num_ranks)
+        self.__dict__["_checked_steps"] += 1
 
     @property
     def _declared(self) -> type[Program] | type[Pipeline]:

@@ -77,7 +77,12 @@ def test_batches_that_differ_are_named_with_their_ranks(name: str) -> None:
 @pytest.mark.ranks
 def test_equal_batches_and_parts_are_let_be() -> None:
     assert pool(2).run(batches, "", 0, False) == [["", "", ""]] * 2
-    assert pool(2).run(batches, "x", 0, True) == [["", "", ""]] * 2
+    assert pool(2).run(batches, "", 0, True) == [["", "", ""]] * 2
+
+
+@pytest.mark.ranks
+def test_the_same_part_is_to_be_equal_where_ranks_share_it() -> None:
+    assert all("found x of rank 0, another on rank 1" in found[0] for found in pool(2).run(batches, "x", 0, True))
 
 
 @pytest.mark.ranks
