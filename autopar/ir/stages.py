@@ -315,6 +315,8 @@ def _wiring(plan: PlanData) -> _Wiring:
 
 def _read_later(graph: Graph, plan: PlanData, index: int) -> list[tuple[int, str]]:
     """What stage `index` makes first and later ones receive, with these, in their order."""
+    if not plan.stages:
+        return []
     wiring, given = _wiring(plan), {*graph.inputs}
     made = (
         name
