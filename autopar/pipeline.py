@@ -55,6 +55,7 @@ from autopar.planning import (
     divided,
     fit_or_refuse_over,
     may_be_faster,
+    microbatch_counts,
 )
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Passes, Report, reporting
@@ -76,7 +77,9 @@ _SECOND_SHARE = 0.5
 """Of the budget for planning an equal graph in all settings, where it is much faster than the model's own."""
 _NEAR_TEMPLATE = 1.1
 """A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded."""
-_PLAIN = {"dp": 1, "tp": 1, "zero": 0, "recompute": "none"}
+_MOST_COUNTS = 3
+"""So many numbers of microbatches are looked at of a template with ZeRO-2: 2, 4, 8, until one fits."""
+_PLAIN = {"dp": 1, "tp": 1, "zero": 0, "recompute": "none", "microbatches": 1, "sequence_parallel": False}
 """What of a template is not said."""
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _NOT_ASKED = "no, check=False was asked for"
@@ -297,16 +300,24 @@ def _with_templates(graph: Graph, plan: Plan, request: Request) -> Plan:
             best = replace(found, search=replace(found.search, method=f"template {name}: {found.search.method}"))
         return found
 
-    mesh = request.mesh
+    mesh, counts = request.mesh, microbatch_counts(graph, request)[1 : 1 + _MOST_COUNTS]
     for tp in divisors(mesh.devices_per_node):
         sizes = {"dp": mesh.num_devices // tp, "tp": tp}
         kinds = KINDS if request.mode == "train" and plan.recompute else KINDS[:1]
+        fits = sizes["dp"] > 1
         for recompute in kinds if sizes["dp"] > 1 else ():
             sharded = look(**sizes, zero=3, recompute=recompute)
+            fits = sharded is not None and recompute == "none"
             if sharded is not None:
                 near = sharded.predicted.step_time_ns <= _NEAR_TEMPLATE * best.predicted.step_time_ns
                 if near and look(**sizes, zero=1, recompute=recompute) is not None:
                     look(**sizes, zero=0, recompute=recompute)
+                if near and tp > 1:
+                    look(**sizes, zero=1, recompute=recompute, sequence_parallel=True)
+                break
+        is_tight = request.mode == "train" and (plan.microbatches > 1 or bool(plan.recompute) or not fits)
+        for count in counts if is_tight and sizes["dp"] > 1 else ():
+            if look(**sizes, zero=2, recompute="none", microbatches=count) is not None:
                 break
         if sizes["dp"] == 1:
             look(**sizes, zero=0, recompute="none")
@@ -325,7 +336,7 @@ def _template_faster_than(than_ns: int, graph: Graph, request: Request, **choice
     counts = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
     with contextlib.suppress(AutoparError):
         return template_of_graph(
-            graph, request.mesh, **choice, microbatches=next(iter(counts), 1), mode=request.mode,
+            graph, request.mesh, **{"microbatches": next(iter(counts), 1), **choice}, mode=request.mode,
             optimizer=request.optimizer, precision=request.precision, memory_limit=request.memory_limit,
             constraints=request.constraints, than_ns=than_ns,
         )  # fmt: skip

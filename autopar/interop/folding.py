@@ -7,7 +7,8 @@ the one that stands for it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_right
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -15,6 +16,10 @@ from typing import Protocol
 from autopar.interop.clustering import Layers, portable_nodes, spread
 from autopar.ir.graph import Graph, Node, Ref, map_references
 
+_DEEP = 64
+"""Layers of a model in which kinds of blocks that take turns are folded, too."""
+_MOST_TURNS = 8
+"""Of such kinds: so many places are tried to cut behind."""
 FEWEST_KEPT = 3  # of a distinct block: the first, one that stands for those between, the last
 
 
@@ -46,19 +51,38 @@ class Folded:
 
 def fold(graph: Graph, blocks: EqualBlocks, layers: Layers, kept: int = FEWEST_KEPT) -> Folded:
     """The graph with `kept` blocks of each kind; itself where there are no more, where something else runs between
-    them, or where a block that is kept would be read no more. `layers`: those of `block_layers`."""
+    them, or where a block that is kept would be read no more. `layers`: those of `block_layers`.
+
+    Where kinds take turns in a deep model, of some one more is kept, so that all are cut behind the same turn.
+    """
     same = Folded(graph, layers, tuple(range(layers.count)))
     order = _instances(graph, blocks, layers)
-    stands = {layer: group[kept - 2] for group in order for layer in group[kept - 1 : -1] if len(group) > kept}
-    if not stands:
+    choices = [{layer: group[kept - 2] for group in order for layer in group[kept - 1 : -1] if len(group) > kept}]
+    if not choices[0]:
         return same
+    if layers.count >= _DEEP:
+        first = max(choices[0].values())
+        choices += [_behind(order, kept, last) for last in range(first, first + _MOST_TURNS)]
+    portable, unread = portable_nodes(graph), _unread(graph)
     members = spread(graph, layers.fixed, layers.count)
-    gone = {name for name, found in members.items() if all(layer in stands for layer in found)}
-    portable = portable_nodes(graph)
-    if any(layers.fixed.get(name) is None and name not in portable for name in gone):
-        return same
-    short = _without(graph, blocks, layers, stands, gone)
-    return same if _unread(short.graph) - _unread(graph) else short
+    for stands in choices:
+        gone = {name for name, found in members.items() if all(layer in stands for layer in found)}
+        if any(layers.fixed.get(name) is None and name not in portable for name in gone):
+            return same
+        short = _without(graph, blocks, layers, stands, gone)
+        if not _unread(short.graph) - unread:
+            return short
+    return same
+
+
+def _behind(order: Sequence[Sequence[int]], kept: int, last: int) -> dict[int, int]:
+    """What stands for the layers that are gone, where of each kind all up to layer `last` are kept, and its last."""
+    found = dict[int, int]()
+    for group in order:
+        count = bisect_right(group, last)
+        if len(group) > kept and kept - 1 <= count:
+            found |= dict.fromkeys(group[count:-1], group[count - 1])
+    return found
 
 
 def _unread(graph: Graph) -> set[str]:
@@ -128,7 +152,7 @@ def _reading(node: Node, twin: Mapping[str, str]) -> Node:
 
 def _copies(short: Graph, layers: Layers, layer_of: Sequence[int], whole: Graph) -> dict[str, int]:
     """How often each layer of the short graph stands in the whole one: for its nodes, and what they alone store."""
-    count = [list(layer_of).count(layer) for layer in range(layers.count)]
+    count = Counter(layer_of)
     found = {name: count[layer] for name, layer in layers.fixed.items()}
     for item in short.stored:
         readers = {user.name for user, _ in whole.consumers[item.tensor]}

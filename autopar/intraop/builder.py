@@ -24,7 +24,7 @@ import numpy.typing as npt
 from autopar.errors import InfeasibleError
 from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.strategies import Strategies, Strategy, enumerate_strategies, permitted
-from autopar.ir.constraint import Constraint
+from autopar.ir.constraint import Constraint, Rules
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty
@@ -138,7 +138,7 @@ class _Builder:
     ) -> None:  # fmt: skip
         self.whole, self.copies, self.keep = whole, copies, keep
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
-        self.storage_options, self.constraints = storage_options, constraints
+        self.storage_options, self.rules = storage_options, Rules(constraints)
         self.variables: list[Variable] = []
         self.strategies: dict[str, tuple[Strategies, list[int]]] = {}
         self._alike: dict[Hashable, Strategies] = {}
@@ -303,10 +303,7 @@ class _Builder:
     # constraints
 
     def _matching(self, what: str, names: tuple[str, ...], tensor: Tensor) -> list[Constraint]:
-        return [
-            c for c in self.constraints
-            if c.what == what and c.matches(*names) and len(tensor.shape) >= c.min_dims
-        ]  # fmt: skip
+        return [c for c in self.rules.matching(what, names) if len(tensor.shape) >= c.min_dims]
 
     def _constrain(
         self, what: str, names: tuple[str, ...], tensor: Tensor, options: tuple[Any, ...],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -68,6 +69,24 @@ class Constraint:
 
     def permits(self, type_: Type) -> bool:
         return not self.allow or any(text in (str(type_), type_.kind) for text in self.allow)
+
+
+class Rules:
+    """Constraints by what they speak of: those of one name are found by it, as there may be one for each tensor."""
+
+    def __init__(self, rules: Iterable[Constraint]) -> None:
+        self.patterns: dict[str, list[tuple[int, Constraint]]] = defaultdict(list)
+        self.named: dict[tuple[str, str], list[tuple[int, Constraint]]] = defaultdict(list)
+        for entry in enumerate(rules):
+            rule = entry[1]
+            is_pattern = any(sign in rule.pattern for sign in "*?[")
+            (self.patterns[rule.what] if is_pattern else self.named[rule.what, rule.pattern]).append(entry)
+
+    def matching(self, what: str, names: Iterable[str]) -> list[Constraint]:
+        """Those that match any of the names, in the order in which they were given."""
+        found = [entry for entry in self.patterns.get(what, ()) if entry[1].matches(*names)]
+        found += [entry for name in dict.fromkeys(names) for entry in self.named.get((what, name), ())]
+        return [rule for _, rule in sorted(found, key=lambda entry: entry[0])]
 
 
 def require_matches(constraints: Iterable[Constraint], graph: Graph) -> None:

@@ -7,8 +7,10 @@ these come back. Rank k of a stage sends to rank k of another stage of equal axe
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.buffers import update_line
@@ -29,8 +31,8 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
     stage = plan.stages[index]
     nodes = tuple(node for node in graph.nodes if node.name in stage.nodes)
     made = {name: None for node in nodes for name in node.results}
-    wanted = {name for later in plan.stages[index + 1 :] for name in later.inputs}
-    sent = tuple(name for name in made if name in wanted)
+    last_reader = _wiring(plan).last_reader
+    sent = tuple(name for name in made if last_reader.get(name, -1) > index)
     passed = (*stage.inputs, *stage.storage) if index == len(plan.stages) - 1 else ()
     ends = tuple(name for name in graph.outputs if name in made or (name in passed and name not in graph.producers))
     names = dict.fromkeys((*stage.inputs, *stage.storage, *(name for node in nodes for name in node.operands), *made))
@@ -55,9 +57,8 @@ def answered_values(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str
     back = gradients_back(graph, plan)
     values = [
         (name, leaving_placement(graph, plan, reader, name))
-        for reader in range(index + 1, len(plan.stages))
-        for name in plan.stages[reader].inputs
-        if name in back[reader] and maker_of(graph, plan, reader, name) == index
+        for reader, name in _read_later(graph, plan, index)
+        if name in back[reader]
     ]
     return tuple(dict.fromkeys(values))
 
@@ -277,22 +278,55 @@ def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placemen
 
 def leaving_values(graph: Graph, plan: PlanData, index: int) -> list[tuple[str, Placement]]:
     """What a stage leaves for later ones, in the placements that it goes in, each once."""
-    pairs = []
-    for reader in range(index + 1, len(plan.stages)):
-        for name in plan.stages[reader].inputs:
-            if name not in graph.inputs and maker_of(graph, plan, reader, name) == index:
-                pairs.append((name, leaving_placement(graph, plan, reader, name)))
+    pairs = [(name, leaving_placement(graph, plan, reader, name)) for reader, name in _read_later(graph, plan, index)]
     return list(dict.fromkeys(pairs))
 
 
 def maker_of(graph: Graph, plan: PlanData, index: int, name: str) -> int:
     """The stage that sends a tensor to stage `index`: the first that makes it. Raises PlanError where there is none."""
     node = graph.producers.get(name)
-    makers = (number for number, stage in enumerate(plan.stages[:index]) if node and node.name in stage.nodes)
-    found = next(makers, None)
-    if found is None:
+    found = index if node is None else _wiring(plan).maker.get(node.name, index)
+    if found >= index:
         raise PlanError(f"expected an input of the model or a tensor of a stage before {index}, found {name}")
     return found
+
+
+class _Wiring(NamedTuple):
+    """Of all stages at once: the first that runs each node, the last that has each input, the others that have it."""
+
+    maker: dict[str, int]
+    last_reader: dict[str, int]
+    readers: dict[str, list[int]]
+
+
+def _wiring(plan: PlanData) -> _Wiring:
+    """Kept with the plan: to look through all stages for each tensor takes as long as there are pairs of stages."""
+    if "_wiring" not in plan.__dict__:
+        maker, readers = dict[str, int](), defaultdict[str, list[int]](list)
+        for index, stage in enumerate(plan.stages):
+            for name in stage.nodes:
+                maker.setdefault(name, index)
+            for name in stage.inputs:
+                readers[name].append(index)
+        plan.__dict__["_wiring"] = _Wiring(maker, {name: own[-1] for name, own in readers.items()}, dict(readers))
+    found: _Wiring = plan.__dict__["_wiring"]
+    return found
+
+
+def _read_later(graph: Graph, plan: PlanData, index: int) -> list[tuple[int, str]]:
+    """What stage `index` makes first and later ones receive, with these, in their order."""
+    if not plan.stages:
+        return []
+    wiring, given = _wiring(plan), {*graph.inputs}
+    made = (
+        name
+        for node in plan.stages[index].nodes
+        if wiring.maker[node] == index and node in graph.node_by_name
+        for name in graph.node_by_name[node].results
+    )
+    pairs = {(reader, name) for name in made if name not in given for reader in wiring.readers.get(name, ())}
+    order = {reader: {name: n for n, name in enumerate(plan.stages[reader].inputs)} for reader, _ in pairs}
+    return sorted((pair for pair in pairs if pair[0] > index), key=lambda pair: (pair[0], order[pair[0]][pair[1]]))
 
 
 def leaving_placement(graph: Graph, plan: PlanData, index: int, name: str) -> Placement:

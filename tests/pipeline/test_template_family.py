@@ -71,3 +71,26 @@ def test_where_constraints_decide_what_templates_do_none_is_looked_at(graph: Gra
 def test_templates_have_as_many_microbatches_as_are_pinned(graph: Graph) -> None:
     slow = template_of_graph(graph, MESH, tp=4, microbatches=2)
     assert _with_templates(graph, slow, request(Constraint("*", microbatches=2))).microbatches == 2
+
+
+def test_where_memory_limits_zero_2_is_looked_at_in_several_microbatches() -> None:
+    config = replace(CONFIG, seq_len=512, batch_size=64)
+    with torch.device("meta"):
+        graph = trace(llama.build(config), llama.example_inputs(config))
+    template = template_of_graph(graph, MESH, dp=4, zero=2, microbatches=4)
+    limit = template.predicted.peak_bytes
+    assert limit < template_of_graph(graph, MESH, dp=4, zero=3).predicted.peak_bytes
+    slow = replace(template, predicted=replace(template.predicted, step_time_ns=10**12))
+    found = _with_templates(graph, slow, request(limit=limit))
+    assert found.predicted.step_time_ns <= template.predicted.step_time_ns
+    rows = {row["template"]: row for row in found.search.tried if "template" in row}
+    assert rows["dp=4, zero=2, microbatches=4"]["step_time_ns"] == template.predicted.step_time_ns
+
+
+def test_templates_split_the_sequence_beside_tp(graph: Graph) -> None:
+    slow = template_of_graph(graph, MESH, tp=4)
+    slow = replace(slow, predicted=replace(slow.predicted, step_time_ns=10**12))
+    found = _with_templates(graph, slow, request())
+    template = template_of_graph(graph, MESH, dp=2, tp=2, zero=1, sequence_parallel=True)
+    assert found.predicted.step_time_ns <= template.predicted.step_time_ns
+    assert any(row.get("template") == "dp=2, tp=2, zero=1, sequence_parallel=True" for row in found.search.tried)
