@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 
 import pytest
@@ -222,7 +223,7 @@ MESH = autopar.Mesh("h100", devices_per_node=2)
         {"example_inputs": 3}, {"example_inputs": (torch.ones(1),) * 9},
         {"example_inputs": ()}, {"example_inputs": None}, {"search": 3},
     ],
-    ids=str,
+    ids=lambda argument: re.sub(r" at 0x\w+", "", str(argument)),
 )  # fmt: skip
 def test_arguments_of_another_kind_are_refused_by_name(argument: dict[str, object]) -> None:
     model, batch = model_and_batch()
