@@ -29,6 +29,7 @@ from autopar.ops.functions import import_error
 from autopar.trace.evidence import user_line
 from autopar.trace.literals import UnwritableError, written
 from autopar.trace.markers import CALLED, Called, function
+from autopar.trace.settings import changed_setting
 
 _PASSED = ("torch._", "torch.utils.checkpoint", "torch.fx", "torch.library")
 """Modules whose Functions are torch's way to do what export sees anyway."""
@@ -84,6 +85,12 @@ def _marked(cls: Any, args: tuple[Any, ...], call: Callable[..., Any]) -> Any:
             cls,
             f"expected an autograd Function that the program can import, found {cls.__name__}, which {reason}",
             "Move it to the top level of a module that can be imported",
+        )
+    if changed := changed_setting(cls):
+        _refuse(
+            cls,
+            f"expected it to read what every import of it gives, found {changed}",
+            "Pass that value to apply, too, as an argument, or write it so in the source",
         )
     if cls.__module__.startswith("torch.distributed"):
         _refuse(cls, "expected a model of one device, found a collective", "Plan the model without it")

@@ -16,15 +16,15 @@ from tests.constructs.check import CRASHED, EQUAL, REFUSED, WRONG, Record, Verdi
 from tests.constructs.models import CONSTRUCTS, Model, Used, random_model
 from tests.constructs.run import Summary, tell
 
-SEED, CASES, KINDS = 3_000, 60, ("name",)
-MOST_REFUSED = 0.5
+SEED, CASES = 3_000, 100
+MOST_REFUSED = 0.65
 READ_ONLY = [key for key, construct in CONSTRUCTS.items() if construct.kind != "name"]
 
 
 @pytest.mark.sweep
 def test_models_with_constructs_equal_the_eager_model_or_are_refused() -> None:
-    """Refusing everything would not do: whatever gives no reason to refuse it runs, and at least half of all."""
-    summary = tell(cases.cases(SEED, KINDS), CASES, "threads", None)
+    """Refusing everything would not do: whatever gives no reason to refuse it runs, and at least a third of all."""
+    summary = tell(cases.cases(SEED), CASES, "threads", None)
     text = "\n".join(summary.lines())
     assert not summary.failed, text
     assert summary.refused_share <= MOST_REFUSED, text
