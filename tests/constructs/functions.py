@@ -388,7 +388,7 @@ HOOKS = (
     _hook("an activation's gradient scaled", "h = h * 1.0\nh.register_hook(lambda g: g * 0.5)"),
     _hook("an activation's gradient clamped", "h = torch.tanh(h)\nh.register_hook(lambda g: g.clamp(-0.01, 0.01))"),
     _hook("an activation's gradient divided by its norm", "h = h + 0\nh.register_hook(lambda g: g / (g.norm() + 1))"),
-    _hook("a hook that only looks", "h.register_hook(lambda g: None)", must_run=True),
+    _hook("a hook that only looks", "h.register_hook(lambda g: None)"),
     _hook("a hook where gradients are needed", "if h.requires_grad:\n    h.register_hook(lambda g: 2 * g)"),
     _hook("a hook on a view", "v$i = h[:, : D // 2]\nv$i.register_hook(lambda g: g * 4)\n"
           "h = torch.cat([v$i, h[:, D // 2 :]], 1)"),
@@ -446,7 +446,7 @@ self.l$i.register_full_backward_pre_hook(lambda module, gout: (gout[0] * 2,))
     _hook("a module's backward hook that only looks", "h = self.l$i(h)", """
 self.l$i = nn.Linear(D, D)
 self.l$i.register_full_backward_hook(lambda module, gin, gout: None)
-""", must_run=True),
+"""),
     _hook("a backward hook that writes a buffer", "h = h * 1.0\nh.register_hook(self.look$i)", """
 self.register_buffer("seen$i", torch.zeros(()))
 def look$i(g):
