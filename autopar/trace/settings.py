@@ -1,5 +1,8 @@
 """What an autograd Function reads of its class and module, beside what it is given, and whether that was changed.
 
+    methods → globals, class attributes and functions that their code names → plain values
+            → does the source, as it is imported, say the same? Nobody can tell of tensors, nor of what it computes.
+
 A program imports the Function anew. A class attribute or a global that is one value in the source and was set to
 another after the import would be the first again there, and nobody would see.
 """
@@ -24,10 +27,10 @@ def changed_setting(cls: type) -> str | None:
     methods = [f for base in cls.__mro__ if not _is_library(base) for f in map(_function, vars(base).values()) if f]
     seen: set[Any] = set()
     names = {name for method in methods for name in _names(method.__code__)}
-    yielded = [*_of_class(cls, names)]
+    read = [*_of_class(cls, names)]
     for method in methods:
-        yielded += _of_function(method, seen)
-    return next((text for owner, path, value in yielded if (text := _difference(owner, path, value))), None)
+        read += _of_function(method, seen)
+    return next((text for module, path, value in read if (text := _difference(module, path, value))), None)
 
 
 def _of_function(function: FunctionType, seen: set[Any]) -> Iterator[tuple[ModuleType | None, str, Any]]:
@@ -82,14 +85,16 @@ def _difference(module: ModuleType | None, path: str, value: Any) -> str | None:
     if isinstance(value, Tensor):
         return f"the tensor {path} of shape {list(value.shape)}"
     tree = _tree(module) if module is not None else None
-    found = _assigned(tree.body, path.split(".")) if tree is not None else None
-    if tree is None or found is None or _is_assigned_elsewhere(tree, path.rpartition(".")[2], found):
+    *classes, name = path.split(".")
+    body = _body(tree, classes) if tree is not None else None
+    found = _assigned(body, name) if body is not None else None
+    if tree is None or body is None or found is None or _is_set_again(tree, body, name, found):
         return None
     try:
         written = ast.literal_eval(found)
     except ValueError:
         return None
-    if type(written) is type(value) and repr(written) == repr(value):
+    if type(written) is type(value) and (written == value or repr(written) == repr(value)):
         return None
     assert module is not None
     return f"{path}, which is {value!r} now and {written!r} where {module.__name__} is imported (line {found.lineno})"
@@ -103,34 +108,49 @@ def _tree(module: ModuleType) -> ast.Module | None:
         return None
 
 
-def _assigned(body: list[ast.stmt], path: list[str]) -> ast.expr | None:
-    """The expression that a body assigns to a name, or the body of a class in it."""
-    if len(path) > 1:
-        inner = [one for one in body if isinstance(one, ast.ClassDef) and one.name == path[0]]
-        return _assigned(inner[0].body, path[1:]) if len(inner) == 1 else None
-    for one in body:
-        targets = one.targets if isinstance(one, ast.Assign) else [one.target] if isinstance(one, ast.AnnAssign) else []
-        if any(isinstance(target, ast.Name) and target.id == path[0] for target in targets):
-            return one.value  # type: ignore[attr-defined,no-any-return]  # both have one
+def _body(tree: ast.Module | ast.ClassDef, classes: list[str]) -> ast.Module | ast.ClassDef | None:
+    """What holds the statements of a class, by the names of those around it and its own."""
+    for name in classes:
+        inner = [one for one in tree.body if isinstance(one, ast.ClassDef) and one.name == name]
+        if len(inner) != 1:
+            return None
+        tree = inner[0]
+    return tree
+
+
+def _assigned(body: ast.Module | ast.ClassDef, name: str) -> ast.expr | None:
+    """The expression that a statement of a body assigns to a name."""
+    for one in body.body:
+        if isinstance(one, (ast.Assign, ast.AnnAssign)):
+            targets = one.targets if isinstance(one, ast.Assign) else [one.target]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return one.value
     return None
 
 
-def _is_assigned_elsewhere(tree: ast.Module, name: str, value: ast.expr) -> bool:
-    """Whether what runs on import sets something of that name, or an item of it, again."""
-    for one in _on_import(tree):
-        if isinstance(one, (ast.Name, ast.Attribute)) and not isinstance(one.ctx, ast.Load):
-            own = one.id if isinstance(one, ast.Name) else one.attr
-            if own == name and one.lineno != value.lineno:
+def _is_set_again(tree: ast.Module, body: ast.Module | ast.ClassDef, name: str, value: ast.expr) -> bool:
+    """Whether what runs on import sets the name in its body again, or an attribute or items of that name."""
+    for one in _on_import(body, into_classes=False):
+        if isinstance(one, ast.Name) and one.id == name and not isinstance(one.ctx, ast.Load):
+            if one.lineno != value.lineno:
                 return True
-        elif isinstance(one, (ast.Subscript, ast.Call)):
-            holder = one.value if isinstance(one, ast.Subscript) else getattr(one.func, "value", None)
-            if name in (getattr(holder, "id", None), getattr(holder, "attr", None)):
-                return True
+    for one in _on_import(tree, into_classes=True):
+        if isinstance(one, ast.Attribute) and one.attr == name and not isinstance(one.ctx, ast.Load):
+            return True
+        holder: Any = None
+        if isinstance(one, ast.Subscript) and not isinstance(one.ctx, ast.Load):
+            holder = one.value
+        elif isinstance(one, ast.Call):
+            holder = getattr(one.func, "value", None)
+        if name in (getattr(holder, "id", None), getattr(holder, "attr", None)):
+            return True
     return False
 
 
-def _on_import(node: ast.AST) -> Iterator[ast.AST]:
+def _on_import(node: ast.AST, into_classes: bool) -> Iterator[ast.AST]:
+    """What runs when a module is imported: not what is in its functions."""
+    skipped = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, *(() if into_classes else (ast.ClassDef,)))
     for one in ast.iter_child_nodes(node):
-        if not isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+        if not isinstance(one, skipped):
             yield one
-            yield from _on_import(one)
+            yield from _on_import(one, into_classes)

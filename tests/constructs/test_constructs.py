@@ -39,6 +39,23 @@ def test_every_construct_is_of_a_model_that_runs() -> None:
         check.eager(Model((Used(key, place, 0),)))
 
 
+@pytest.mark.parametrize("place", ["first", "layer"])
+@pytest.mark.parametrize(
+    ("key", "kind"),
+    [
+        ("buffer: copied from another", EQUAL),
+        ("write: written by numpy", REFUSED),
+        ("function: a function with state that counts", REFUSED),
+        ("function: whose backward alone reads a class attribute that was set later", REFUSED),
+        ("function: a global tensor in backward", REFUSED),
+    ],
+)
+def test_constructs_that_two_runs_in_one_process_may_not_tell(key: str, kind: str, place: str) -> None:
+    verdict = Case(Model((Used(key, place, 0),)), "dp").verdict()
+    assert verdict.kind == kind, verdict.text
+    assert kind == EQUAL or verdict.names_a_line
+
+
 def test_a_seed_gives_the_same_case_again() -> None:
     assert case_of(5) == case_of(5)
     assert len({random_model(seed).source for seed in range(20)}) > 15
