@@ -131,9 +131,9 @@ def _assigned(body: ast.Module | ast.ClassDef, name: str) -> ast.expr | None:
 def _is_set_again(tree: ast.Module, body: ast.Module | ast.ClassDef, name: str, value: ast.expr) -> bool:
     """Whether what runs on import sets the name in its body again, or an attribute or items of that name."""
     for one in _on_import(body, into_classes=False):
-        if isinstance(one, ast.Name) and one.id == name and not isinstance(one.ctx, ast.Load):
-            if one.lineno != value.lineno:
-                return True
+        is_set = isinstance(one, ast.Name) and one.id == name and not isinstance(one.ctx, ast.Load)
+        if is_set and one.lineno != value.lineno:  # type: ignore[attr-defined]  # a name has one
+            return True
     for one in _on_import(tree, into_classes=True):
         if isinstance(one, ast.Attribute) and one.attr == name and not isinstance(one.ctx, ast.Load):
             return True
