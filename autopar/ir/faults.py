@@ -78,7 +78,14 @@ def _room(frame: FrameType) -> str:
 
 def _is_ours(frames: list[_Frame], tools: Container[str] = _TOOLS) -> bool:
     """Whether the innermost code that is none of these tools' is autopar's."""
-    return next((_room(frame) for frame, _ in reversed(frames) if _room(frame) not in tools), "") == "autopar"
+    rooms = (_room(frame) for frame, line in reversed(frames) if not _passes_on(frame, line))
+    return next((room for room in rooms if room not in tools), "") == "autopar"
+
+
+def _passes_on(frame: FrameType, line: int) -> bool:
+    """Whether a mode of torch, which sees all calls, merely makes the call that the model does."""
+    text = linecache.getline(frame.f_code.co_filename, line)
+    return frame.f_code.co_name in ("__torch_function__", "__torch_dispatch__") and "func(*args" in text
 
 
 def _told(error: Exception, frames: list[_Frame]) -> str:

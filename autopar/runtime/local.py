@@ -94,6 +94,10 @@ class Local:
         """Waits for results that nothing in the step reads, and takes over what forward has set of buffers."""
         comm.finish_late(self.mesh)
         with torch.no_grad():
+            own = [x for buffer in self.buffers.values() for x in (buffer.local, buffer.used)]
+            stored = {x.untyped_storage().data_ptr() for x in own}
+            for buffer in self.buffers.values():
+                buffer.part_update(stored)
             for buffer in self.buffers.values():
                 buffer.commit_update()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -66,8 +66,13 @@ class StoredBuffer:
         """After a backward pass: what recomputed blocks have set again."""
         self.holder.pending_updates.pop(self.attribute, None)
 
+    def part_update(self, stored: Container[int]) -> None:
+        """Copies what forward has set where it is memory of another buffer, which is about to be written to."""
+        if self.latest is not None and self.latest.untyped_storage().data_ptr() in stored:
+            self.latest = self.latest.clone()
+
     def commit_update(self) -> None:
-        """At the end of a step: stores what forward has set, if it did."""
+        """At the end of a step: stores what forward has set, if it did; after `part_update` of all."""
         if self.latest is not None:
             self.local.copy_(self.latest)
             self.refresh()

@@ -29,6 +29,7 @@ from autopar.ops.functions import import_error
 from autopar.trace.evidence import user_line
 from autopar.trace.literals import UnwritableError, written
 from autopar.trace.markers import CALLED, Called, function
+from autopar.trace.settings import changed_setting
 
 _PASSED = ("torch._", "torch.utils.checkpoint", "torch.fx", "torch.library")
 """Modules whose Functions are torch's way to do what export sees anyway."""
@@ -85,6 +86,7 @@ def _marked(cls: Any, args: tuple[Any, ...], call: Callable[..., Any]) -> Any:
             f"expected an autograd Function that the program can import, found {cls.__name__}, which {reason}",
             "Move it to the top level of a module that can be imported",
         )
+    _check_settings(cls)
     if cls.__module__.startswith("torch.distributed"):
         _refuse(cls, "expected a model of one device, found a collective", "Plan the model without it")
     tensors: list[Tensor] = []
@@ -96,12 +98,22 @@ def _marked(cls: Any, args: tuple[Any, ...], call: Callable[..., Any]) -> Any:
         _refuse(cls, "expected a call outside of autocast", "Cast its inputs, and call it with autocast disabled")
     tracked = {id(value) for value in args if isinstance(value, Tensor) and value.requires_grad}
     aside = _Aside(cls, call, args, tracked)
+    _check_settings(cls)  # it may have changed them itself
     operands = [x if id(x) in aside.reached else x.detach() for x in tensors]
     called = aside.called(text)
     key = repr(called)
     CALLED[key] = called
     made = iter(function(operands, key))
     return _mapped(aside.output, lambda _: next(made))
+
+
+def _check_settings(cls: Any) -> None:
+    if changed := changed_setting(cls):
+        _refuse(
+            cls,
+            f"expected it to read what every import of it gives, found {changed}",
+            "Pass that value to apply, too, as an argument, or write it so in the source",
+        )
 
 
 class _Aside:

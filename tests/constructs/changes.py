@@ -105,6 +105,35 @@ with torch.no_grad():
 h = h * 0.5
 """),
     _write("resized by a graph break of gradients", "h = h.detach().requires_grad_(True) * 1.0 + h"),
+    _write("written through .data after it was saved for backward",
+           "s$i = torch.sigmoid(h)\nh = s$i * s$i\ns$i.data.mul_(0.5)"),
+    _write("the operand of a matmul written through .data", "a$i = h * 1.5\nh = self.l$i(a$i)\na$i.data.zero_()",
+           init="self.l$i = nn.Linear(D, D)"),
+    _write("written through .data in a loop",
+           "a$i = h * 1.0\nfor k in range(3):\n    h = h + torch.tanh(a$i) * a$i\n    a$i.data.mul_(0.5)"),
+    _write("a parameter's view through .data", "w$i = self.w$i * 1.0\nh = h * w$i\nw$i.data[0] = 3.0",
+           init="self.w$i = nn.Parameter(torch.rand(D))"),
+    _write("a view of a transposed view written", "h = h + 0\nh.t()[1:].mul_(2)\nh = h * 1.0"),
+    _write("a diagonal written",
+           "g$i = torch.zeros(B, D, D, dtype=h.dtype)\ng$i.diagonal(dim1=1, dim2=2).add_(h)\nh = g$i.sum(1)"),
+    _write("two views of one, one written", "h = h + 0\na$i, b$i = h[:, :2], h[:, 1:]\na$i.mul_(2)\n"
+           "h = torch.cat([b$i, h[:, :1]], 1)"),
+    _write("two views of one, one written under no_grad",
+           "h = h + 0\na$i, b$i = h[:, :2], h[:, 1:]\nwith torch.no_grad():\n    a$i.mul_(2)\n"
+           "h = torch.cat([b$i, h[:, :1]], 1)"),
+    _write("written through an alias kept in a list", "h = h + 0\nkept$i = [h]\nkept$i[0].add_(1)\nh = h * 1.0"),
+    _write("written through an alias on self",
+           "h = h + 0\nself.a$i = h\nself.a$i.mul_(2)\nh = h * 1.0\nself.a$i = None"),
+    _write("set_ in place", "g$i = torch.empty(0, dtype=h.dtype)\ng$i.set_(h.detach())\nh = h + g$i"),
+    _write("written by numpy", "g$i = torch.ones(D, dtype=h.dtype)\ng$i.numpy()[0] = 3\nh = h * g$i"),
+    _write("a new leaf within forward",
+           "a$i = h.detach().requires_grad_()\nh = h + torch.tanh(a$i)"),
+    _write("an expanded tensor's base written",
+           "a$i = self.w$i * 1.0\ne$i = a$i.expand(B, D)\na$i.add_(1)\nh = h * e$i",
+           init="self.w$i = nn.Parameter(torch.rand(D))"),
+    _write("clip by where under no_grad with a parameter's gradient",
+           "s$i = self.w$i.abs()\nwith torch.no_grad():\n    s$i.clamp_(min=0.3)\nh = h / s$i",
+           init="self.w$i = nn.Parameter(torch.rand(D))"),
     _write("requires_grad_(False) on a copy", "g$i = h.detach().requires_grad_(False)\nh = h * (1 + g$i)"),
 )  # fmt: skip
 
@@ -213,6 +242,37 @@ with torch.no_grad():
 h = h + self.bias$i
 """, "with torch.no_grad():\n    self.bias$i.add_(0.01 * torch.sign(self.load$i.mean() - self.load$i))\n"
      "    self.load$i.zero_()"),
+    _buffer("a running mean assigned in the model, never read", _ZEROS,
+            "self.s$i = 0.9 * self.s$i + 0.1 * h.detach().mean(0)"),
+    _buffer("assigned in the layer and read late", _ZEROS, "self.s$i = h.detach().mean(0)", "h = h - self.s$i"),
+    _buffer("assigned twice", _ZEROS, "self.s$i = self.s$i + h.detach().mean(0)\nh = h - self.s$i\n"
+            "self.s$i = self.s$i * 0.5"),
+    _buffer("assigned, then written", _ZEROS, "self.s$i = self.s$i + 1\nself.s$i.mul_(h.detach().mean(0))\n"
+            "h = h - self.s$i"),
+    _buffer("written, then assigned", _ZEROS, "self.s$i.add_(1)\nself.s$i = self.s$i * h.detach().mean(0)\n"
+            "h = h - self.s$i"),
+    _buffer("assigned another shape", _ZEROS, "h = h + self.s$i.sum()\nself.s$i = h.detach()"),
+    _buffer("assigned None at first", 'self.register_buffer("s$i", None)',
+            "if self.s$i is not None:\n    h = h - self.s$i\nself.s$i = h.detach().mean(0)"),
+    _buffer("assigned an input", _ZEROS, "h = h - self.s$i\nself.s$i = v$i", inputs={"v$i": "torch.rand(D)"}),
+    _buffer("two buffers swapped", _ZEROS + '\nself.register_buffer("t$i", torch.ones(D))',
+            "h = h - self.s$i\nself.s$i, self.t$i = self.t$i, self.s$i + h.detach().mean(0)"),
+    _buffer("copied from another", _ZEROS + '\nself.register_buffer("t$i", torch.ones(D))',
+            "self.t$i.copy_(self.s$i)\nself.s$i.add_(h.detach().mean(0))\nh = h - self.t$i"),
+    _buffer("made by register_buffer in forward", _ZEROS,
+            'self.register_buffer("s$i", h.detach().mean(0))\nh = h - self.s$i'),
+    _buffer("assigned through setattr", _ZEROS,
+            'setattr(self, "s$i", self.s$i * 0.5 + h.detach().sum(0))\nh = h - self.s$i'),
+    _buffer("written in backward of what reads it", _ZEROS,
+            "h = h * (1 + self.s$i)\nself.s$i.data.add_(h.detach().mean(0))"),
+    _buffer("rolled", 'self.register_buffer("s$i", torch.zeros(4, D))',
+            "self.s$i = torch.cat([self.s$i[1:], h.detach().mean(0, keepdim=True)])\nh = h - self.s$i.mean(0)"),
+    _buffer("an integer index into a ring",
+            'self.register_buffer("s$i", torch.zeros(4, D))\nself.register_buffer("n$i", torch.tensor(0))',
+            "h = h - self.s$i.mean(0)\nwith torch.no_grad():\n"
+            "    self.s$i.index_copy_(0, self.n$i.view(1) % 4, h.mean(0, keepdim=True))\n    self.n$i.add_(1)"),
+    _buffer("a view of it written", 'self.register_buffer("s$i", torch.zeros(2, D))',
+            "with torch.no_grad():\n    self.s$i.view(-1)[:D].add_(h.mean(0))\nh = h - self.s$i[0]"),
     _buffer("read by another module's forward", _ZEROS + """
 class Reader(nn.Module):
     def __init__(self, owner):

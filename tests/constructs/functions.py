@@ -272,6 +272,101 @@ class F$i(torch.autograd.Function):
     def backward(ctx, g):
         return G$i.apply(g)
 """),
+    _function("reads a class attribute that was set later", """
+scale = 1.0
+@staticmethod
+def forward(ctx, x):
+    return x * F$i.scale
+@staticmethod
+def backward(ctx, g):
+    return g * F$i.scale
+""", init="F$i.scale = 3.0"),
+    _function("whose backward alone reads a class attribute that was set later", """
+scale = 1.0
+@staticmethod
+def forward(ctx, x):
+    return x.clone()
+@staticmethod
+def backward(ctx, g):
+    return g * F$i.scale
+""", init="F$i.scale = 3.0"),
+    _function("that finds a class attribute set later through ctx", """
+bits = 8
+@staticmethod
+def forward(ctx, x):
+    return (x * 2 ** F$i.bits).round() / 2 ** F$i.bits
+@staticmethod
+def backward(ctx, g):
+    return g * type(ctx)._forward_cls.bits
+""", init="F$i.bits = 3"),
+    Construct("reads a global that was set later", "function", "h = F$i.apply(h)", """
+FACTOR$i = {"f": 1.0}
+LEVEL$i = 1.0
+class F$i(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g):
+        return g * FACTOR$i["f"] * LEVEL$i
+def set$i():
+    global LEVEL$i
+    LEVEL$i = 0.5
+""", 'set$i()\nFACTOR$i["f"] = 4.0'),
+    Construct("asks a module's attribute that was set later", "function", "h = F$i.apply(h)", """
+class Config$i:
+    low = -1.0
+class F$i(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clamp(Config$i.low, 0.3)
+    @staticmethod
+    def backward(ctx, g):
+        return g * (ctx.saved_tensors[0] > Config$i.low)
+""", "Config$i.low = -0.2"),
+    Construct("a global tensor in backward", "function", "h = F$i.apply(h)", """
+T$i = torch.ones(D, dtype=torch.float64)
+class F$i(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g):
+        return g * T$i
+""", "T$i.mul_(0.5)"),
+    Construct("a function of a module's buffer", "function", "h = F$i.apply(h, self.m$i)\nself.m$i.mul_(0.5)", """
+class F$i(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, m):
+        ctx.m = m.clone()
+        return x * m
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.m * 2, None
+""", 'self.register_buffer("m$i", torch.ones(D))'),
+    Construct("a function defined in forward", "function", """
+outer$i = self.factor$i
+class F$i(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+    @staticmethod
+    def backward(ctx, g):
+        return g * outer$i
+h = F$i.apply(h)
+""", init="self.factor$i = 0.25"),
+    Construct("a function with state that counts", "function", "h = F$i.apply(h)", """
+class F$i(torch.autograd.Function):
+    calls = 0
+    @staticmethod
+    def forward(ctx, x):
+        F$i.calls += 1
+        return x / F$i.calls
+    @staticmethod
+    def backward(ctx, g):
+        return g / F$i.calls
+"""),
     Construct("an aliased apply", "function", "h = ste$i(h)", """
 class F$i(torch.autograd.Function):
     @staticmethod
@@ -293,7 +388,7 @@ HOOKS = (
     _hook("an activation's gradient scaled", "h = h * 1.0\nh.register_hook(lambda g: g * 0.5)"),
     _hook("an activation's gradient clamped", "h = torch.tanh(h)\nh.register_hook(lambda g: g.clamp(-0.01, 0.01))"),
     _hook("an activation's gradient divided by its norm", "h = h + 0\nh.register_hook(lambda g: g / (g.norm() + 1))"),
-    _hook("a hook that only looks", "h.register_hook(lambda g: None)", must_run=True),
+    _hook("a hook that only looks", "h.register_hook(lambda g: None)"),
     _hook("a hook where gradients are needed", "if h.requires_grad:\n    h.register_hook(lambda g: 2 * g)"),
     _hook("a hook on a view", "v$i = h[:, : D // 2]\nv$i.register_hook(lambda g: g * 4)\n"
           "h = torch.cat([v$i, h[:, D // 2 :]], 1)"),
@@ -351,7 +446,7 @@ self.l$i.register_full_backward_pre_hook(lambda module, gout: (gout[0] * 2,))
     _hook("a module's backward hook that only looks", "h = self.l$i(h)", """
 self.l$i = nn.Linear(D, D)
 self.l$i.register_full_backward_hook(lambda module, gin, gout: None)
-""", must_run=True),
+"""),
     _hook("a backward hook that writes a buffer", "h = h * 1.0\nh.register_hook(self.look$i)", """
 self.register_buffer("seen$i", torch.zeros(()))
 def look$i(g):
@@ -376,6 +471,65 @@ class Symmetric(nn.Module):
         return x.triu() + x.triu(1).t()
 self.l$i = nn.Linear(D, D)
 nn.utils.parametrize.register_parametrization(self.l$i, "weight", Symmetric())
+"""),
+    _hook("a hook on a node of autograd", "h = h * 2.0\nif h.grad_fn is not None:\n"
+          "    h.grad_fn.register_hook(lambda gin, gout: (gin[0] * 0.5, *gin[1:]))"),
+    _hook("a hook before a node of autograd", "h = torch.tanh(h)\nif h.grad_fn is not None:\n"
+          "    h.grad_fn.register_prehook(lambda gout: (gout[0] * 0.5,))"),
+    _hook("a hook that scales and writes a buffer", "h = h * 1.0\nh.register_hook(self.look$i)", """
+self.register_buffer("seen$i", torch.zeros(D))
+def look$i(g):
+    self.seen$i.lerp_(g.detach().sum(0), 0.1)
+    return g / (1 + self.seen$i.abs())
+self.look$i = look$i
+"""),
+    _hook("a hook that scales and appends to a list", "h = h * 1.0\nh.register_hook(self.look$i)\n"
+          "h = h / (1 + len(self.norms$i))", """
+self.norms$i = []
+def look$i(g):
+    self.norms$i.append(g.norm())
+    return g * 0.5
+self.look$i = look$i
+"""),
+    _hook("a hook that writes its gradient in place", "h = h * 1.0\nh.register_hook(lambda g: g.mul_(0.5))"),
+    _hook("a hook that writes its gradient and returns nothing",
+          "h = torch.tanh(h)\nh.register_hook(lambda g: None if g.clamp_(-0.01, 0.01) is None else None)"),
+    _hook("a hook that reads an activation", "a$i = h.detach()\nh = h * 1.5\nh.register_hook(lambda g: g * a$i)"),
+    _hook("a hook that reads what is written later",
+          "a$i = [1.0]\nh = h * 1.5\nh.register_hook(lambda g: g * a$i[0])\na$i[0] = 0.2"),
+    _hook("a hook that reads a buffer", "h = h * 1.5\nh.register_hook(lambda g: g * self.m$i)\nself.m$i.mul_(0.5)",
+          'self.register_buffer("m$i", torch.ones(D))'),
+    _hook("a hook on a parameter in forward",
+          "if self.l$i.weight.requires_grad:\n    self.l$i.weight.register_hook(lambda g: g * 0.5)\nh = self.l$i(h)",
+          "self.l$i = nn.Linear(D, D)"),
+    _hook("a hook after gradients are added that masks", "h = self.l$i(h)", """
+self.l$i = nn.Linear(D, D)
+self.register_buffer("keep$i", (torch.arange(D) % 2).double())
+def mask$i(p):
+    p.grad = p.grad * self.keep$i
+self.l$i.weight.register_post_accumulate_grad_hook(mask$i)
+"""),
+    _hook("hooks of saved tensors", """
+with torch.autograd.graph.saved_tensors_hooks(lambda x: x.float(), lambda x: x.double() * 1.5):
+    h = torch.tanh(h * h)
+"""),
+    _hook("a hook of several tensors", """
+a$i, b$i = h * 1.0, h * 2.0
+if h.requires_grad:
+    torch.autograd.graph.register_multi_grad_hook((a$i, b$i), lambda grads: self.seen$i.copy_(grads[0].sum(0)))
+h = a$i + b$i
+""", 'self.register_buffer("seen$i", torch.zeros(D))'),
+    _hook("a forward hook of all modules of the model", "h = self.l$i(h)", """
+self.l$i = nn.Sequential(nn.Linear(D, D), nn.Tanh())
+for m in self.l$i.modules():
+    m.register_forward_hook(lambda module, args, out: out + 0.1)
+"""),
+    _hook("a forward hook that counts its calls", "h = self.l$i(h)", """
+self.l$i = nn.Linear(D, D)
+def count$i(module, args, out):
+    module.calls = getattr(module, "calls", 0) + 1
+    return out / module.calls
+self.l$i.register_forward_hook(count$i)
 """),
     _hook("a pruned weight", "h = self.l$i(h)", """
 self.l$i = nn.Linear(D, D)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import platform
 import random
 import re
 import sys
@@ -17,6 +18,10 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+
+import torch
 
 from tests.constructs.cases import Case, case_of, cases, code, shrunk
 from tests.constructs.check import CRASHED, EQUAL, PLANS, REFUSED, WHOLE, WRONG, Run, Verdict, run_in_threads
@@ -118,6 +123,19 @@ def _each(plans: Sequence[str], kinds: Sequence[str]) -> Iterator[tuple[Case, Ve
                 yield case, case.verdict()
 
 
+def record(seed: int, found: Sequence[Summary]) -> str:
+    """What came of a run, with all that tells how to run it again; a summary of threads, then one of gloo, if any."""
+    command = " ".join(["python -m tests.constructs.run", *sys.argv[1:]])
+    seeded = command if "--seed" in command else f"{command} --seed {seed}"
+    facts = f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} cores, {platform.machine()}"
+    titles = ("Ranks as threads of one process", "Ranks as processes on gloo")
+    parts = [
+        "\n".join(["", f"## {title}", "", "```", *summary.lines(), "```"])
+        for title, summary in zip(titles, found, strict=False)
+    ]
+    return "\n".join(["# Random models with constructs", "", f"    {seeded}", "", facts, *parts, ""])
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--cases", type=int, default=200, help="how many in-process cases")
@@ -126,6 +144,7 @@ def main() -> int:
     parser.add_argument("--each", nargs="+", choices=PLANS, help="instead: each construct alone under these plans")
     parser.add_argument("--case", help="one case by its name, such as 17")
     parser.add_argument("--kinds", nargs="+", default=list(KINDS), choices=KINDS, help="of constructs")
+    parser.add_argument("--record", type=Path, help="a file that gets the summary, such as benchmarks/constructs/a.md")
     parser.add_argument("--shrink", action=argparse.BooleanOptionalAction, default=True, help="make failures small")
     arguments = parser.parse_args()
     if arguments.case:
@@ -142,6 +161,9 @@ def main() -> int:
         found.append(tell(on_gloo, arguments.gloo, "gloo", None))
     for summary in found:
         print("", *summary.lines(), sep="\n", flush=True)
+    if arguments.record:
+        arguments.record.parent.mkdir(parents=True, exist_ok=True)
+        arguments.record.write_text(record(arguments.seed, found), encoding="utf-8")
     return int(any(summary.failed for summary in found))
 
 
