@@ -155,7 +155,7 @@ def _local_class(net: Net, h: Tensor) -> Tensor:
     [
         (_local_class, "Local, which is defined inside of a function. Move it to the top level of a module"),
         (lambda net, h: own.Writes.apply(h.clone()), "leave its inputs alone, found one that it writes to"),
-        (lambda net, h: own.Captures.apply(h), r"found the tensor Captures\.table of shape \[16\]. Pass that value to apply"),
+        (lambda net, h: own.Captures.apply(h), r"tensor Captures\.table of shape \[16\]\. Pass that value to apply"),
         (lambda net, h: own.DrawsBackward.apply(h), "a backward without random numbers"),
         (lambda net, h: own.Takes.apply(h, net), "plain values as its arguments, found Net"),
     ],
