@@ -51,7 +51,7 @@ def microbatch_types(graph: Graph, count: int) -> Types:
     """How each node runs on the microbatch axis.
 
     Raises PlanError where the batch does not divide into `count`, where an operator mixes samples (batch
-    statistics, a product of two sums over the batch), or where forward changes a buffer, naming node and source line.
+    statistics, a product of two sums over the batch), or where forward changes what is stored, naming node and source line.
     """
     key = "microbatch types", str(count)
     if key not in graph.found:
@@ -77,8 +77,8 @@ def _find_types(graph: Graph, count: int) -> Types:
     if graph.mutations:
         names = ", ".join(f"{name}{update_line(graph, name)}" for name in sorted(graph.mutations)[:3])
         raise PlanError(
-            f"expected a model whose forward changes no buffer, found that it changes {names}: the value would depend "
-            "on the number of microbatches. Use microbatches=1, or keep the buffer fixed."
+            f"expected a model whose forward changes nothing that is stored, found that it changes {names}: the value "
+            "would depend on the number of microbatches. Use microbatches=1, or keep it fixed."
         )
     current: dict[str, Type] = {name: S(0) if name in inputs else R for name in graph.inputs}
     types = {}

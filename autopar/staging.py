@@ -19,7 +19,7 @@ from autopar.ir.placement import P, Placement, local_shape
 from autopar.ir.plan import Plan, Redistribute, Stage
 from autopar.ir.redistribution import cheapest_path
 from autopar.ir.stages import leaving_values
-from autopar.ir.verifier import output_placement
+from autopar.ir.verifier import ending
 
 
 def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Members:
@@ -132,10 +132,10 @@ def _reads(graph: Graph, plan: Plan, members: Members, index: int, count: int) -
     for node in graph.nodes:
         if index in members[node.name]:
             found |= dict.fromkeys(zip(node.operands, plan.nodes[node.name].operands, strict=True))
-    for name in (*graph.outputs, *graph.mutations.values()):
+    for name, placement in ending(graph, plan):
         node_of = graph.producers.get(name)
         if (index in members[node_of.name]) if node_of else index == count - 1:
-            found[name, output_placement(graph, plan, name)] = None
+            found[name, placement] = None
     return found
 
 

@@ -18,7 +18,7 @@ from autopar.ir.graph import Graph, Tensor
 from autopar.ir.placement import I, P, Placement, R, Type
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step
-from autopar.ir.verifier import output_placement
+from autopar.ir.verifier import ending
 
 Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
 """The cheapest steps from one placement of a tensor to another; None where there are none."""
@@ -82,9 +82,8 @@ def _redistributes(graph: Graph, plan: Plan, path: Path) -> tuple[Redistribute, 
     """Steps that the plan has already stay as they are."""
     known = {(item.tensor, item.target): item.steps for item in plan.redistributes}
     entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
-    ends = [(name, output_placement(graph, plan, name)) for name in (*graph.returned, *graph.mutations.values())]
     found = []
-    for name, source, target in needed_conversions(in_order(graph, plan), plan.nodes, entering, ends):
+    for name, source, target in needed_conversions(in_order(graph, plan), plan.nodes, entering, ending(graph, plan)):
         steps = known.get((name, target), ())
         if not _leads(steps, source, target):
             steps = path(graph.tensors[name], source, target) or ()

@@ -27,7 +27,7 @@ from autopar.intraop.strategies import Strategies, Strategy, enumerate_strategie
 from autopar.ir.constraint import Constraint, Rules
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty
+from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty, of_new_value
 from autopar.ir.plan import NodePlan, Storage
 from autopar.ir.structure import OWN_BACKWARD
 from autopar.ops import call_key
@@ -346,7 +346,14 @@ class _Builder:
                 self.edges[edge] += self.copies.get(node.name, 1)
 
     def _outputs(self) -> None:
-        for name in dict.fromkeys((*self.graph.outputs, *self.graph.mutations.values())):
+        parameters = self.graph.parameter_by_name
+        for stored, name in self.graph.mutations.items():
+            if stored in parameters:
+                source, result = self._variable_of(name)
+                kept, _ = self._variable_of(parameters[stored].tensor)
+                self.edges[source, result, kept, 0, name] += 1
+        updates = (name for stored, name in self.graph.mutations.items() if stored not in parameters)
+        for name in dict.fromkeys((*self.graph.outputs, *updates)):
             whole = (I if self.graph.tensors[name].differentiable else R,) * len(self.axes)
             self._add("output", name, [whole], 1, [0], [0])
             source, result = self._variable_of(name)
@@ -355,14 +362,21 @@ class _Builder:
     def _matrix(self, source: int, result: int, target: int, operand: int, tensor_name: str) -> Matrix:
         tensor = self.graph.tensors[tensor_name]
         left, right = self.variables[source], self.variables[target]
-        targets = [o.operands[operand] if right.kind == "node" else o for o in right.options]
-        if left.kind == "stored" and self._is_first_reader(tensor_name, right, operand):
+        targets = [self._wanted(option, operand) for option in right.options]
+        if left.kind == "stored" and right.kind == "node" and self._is_first_reader(tensor_name, right, operand):
             # What the storage costs for this use, the option itself has paid.
             return np.array([[0 if kept.use == use else INFINITE for use in targets] for kept in left.options])
         rows, row_of = _distinct([_left(option, result) for option in left.options])
         columns, column_of = _distinct(targets)
         price = self.costs.storage_ns if left.kind == "stored" else self.costs.convert_ns
         return price(tensor, rows, columns)[np.ix_(row_of, column_of)]
+
+    def _wanted(self, option: Any, operand: int) -> Placement:
+        """The placement that an option takes a tensor in; that of a parameter which becomes it, as it is stored."""
+        if isinstance(option, Strategy):
+            return option.operands[operand]
+        wanted: Placement = of_new_value(option.storage.placement, self.axes) if isinstance(option, Kept) else option
+        return wanted
 
     def _is_first_reader(self, tensor: str, variable: Variable, operand: int) -> bool:
         node, position = self.graph.consumers[tensor][0]

@@ -113,7 +113,7 @@ class Placements:
         """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""
         steps = self.costs.steps if graph is self.graph else self.costs.of(graph).steps
         inputs, storage, nodes, redistributes = extract(
-            graph, self.blocks, self.built, choice, steps, len(self.draft.axes)
+            graph, self.blocks, self.built, choice, steps, self.draft.axes
         )
         return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
 

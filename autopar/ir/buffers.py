@@ -1,4 +1,4 @@
-"""Buffers that forward updates: what reads them, and what a plan must not do beside that."""
+"""Buffers and parameters that forward updates: what reads them, and what a plan must not do beside that."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def _only_updates(graph: Graph, node: Node) -> bool:
 
 def read_again(graph: Graph, recomputed: str) -> tuple[str, Node] | None:
     """A buffer that forward updates, and a node of a recomputed module that reads it: when that runs again, the buffer
-    has its new value. None where there is no such."""
-    for buffer in graph.mutations:
+    has its new value. None where there is no such. Parameters get theirs at the end of the step."""
+    for buffer in (name for name in graph.mutations if name not in graph.parameter_by_name):
         for node in readers(graph, buffer):
             if not recomputed or f"{node.scope.module}.".startswith(f"{recomputed}."):
                 return buffer, node
@@ -40,8 +40,8 @@ def read_again(graph: Graph, recomputed: str) -> tuple[str, Node] | None:
 
 
 def joins_modules(graph: Graph) -> bool:
-    """Whether a buffer is read or updated in more than one module, or in one with modules of its own: stages could part
-    what belongs together."""
+    """Whether what is updated is read or updated in more than one module, or in one with modules of its own: stages
+    could part what belongs together."""
     around = {path for node in graph.nodes for path, _ in node.scope.path[:-1]}
     for buffer, value in graph.mutations.items():
         maker = graph.producers.get(value)

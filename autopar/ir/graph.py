@@ -164,7 +164,8 @@ class Graph:
     tensors: Mapping[str, Tensor]
     loss: str | None = None
     tied: Mapping[str, str] = field(default_factory=dict)  # alias name in the model -> the name that is kept
-    mutations: Mapping[str, str] = field(default_factory=dict)  # buffer's name in the model -> its new tensor
+    #: name in the model of a buffer, or parameter, that forward updates -> its new tensor
+    mutations: Mapping[str, str] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)  # constants' torch.Tensors
     #: what the loss stores, as far as it is small: a program begins with it where a state has none of it
     starts: Mapping[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -199,6 +200,19 @@ class Graph:
     @cached_property
     def stored_by_tensor(self) -> dict[str, Stored]:
         return {item.tensor: item for item in self.stored}
+
+    @cached_property
+    def parameter_by_name(self) -> dict[str, Stored]:
+        """By name in the model."""
+        return {item.name: item for item in self.parameters}
+
+    @cached_property
+    def updates(self) -> dict[str, tuple[str, ...]]:
+        """By tensor: the names in the model of buffers and parameters that become it."""
+        found: dict[str, tuple[str, ...]] = {}
+        for stored, value in self.mutations.items():
+            found[value] = (*found.get(value, ()), stored)
+        return found
 
     @cached_property
     def node_by_name(self) -> dict[str, Node]:

@@ -139,6 +139,14 @@ def chunk_length(size: int, parts: int, index: int) -> int:
     return max(0, min(size, (index + 1) * chunk) - index * chunk)
 
 
+def of_new_value(stored: Placement, axes: tuple[Axis, ...]) -> Placement:
+    """The placement that the new value of a stored tensor ends in, which has no gradient: as the tensor is stored, but
+    whole where axes cut what is stored otherwise than what is computed."""
+    if any(type_.kind == "S" and axis.shares for type_, axis in zip(stored, axes, strict=True)):
+        return (R,) * len(axes)
+    return tuple(R if type_ == I else type_ for type_ in stored)
+
+
 @cache
 def slice_lengths(size: int, axes: tuple[Axis, ...]) -> frozenset[int]:
     """All lengths that ranks hold of a dim that these axes cut, the outer one first: 7 over an axis of 4 -> {2, 1}."""

@@ -200,7 +200,7 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
 
 
 def _check_update(graph: Graph, plan: PlanData, name: str, keepers: list[int]) -> None:
-    """That the stage which makes a buffer's new value is the one that keeps the buffer."""
+    """That the stage which makes the new value of what is stored is the one that keeps it."""
     if name not in graph.mutations:
         return
     node = graph.producers.get(graph.mutations[name])
@@ -208,8 +208,8 @@ def _check_update(graph: Graph, plan: PlanData, name: str, keepers: list[int]) -
     if makers != keepers or len(keepers) > 1:
         raise PlanError(
             f"expected {name}, which forward updates{update_line(graph, name)}, in the stage that makes its new value, "
-            f"found the buffer in stage {keepers} and the value in {makers}: other stages would read an old one; take "
-            "one stage"
+            f"found it kept in stages {keepers} and the value made in {makers}: other stages would read an old one; "
+            "take one stage"
         )
 
 

@@ -14,7 +14,7 @@ from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
 from autopar.ir.plan import PlanData, Redistribute
 from autopar.ir.structure import computed_once, is_cut
-from autopar.ir.verifier import output_placement
+from autopar.ir.verifier import output_placement, update_placement
 
 Value = tuple[str, Placement]
 
@@ -96,8 +96,8 @@ class _Flattener:
             self._bring(name, output_placement(self.graph, self.plan, name)) for name in self.graph.returned
         )
         mutations = {
-            buffer: self._bring(name, output_placement(self.graph, self.plan, name))
-            for buffer, name in self.graph.mutations.items()
+            stored: self._bring(name, update_placement(self.graph, self.plan, stored))
+            for stored, name in self.graph.mutations.items()
         }
         left = tuple(self._bring(*value) for value in leaving)
         uses = {name: tuple(dict.fromkeys(placements)) for name, placements in self.uses.items()}

@@ -52,12 +52,13 @@ def is_random(node: Node) -> bool:
 
 
 def constant_tensors(graph: Graph) -> set[str]:
-    """Tensors that depend on no input, no mutated buffer and no chance: the same at every step.
+    """Tensors that depend on no input, on nothing that forward updates, and on no chance: the same at every step.
 
     In training on no parameter either; in inference as `made_once` says.
     """
-    parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
-    given = {s.tensor for s in graph.stored if s.name not in graph.mutations} - parameters
+    kept = {s.tensor: s.kind for s in graph.stored if s.name not in graph.mutations}
+    parameters = {tensor for tensor, kind in kept.items() if kind == "parameter"}
+    given = kept.keys() - parameters
     known = given | parameters if graph.inference else given
     ends = {*graph.outputs, *graph.mutations.values()}
     return given | made_once(graph.nodes, known, parameters, lambda name: graph.tensors[name].num_bytes, ends)

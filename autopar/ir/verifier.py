@@ -5,7 +5,7 @@ A plan is well typed when
   2. every operand has the placement that its producer left, or one that a listed redistribution brings it to;
   3. every redistribution is a sequence of legal steps of the table from the producer's placement to its target;
   4. every node's placements follow one of its operator's rules on each axis, and its local shapes exist;
-  5. the outputs end whole: I where a gradient enters, R elsewhere;
+  5. the outputs end whole: I where a gradient enters, R elsewhere; what parameters become, as these are stored;
   6. what is recomputed are modules that run, none inside of another;
   7. axes with shares cut activations alone, in whole parts (`shares.check_shares`);
   8. branches run at one coordinate of an axis, and may (`branches.check_forks`);
@@ -19,7 +19,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
@@ -28,7 +28,7 @@ from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH as MICROBATCH
 from autopar.ir.mesh import LogicalMesh, check_axis_names
 from autopar.ir.packed import check_packing
-from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement
+from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement, of_new_value
 from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
 from autopar.ir.redistribution import apply, is_legal
 from autopar.ir.shares import check_axes_with_shares, check_shares
@@ -183,7 +183,8 @@ def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
     for stored in graph.stored:
         storage = plan.storage[stored.tensor]
         _check_storage(graph, graph.tensors[stored.tensor], storage, plan.axes)
-        if stored.name in graph.mutations and any(type_.kind == "S" for type_ in storage.placement):
+        is_updated = stored.name in graph.mutations and stored.kind != "parameter"
+        if is_updated and any(type_.kind == "S" for type_ in storage.placement):
             where = _maker(graph, stored.tensor)
             raise PlacementError(
                 f"expected {stored.name}{where}, which forward updates, stored as R, found {_text(storage.placement)}"
@@ -288,13 +289,29 @@ def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Ty
 def _check_outputs(
     graph: Graph, plan: PlanData, placements: dict[str, Placement], arrived: set[tuple[str, Placement]]
 ) -> None:
-    for name in (*graph.returned, *graph.mutations.values()):
-        target = output_placement(graph, plan, name)
+    for name, target in ending(graph, plan):
         if placements[name] != target and (name, target) not in arrived:
             raise PlacementError(
                 f"expected output {name}{_maker(graph, name)} to end as {_text(target)}, "
                 f"found {_text(placements[name])} and nothing redistributes it"
             )
+
+
+def ending(graph: Graph, plan: PlanData) -> list[tuple[str, Placement]]:
+    """What must be there at the end of a step, and as what: outputs, and what buffers and parameters become."""
+    outputs = [(name, output_placement(graph, plan, name)) for name in graph.returned]
+    updates = [(value, update_placement(graph, plan, name)) for name, value in graph.mutations.items()]
+    return list(dict.fromkeys([*outputs, *updates]))
+
+
+def update_placement(
+    graph: Graph, plan: PlanData, name: str, storage: Mapping[str, Storage] | None = None
+) -> Placement:
+    """The placement of what a buffer or parameter, by its name in the model, becomes. storage: if not the plan's."""
+    parameter = graph.parameter_by_name.get(name)
+    if parameter is None:
+        return output_placement(graph, plan, graph.mutations[name])
+    return of_new_value((storage or plan.storage)[parameter.tensor].placement, plan.axes)
 
 
 def output_placement(graph: Graph, plan: PlanData, name: str) -> Placement:

@@ -164,9 +164,10 @@ class Parameters(nn.Module):
             raise ProgramError(f"{name} has no tensor yet: make the program with autopar.runtime.build")
         return super().__getattr__(name)
 
-    def update(self, /, **buffers: Tensor) -> None:
-        """Sets buffers by name; the new values are seen once the backward pass of this microbatch is done."""
-        self.pending_updates.update({name: value.detach() for name, value in buffers.items()})
+    def update(self, /, **tensors: Tensor) -> None:
+        """Sets buffers and parameters by name; the new values are seen once the backward pass of this microbatch is
+        done. Those of parameters are this rank's parts, as these are stored, or whole."""
+        self.pending_updates.update({name: value.detach() for name, value in tensors.items()})
 
 
 def renamed(module: Parameters, /, **names: str) -> Parameters:

@@ -84,6 +84,12 @@ class Unit:
             self.read_outside[slot] = None
         return slot.leaf
 
+    def pin_seen(self, outputs: Iterable[Tensor]) -> None:
+        """Keeps the regathered parameters, until the pass ends, whose memory the block's outputs are views of."""
+        memory = {x.untyped_storage()._cdata for x in outputs}
+        for slot in self.regathered:
+            slot.is_pinned |= slot.is_live and slot.leaf.untyped_storage()._cdata in memory
+
     def bring_back(self) -> None:
         """For a backward pass: the parameters that the backward pass of no block brings, if they are not in place."""
         if self.is_root:
@@ -165,6 +171,7 @@ class Gatherer:
         if differentiable and torch.is_grad_enabled():
             unit.in_flight += 1
             register_multi_grad_hook(differentiable, lambda grad: self._before_backward(unit), mode="any")
+        unit.pin_seen(_tensors(outputs))
         unit.release()
 
     def _before_backward(self, unit: Unit) -> None:

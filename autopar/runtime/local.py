@@ -37,8 +37,11 @@ class Local:
         self.program, self.mesh, self.number = program, mesh, number
         self.parameters: dict[str, StoredParameter] = {}
         self.buffers: dict[str, state.StoredBuffer] = {}
+        self._buffer_of: dict[tuple[Parameters, str], state.StoredBuffer] = {}
+        self._holders: dict[Parameters, None] = {}
         slots = self._materialise(others, tied)
         self.leaves = [slot.leaf for slot in slots]
+        self._leaf_memory = {leaf.untyped_storage()._cdata for leaf in self.leaves}
         units = _units(program, slots)
         owner = {slot: unit for unit in units for slot in (*unit.kept, *unit.regathered)}
         self.gatherer = Gatherer(units)
@@ -58,15 +61,17 @@ class Local:
         """Makes this rank's tensors for all that the program declares, or takes those that others have made."""
         slots: list[Slot] = []
         for name, holder, attribute in declared_tensors(self.program):
+            self._holders[holder] = None
             if attribute in holder.declared_buffers:
                 known = _known(name, [other.buffers for other in others])
                 buffer = holder.declared_buffers[attribute]
                 start = self.program.BUFFERS.get(name)
-                self.buffers[name] = state.make_buffer(name, buffer, holder, attribute, self.mesh, known, start)
+                made = state.make_buffer(name, buffer, holder, attribute, self.mesh, known, start)
+                self.buffers[name] = self._buffer_of[holder, attribute] = made
                 continue
             declared = holder.declared_parameters[attribute]
-            made = _known(name, [other.parameters for other in others])
-            parameter = made or StoredParameter(name, declared, self.mesh, is_tied=name in tied)
+            shared = _known(name, [other.parameters for other in others])
+            parameter = shared or StoredParameter(name, declared, self.mesh, is_tied=name in tied)
             self.parameters[name] = holder.stored_parameters[attribute] = parameter
             uses = zip(declared.uses, slot_names(attribute, len(declared.uses)), strict=True)
             slots += [Slot(parameter, use, holder, named) for use, named in uses]
@@ -91,15 +96,15 @@ class Local:
         self.finish_late()
 
     def finish_late(self) -> None:
-        """Waits for results that nothing in the step reads, and takes over what forward has set of buffers."""
+        """Waits for results that nothing in the step reads, and takes over what forward has set of what is stored."""
         comm.finish_late(self.mesh)
         with torch.no_grad():
             own = [x for buffer in self.buffers.values() for x in (buffer.local, buffer.used)]
             stored = {x.untyped_storage().data_ptr() for x in own}
             for buffer in self.buffers.values():
                 buffer.part_update(stored)
-            for buffer in self.buffers.values():
-                buffer.commit_update()
+            for stored in (*self.buffers.values(), *self.parameters.values()):
+                stored.commit_update()
 
     def forward(self, index: int, inputs: Sequence[Tensor]) -> Any:
         """The forward pass of a microbatch; what it set of buffers is what the next one reads."""
@@ -107,9 +112,20 @@ class Local:
         randomness.begin_pass(self.number, index)
         self.gatherer.begin_forward()
         outputs = self.program(*inputs)
-        for buffer in self.buffers.values():
-            buffer.show_update()
+        with torch.no_grad():
+            for holder in self._holders:
+                self._take_updates(holder)
         return outputs
+
+    def _take_updates(self, holder: Parameters) -> None:
+        """Keeps what forward has set. The memory of used parameters is given back and written to: that is copied."""
+        for attribute, value in holder.pending_updates.items():
+            if attribute in holder.stored_parameters:
+                holder.stored_parameters[attribute].take_update(value)
+            else:
+                is_leaf = value.untyped_storage()._cdata in self._leaf_memory
+                self._buffer_of[holder, attribute].show_update(value.clone() if is_leaf else value)
+        holder.pending_updates.clear()
 
     def backward(self, index: int, run: Callable[[], None]) -> None:
         """The backward pass of a microbatch, which is what `run` does; in the last one's, gradients go home."""
@@ -137,8 +153,8 @@ class Local:
         self.reducer.begin_microbatch(is_last=self._backward_passes == self.program.MICROBATCHES)
         run()
         self.reducer.end_microbatch()
-        for buffer in self.buffers.values():
-            buffer.forget_update()
+        for holder in self._holders:  # what recomputed blocks have set again
+            holder.pending_updates.clear()
 
     def end_pass(self) -> None:
         """Frees what the pass has gathered."""

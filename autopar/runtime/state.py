@@ -54,17 +54,11 @@ class StoredBuffer:
             self.used.copy_(self.local)
             self.version = self.local._version
 
-    def show_update(self) -> None:
-        """After a forward pass: the next one reads what it has set, if it did. What is stored stays as it is, for the
-        backward passes that are still to come."""
-        value = self.holder.pending_updates.pop(self.attribute, None)
-        if value is not None:
-            self.latest = value
-            self.holder.__dict__[self.attribute] = value.to(self.used.dtype)
-
-    def forget_update(self) -> None:
-        """After a backward pass: what recomputed blocks have set again."""
-        self.holder.pending_updates.pop(self.attribute, None)
+    def show_update(self, value: Tensor) -> None:
+        """After a forward pass: the next one reads what it has set. What is stored stays as it is, for the backward
+        passes that are still to come."""
+        self.latest = value
+        self.holder.__dict__[self.attribute] = value.to(self.used.dtype)
 
     def part_update(self, stored: Container[int]) -> None:
         """Copies what forward has set where it is memory of another buffer, which is about to be written to."""

@@ -24,6 +24,7 @@ from autopar.runtime.placement import (
     conversion_way,
     local_shape,
     local_size,
+    local_slices,
     parse_placement,
     parse_way,
     shard_axes,
@@ -63,6 +64,7 @@ class StoredParameter:
         self._wrapped: tuple[Tensor, Tensor] | None = None  # what may become the gradient, and its DTensor
         self.is_leaf = False  # whether the program computes with the parameter itself
         self._set_aside: tuple[Tensor | None, list[dict[int, Any]]] | None = None
+        self._latest: Tensor | None = None  # what forward has made of it in this step
 
     def begin_step(self) -> None:
         """Sets aside the gradient that the parameter has and its hooks, where autograd would run those for each
@@ -80,6 +82,19 @@ class StoredParameter:
             (self.tensor.grad, held), self._set_aside = self._set_aside, None
             for found, kept in zip(_hooks(self.tensor), held, strict=True):
                 found.update(kept)
+
+    def take_update(self, value: Tensor) -> None:
+        """Keeps what forward makes of the parameter, whole or this rank's part of it: the backward pass, and blocks
+        that it runs again, still read what the parameter was."""
+        if value.shape == self.declared.shape:
+            value = value[local_slices(self.declared.shape, self.types, self.mesh.axes)]
+        self._latest = value.to(self.declared.dtype, copy=True)
+
+    def commit_update(self) -> None:
+        """At the end of a step: stores what forward has made of the parameter, if it did."""
+        if self._latest is not None:
+            self.local.copy_(self._latest)
+            self._latest = None
 
     def wrap_ahead(self, local: Tensor) -> None:
         """Makes the DTensor of what will be the step's gradient, while its values are still being summed."""

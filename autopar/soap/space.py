@@ -26,7 +26,7 @@ from autopar.ir.graph import Graph, Tensor
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
 from autopar.ir.redistribution import Step
-from autopar.ir.verifier import output_placement
+from autopar.ir.verifier import ending, output_placement, update_placement
 
 Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
 """The cheapest steps from one placement of a tensor to another; None where there are none."""
@@ -246,9 +246,8 @@ class Space:
         """The plan with the redistributions that its decisions need; None where something cannot be brought to where it
         is read."""
         entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
-        ends = [(name, output_placement(self.graph, plan, name)) for name in self._leaving]
         order = in_order(self.graph, plan)
-        found = [self.way(*needed) for needed in needed_conversions(order, plan.nodes, entering, ends)]
+        found = [self.way(*needed) for needed in needed_conversions(order, plan.nodes, entering, ending(self.graph, plan))]
         return None if None in found else replace(plan, redistributes=tuple([way for way in found if way is not None]))
 
     def _may_branch(self, plan: Plan) -> bool:
@@ -281,10 +280,11 @@ class Space:
             target = nodes[name].operands[operand]
             if target is not source and target != source:
                 wanted[target] = None
-        if tensor in self._leaving:
-            target = output_placement(self.graph, plan, tensor)
-            if target != source:
-                wanted[target] = None
+        if tensor in self.graph.returned:
+            wanted[output_placement(self.graph, plan, tensor)] = None
+        for stored in self.graph.updates.get(tensor, ()):
+            wanted[update_placement(self.graph, plan, stored, storage)] = None
+        wanted.pop(source, None)
         if not wanted:
             return ()
         found = [self.way(tensor, source, target) for target in wanted]
@@ -310,12 +310,10 @@ class Space:
 
     @cached_property
     def _meets(self) -> dict[str, tuple[str, ...]]:
-        """By node: what it reads and makes."""
-        return {node.name: tuple(dict.fromkeys((*node.operands, *node.results))) for node in self.graph.nodes}
-
-    @cached_property
-    def _leaving(self) -> Mapping[str, None]:
-        return dict.fromkeys((*self.graph.returned, *self.graph.mutations.values()))
+        """By node: what it reads and makes; by parameter that forward updates: itself and what it becomes."""
+        nodes = {node.name: tuple(dict.fromkeys((*node.operands, *node.results))) for node in self.graph.nodes}
+        updated = ((item, self.graph.mutations.get(name)) for name, item in self.graph.parameter_by_name.items())
+        return nodes | {item.tensor: (item.tensor, new) for item, new in updated if new is not None}
 
     def way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
         """How a tensor is brought from one placement to another; None where it cannot be. One object for equal ones,

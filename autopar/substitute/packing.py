@@ -200,6 +200,7 @@ def _packable(graph: Graph, layouts: Mapping[str, Packing]) -> dict[Packing, lis
         new = [packing for packing in group if packing in ends]
         stays = all(ends[packing] == [now.get(packing)] for packing in new)
         stays |= any(left.intersection(ends[packing]) for packing in new)
+        stays |= any(piece.name in graph.mutations for packing in group for piece in packing.pieces)
         if not stays and _is_sound(new, own):
             chosen.update({packing: ends[packing] for packing in new})
     return chosen

@@ -46,7 +46,8 @@ class Pricer:
 
     def _rearranged(self, lowering: Lowering, nodes: list[Node], reads: Counter[str]) -> set[str]:
         """Nodes that move elements of parameters alone, which nothing else reads: all trained, or all frozen."""
-        stored = {s.tensor for s in lowering.values.graph.stored if s.kind == "parameter"}
+        updated = lowering.values.graph.mutations
+        stored = {s.tensor for s in lowering.values.graph.parameters if s.name not in updated}
         moving = [
             node
             for node in nodes
@@ -68,7 +69,7 @@ class Pricer:
         """In inference, nodes whose results are kept from one step to the next."""
         values, graph = lowering.values, lowering.values.graph
         parameters = {item.tensor for item in graph.stored if item.kind == "parameter"}
-        given = parameters | {item.tensor for item in graph.stored if item.name not in graph.mutations}
+        given = {item.tensor for item in graph.stored if item.name not in graph.mutations}
         once = made_once(nodes, given, parameters, lambda name: lowering.tensor(name).num_bytes, values.ends)
         return {node.name for node in nodes if once.issuperset(node.results)}
 

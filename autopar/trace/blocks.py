@@ -97,7 +97,13 @@ def _signature(graph: Graph, path: str, nodes: list[Node]) -> tuple[Any, list[st
         results = [None if t is None else _kind(graph, t) for t in node.outputs]
         rows.append(repr((node.op, args, operand_tensors, results, scopes)))
     used_outside = [names[t] for t in own if t in names and _leaves(graph, t, nodes)]
+    used_outside += [f"{name} = {names[t]}" for t in own if t in names for name in _updated(graph, t, path)]
     return ("\n".join(rows), tuple(used_outside)), own
+
+
+def _updated(graph: Graph, tensor: str, path: str) -> list[str]:
+    """The parameters and buffers that become a tensor, those of the block itself by their names in it."""
+    return [name.removeprefix(f"{path}.") for name in graph.updates.get(tensor, ())]
 
 
 def _asked(

@@ -18,6 +18,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from autopar.errors import TraceError
 from autopar.ir.graph import Atom, Graph, Node, Ref, Scope, Stored, Tensor
 from autopar.ir.structure import FUNCTION, HOOK
+from autopar.ops.writes import OVERWRITTEN
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.evidence import is_own
 from autopar.trace.gradients import differentiable_results
@@ -28,16 +29,7 @@ from autopar.trace.tied import tied_names
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
-#: what forward writes to, and what to do instead
-_WRITTEN = {
-    OutputKind.USER_INPUT_MUTATION: ("inputs", "Clone the tensor before writing to it."),
-    OutputKind.PARAMETER_MUTATION: (
-        "parameters",
-        "Write to it after optimizer.step() (rank.parameters() are this rank's shards); compute with a tensor "
-        "made of it instead (w = self.weight.clamp(…), a parametrization, F.normalize in the place of max_norm); or, "
-        "where no gradient is its own, keep it in a buffer.",
-    ),
-}
+_UPDATES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
 
 def convert(
@@ -263,24 +255,46 @@ class _Converter:
 
     def _outputs(self) -> tuple[list[str], dict[str, str]]:
         outputs, mutations = [], {}
+        made = {node.name: node for node in self.program.graph.nodes}
         for spec in self.program.graph_signature.output_specs:
-            if spec.kind in _WRITTEN:
-                nodes = {node.name: node for node in self.program.graph.nodes}
-                written = str(spec.target).removeprefix(self.prefix)
-                what, remedy = _WRITTEN[spec.kind]
+            fx_name, written = str(getattr(spec.arg, "name", "")), str(spec.target).removeprefix(self.prefix)
+            if spec.kind == OutputKind.USER_INPUT_MUTATION:
                 raise TraceError(
-                    f"expected forward to leave its {what} alone, but it writes to "
-                    f"{self.rename.get(str(spec.target), written)!r} at\n"
-                    f"  {_line(nodes[str(getattr(spec.arg, 'name', ''))])}\n{remedy}"
+                    f"expected forward to leave its inputs alone, but it writes to "
+                    f"{self.rename.get(str(spec.target), written)!r} at\n  {_line(made[fx_name])}\n"
+                    "Clone the tensor before writing to it."
                 )
-            name = self.rename.get(str(getattr(spec.arg, "name", "")))
+            name = self.rename.get(fx_name)
             if name is None:
                 continue  # a constant output such as None
-            if spec.kind == OutputKind.BUFFER_MUTATION:
-                mutations[str(spec.target).removeprefix(self.prefix)] = name
+            if spec.kind in _UPDATES:
+                stored = self.stored[self.tied.get(written, written)]
+                is_parameter = spec.kind == OutputKind.PARAMETER_MUTATION
+                mutations[stored.name] = self._without_gradient(stored, name, made[fx_name]) if is_parameter else name
             elif spec.kind == OutputKind.USER_OUTPUT:
                 outputs.append(name)
         return outputs, mutations
+
+    def _without_gradient(self, parameter: Stored, name: str, made: fx.Node) -> str:
+        """What a parameter becomes, as a tensor that has no gradient."""
+        producers = {result: node for node in self.nodes for result in node.results}
+        node = producers.get(name)
+        while node is not None and node.op == OVERWRITTEN:  # the value is the second operand
+            name = node.operands[1]
+            node = producers.get(name)
+        if not self.tensors[name].differentiable:
+            return name
+        if not parameter.requires_grad:
+            raise TraceError(
+                f"expected forward to write values without a gradient to parameter {parameter.name!r}, found one that "
+                f"has one at\n  {_line(made)}\nWrite under torch.no_grad(), or what is detached."
+            )
+        detached = f"%{parameter.name}:new"
+        self._add(detached, made.meta["val"], False)
+        scope = node.scope if node is not None else Scope(())
+        source = node.source if node is not None else ""
+        self.nodes.append(Node(detached, "aten.detach.default", (Ref(name),), (), (detached,), scope, source))
+        return detached
 
     def _loss(self, outputs: list[str], paths: list[str]) -> str:
         """The output called `loss`, or the only one that can be it."""

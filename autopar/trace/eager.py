@@ -292,11 +292,17 @@ def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
         if subject.graph.loss is not None and step < backward:
             trained = {name: state[name] for name in subject.trained}
             made.update(_gradients(step, values[subject.graph.loss], trained, subject.largest is None))
-        state.update((name, values[new].detach()) for name, new in subject.graph.mutations.items())
+        state.update(updated(subject.graph, values))
         changed = {name: state[name] for name in subject.graph.mutations if not same_bits(state[name], first[name])}
         made.update((Key(step, "state", name), value) for name, value in changed.items())
         del values
     return made
+
+
+def updated(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What a step leaves of buffers and parameters that it updates, for the next one."""
+    trained = {item.name for item in graph.parameters if item.requires_grad}
+    return {name: values[new].detach().requires_grad_(name in trained) for name, new in graph.mutations.items()}
 
 
 def _check_flags(graph: Graph, node: Node, made: list[tuple[str, Tensor]]) -> None:
@@ -317,4 +323,4 @@ def _leaves(subject: Subject) -> dict[str, Tensor]:
 
 
 __all__ = ["Held", "Key", "Made", "NoLossError", "Subject", "call", "held", "num_backward", "random_state",
-           "run_graph_steps", "run_model"]  # fmt: skip
+           "run_graph_steps", "run_model", "updated"]  # fmt: skip

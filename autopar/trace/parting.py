@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from autopar.ir.graph import Node
-from autopar.trace.eager import Held, Key, Subject, call, run_model
+from autopar.trace.eager import Held, Key, Subject, call, run_model, updated
 from autopar.trace.evidence import place_of
 from autopar.trace.interpreter import run_graph
 
@@ -126,7 +126,7 @@ def _graph_values(subject: Subject, kept: Held, step: int) -> tuple[dict[tuple[s
     for _ in range(step + 1):
         made.clear()
         values = run_graph(subject.graph, state, subject.inputs, device=str(subject.device), seen=seen)
-        state.update((name, values[new].detach()) for name, new in subject.graph.mutations.items())
+        state.update(updated(subject.graph, values))
     return made, values[subject.graph.outputs[0]]
 
 
