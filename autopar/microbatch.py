@@ -24,7 +24,8 @@ from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
 from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, cheapest_path
-from autopar.ir.structure import batch_inputs, tensors_of_inputs
+from autopar.ir.structure import batch_inputs, is_random, tensors_of_inputs
+from autopar.ir.verifier import update_placement
 from autopar.ops import axis_rules
 from autopar.ops.call import call_of
 from autopar.ops.communication import is_mean_cross_entropy
@@ -51,7 +52,7 @@ def microbatch_types(graph: Graph, count: int) -> Types:
     """How each node runs on the microbatch axis.
 
     Raises PlanError where the batch does not divide into `count`, where an operator mixes samples (batch
-    statistics, a product of two sums over the batch), or where forward changes what is stored, naming node and source line.
+    statistics, a product of two sums over the batch), or where forward changes what is stored by the batch, naming node and source line.
     """
     key = "microbatch types", str(count)
     if key not in graph.found:
@@ -74,12 +75,6 @@ def _find_types(graph: Graph, count: int) -> Types:
     batch = graph.tensors[inputs[0]].shape[0] if inputs else 0
     if not batch or batch % count:
         raise PlanError(f"expected a number of microbatches that divides the batch of {batch}, found {count}")
-    if graph.mutations:
-        names = ", ".join(f"{name}{update_line(graph, name)}" for name in sorted(graph.mutations)[:3])
-        raise PlanError(
-            f"expected a model whose forward changes nothing that is stored, found that it changes {names}: the value "
-            "would depend on the number of microbatches. Use microbatches=1, or keep it fixed."
-        )
     current: dict[str, Type] = {name: S(0) if name in inputs else R for name in graph.inputs}
     types = {}
     for node in graph.nodes:
@@ -90,7 +85,24 @@ def _find_types(graph: Graph, count: int) -> Types:
             f"expected a loss that is a sum or mean over the batch, found one that is {current[graph.loss]} over "
             "microbatches: return a mean over samples from forward, or use microbatches=1"
         )
+    _check_updates(graph, current)
     return types
+
+
+def _check_updates(graph: Graph, types: Mapping[str, Type]) -> None:
+    """That each microbatch makes the same of buffers and parameters, from what they were before the step."""
+    drawn: set[str] = set()
+    for node in graph.nodes:
+        if is_random(node) or not drawn.isdisjoint(node.operands):
+            drawn.update(node.results)
+    odd = [name for name, value in graph.mutations.items() if types.get(value, R) != R or value in drawn]
+    if odd:
+        names = ", ".join(f"{name}{update_line(graph, name)}" for name in sorted(odd)[:3])
+        raise PlanError(
+            f"expected a model whose forward changes nothing that is stored by the batch or by chance, found that it "
+            f"changes {names}: the value would depend on the number of microbatches. Use microbatches=1, or keep it "
+            "fixed."
+        )
 
 
 def _check_mean(graph: Graph, node: Node, plan: NodePlan) -> None:
@@ -266,6 +278,8 @@ def _redistributes(
         first = P if name == graph.loss else placements[name][0]
         rest = I if graph.tensors[name].differentiable else R
         need(name, (first, *(rest for _ in plan.axes[1:])))
+    for stored, name in graph.mutations.items():
+        need(name, (R, *update_placement(graph, plan, stored)[1:]))
     return tuple(found.values())
 
 

@@ -1,42 +1,8 @@
-"""Buffers and parameters that forward updates: what reads them, and what a plan must not do beside that."""
+"""Buffers and parameters that forward updates: where, and in which modules."""
 
 from __future__ import annotations
 
-from autopar.ir.graph import Graph, Node
-
-#: in training they read running statistics to update them alone
-_STATISTICS = frozenset({"aten._native_batch_norm_legit_functional.default"})
-
-
-def readers(graph: Graph, buffer: str) -> list[Node]:
-    """The nodes that read a buffer as it was before the step, and whose results depend on it."""
-    tensors = [item.tensor for item in graph.stored if item.name == buffer]
-    return [
-        node
-        for tensor in tensors
-        for node, _ in graph.consumers[tensor]
-        if node.op not in _STATISTICS and not _only_updates(graph, node)
-    ]
-
-
-def _only_updates(graph: Graph, node: Node) -> bool:
-    """Whether all that comes of a node is what buffers become."""
-    new = set(graph.mutations.values())
-    for name in node.results:
-        users = [user for user, _ in graph.consumers[name]]
-        if name in graph.outputs or not (users or name in new) or not all(_only_updates(graph, user) for user in users):
-            return False
-    return True
-
-
-def read_again(graph: Graph, recomputed: str) -> tuple[str, Node] | None:
-    """A buffer that forward updates, and a node of a recomputed module that reads it: when that runs again, the buffer
-    has its new value. None where there is no such. Parameters get theirs at the end of the step."""
-    for buffer in (name for name in graph.mutations if name not in graph.parameter_by_name):
-        for node in readers(graph, buffer):
-            if not recomputed or f"{node.scope.module}.".startswith(f"{recomputed}."):
-                return buffer, node
-    return None
+from autopar.ir.graph import Graph
 
 
 def joins_modules(graph: Graph) -> bool:

@@ -23,7 +23,6 @@ from collections.abc import Callable, Mapping
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
-from autopar.ir.buffers import read_again
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH as MICROBATCH
 from autopar.ir.mesh import LogicalMesh, check_axis_names
@@ -107,15 +106,6 @@ def _check_recompute(graph: Graph, plan: PlanData) -> None:
     if not plan.recompute:
         return
     running = {path for node in graph.nodes for path, _ in node.scope.path if path}
-    for path in plan.recompute:
-        found = read_again(graph, path)
-        if found is not None:
-            buffer, node = found
-            raise PlanError(
-                f"expected no module to recompute that reads a buffer which forward updates, found {path!r}, in which "
-                f"node {node.name} ({node.op}) at {node.source} reads {buffer!r}: run again, it would read the new "
-                'value; take recompute="none" for this module, or more memory'
-            )
     for path in plan.recompute:
         if path not in running:
             near = ", ".join(difflib.get_close_matches(path, running)) or "none of a name like that"

@@ -37,11 +37,12 @@ class Local:
         self.program, self.mesh, self.number = program, mesh, number
         self.parameters: dict[str, StoredParameter] = {}
         self.buffers: dict[str, state.StoredBuffer] = {}
-        self._buffer_of: dict[tuple[Parameters, str], state.StoredBuffer] = {}
+        self._targets: dict[tuple[Parameters, str], StoredParameter | state.StoredBuffer] = {}
         self._holders: dict[Parameters, None] = {}
         slots = self._materialise(others, tied)
         self.leaves = [slot.leaf for slot in slots]
-        self._leaf_memory = {leaf.untyped_storage()._cdata for leaf in self.leaves}
+        own = [*self.leaves, *(x for buffer in self.buffers.values() for x in (buffer.local, buffer.used))]
+        self._own_memory = {x.untyped_storage()._cdata for x in own}
         units = _units(program, slots)
         owner = {slot: unit for unit in units for slot in (*unit.kept, *unit.regathered)}
         self.gatherer = Gatherer(units)
@@ -67,12 +68,12 @@ class Local:
                 buffer = holder.declared_buffers[attribute]
                 start = self.program.BUFFERS.get(name)
                 made = state.make_buffer(name, buffer, holder, attribute, self.mesh, known, start)
-                self.buffers[name] = self._buffer_of[holder, attribute] = made
+                self.buffers[name] = self._targets[holder, attribute] = made
                 continue
             declared = holder.declared_parameters[attribute]
             shared = _known(name, [other.parameters for other in others])
             parameter = shared or StoredParameter(name, declared, self.mesh, is_tied=name in tied)
-            self.parameters[name] = holder.stored_parameters[attribute] = parameter
+            self.parameters[name] = self._targets[holder, attribute] = holder.stored_parameters[attribute] = parameter
             uses = zip(declared.uses, slot_names(attribute, len(declared.uses)), strict=True)
             slots += [Slot(parameter, use, holder, named) for use, named in uses]
         return slots
@@ -99,32 +100,27 @@ class Local:
         """Waits for results that nothing in the step reads, and takes over what forward has set of what is stored."""
         comm.finish_late(self.mesh)
         with torch.no_grad():
-            own = [x for buffer in self.buffers.values() for x in (buffer.local, buffer.used)]
-            stored = {x.untyped_storage().data_ptr() for x in own}
-            for buffer in self.buffers.values():
-                buffer.part_update(stored)
             for stored in (*self.buffers.values(), *self.parameters.values()):
                 stored.commit_update()
 
     def forward(self, index: int, inputs: Sequence[Tensor]) -> Any:
-        """The forward pass of a microbatch; what it set of buffers is what the next one reads."""
+        """The forward pass of a microbatch. What it sets is stored when the step ends: the other microbatches, and
+        blocks that are run again, read what was stored before."""
         self.mesh.progress.microbatch = index
         randomness.begin_pass(self.number, index)
         self.gatherer.begin_forward()
         outputs = self.program(*inputs)
-        with torch.no_grad():
-            for holder in self._holders:
-                self._take_updates(holder)
+        for holder in self._holders:
+            self._take_updates(holder)
         return outputs
 
     def _take_updates(self, holder: Parameters) -> None:
-        """Keeps what forward has set. The memory of used parameters is given back and written to: that is copied."""
+        """Keeps what forward has set; copied where it is memory of what is stored or used, which changes first, or a
+        part of something larger."""
         for attribute, value in holder.pending_updates.items():
-            if attribute in holder.stored_parameters:
-                holder.stored_parameters[attribute].take_update(value)
-            else:
-                is_leaf = value.untyped_storage()._cdata in self._leaf_memory
-                self._buffer_of[holder, attribute].show_update(value.clone() if is_leaf else value)
+            memory = value.untyped_storage()
+            is_own = memory._cdata in self._own_memory or memory.nbytes() > value.numel() * value.element_size()
+            self._targets[holder, attribute].take_update(value.clone() if is_own else value)
         holder.pending_updates.clear()
 
     def backward(self, index: int, run: Callable[[], None]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -49,24 +49,16 @@ class StoredBuffer:
     def refresh(self) -> None:
         """Brings `used` up to date with what is stored, which may have been loaded since."""
         self.latest = None
-        self.holder.__dict__[self.attribute] = self.used
         if self.used is not self.local and self.version != self.local._version:
             self.used.copy_(self.local)
             self.version = self.local._version
 
-    def show_update(self, value: Tensor) -> None:
-        """After a forward pass: the next one reads what it has set. What is stored stays as it is, for the backward
-        passes that are still to come."""
+    def take_update(self, value: Tensor) -> None:
+        """Keeps what forward has set; what is stored stays as it is until the step ends."""
         self.latest = value
-        self.holder.__dict__[self.attribute] = value.to(self.used.dtype)
-
-    def part_update(self, stored: Container[int]) -> None:
-        """Copies what forward has set where it is memory of another buffer, which is about to be written to."""
-        if self.latest is not None and self.latest.untyped_storage().data_ptr() in stored:
-            self.latest = self.latest.clone()
 
     def commit_update(self) -> None:
-        """At the end of a step: stores what forward has set, if it did; after `part_update` of all."""
+        """At the end of a step: stores what forward has set, if it did."""
         if self.latest is not None:
             self.local.copy_(self.latest)
             self.refresh()

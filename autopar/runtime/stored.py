@@ -84,11 +84,10 @@ class StoredParameter:
                 found.update(kept)
 
     def take_update(self, value: Tensor) -> None:
-        """Keeps what forward makes of the parameter, whole or this rank's part of it: the backward pass, and blocks
-        that it runs again, still read what the parameter was."""
-        if value.shape == self.declared.shape:
+        """Keeps what forward makes of the parameter, whole or this rank's part of it, until the step ends."""
+        if value.shape == self.declared.shape and value.shape != self.local.shape:
             value = value[local_slices(self.declared.shape, self.types, self.mesh.axes)]
-        self._latest = value.to(self.declared.dtype, copy=True)
+        self._latest = value.to(self.declared.dtype)
 
     def commit_update(self) -> None:
         """At the end of a step: stores what forward has made of the parameter, if it did."""
