@@ -51,8 +51,9 @@ def divisible(graph: Graph, count: int) -> bool:
 def microbatch_types(graph: Graph, count: int) -> Types:
     """How each node runs on the microbatch axis.
 
-    Raises PlanError where the batch does not divide into `count`, where an operator mixes samples (batch
-    statistics, a product of two sums over the batch), or where forward changes what is stored by the batch, naming node and source line.
+    Raises PlanError where the batch does not divide into `count`, where an operator mixes samples (batch statistics, a
+    product of two sums over the batch), or where what forward makes of a stored tensor depends on the batch, naming
+    node and source line.
     """
     key = "microbatch types", str(count)
     if key not in graph.found:

@@ -112,9 +112,7 @@ class Placements:
     def placed(self, draft: Plan, graph: Graph, choice: Sequence[int]) -> Plan:
         """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""
         steps = self.costs.steps if graph is self.graph else self.costs.of(graph).steps
-        inputs, storage, nodes, redistributes = extract(
-            graph, self.blocks, self.built, choice, steps, self.draft.axes
-        )
+        inputs, storage, nodes, redistributes = extract(graph, self.blocks, self.built, choice, steps, self.draft.axes)
         return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
 
     def trade_offs(self, in_flight: int, time_limit_s: float = 10.0, seed: int = 0) -> TradeOffs:

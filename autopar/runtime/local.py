@@ -100,8 +100,8 @@ class Local:
         """Waits for results that nothing in the step reads, and takes over what forward has set of what is stored."""
         comm.finish_late(self.mesh)
         with torch.no_grad():
-            for stored in (*self.buffers.values(), *self.parameters.values()):
-                stored.commit_update()
+            for target in self._targets.values():
+                target.commit_update()
 
     def forward(self, index: int, inputs: Sequence[Tensor]) -> Any:
         """The forward pass of a microbatch. What it sets is stored when the step ends: the other microbatches, and

@@ -246,8 +246,8 @@ class Space:
         """The plan with the redistributions that its decisions need; None where something cannot be brought to where it
         is read."""
         entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
-        order = in_order(self.graph, plan)
-        found = [self.way(*needed) for needed in needed_conversions(order, plan.nodes, entering, ending(self.graph, plan))]
+        order, ends = in_order(self.graph, plan), ending(self.graph, plan)
+        found = [self.way(*needed) for needed in needed_conversions(order, plan.nodes, entering, ends)]
         return None if None in found else replace(plan, redistributes=tuple([way for way in found if way is not None]))
 
     def _may_branch(self, plan: Plan) -> bool:

@@ -8,6 +8,8 @@ some hundred by wrong angles, a running mean in bfloat16 stands still, a counter
     b ← 0.9 b + 0.1 mean(x)       →  b32 ← 0.9 b32 + 0.1 mean(x)         so is what updates them,
     x + b[:n]                     →  as it was                           what is moved, but not computed with, is not
 
+Parameters that forward updates are as such buffers: their new values are made of what is stored in float32.
+
 Where a wide tensor meets one of the model's, it is cast as the buffer was before; so no operator of the model has other
 operands than in the cast model, but for batch norms, whose statistics and weights are float32 (as under autocast).
 """
@@ -20,7 +22,9 @@ from typing import Any
 
 import torch
 
-from autopar.ir.graph import Atom, Graph, Node, Ref, Tensor, map_references
+from autopar.errors import TraceError
+from autopar.ir.buffers import update_line
+from autopar.ir.graph import Atom, Graph, Node, Ref, Stored, Tensor, map_references
 from autopar.ops import overload, real
 
 CAST = "aten._to_copy.default"
@@ -36,14 +40,64 @@ _MOVES = frozenset({
 
 
 def with_wide_buffers(graph: Graph, own_dtypes: Mapping[str, str], narrow: str) -> Graph:
-    """The graph of a model cast to `narrow`, in which such buffers are float32. own_dtypes: by name in the model."""
+    """The graph of a model cast to `narrow`, in which such buffers are float32. own_dtypes: by name in the model.
+
+    Raises TraceError for a parameter whose new value cannot be made in float32.
+    """
     buffers = {
         item.tensor
         for item in graph.stored
-        if item.kind == "buffer" and own_dtypes.get(item.name) == _WIDE and graph.tensors[item.tensor].dtype == narrow
+        if graph.tensors[item.tensor].dtype == narrow
+        and (own_dtypes.get(item.name) == _WIDE if item.kind == "buffer" else item.name in graph.mutations)
     }
     wide = _worth_it(graph, buffers, narrow) if buffers else frozenset()
-    return _Widened(graph, wide, narrow).graph() if wide else graph
+    if not wide:
+        return graph
+    found = _Widened(graph, wide, narrow).graph()
+    for item in found.parameters:
+        if item.name in found.mutations:
+            _check_kept(found, item)
+    return found
+
+
+def _check_kept(graph: Graph, parameter: Stored) -> None:
+    """That what a parameter becomes keeps of its value what float32 holds, if anything."""
+    made_of, kept = {parameter.tensor}, {parameter.tensor}
+    for node in graph.nodes:
+        if not made_of.isdisjoint(node.operands):
+            made_of.update(node.results)
+        if not kept.isdisjoint(node.operands):
+            kept.update(name for name in node.results if graph.tensors[name].dtype == _WIDE)
+    value = graph.mutations[parameter.name]
+    value = graph.producers[value].operands[0] if value.startswith("%") and value.endswith(f":{_WIDE}") else value
+    if value in made_of and value not in kept:
+        raise TraceError(
+            f"expected the new value of parameter {parameter.name!r}, which forward updates"
+            f"{update_line(graph, parameter.name)}, to be made in float32, in which it is stored, found that it meets "
+            "other dtypes on the way and would be rounded at each step; write to it after optimizer.step(), or plan "
+            "with precision=None"
+        )
+
+
+def _on_the_way(graph: Graph, parameters: Iterable[Stored]) -> set[str]:
+    """The nodes that make these parameters' new values of their old ones, all of a parameter's shape."""
+    found: set[str] = set()
+    for item in parameters:
+        shape, after = graph.tensors[item.tensor].shape, {item.tensor}
+        nodes = [node for node in graph.nodes if _goes_on(graph, node, shape, after)]
+        before = {graph.mutations[item.name]}
+        for node in reversed(nodes):
+            if not before.isdisjoint(node.results):
+                before.update(node.operands)
+                found.add(node.name)
+    return found
+
+
+def _goes_on(graph: Graph, node: Node, shape: tuple[int, ...], after: set[str]) -> bool:
+    """Whether a node makes a tensor of the shape of one of these, which it is added to."""
+    goes_on = not after.isdisjoint(node.operands)
+    after.update(name for name in node.results if goes_on and graph.tensors[name].shape == shape)
+    return goes_on and not after.isdisjoint(node.results)
 
 
 def _worth_it(graph: Graph, buffers: set[str], narrow: str) -> frozenset[str]:
@@ -92,6 +146,7 @@ class _Widened:
         self.casts: dict[tuple[str, str], str] = {}
         self.kept = {graph.stored_by_tensor[name].name for name in self.wide if name in graph.stored_by_tensor}
         self.updates = _only_updating(graph, {graph.mutations[name] for name in self.kept & set(graph.mutations)})
+        self.updates |= _on_the_way(graph, [item for item in graph.parameters if item.name in self.kept])
         for name in self.wide:
             self._set_dtype(name)
 
