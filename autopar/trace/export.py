@@ -38,7 +38,7 @@ from autopar.trace.repeats import FEWEST, AgainError, Repeats
 from autopar.trace.rows import rows_kept
 from autopar.trace.soft_targets import write_out_soft_targets
 from autopar.trace.structure import Namer, check_outputs, filled, outputs_in, tensors_in
-from autopar.trace.writes import writes_kept
+from autopar.trace.writes import untie_written, writes_kept
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -219,6 +219,7 @@ def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     with checks_passed(), rows_kept():
         program = torch.export.export(target, args, kwargs, strict=False)
         place_hooks(program)
+    untie_written(program, target)
     write_out_dropout(program.graph_module)
     write_out_soft_targets(program.graph_module)
     program = decompose(program)

@@ -24,10 +24,12 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch._export.passes import replace_set_grad_with_hop_pass as replacing
+from torch.export import ExportedProgram
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.overrides import TorchFunctionMode
 
 from autopar.ops.writes import overwritten
+from autopar.trace.tied import tied_names
 
 aten = torch.ops.aten
 
@@ -40,9 +42,12 @@ class UnfollowedError(Exception):
 def writes_kept(model: nn.Module) -> Iterator[None]:
     """While inside, torch.export of `model` keeps the meaning of writes and of regions without gradients."""
     trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
+    tied = tied_names(model)
 
     def kept(module: fx.GraphModule, signature: ExportGraphSignature) -> Any:
         """In place of torch's own pass, which drops regions that only write to views, as they return nothing."""
+        for other, first in _tied_and_written(module.graph, signature, tied).values():
+            other.replace_all_uses_with(first)
         specs = [spec for spec in signature.input_specs if spec.kind == InputKind.PARAMETER and spec.target in trained]
         _Writer(module, {str(getattr(spec.arg, "name", "")) for spec in specs}).run()
         outputs: Any = module.graph.output_node().args[0]
@@ -58,6 +63,26 @@ def writes_kept(model: nn.Module) -> Iterator[None]:
         stack.enter_context(mock.patch.object(torch.inference_mode, "__enter__", lambda mode: unseen.enter(mode)))
         stack.enter_context(mock.patch.object(torch.inference_mode, "__exit__", lambda mode, *_: unseen.leave(mode)))
         yield
+
+
+def untie_written(program: ExportedProgram, model: nn.Module) -> None:
+    """Of what is written to, later names that nothing reads now get memory of their own: torch cannot make a program
+    functional whose inputs share what it writes to."""
+    for name in _tied_and_written(program.graph, program.graph_signature, tied_names(model)):
+        own = program.state_dict[name]
+        other = torch.empty_like(own, device="meta")
+        program.state_dict[name] = nn.Parameter(other, own.requires_grad) if isinstance(own, nn.Parameter) else other
+
+
+def _tied_and_written(
+    graph: fx.Graph, signature: ExportGraphSignature, tied: Mapping[str, str]
+) -> dict[str, tuple[fx.Node, fx.Node]]:
+    """Of stored tensors that are written to, the later names, each with its placeholder and that of the first name."""
+    written = {memory for node in graph.nodes for x in _written(node) for memory in _memory(x.meta.get("val"))}
+    nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
+    named = {str(spec.target): nodes[str(getattr(spec.arg, "name", ""))] for spec in signature.input_specs}
+    pairs = {name: (named[name], named[first]) for name, first in tied.items() if {name, first} <= named.keys()}
+    return {name: pair for name, pair in pairs.items() if not _memory(pair[1].meta.get("val")).isdisjoint(written)}
 
 
 class _Unseen(TorchFunctionMode):
