@@ -19,7 +19,7 @@ from autopar.ir.placement import P, Placement, local_shape
 from autopar.ir.plan import Plan, Redistribute, Stage
 from autopar.ir.redistribution import cheapest_path
 from autopar.ir.stages import leaving_values
-from autopar.ir.verifier import ending
+from autopar.ir.verifier import output_placement, update_placement
 
 
 def equal_stages(graph: Graph, block_paths: Sequence[str], count: int) -> Members:
@@ -132,11 +132,21 @@ def _reads(graph: Graph, plan: Plan, members: Members, index: int, count: int) -
     for node in graph.nodes:
         if index in members[node.name]:
             found |= dict.fromkeys(zip(node.operands, plan.nodes[node.name].operands, strict=True))
-    for name, placement in ending(graph, plan):
-        node_of = graph.producers.get(name)
-        if (index in members[node_of.name]) if node_of else index == count - 1:
-            found[name, placement] = None
+    for name in graph.outputs:
+        if _is_made(graph, members, index, count, name):
+            found[name, output_placement(graph, plan, name)] = None
+    for stored in graph.stored:
+        value = graph.mutations.get(stored.name)
+        if value is not None and _is_made(graph, members, index, count, value):
+            found[value, update_placement(graph, plan, stored.name)] = None
+            found[stored.tensor, plan.storage[stored.tensor].placement] = None  # kept there, though it may not be read
     return found
+
+
+def _is_made(graph: Graph, members: Members, index: int, count: int, name: str) -> bool:
+    """Whether a stage makes what must be there at the end; the last has what no node makes."""
+    maker = graph.producers.get(name)
+    return index == count - 1 if maker is None else index in members[maker.name]
 
 
 class _Handed(NamedTuple):

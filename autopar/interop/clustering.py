@@ -105,10 +105,21 @@ def spread(graph: Graph, fixed: Mapping[str, int], count: int) -> Members:
         stage[node.name] = max([fixed.get(node.name, 0), *(stage[name] for name in before)])
         if node.name in fixed or not behind.isdisjoint(before):
             behind.add(node.name)
+    found = _spread_back(graph, portable, stage, behind, {}, count)
+    beside = _beside(graph, found) if graph.mutations else {}
+    return _spread_back(graph, portable, stage, behind, beside, count) if beside else found
+
+
+def _spread_back(
+    graph: Graph, portable: set[str], stage: Mapping[str, int], behind: set[str], known: Mapping[str, int], count: int
+) -> dict[str, tuple[int, ...]]:
+    """The stages of all nodes, of some as they are known, of others where they are read."""
     found: dict[str, tuple[int, ...]] = {}
     for node in reversed(graph.nodes):
         readers = [s for name in node.results for user, _ in graph.consumers[name] for s in found[user.name]]
-        if node.name in portable and readers:
+        if node.name in known and node.name not in behind:
+            found[node.name] = (known[node.name],)
+        elif node.name in portable and readers:
             found[node.name] = tuple(sorted(set(readers)))
         elif node.name in behind or not readers:
             found[node.name] = (stage[node.name] if node.name in behind else count - 1,)
@@ -117,15 +128,37 @@ def spread(graph: Graph, fixed: Mapping[str, int], count: int) -> Members:
     return found
 
 
+def _beside(graph: Graph, members: Members) -> dict[str, int]:
+    """The stages of nodes that only make what stored tensors become: those in which these are read."""
+    updating: set[str] = set()
+    for node in reversed(graph.nodes):
+        users = {user.name for name in node.results for user, _ in graph.consumers[name]}
+        if updating.issuperset(users) and not set(graph.outputs).intersection(node.results):
+            updating.add(node.name)
+    tensors = {item.name: item.tensor for item in graph.stored}
+    found: dict[str, int] = {}
+    for node in graph.nodes:
+        if node.name in updating:
+            names = (name for result in node.results for name in graph.updates.get(result, ()))
+            own = [tensors[name] for name in names if name in tensors]
+            users = {user.name for tensor in (*own, *node.operands) for user, _ in graph.consumers[tensor]} - updating
+            makers = [graph.producers[name].name for name in node.operands if name in graph.producers]
+            near = [found.get(name, members[name][0]) for name in (*users, *makers)]
+            found |= {node.name: max(near)} if near else {}
+    return found
+
+
 def portable_nodes(graph: Graph) -> set[str]:
-    """Nodes that depend on inputs and constants alone, or on stored tensors alone, and not on chance."""
+    """Nodes that depend on inputs and constants alone, or on stored tensors alone, not on chance, and that make nothing
+    that is stored."""
     kinds: dict[str, str] = dict.fromkeys(graph.inputs, "input")
     kinds |= {item.tensor: "stored" if item.kind == "parameter" else "constant" for item in graph.stored}
     kinds |= {item.tensor: "activation" for item in graph.stored if item.name in graph.mutations}
     found = set()
     for node in graph.nodes:
         read = {kinds[name] for name in node.operands} - {"constant"}
-        kind = "activation" if len(read) > 1 or is_random(node) else read.pop() if read else "constant"
+        is_single = is_random(node) or not graph.updates.keys().isdisjoint(node.results)
+        kind = "activation" if len(read) > 1 or is_single else read.pop() if read else "constant"
         kinds.update((name, kind) for name in node.results)
         if kind != "activation":
             found.add(node.name)

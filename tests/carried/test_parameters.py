@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
+from autopar.cost.files import profiles_folder
 from autopar.errors import PlanError
+from autopar.pipeline import template_of_graph
 from autopar.program import PlannedProgram
+from autopar.trace import trace
 from tests.equivalence.on_threads import PLANS, differences, program_differences
 from tests.random_programs.world import thread_world
 from tests.trace.test_writes import assert_traced
@@ -174,6 +179,24 @@ def test_updates_made_of_the_batch_run_without_microbatches(write: Write, plan: 
 @pytest.mark.parametrize("plan", sorted(PLANS))
 def test_a_parameter_that_is_changed_after_its_use(plan: str) -> None:
     assert differences(Model(lambda *_: None, late=True), batch(), plan) == []
+
+
+@pytest.mark.parametrize("write", [_row, _exchanged, _drifting], ids=_named)
+def test_ranks_with_unequal_shares_of_the_batch(write: Write, tmp_path: Path) -> None:
+    """Axes with shares cut what is stored evenly, and what is computed as the batch is."""
+    kinds = []
+    for name, slower in (("fast", 1e4), ("slow", 3e4)):
+        data = json.loads((profiles_folder() / "cpu.json").read_text())
+        rates = data["facts"]["peak_flops"]
+        data["facts"] |= {"peak_flops": {dtype: max(1e6, rate / slower) for dtype, rate in rates.items()}}
+        data["facts"]["memory_bandwidth"] /= slower
+        kinds.append(str(tmp_path / f"{name}.json"))
+        Path(kinds[-1]).write_text(json.dumps(data))
+    model, mesh = Model(write), autopar.Mesh([(kind, 1, 1) for kind in kinds])
+    graph = trace(model, batch())
+    plan = template_of_graph(graph, mesh, split="speed", dp=2, zero=3)
+    assert any(axis.shares for axis in plan.axes)
+    assert program_differences(model, batch(), autopar.parallelize(model, mesh, batch(), plan=plan)) == []
 
 
 def test_an_update_made_of_the_batch_is_refused_in_microbatches_with_its_line() -> None:

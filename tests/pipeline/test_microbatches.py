@@ -56,9 +56,24 @@ class AcrossSamples(nn.Module):
         return self.linear(x).softmax(0)[:, 0].mean()  # samples compete
 
 
-def test_forward_that_changes_a_buffer_is_refused() -> None:
-    with pytest.raises(PlanError, match=r"forward changes no buffer, found that it changes norm\."):
-        autopar.template_plan(WithBuffer(), MESH, (torch.randn(4, 4),), dp=2, microbatches=2)
+class Peak(nn.Module):
+    """A buffer that keeps what the batch makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("last", torch.zeros(2, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        self.last.copy_(h.detach()[:2].tanh())
+        return h.square().mean()
+
+
+@pytest.mark.parametrize("model", [WithBuffer, Peak])
+def test_forward_that_changes_a_buffer_by_the_batch_is_refused(model: type[nn.Module]) -> None:
+    with pytest.raises(PlanError, match=r"test_microbatches.py:\d+.*microbatches=1"):
+        autopar.template_plan(model(), MESH, (torch.randn(4, 4),), dp=2, microbatches=2)
 
 
 def test_an_operator_across_samples_is_refused_with_its_line() -> None:

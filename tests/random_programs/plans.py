@@ -149,14 +149,11 @@ def draft_plan(part: Part, choices: Choices, mode: str = "train") -> Plan:
     graph = part.whole
     mesh = Mesh("cpu", devices_per_node=math.prod(choices.sizes))
     place = Place(part, axes, Request(mesh, mode, None, None, (), SearchBudget()), _profile())
-    outputs = {
-        name: (I if graph.tensors[name].differentiable else R,) * len(axes)
-        for name in (*graph.outputs, *graph.mutations.values())
-    }
     inputs, storage, nodes = dict(choices.inputs), dict(choices.storage), dict(choices.nodes)
     path = partial(_path, axes, choices.ways)
-    redistributes = _redistributes(part.graph, inputs, storage, nodes, outputs, path)
-    plan = replace(place.draft(), inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
+    plan = replace(place.draft(), inputs=inputs, storage=storage, nodes=nodes)
+    ends = verifier.ending(graph, plan)
+    plan = replace(plan, redistributes=_redistributes(part.graph, inputs, storage, nodes, ends, path))
     return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
 
 
