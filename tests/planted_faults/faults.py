@@ -379,7 +379,7 @@ UPDATED = [
           "holder.__dict__[attribute] = value",
           (f"{OF_PARAMETERS} -k 'shards and row and zero'",)),
     Fault("it is there before the backward pass", STORED, "self._latest = value.to(self.declared.dtype)",
-          "self.local.copy_(value)", (f"{OF_PARAMETERS} -k 'made and normalised and recompute'",)),
+          "self.local.copy_(value)", (f"{OF_PARAMETERS} -k 'made and decayed and recompute'",)),
     Fault("it is applied twice", STORED, "self.local.copy_(self._latest)",
           "self.local.add_(self._latest - self.local, alpha=2)", (f"{OF_PARAMETERS} -k normalised",)),
     Fault("each rank has the first one's shard of it", STORED,
