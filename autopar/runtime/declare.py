@@ -155,6 +155,9 @@ class Parameters(nn.Module):
         """What is named by a number, as in an nn.Sequential."""
         return getattr(self, str(name))
 
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules.values())  # type: ignore[arg-type] # torch allows None
+
     def __getattr__(self, name: str) -> Any:
         # Reached only when the tensor is not in place: not gathered (yet), or the program was never built.
         late = self.__dict__.get("late_tensors", {}).get(name)
@@ -183,9 +186,6 @@ class Numbered(Parameters):
         super().__init__()
         for number, module in enumerate(modules, first):
             self.add_module(str(number), module)
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        return iter(self._modules.values())  # type: ignore[arg-type] # torch allows None
 
 
 class Block(Parameters):

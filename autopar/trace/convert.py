@@ -7,6 +7,7 @@ import re
 from collections import ChainMap
 from collections.abc import MutableMapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from autopar.ir.structure import FUNCTION, HOOK
 from autopar.ops.writes import OVERWRITTEN
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.evidence import is_own
-from autopar.trace.gradients import differentiable_results
+from autopar.trace.gradients import differentiable_results, is_view, saves
 from autopar.trace.layouts import check_layout
 from autopar.trace.markers import CALLED, HOOKED, entered, function, hooked, left, repeated
 from autopar.trace.regions import Region, regions
@@ -277,11 +278,11 @@ class _Converter:
 
     def _without_gradient(self, parameter: Stored, name: str, made: fx.Node) -> str:
         """What a parameter becomes, as a tensor that has no gradient."""
-        producers = {result: node for node in self.nodes for result in node.results}
-        node = producers.get(name)
-        while node is not None and node.op == OVERWRITTEN:  # the value is the second operand
-            name = node.operands[1]
-            node = producers.get(name)
+        self._check_not_saved(parameter, name, made)
+        node = self._makers.get(name)
+        while node is not None and (node.op == OVERWRITTEN or self._only_puts(node)):
+            name = node.operands[-1 if node.op == OVERWRITTEN else 0]
+            node = self._makers.get(name)
         if not self.tensors[name].differentiable:
             return name
         if not parameter.requires_grad:
@@ -291,10 +292,51 @@ class _Converter:
             )
         detached = f"%{parameter.name}:new"
         self._add(detached, made.meta["val"], False)
-        scope = node.scope if node is not None else Scope(())
-        source = node.source if node is not None else ""
+        scope, source = (node.scope, node.source) if node is not None else (Scope(()), "")
         self.nodes.append(Node(detached, "aten.detach.default", (Ref(name),), (), (detached,), scope, source))
         return detached
+
+    def _check_not_saved(self, parameter: Stored, name: str, made: fx.Node) -> None:
+        """Raises TraceError where a backward pass reads what a parameter was before it was written to: on one device
+        it finds the new value there, or torch refuses to run it."""
+        earlier, node = set[str](), self._makers.get(name)
+        while node is not None and (self._only_puts(node) or node.op == OVERWRITTEN or "_scatter." in node.op):
+            earlier |= set() if self._only_puts(node) else {node.operands[0]}
+            node = self._makers.get(node.operands[0])
+        pending = list(earlier)
+        while pending:
+            read = pending.pop()
+            for reader in self._readers.get(read, ()):
+                if is_view(reader.op):
+                    pending += reader.results
+                elif reader.op != OVERWRITTEN and saves(reader, [self.tensors[x] for x in reader.operands], read):
+                    raise TraceError(
+                        f"expected forward to write to parameter {parameter.name!r} before what reads its value in the "
+                        f"backward pass, found that {reader.op} at {reader.source or 'an unknown line'} does, and it "
+                        f"is written to after that, at\n  {_line(made)}\nWrite before it is used, or after "
+                        "optimizer.step()."
+                    )
+
+    @cached_property
+    def _makers(self) -> dict[str, Node]:
+        """By tensor, once all nodes are written."""
+        return {result: node for node in self.nodes for result in node.results}
+
+    @cached_property
+    def _readers(self) -> dict[str, list[Node]]:
+        """By tensor, once all nodes are written."""
+        found: dict[str, list[Node]] = {}
+        for node in self.nodes:
+            for name in dict.fromkeys(node.operands):
+                found.setdefault(name, []).append(node)
+        return found
+
+    def _only_puts(self, node: Node) -> bool:
+        """Whether a node is what the write of a whole tensor leaves beside `overwritten`."""
+        if node.op not in ("aten.expand.default", "aten._to_copy.default", "aten.alias.default"):
+            return False
+        before, after = self.tensors[node.operands[0]], self.tensors[node.results[0]]
+        return (before.shape, before.dtype) == (after.shape, after.dtype)
 
     def _loss(self, outputs: list[str], paths: list[str]) -> str:
         """The output called `loss`, or the only one that can be it."""

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from autopar.ir.graph import Atom, Node, Tensor, map_references
-from autopar.ir.structure import FUNCTION, HOOK
+from autopar.ir.structure import FUNCTION, HOOK, OWN_BACKWARD
 from autopar.ops import overload, real
 
 _CACHE: dict[Any, tuple[bool, ...]] = {}
@@ -25,6 +25,37 @@ def differentiable_results(node: Node, operands: list[Tensor]) -> tuple[bool, ..
     if key not in _CACHE:
         _CACHE[key] = _ask(node, operands)
     return _CACHE[key]
+
+
+def is_view(op: str) -> bool:
+    """Whether an operator's result is memory of its operand."""
+    if op in OWN_BACKWARD:
+        return False
+    return any(item.alias_info is not None for item in overload(op)._schema.returns)
+
+
+def saves(node: Node, operands: list[Tensor], name: str) -> bool:
+    """Whether the backward pass of an operator reads the value that one of its operands had, or may do so."""
+    if not any(tensor.differentiable for tensor in operands):
+        return False
+    if node.op in OWN_BACKWARD:
+        return True
+    memory: set[int] = set()
+    metas = [_meta(tensor) for tensor in operands]
+    own = {x.untyped_storage()._cdata for x, tensor in zip(metas, operands, strict=True) if tensor.name == name}
+
+    def pack(x: torch.Tensor) -> torch.Tensor:
+        memory.add(x.untyped_storage()._cdata)
+        return x
+
+    given = iter(metas)
+    args, kwargs = real(map_references((node.args, dict(node.kwargs)), lambda _: next(given)), "meta")
+    try:
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            overload(node.op)(*args, **kwargs)
+    except (RuntimeError, NotImplementedError):
+        return True
+    return not own.isdisjoint(memory)
 
 
 def _text(node: Node) -> str:

@@ -113,7 +113,8 @@ def _registering(own: Callable[..., None], modules: set[nn.Module]) -> Callable[
         frame = sys._getframe(1)
         while frame.f_back is not None and frame.f_code.co_filename == nn.Module.__setattr__.__code__.co_filename:
             frame = frame.f_back
-        if module in modules and "/torch/" not in frame.f_code.co_filename:
+        is_new = module._parameters.get(name) is not parameter  # `self.weight += 1` sets the one that is there
+        if is_new and module in modules and "/torch/" not in frame.f_code.co_filename:
             raise TraceError(
                 f"expected forward to leave alone which parameters there are, found {name!r} of a "
                 f"{type(module).__name__} set anew at\n  {_text(place_of(frame))}\nAn optimizer would keep the one "

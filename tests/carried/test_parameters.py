@@ -6,6 +6,7 @@ import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.cost.files import profiles_folder
-from autopar.errors import PlanError
+from autopar.errors import PlanError, TraceError
 from autopar.pipeline import template_of_graph
 from autopar.program import PlannedProgram
 from autopar.trace import trace
@@ -82,6 +83,13 @@ def _exchanged(block: Block, h: Tensor, ids: Tensor) -> None:
         block.second.weight.copy_(held)
 
 
+def _filled(block: Block, h: Tensor, ids: Tensor) -> None:
+    with torch.no_grad():
+        block.first.bias.copy_(block.second.bias.mean())
+        block.first.weight.copy_(block.second.weight[0])
+        block.second.bias.zero_()
+
+
 def _drifting(block: Block, h: Tensor, ids: Tensor) -> None:
     with torch.no_grad():
         block.first.bias.add_(h.mean(0), alpha=0.1)
@@ -98,7 +106,7 @@ def _remembered(block: Block, h: Tensor, ids: Tensor) -> None:
 
 OF_THE_STATE: tuple[Write, ...] = (
     _clamped, _masked, _normalised, _assigned, _row, _decayed_and_bounded, _pulled, _following, _copied, _turned,
-    _exchanged, _remembered,
+    _exchanged, _filled, _remembered,
 )  # fmt: skip
 OF_THE_BATCH: tuple[Write, ...] = (_drifting, _bounded)
 
@@ -203,6 +211,52 @@ def test_an_update_made_of_the_batch_is_refused_in_microbatches_with_its_line() 
     mesh = autopar.Mesh("cpu", devices_per_node=2)
     with pytest.raises(PlanError, match=r"test_parameters.py:\d+.*microbatches=1"):
         autopar.template_plan(Model(_drifting), mesh, batch(), dp=2, microbatches=2)
+
+
+@pytest.mark.parametrize("use", [nn.Linear.forward, lambda layer, h: h @ layer.weight.t()], ids=["whole", "view"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_write_to_what_the_backward_pass_reads_is_refused_with_both_lines(device: str, use: Any) -> None:
+    """Which finds the new value there. Without values, too, where no comparison with the model would see it."""
+    model = Model(lambda *_: None).to(device)
+    layer = model.layers[1]  # whose input has a gradient, which is made of the weight
+    layer.forward = lambda h, ids: (use(layer.first, h).sin(), layer.first.weight.data.mul_(0.5))[0]
+    inputs = {name: x.to(device) for name, x in batch().items()}
+    told = r"(?s)'layers.1.first.weight'.*aten.\w+.default at .*:\d+ does.*\n.*test_parameters.py:\d+.*Write before"
+    with pytest.raises(TraceError, match=told):
+        trace(model, inputs)
+
+
+class Teacher(nn.Module):
+    """A frozen copy that follows the student, read beside it; a centre that follows the copy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        blocks = (nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(4))
+        self.student = nn.Sequential(*blocks)
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+        self.head = nn.Linear(WIDTH, 3)
+        self.register_buffer("centre", torch.zeros(WIDTH))
+
+    centre: Tensor
+
+    def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            for own, other in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+                own.lerp_(other, 0.1)
+            wanted = self.teacher(x)
+        made = self.student(x)
+        loss = (made - (wanted - self.centre)).square().mean() + F.cross_entropy(self.head(made), y)
+        with torch.no_grad():
+            self.centre.lerp_(wanted.mean(0), 0.1)
+        return loss
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("plan", sorted(PLANS))
+def test_a_teacher_that_follows_its_student(plan: str) -> None:
+    wrong = differences(Teacher(), batch(), plan)
+    assert wrong == [] or (wrong is None and "microbatches" in plan), wrong
 
 
 class Shared(nn.Module):

@@ -285,8 +285,10 @@ self.r$i = Reader(self)
 )  # fmt: skip
 
 
-def _parameter(name: str, forward: str, late: str = "", init: str = "self.l$i = nn.Linear(D, D)") -> Construct:
-    return Construct(name, "parameter", forward, init=init, late=late)
+def _parameter(
+    name: str, forward: str, late: str = "", init: str = "self.l$i = nn.Linear(D, D)", must_run: bool = True
+) -> Construct:
+    return Construct(name, "parameter", forward, init=init, late=late, must_run=must_run)
 
 
 _USE = "\nh = torch.tanh(self.l$i(h))"
@@ -310,7 +312,7 @@ self.l$i.register_forward_pre_hook(prune$i)
     _parameter("changed after its use", "h = torch.tanh(self.l$i(h))",
                "with torch.no_grad():\n    self.l$i.bias.mul_(0.9)"),
     _parameter("changed after its use, before backward reads it", "h = torch.tanh(self.l$i(h))",
-               "self.l$i.weight.data.mul_(0.9)"),
+               "self.l$i.weight.data.mul_(0.9)", must_run=False),
     _parameter("a number clamped, as CLIP does", "self.t$i.data.clamp_(max=0.5)\nh = h * self.t$i.exp()",
                init="self.t$i = nn.Parameter(torch.tensor(0.7))"),
     _parameter("centred under no_grad",
@@ -322,11 +324,27 @@ self.l$i.register_forward_pre_hook(prune$i)
                "self.l$i.weight, alpha=0.1)\nh = torch.tanh(self.l$i(h)) - self.k$i(h).detach()",
                init="self.l$i, self.k$i = nn.Linear(D, D), nn.Linear(D, D).requires_grad_(False)"),
     _parameter("written from activations", "with torch.no_grad():\n    self.l$i.bias.add_(h.mean(0))" + _USE),
+    _parameter("given the columns of another",
+               "self.l$i.weight.data.copy_(self.k$i.weight.data.t())\nh = torch.tanh(self.l$i(h) + self.k$i(h))",
+               init="self.l$i, self.k$i = nn.Linear(D, D), nn.Linear(D, D)"),
+    _parameter("exchanged with another", "with torch.no_grad():\n    held = self.l$i.weight.clone()\n"
+               "    self.l$i.weight.copy_(self.k$i.weight)\n    self.k$i.weight.copy_(held)\n"
+               "h = torch.tanh(self.l$i(h) + self.k$i(h))",
+               init="self.l$i, self.k$i = nn.Linear(D, D), nn.Linear(D, D)"),
+    _parameter("written twice", "with torch.no_grad():\n    self.l$i.weight.mul_(0.9)\n"
+               "    self.l$i.weight[:, :3].clamp_(-0.2, 0.2)" + _USE),
+    _parameter("written in a module that shares it", "self.k$i.weight.data.clamp_(-0.2, 0.2)" + _USE,
+               init="self.l$i, self.k$i = nn.Linear(D, D), nn.Linear(D, D)\nself.k$i.weight = self.l$i.weight"),
+    _parameter("a counter that is no buffer", "self.t$i += 1\nh = h / self.t$i",
+               init="self.t$i = nn.Parameter(torch.ones(()), requires_grad=False)"),
+    _parameter("a module's, from outside", "self.enter$i.weight.data.div_(self.enter$i.weight.data.norm())\n"
+               "h = self.enter$i(h)", init="self.enter$i = nn.Linear(D, D)"),
     _parameter("replaced by a new one",
-               "self.l$i.weight = nn.Parameter(self.l$i.weight.detach().clamp(-0.1, 0.1))" + _USE),
-    Construct("an embedding with max_norm", "parameter", "h = h + self.e$i(ids$i)",
+               "self.l$i.weight = nn.Parameter(self.l$i.weight.detach().clamp(-0.1, 0.1))" + _USE,
+               must_run=False),
+    Construct("an embedding with max_norm", "parameter", "h = h + self.e$i(ids$i)", must_run=True,
               init="self.e$i = nn.Embedding(7, D, max_norm=1.0)", inputs={"ids$i": "torch.randint(7, (B,))"}),
-    Construct("an embedding with max_norm and a padding row", "parameter", "h = h + self.e$i(ids$i)",
+    Construct("an embedding with max_norm and a padding row", "parameter", "h = h + self.e$i(ids$i)", must_run=True,
               init="self.e$i = nn.Embedding(7, D, padding_idx=0, max_norm=0.5)",
               inputs={"ids$i": "torch.randint(7, (B,))"}),
 )  # fmt: skip
