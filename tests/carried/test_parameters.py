@@ -260,27 +260,33 @@ def test_a_teacher_that_follows_its_student(plan: str) -> None:
 
 
 class Shared(nn.Module):
-    """A parameter that blocks in several stages read, and the first one changes."""
+    """A parameter that the first block and the last one read, and one of them changes."""
 
-    def __init__(self) -> None:
+    def __init__(self, writer: int) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
         self.layers[3].weight = self.layers[0].weight
+        self.writer = writer
 
     def forward(self, x: Tensor, ids: Tensor, y: Tensor) -> Tensor:
         for number, layer in enumerate(self.layers):
-            if number == 0:
+            if number == self.writer:
                 layer.weight.data.clamp_(-0.2, 0.2)
             x = torch.tanh(layer(x))
         return F.cross_entropy(x, y)
 
 
-def test_a_parameter_that_several_stages_read_is_refused_with_its_line() -> None:
-    model, mesh = Shared(), autopar.Mesh("cpu", devices_per_node=2)
+@pytest.mark.parametrize("plan", ["pp=2", "zero=3", "searched"])
+def test_a_parameter_that_several_stages_read_after_the_first_has_changed_it(plan: str) -> None:
+    assert differences(Shared(0), batch(), plan) == []
+
+
+def test_a_parameter_that_several_stages_store_is_refused_with_its_line() -> None:
+    model, mesh = Shared(3), autopar.Mesh("cpu", devices_per_node=2)
     with pytest.raises(PlanError, match=r"layers.0.weight.*test_parameters.py:\d+.*take one stage"):
         autopar.template_plan(model, mesh, batch(), pp=2)
-    assert differences(model, batch(), "searched") == []
+    assert differences(model, batch(), "zero=3") == []
 
 
 def _planned(model: nn.Module, precision: str | None, mode: str = "train") -> PlannedProgram:
