@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -35,9 +36,37 @@ def apply(function: str, *args: Any) -> Any:
     Tensors are passed in order of their dims, as they are in a model of one device.
     """
     given = [x.contiguous() if isinstance(x, Tensor) else x for x in args]
-    returned = torch.autograd.Function.apply.__func__(imported(function), *given)  # type: ignore[attr-defined]
+    with _read_again():
+        returned = torch.autograd.Function.apply.__func__(imported(function), *given)  # type: ignore[attr-defined]
     found = _tensors(returned)
     return found[0] if len(found) == 1 else tuple(found)
+
+
+class _Saved:
+    """What a Function has saved, as whoever keeps it for the backward pass has packed it; unpacked once."""
+
+    def __init__(self, packed: Any) -> None:
+        self.packed = packed
+        self.tensor: Tensor | None = None
+
+
+@contextmanager
+def _read_again() -> Iterator[None]:
+    """While inside, what is saved may be read any number of times in the backward pass: recomputed blocks give it
+    once, and a Function may ask for `ctx.saved_tensors` more often."""
+    around: Any = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if around is None:
+        yield
+        return
+    pack, unpack = around
+
+    def unpacked(saved: _Saved) -> Tensor:
+        if saved.tensor is None:
+            saved.tensor = unpack(saved.packed)
+        return saved.tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: _Saved(pack(x)), unpacked):
+        yield
 
 
 class _Hooked(torch.autograd.Function):
@@ -49,7 +78,8 @@ class _Hooked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.hook(gradient, *ctx.saved_tensors), None, *(None for _ in ctx.saved_tensors)
+        others = ctx.saved_tensors  # which recomputed blocks give once
+        return ctx.hook(gradient, *others), None, *(None for _ in others)
 
 
 def hooked(x: Tensor, hook: Callable[..., Tensor], *others: Tensor) -> Tensor:

@@ -53,6 +53,20 @@ class Clipped(torch.autograd.Function):
         return gradient * (ctx.most / gradient.norm()).clamp(max=1.0), None
 
 
+class ReadsTwice(torch.autograd.Function):
+    """Asks for what it has saved as often as it likes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x = ctx.saved_tensors[0]
+        return gradient * ctx.saved_tensors[1], (gradient * x).sum_to_size(*ctx.saved_tensors[1].shape)
+
+
 class ClippedEach(torch.autograd.Function):
     """Not linear in the gradient, yet pointwise: slices of it do, summands would not."""
 

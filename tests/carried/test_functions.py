@@ -55,6 +55,25 @@ def test_equal_blocks_share_what_they_do_and_equal_the_model(how: dict[str, Any]
     assert differences(model, batch(), **how) == []
 
 
+@pytest.mark.parametrize("how", [{"dp": 2, "recompute": "full"}, {"dp": 2, "zero": 3, "recompute": "full"}], ids=str)
+def test_a_recomputed_function_reads_what_it_has_saved_twice(how: dict[str, Any]) -> None:
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.rand(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.linear(x)
+            if h.requires_grad:
+                other = self.scale.detach().tanh()
+                h.register_hook(lambda gradient: gradient * other)
+            return torch.tanh(own.ReadsTwice.apply(h, self.scale))
+
+    model = Stack()
+    model.blocks = nn.ModuleList(Block() for _ in range(3))
+    assert differences(model, batch(), **how) == []
+
+
 def test_blocks_that_call_other_functions_or_with_other_numbers_are_not_taken_for_equal() -> None:
     class Block(nn.Module):
         def __init__(self, number: int) -> None:
