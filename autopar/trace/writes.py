@@ -49,7 +49,9 @@ def writes_kept(model: nn.Module) -> Iterator[None]:
         for other, first in _tied_and_written(module.graph, signature, tied).values():
             other.replace_all_uses_with(first)
         specs = [spec for spec in signature.input_specs if spec.kind == InputKind.PARAMETER and spec.target in trained]
-        _Writer(module, {str(getattr(spec.arg, "name", "")) for spec in specs}).run()
+        lifted = [spec for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
+        trained_names, constants = ({str(getattr(spec.arg, "name", "")) for spec in own} for own in (specs, lifted))
+        _Writer(module, trained_names, constants).run()
         outputs: Any = module.graph.output_node().args[0]
         for argument, spec in zip(outputs, signature.output_specs, strict=True):
             if isinstance(argument, fx.Node):
@@ -138,14 +140,18 @@ class _Known:
 
 
 class _Writer:
-    """Rewrites one graph in place. trained: names of placeholders that have a gradient."""
+    """Rewrites one graph in place. trained: names of placeholders that have a gradient; constants: of tensors that are
+    neither parameters nor buffers."""
 
-    def __init__(self, module: fx.GraphModule, trained: set[str]) -> None:
+    def __init__(self, module: fx.GraphModule, trained: set[str], constants: set[str]) -> None:
         self.module, self.graph = module, module.graph
         self.known: dict[fx.Node, _Known] = {}
         self.detached: dict[fx.Node, fx.Node] = {}
         self.trained: set[int] = set()  # memory of tensors with a gradient
+        self.constants: set[int] = set()  # memory of constants
         for node in self.graph.find_nodes(op="placeholder"):
+            if node.name in constants:
+                self.constants.update(_memory(node.meta.get("val")))
             if node.name in trained:
                 self.trained.update(_memory(node.meta.get("val")))
         self.enabled = True
@@ -208,6 +214,8 @@ class _Writer:
 
     def _call(self, node: fx.Node) -> None:
         written = _written(node)
+        if node.target is aten.lift_fresh_copy.default:  # `torch.tensor(…)` in forward: made anew each time
+            self.constants.difference_update(_memory(node.meta.get("val")))
         if node.target is aten.detach_.default:  # from now on, what is written there has a history of its own
             with self.graph.inserting_before(node):
                 self.known[node] = _Known(self._copy(node, self._of(written[0]).live))
@@ -230,6 +238,12 @@ class _Writer:
         if str(node.target).startswith(("aten.set_", "aten.resize")):
             raise UnfollowedError(
                 f"{node.target} gives a tensor other memory: use copy_\n{node.meta.get('stack_trace')}"
+            )
+        if any(not self.constants.isdisjoint(_memory(target.meta.get("val"))) for target in written):
+            raise UnfollowedError(
+                f"{node.target} writes to a tensor that outlives the step and is neither a parameter nor a buffer "
+                "of the model: register it with register_buffer, or write to a clone of it\n"
+                f"{node.meta.get('stack_trace', '')}"
             )
         passes_on = any(self._passes_on(operand) for operand in node.all_input_nodes if operand not in written)
         is_cut = any(self._of(target).cut for target in written)

@@ -349,6 +349,42 @@ def _calls(rank: int, source: str, state: dict[str, Tensor], inputs: dict[str, T
     return outputs | {name: tensor.clone() for name, tensor in built.full_state_dict().items()}
 
 
+class Loss(nn.Module):
+    """A loss that clamps its own scale, counts its calls, and keeps a running mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.25, 2.0, 3))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(3))
+
+    calls: Tensor
+    mean: Tensor
+
+    def forward(self, z: Tensor, y: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.clamp_(0.5, 1.5)
+            self.calls.add_(1)
+            self.mean.lerp_(z.mean(0), 0.1)
+        return F.cross_entropy(z * self.scale - self.mean, y) / self.calls
+
+
+@pytest.mark.parametrize("choices", [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_losses_that_change_what_they_store(choices: dict[str, int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, 3))
+    loss, inputs = Loss(), {"input": batch()["x"], "y": batch()["y"]}
+    mesh = autopar.Mesh("cpu", devices_per_node=2)
+    plan = autopar.template_plan(model, mesh, inputs, loss_fn=loss, **choices)
+    program = autopar.parallelize(model, mesh, inputs, loss_fn=loss, plan=plan)
+    state = model.state_dict() | {f"loss_fn.{name}": value.clone() for name, value in loss.state_dict().items()}
+    found = thread_world(2).run(_step, program.source, copy.deepcopy(state), inputs)
+    loss(model(inputs["input"]), inputs["y"])
+    for name, value in loss.state_dict().items():
+        torch.testing.assert_close(found[0][f"loss_fn.{name}"], value)
+        assert not torch.equal(value, state[f"loss_fn.{name}"])
+
+
 def test_a_difference_would_be_seen() -> None:
     """The comparison above has power: a program for other values differs."""
     program = _planned(Model(_clamped), None)

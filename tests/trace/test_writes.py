@@ -131,6 +131,7 @@ class Refused(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.a = nn.Linear(8, 8)
+        self.kept = [torch.ones(8)]
         self.how = how
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,6 +142,8 @@ class Refused(nn.Module):
             h.detach().data = h * 2
         elif self.how == "shape":
             self.a.weight.data = torch.zeros(4, 8)
+        elif self.how == "constant":
+            self.kept[0].mul_(0.5)
         else:
             h.detach().set_(torch.zeros(4, 8))
         return h.sum()
@@ -152,6 +155,7 @@ class Refused(nn.Module):
         ("gradient", "has a gradient"),
         ("alias", "found an alias"),
         ("shape", "its shape"),
+        ("constant", "neither a parameter nor a buffer"),
         ("memory", "gives a tensor other memory"),
     ],
 )
