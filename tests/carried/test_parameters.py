@@ -372,7 +372,7 @@ class Loss(nn.Module):
 @pytest.mark.parametrize("choices", [{"dp": 2, "zero": 3}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_losses_that_change_what_they_store(choices: dict[str, int]) -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, 3))
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3))
     loss, inputs = Loss(), {"input": batch()["x"], "y": batch()["y"]}
     mesh = autopar.Mesh("cpu", devices_per_node=2)
     plan = autopar.template_plan(model, mesh, inputs, loss_fn=loss, **choices)
