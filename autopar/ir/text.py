@@ -101,9 +101,21 @@ def graphs_text(plan: Plan) -> str:
     for found in sorted(searched.graphs, key=lambda found: (found.outcome != "taken", found.step_time_ns or math.inf)):
         fastest.setdefault(rules_text(found.rules), found)
     return "; ".join(
-        f"{rules}: " + (f"{time_text(found.step_time_ns)}, " if found.step_time_ns is not None else "") + found.outcome
-        for rules, found in fastest.items()
+        f"{_few_rules(found.rules)}: "
+        + (f"{time_text(found.step_time_ns)}, " if found.step_time_ns is not None else "")
+        + found.outcome
+        for found in fastest.values()
     )
+
+
+def _few_rules(counts: Mapping[str, int]) -> str:
+    """As `rules_text`; of many the first, and how many more."""
+    most = dict(sorted(counts.items(), key=lambda item: -item[1])[:_MOST_RULES])
+    more = len(counts) - len(most)
+    return rules_text(most if more else counts) + (f" and {more} rules more" if more > 1 else "")
+
+
+_MOST_RULES = 2
 
 
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:
