@@ -210,32 +210,36 @@ class Family:
         try:
             again = _Known(self.place(replace(family, microbatches=counts[-1])))
             for count in counts:
-                one = replace(family, microbatches=count)
+                one, every = replace(family, microbatches=count), len(groups)
                 saved = known.usage(count) - again.usage(count)
                 most = self._peaks.get(replace(one, recompute="none"), known.usage(count))
-                if most - saved <= self.limit and (plan := self._fewest(self.place(one), groups, most, saved)):
+                if most - saved > self.limit:
+                    self._refuse(one, f"needs {most - saved:,} bytes a device by estimate")
+                    continue
+                first = min(every, max(1, _blocks_for(most - self.limit, saved, every)))
+                least_ns = known.least_ns + (again.least_ns - known.least_ns) * first // every
+                if least_ns >= self.best_ns:
+                    self._refuse(one, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
+                elif plan := self._fewest(self.place(one), groups, first, saved):
                     number = sum(group[0] in plan.recompute for group in groups)
-                    self._note(one, plan, f"{one} of {number} of {len(groups)} blocks")
+                    self._note(one, plan, f"{one} of {number} of {every} blocks")
                     return True
         except AutoparError as error:
             self._refuse(family, str(error))
         return False
 
-    def _fewest(self, place: ShortPlace, groups: Groups, most: int, saved: int) -> Plan | None:
+    def _fewest(self, place: ShortPlace, groups: Groups, count: int, saved: int) -> Plan | None:
         """The plan with the fewest blocks computed again that fits; each of them saves as much as the others.
 
-        most: the peak with none. saved: what all save.
+        count: how many are tried first. saved: what all save.
         """
-        one = max(1, saved // len(groups))
-        best, tried = None, set[int]()
-        count = max(1, min(len(groups), -(-(most - self.limit) // one)))
-        plan = place.placements.plan(_ANY, *_SOLVE)
+        best, tried, plan = None, set[int](), place.placements.plan(_ANY, *_SOLVE)
         while count not in tried and len(tried) < _TRIES:
             tried.add(count)
             plan = place.scored(replace(plan, recompute=joined(groups[:count])))
             above = plan.predicted.peak_bytes - self.limit
             best = plan if above <= 0 else best
-            count = max(1, min(len(groups), count - (-above // one) if above < 0 else count + -(-above // one)))
+            count = min(len(groups), max(1, count + _blocks_for(above, saved, len(groups))))
         return best
 
     def _look(self, template: Template, beyond: int | None = None) -> Plan | None:
@@ -316,6 +320,11 @@ class _Known:
     def _least(self) -> tuple[int, int]:
         least = self.place.placements.least_memory(*_SOLVE[:2])
         return least.stored_bytes, least.usage_bytes - least.stored_bytes
+
+
+def _blocks_for(size: int, saved: int, every: int) -> int:
+    """How many of all blocks, which save so much together, save at least a size; of what may be kept, at most."""
+    return -(-size * every // max(1, saved))
 
 
 def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:

@@ -40,7 +40,7 @@ def host_profile() -> Profile:
     """This host's profile. Raises ProfileError when it cannot be measured."""
     path = cache_path()
     with _alone(path):
-        if path.exists():
+        if os.path.exists(path):  # Path.exists raises where a folder may not be looked into
             try:
                 return read_profile(path)
             except ProfileError as error:
@@ -90,7 +90,10 @@ def cache_path() -> Path:
 
 def cache_folder() -> Path:
     """Where this user's autopar keeps what took long to find out."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
+    except RuntimeError:  # a user without a home, as some containers have
+        return Path(tempfile.gettempdir()) / f"autopar-{os.getuid()}"
 
 
 def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 0.0) -> dict[str, Any]:
@@ -99,7 +102,8 @@ def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 
     windows: how often everything is measured, `pause_s` seconds apart; each number is its median over them. A host that
     is fast or slow for minutes then does not make all of the profile so.
     """
-    _say(f"measuring this host, {windows} times for two to three minutes; the result is kept")
+    often = "" if windows == 1 else f"{windows} times "
+    _say(f"measuring this host, {often}for two to three minutes; the result is kept")
     found: list[dict[str, Any]] = []
     busiest = busy = others_share()
     while len(found) < windows + (busiest > BUSY):
@@ -198,8 +202,14 @@ def _progress() -> int | None:
 def _write_whole(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(data, file, indent=1)
-    os.replace(file.name, path)
+        try:
+            json.dump(data, file, indent=1)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:  # a full disk, say
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
 
 
 def cpu_model() -> str:

@@ -176,12 +176,14 @@ def _module_parts(plan: Plan) -> set[tuple[str, ...]]:
 
 
 def sources_text(sources: Mapping[str, str]) -> str:
-    """ "facts datasheet; operators measured (matmul, softmax), assumed (gather); links fitted": kinds by block."""
+    """ "facts datasheet; operators measured (matmul, softmax), assumed (gather); links fitted": kinds by block, and
+    where the host was busy when it was measured, that."""
     found: dict[str, dict[str, list[str]]] = {}
     for block, source in sources.items():
         group, _, name = block.partition("/")
         found.setdefault(group, {}).setdefault(source.partition(":")[0], []).append(name)
-    return "; ".join(f"{group} {_kinds(kinds)}" for group, kinds in found.items())
+    busy = ["measured on a busy host, `autopar profile` does it anew"] * any("busy host" in s for s in sources.values())
+    return "; ".join([*(f"{group} {_kinds(kinds)}" for group, kinds in found.items()), *busy])
 
 
 def _kinds(kinds: Mapping[str, list[str]]) -> str:
