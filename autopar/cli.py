@@ -48,7 +48,8 @@ _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, or 2 after one message for what the user can mend."""
+    """Runs one command and returns its exit status: 0, 2 after one message for what the user can mend, 130 when it was
+    interrupted."""
     sys.path.insert(0, str(Path.cwd()))
     options = _parser().parse_args(arguments)
     plain, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"autopar: {message}\n"
@@ -59,6 +60,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # who reads has enough, such as `head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return 130
     except (AutoparError, OSError) as error:
         if isinstance(error, InternalError):
             traceback.print_exc()

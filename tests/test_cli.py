@@ -274,6 +274,15 @@ def test_optimizer_and_split_are_those_of_the_plan(tmp_path: Path) -> None:
     assert autopar.Plan.load(path).optimizer == "sgd"
 
 
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parallelize", interrupted)
+    assert cli.main([*PLAN]) == 130
+    assert capsys.readouterr().err == "autopar: interrupted\n"
+
+
 def test_a_reader_that_has_enough_is_no_error(plan_file: Path) -> None:
     command = f"{sys.executable} -m autopar show {plan_file} | head -c 10"
     done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)

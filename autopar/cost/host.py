@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from autopar import interrupt
 from autopar.cost.fit import profile_from_points
 from autopar.cost.measure import median_of
 from autopar.cost.profile import FORMAT, Profile, profile_from_json, read_profile
@@ -164,26 +166,30 @@ def _window_file(points: Path, number: int) -> Path:
 def _points(script: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-P", str(script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=_progress(), text=True)
-    began, told = time.monotonic(), _progress() is not None
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=_progress(), text=True, start_new_session=True
+    )  # Ctrl-C is for this process, which ends that one with its children
+    began, told, lines = time.monotonic(), _progress() is not None, 1
     while True:
         try:
-            printed, complaints = process.communicate(timeout=LINE_SECONDS)
+            printed, complaints = process.communicate(timeout=min(1.0, LINE_SECONDS))
             break
         except subprocess.TimeoutExpired:
             elapsed = time.monotonic() - began
-            if told:
+            if told and elapsed >= lines * LINE_SECONDS:
                 _say(f"measuring this host, {script.stem.partition('_')[2] or 'operators'}: {elapsed:.0f} s")
+                lines += 1
             if elapsed > TIMEOUT_SECONDS:
-                process.kill()
-                process.communicate()
+                _end(process)
                 raise ProfileError(
                     f"expected to measure this host within {TIMEOUT_SECONDS} s, found {' '.join(command)} still at it; "
                     "measure when the host is idle, or name a profile's JSON file"
                 ) from None
+            if interrupt.is_asked():
+                _end(process)
+                raise interrupt.Interrupted from None
         except BaseException:
-            process.kill()
-            process.communicate()
+            _end(process)
             raise
     if process.returncode:
         raise ProfileError(
@@ -192,6 +198,13 @@ def _points(script: Path, *arguments: str) -> dict[str, Any]:
         )
     points: dict[str, Any] = json.loads(printed)
     return points
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a process with its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
 
 
 def _progress() -> int | None:
