@@ -104,7 +104,7 @@ def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 
     windows: how often everything is measured, `pause_s` seconds apart; each number is its median over them. A host that
     is fast or slow for minutes then does not make all of the profile so.
     """
-    often = "" if windows == 1 else f"{windows} times "
+    often = "" if windows == 1 else f"{windows} times, "
     _say(f"measuring this host, {often}for two to three minutes; the result is kept")
     found: list[dict[str, Any]] = []
     busiest = busy = others_share()
