@@ -13,16 +13,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar import interrupt
 from autopar.cost import load_profile
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
-from autopar.intraop import Kept, Placements, prepare_placements
+from autopar.intraop import SOFT_PENALTY_NS, Kept, Placements, prepare_placements
 from autopar.ir import verifier
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, is_inside
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
@@ -32,7 +32,7 @@ from autopar.planning import Part, Place, Request, SearchBudget, divided
 from autopar.simulate import Incremental, predict
 from autopar.template import template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
-from autopar.zero import KINDS, Groups, joined, recomputable
+from autopar.zero import Groups, joined, recomputable
 
 _NEAR = 1.1
 """A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded."""
@@ -44,6 +44,12 @@ _USAGE_ABOVE = 1.15
 """Placements may be estimated to need so many times what they do: not all that they need is needed at once."""
 _NEAR_ABOVE = 1.03
 """The same, where it is known by how much the peak of a like template was above the estimate."""
+_EXPOSED = 0.2
+"""Of what ZeRO-3 gathers and reduces, a step waits for about this part."""
+_USAGE_BELOW = 0.9
+"""What placements use by estimate is about this part of their peak: gradients of activations come on top."""
+_REFINED = 0.01
+"""A part of the best step: what computing fewer blocks again would gain is tried where it is more."""
 _BUDGET = SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0)
 _SOLVE = (2.0, _BUDGET.seed, _BUDGET.gap)
 """Seconds, seed and gap of a solve."""
@@ -89,6 +95,18 @@ class ShortPlace(Place):
         return replace(plan, predicted=predict(self.simulator.timeline(plan)))
 
 
+class _Way(NamedTuple):
+    """To compute blocks again. least_ns: what a step takes at least so. first: how many of the groups are to be tried
+    first; saved: what all save in bytes; own_ns: what each costs."""
+
+    least_ns: int
+    template: Template
+    groups: Groups
+    first: int
+    saved: int
+    own_ns: int
+
+
 def with_templates(graph: Graph, plan: Plan, request: Request) -> Plan:
     """The plan, or the fastest template of one stage that fits and is faster; either says which were looked at."""
     if not _is_open(request):
@@ -116,6 +134,7 @@ class Family:
         self.best_ns, self.limit = plan.predicted.step_time_ns, request.memory_limit or self.shared.usable_bytes
         self.found: list[tuple[str, ShortPlace, Plan]] = []
         self.rows: list[Mapping[str, Any]] = []
+        self._beyond: list[float] = []  # of what was played, so many times the least a step took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
         pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
         self.counts = pinned[:1] or self._possible_counts()
@@ -161,10 +180,10 @@ class Family:
         return least_ns <= _NEAR * self.best_ns
 
     def _look_at(self, family: Template, counts: Sequence[int]) -> int:
-        """What a step takes at least in any number of microbatches.
+        """What a step takes at least in any number of microbatches, with what must be computed again for it to fit.
 
-        Looks at a template with nothing computed again, in these numbers until it fits; then with attention computed
-        again of as many blocks as it takes, then with all.
+        Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
+        computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
         """
         is_tight = self.searched.microbatches > 1 or bool(self.searched.recompute)
         first = replace(family, microbatches=counts[-1 if is_tight else 0])
@@ -173,13 +192,22 @@ class Family:
         except AutoparError as error:
             self._refuse(first, str(error))
             return 0
-        if known.least_ns >= self.best_ns:
-            self._refuse(family, f"takes {known.least_ns:,} ns at least, the best {self.best_ns:,}")
-        elif not any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
-            for recompute in KINDS[1:] if self.request.mode == "train" else ():
-                if self._recomputed(replace(family, recompute=recompute), counts, known):
-                    break
-        return known.least_ns
+        if self._is_slower(family, known.least_ns):
+            return known.least_ns
+        if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
+            return known.least_ns
+        ways = self._ways(family, counts, known) if self.request.mode == "train" else []
+        for way in ways:
+            if self._is_slower(way.template, way.least_ns) or self._recomputed(way):
+                break
+        return ways[0].least_ns if ways else known.least_ns
+
+    def _is_slower(self, template: Template, least_ns: int) -> bool:
+        """Whether it takes longer than the best, if half as much beyond the least as those that were played."""
+        if least_ns * (1 + min(self._beyond, default=1.0)) / 2 < self.best_ns:
+            return False
+        self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
+        return True
 
     def _with_less_sharded(self, one: Template, known: _Known) -> bool:
         """Whether a template fits. Where it does and is near the best, so do others of its family, perhaps."""
@@ -201,46 +229,53 @@ class Family:
             if self._look(replace(one, zero=zero), beyond if zero else None) is None:
                 break
 
-    def _recomputed(self, family: Template, counts: Sequence[int], known: _Known) -> bool:
-        """Whether a template fits with as few blocks as it takes computed again. known: of it without."""
-        options = recomputable(self.graph, self.paths)
-        groups = options.full if family.recompute == "full" else options.attention
-        if not groups:
-            return False
-        try:
-            again = _Known(self.place(replace(family, microbatches=counts[-1])))
-            for count in counts:
-                one, every = replace(family, microbatches=count), len(groups)
-                saved = known.usage(count) - again.usage(count)
-                most = self._peaks.get(replace(one, recompute="none"), known.usage(count))
-                if most - saved > self.limit:
-                    self._refuse(one, f"needs {most - saved:,} bytes a device by estimate")
-                    continue
-                first = min(every, max(1, _blocks_for(most - self.limit, saved, every)))
-                least_ns = known.least_ns + (again.least_ns - known.least_ns) * first // every
-                if least_ns >= self.best_ns:
-                    self._refuse(one, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
-                elif plan := self._fewest(self.place(one), groups, first, saved):
-                    number = sum(group[0] in plan.recompute for group in groups)
-                    self._note(one, plan, f"{one} of {number} of {every} blocks")
-                    return True
-        except AutoparError as error:
-            self._refuse(family, str(error))
-        return False
+    def _ways(self, family: Template, counts: Sequence[int], known: _Known) -> list[_Way]:
+        """To make a template fit by computing blocks again, the fastest first. known: of it without."""
+        options, found = recomputable(self.graph, self.paths), list[_Way]()
+        for kind, groups in (("block", options.attention), ("full", options.full)):
+            usage = {c: round(known.usage(c) / _USAGE_BELOW) for c in counts}
+            most = {c: self._peaks.get(replace(family, microbatches=c), usage[c]) for c in counts}
+            inside = known.inside(joined(groups))
+            fitting = [c for c in counts if most[c] - inside // c <= self.limit]
+            if not groups or not fitting:
+                continue
+            try:
+                again = _Known(self.place(replace(family, recompute=kind, microbatches=fitting[-1])))
+            except AutoparError as error:
+                self._refuse(replace(family, recompute=kind), str(error))
+                continue
+            for count in fitting:
+                saved, every = known.usage(count) - again.usage(count), len(groups)
+                if most[count] - saved <= self.limit:
+                    first = min(every, max(1, _blocks_for(most[count] - self.limit, saved, every)))
+                    own_ns = (again.least_ns - known.least_ns) // every
+                    sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
+                    least_ns = known.least_ns + first * own_ns + round(sent_ns * _EXPOSED)
+                    template = replace(family, recompute=kind, microbatches=count)
+                    found.append(_Way(least_ns, template, groups, first, saved, own_ns))
+        return sorted(found, key=lambda way: way.least_ns)
 
-    def _fewest(self, place: ShortPlace, groups: Groups, count: int, saved: int) -> Plan | None:
-        """The plan with the fewest blocks computed again that fits; each of them saves as much as the others.
-
-        count: how many are tried first. saved: what all save.
-        """
-        best, tried, plan = None, set[int](), place.placements.plan(_ANY, *_SOLVE)
+    def _recomputed(self, way: _Way) -> bool:
+        """Whether a template fits so, with the fewest blocks computed again: each saves as much as the others."""
+        place, every = self.place(way.template), len(way.groups)
+        plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), way.first, set[int](), None
         while count not in tried and len(tried) < _TRIES:
             tried.add(count)
-            plan = place.scored(replace(plan, recompute=joined(groups[:count])))
+            plan = place.scored(replace(plan, recompute=joined(way.groups[:count])))
             above = plan.predicted.peak_bytes - self.limit
             best = plan if above <= 0 else best
-            count = min(len(groups), max(1, count + _blocks_for(above, saved, len(groups))))
-        return best
+            more = _blocks_for(above, way.saved, every)
+            gained = -more * way.own_ns
+            if above <= 0 and (
+                gained < _REFINED * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
+            ):
+                break
+            count = min(every, max(1, count + more))
+        if best is not None:
+            number = sum(group[0] in best.recompute for group in way.groups)
+            least_ns = way.least_ns + (number - way.first) * way.own_ns
+            self._note(way.template, best, f"{way.template} of {number} of {every} blocks", least_ns)
+        return best is not None
 
     def _look(self, template: Template, beyond: int | None = None) -> Plan | None:
         """One microbatch's plan; None where it does not fit, or is not possible.
@@ -256,14 +291,15 @@ class Family:
                 self._peaks[template] = error.smallest_bytes
             self._refuse(template, str(error))
             return None
-        self._note(template, plan, str(template))
+        self._note(template, plan, str(template), self.place(template).placements.least_step_ns(*_SOLVE))
         return plan
 
     def _refuse(self, template: Template, why: str) -> None:
         self.rows.append(_row(template, str(template)) | {"infeasible": why})
 
-    def _note(self, template: Template, plan: Plan, name: str) -> None:
+    def _note(self, template: Template, plan: Plan, name: str, least_ns: int) -> None:
         told = plan.predicted
+        self._beyond.append(max(1.0, told.step_time_ns / least_ns))
         self.found.append((name, self.place(template), plan))
         self.best_ns = min(self.best_ns, told.step_time_ns)
         row = {"step_time_ns": told.step_time_ns, "peak_bytes": told.peak_bytes}
@@ -303,10 +339,27 @@ class _Known:
     def __init__(self, place: ShortPlace) -> None:
         self.place, self.least_ns = place, place.placements.least_step_ns(*_SOLVE)
 
+    def sent_ns(self, microbatches: int) -> int:
+        """What gathering and reducing what is stored takes a step, with each microbatch anew: as ZeRO-3 does."""
+        placements = self.place.placements
+        sent = placements.unlimited(*_SOLVE).cost % SOFT_PENALTY_NS - self.least_ns
+        return sent * microbatches // self.place.part.microbatches
+
     def usage(self, microbatches: int) -> int:
         """Estimated bytes a device of the fastest placements."""
         placements = self.place.placements
         return self._in(microbatches, *placements.usage_of(placements.unlimited(*_SOLVE).choice))
+
+    def inside(self, modules: Sequence[str]) -> int:
+        """What operators inside of modules save, in all microbatches together."""
+        built, graph = self.place.placements.built, self.place.short.graph
+        choice = self.place.placements.unlimited(*_SOLVE).choice
+        sizes = (
+            int(usage[option])
+            for usage, option, variable in zip(built.problem.usages, choice, built.variables, strict=True)
+            if variable.kind == "node" and is_inside(graph.node_by_name[variable.name].scope.module, modules)
+        )
+        return sum(sizes) * self.place.part.microbatches
 
     def needs(self, microbatches: int) -> int:
         """Bytes a device at least."""
