@@ -256,7 +256,15 @@ class Family:
         return sorted(found, key=lambda way: way.least_ns)
 
     def _recomputed(self, way: _Way) -> bool:
-        """Whether a template fits so, with the fewest blocks computed again: each saves as much as the others."""
+        """Whether a template fits so."""
+        try:
+            return self._fewest(way)
+        except AutoparError as error:
+            self._refuse(way.template, str(error))
+            return False
+
+    def _fewest(self, way: _Way) -> bool:
+        """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
         place, every = self.place(way.template), len(way.groups)
         plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), way.first, set[int](), None
         while count not in tried and len(tried) < _TRIES:
