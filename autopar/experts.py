@@ -37,7 +37,8 @@ from autopar.zero import Groups, joined, recomputable
 _NEAR = 1.1
 """A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded."""
 _ALIKE = 1.03
-"""Where a template's least time is above so many times the best step, so it is with the sequence split."""
+"""Where a template is likely to take so many times the best step, it does so with the sequence split, too, and among
+more ranks."""
 _COUNTS = (1, 2, 4, 8)
 """Numbers of microbatches that are looked at, until one fits."""
 _USAGE_ABOVE = 1.15
@@ -96,8 +97,8 @@ class ShortPlace(Place):
 
 
 class _Way(NamedTuple):
-    """To compute blocks again. least_ns: what a step takes at least so. first: how many of the groups are to be tried
-    first; saved: what all save in bytes; own_ns: what each costs."""
+    """To compute blocks again. least_ns: what a step takes so by estimate. first: how many of the groups are tried at
+    first; saved: what all save in bytes; own_ns: what each costs; without_ns: what a step takes at least without."""
 
     least_ns: int
     template: Template
@@ -105,6 +106,7 @@ class _Way(NamedTuple):
     first: int
     saved: int
     own_ns: int
+    without_ns: int
 
 
 def with_templates(graph: Graph, plan: Plan, request: Request) -> Plan:
@@ -168,19 +170,19 @@ class Family:
                 yield replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))
 
     def _may_be_near(self, dp: int, tp: int) -> bool:
-        """Looks at a shape. False where it is so much slower than the best that no larger `tp`, which sends more, is
-        near it."""
+        """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
+        which sends more, is near it."""
         counts = [count for count in self.counts if self.samples >= dp * count]
         one = Template(dp, tp, 3 if dp > 1 else 0)
         if not counts:
             return True
-        least_ns = self._look_at(one, counts)
-        if tp > 1 and least_ns <= _ALIKE * self.best_ns:
+        least_ns, fitting_ns = self._look_at(one, counts)
+        if tp > 1 and self._likely_ns(fitting_ns) <= _ALIKE * self.best_ns:
             self._look_at(replace(one, sequence_parallel=True), counts)
-        return least_ns <= _NEAR * self.best_ns
+        return tp == 1 or self._likely_ns(least_ns) <= _ALIKE * self.best_ns
 
-    def _look_at(self, family: Template, counts: Sequence[int]) -> int:
-        """What a step takes at least in any number of microbatches, with what must be computed again for it to fit.
+    def _look_at(self, family: Template, counts: Sequence[int]) -> tuple[int, int]:
+        """What a step takes at least in any number of microbatches; and with what must be computed again for it to fit.
 
         Looks at a template with nothing computed again, in these numbers until it fits; then with attention or all
         computed again of as many blocks as it takes, in the number of microbatches that is estimated to be fastest.
@@ -191,20 +193,25 @@ class Family:
             known = _Known(self.place(first))
         except AutoparError as error:
             self._refuse(first, str(error))
-            return 0
-        if self._is_slower(family, known.least_ns):
-            return known.least_ns
+            return 0, 0
+        least_ns = known.least_ns
+        if self._is_slower(family, least_ns):
+            return least_ns, least_ns
         if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
-            return known.least_ns
+            return least_ns, least_ns
         ways = self._ways(family, counts, known) if self.request.mode == "train" else []
         for way in ways:
             if self._is_slower(way.template, way.least_ns) or self._recomputed(way):
                 break
-        return ways[0].least_ns if ways else known.least_ns
+        return least_ns, ways[0].least_ns if ways else least_ns
+
+    def _likely_ns(self, least_ns: int) -> float:
+        """What a step takes if it is half as much beyond the least as those that were played."""
+        return least_ns * (1 + min(self._beyond, default=1.0)) / 2
 
     def _is_slower(self, template: Template, least_ns: int) -> bool:
-        """Whether it takes longer than the best, if half as much beyond the least as those that were played."""
-        if least_ns * (1 + min(self._beyond, default=1.0)) / 2 < self.best_ns:
+        """Whether it is likely to take longer than the best."""
+        if self._likely_ns(least_ns) < self.best_ns:
             return False
         self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
         return True
@@ -252,7 +259,7 @@ class Family:
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
                     least_ns = known.least_ns + first * own_ns + round(sent_ns * _EXPOSED)
                     template = replace(family, recompute=kind, microbatches=count)
-                    found.append(_Way(least_ns, template, groups, first, saved, own_ns))
+                    found.append(_Way(least_ns, template, groups, first, saved, own_ns, known.least_ns))
         return sorted(found, key=lambda way: way.least_ns)
 
     def _recomputed(self, way: _Way) -> bool:
@@ -281,7 +288,7 @@ class Family:
             count = min(every, max(1, count + more))
         if best is not None:
             number = sum(group[0] in best.recompute for group in way.groups)
-            least_ns = way.least_ns + (number - way.first) * way.own_ns
+            least_ns = way.without_ns + number * way.own_ns
             self._note(way.template, best, f"{way.template} of {number} of {every} blocks", least_ns)
         return best is not None
 
