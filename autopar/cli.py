@@ -10,13 +10,14 @@ import re
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 from datetime import date
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import rich
 import torch
@@ -47,21 +48,39 @@ _PINS = {"axis": str, "zero": int, "min_dims": int, "microbatches": int, "stages
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command and returns its exit status: 0, or 2 after one message for what the user can mend."""
+    """Runs one command and returns its exit status: 0, 2 after one message for what the user can mend, 130 when it was
+    interrupted."""
     sys.path.insert(0, str(Path.cwd()))
     options = _parser().parse_args(arguments)
+    plain, warnings.formatwarning = warnings.formatwarning, lambda message, *_, **__: f"autopar: {message}\n"
     try:
         status: int = options.command(options)
+        sys.stdout.flush()
         return status
+    except BrokenPipeError:  # who reads has enough, such as `head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("autopar: interrupted", file=sys.stderr)
+        return 130
     except (AutoparError, OSError) as error:
         if isinstance(error, InternalError):
             traceback.print_exc()
         print(printable(f"autopar: {error}"), file=sys.stderr)
         return 2
+    finally:
+        warnings.formatwarning = plain
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what was wrong and where help is, without all options before it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {printable(message)}\nsee {self.prog} --help\n")
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="autopar", description="Plans, emits and runs sharded PyTorch programs.")
+    parser = _Parser(prog="autopar", description="Plans, emits and runs sharded PyTorch programs.")
     parser.add_argument(
         "--version", action="version", version=f"autopar {version('autopar')}, torch {torch.__version__}"
     )
@@ -263,10 +282,15 @@ def _told(error: Exception) -> str:
 
 
 def _configs(module: Any) -> list[str]:
-    """Config, and the functions without parameters that the module itself defines."""
-    functions = inspect.getmembers(module, inspect.isfunction)
-    own = [name for name, f in functions if f.__module__ == module.__name__ and not inspect.signature(f).parameters]
-    return ["Config"] * hasattr(module, "Config") + own
+    """Of what the module itself defines, the functions without parameters and the classes that are no modules."""
+    members = inspect.getmembers(module, lambda member: getattr(member, "__module__", None) == module.__name__)
+    return [name for name, member in members if _may_be_config(member)]
+
+
+def _may_be_config(member: Any) -> bool:
+    if inspect.isclass(member):
+        return not issubclass(member, torch.nn.Module)
+    return inspect.isfunction(member) and not inspect.signature(member).parameters
 
 
 def _plan(options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -23,7 +23,7 @@ from autopar.cost import load_profile, profiles_of
 from autopar.cost.memory import optimizer_of
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, PlanError
-from autopar.interop.submeshes import divisors
+from autopar.experts import with_templates
 from autopar.ir import verifier
 from autopar.ir.buffers import joins_modules
 from autopar.ir.constraint import Constraint, require_matches
@@ -54,8 +54,6 @@ from autopar.planning import (
     branched,
     divided,
     fit_or_refuse_over,
-    may_be_faster,
-    microbatch_counts,
 )
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Passes, Report, reporting
@@ -69,18 +67,11 @@ from autopar.substitute import Candidate
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, held_against_eager, trace, with_loss
 from autopar.unequal import UnequalStages
-from autopar.zero import KINDS
 
 _SEVERAL_STARTS = 5_000
 """With so many proposals, refinement begins at expert plans and at a drawn one, too."""
 _SECOND_SHARE = 0.5
 """Of the budget for planning an equal graph in all settings, where it is much faster than the model's own."""
-_NEAR_TEMPLATE = 1.1
-"""A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded."""
-_MOST_COUNTS = 3
-"""So many numbers of microbatches are looked at of a template with ZeRO-2: 2, 4, 8, until one fits."""
-_PLAIN = {"dp": 1, "tp": 1, "zero": 0, "recompute": "none", "microbatches": 1, "sequence_parallel": False}
-"""What of a template is not said."""
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _NOT_ASKED = "no, check=False was asked for"
 _BUDGETS = {
@@ -157,7 +148,7 @@ def planned_jointly(
     """
     passes = passes or Passes(progress)
     searched = placed(graph, request, progress)
-    best = graph, _with_templates(graph, searched, request)
+    best = graph, with_templates(graph, searched, request)
     other = None if best[1].nodes is searched.nodes else searched
     passes.ended("place", _step_text(best[1]))
     if _looks_for_graphs(request):
@@ -248,7 +239,7 @@ def _step_text(plan: Plan) -> str:
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
     searched = placed(graph, request, progress)
-    plan = _with_templates(graph, searched, request)
+    plan = with_templates(graph, searched, request)
     other = None if plan.nodes is searched.nodes else searched
     return _refined_best(graph, plan, request, progress, graph, other)[1]
 
@@ -276,80 +267,6 @@ def _expert_plans(graph: Graph, request: Request) -> list[tuple[str, Plan]]:
             )  # fmt: skip
             found.append((f"template {', '.join(f'{key}={value}' for key, value in choice.items())}", plan))
     return found
-
-
-def _with_templates(graph: Graph, plan: Plan, request: Request) -> Plan:
-    """The plan, or the fastest template of one stage that fits and is faster; either says which were looked at.
-
-    Of each dp × tp, tp inside a node, parameters are sharded (ZeRO-3) first, which takes least memory. What does not
-    fit so is computed again; what does, and is near the best, is looked at with less sharded (ZeRO-1, ZeRO-0), too.
-    """
-    if not _may_be_template(request):
-        return plan
-    best, rows = plan, list[Mapping[str, Any]]()
-
-    def look(**choice: Any) -> Plan | None:
-        nonlocal best
-        if interrupt.is_asked():
-            return None
-        limit_ns = round(best.predicted.step_time_ns * _NEAR_TEMPLATE)
-        found = _template_faster_than(limit_ns, graph, request, **choice)
-        name = ", ".join(f"{key}={value}" for key, value in choice.items() if value != _PLAIN[key])
-        rows.append(_template_row(name, choice, found))
-        if found is not None and found.predicted.step_time_ns < best.predicted.step_time_ns:
-            best = replace(found, search=replace(found.search, method=f"template {name}: {found.search.method}"))
-        return found
-
-    mesh, counts = request.mesh, microbatch_counts(graph, request)[1 : 1 + _MOST_COUNTS]
-    for tp in divisors(mesh.devices_per_node):
-        sizes = {"dp": mesh.num_devices // tp, "tp": tp}
-        kinds = KINDS if request.mode == "train" and plan.recompute else KINDS[:1]
-        fits = sizes["dp"] > 1
-        for recompute in kinds if sizes["dp"] > 1 else ():
-            sharded = look(**sizes, zero=3, recompute=recompute)
-            fits = sharded is not None and recompute == "none"
-            if sharded is not None:
-                near = sharded.predicted.step_time_ns <= _NEAR_TEMPLATE * best.predicted.step_time_ns
-                if near and look(**sizes, zero=1, recompute=recompute) is not None:
-                    look(**sizes, zero=0, recompute=recompute)
-                if near and tp > 1:
-                    look(**sizes, zero=1, recompute=recompute, sequence_parallel=True)
-                break
-        is_tight = request.mode == "train" and (plan.microbatches > 1 or bool(plan.recompute) or not fits)
-        for count in counts if is_tight and sizes["dp"] > 1 else ():
-            if look(**sizes, zero=2, recompute="none", microbatches=count) is not None:
-                break
-        if sizes["dp"] == 1:
-            look(**sizes, zero=0, recompute="none")
-    return replace(best, search=replace(best.search, tried=(*plan.search.tried, *rows)))
-
-
-def _may_be_template(request: Request) -> bool:
-    """Whether constraints leave open what a template of one stage decides: its axes, stages, and recomputation."""
-    rules, mesh = request.constraints, request.mesh
-    is_open = all(rule.axis is None and rule.recompute is None and rule.stages in (None, 1) for rule in rules)
-    return is_open and mesh.is_homogeneous and mesh.num_devices > 1
-
-
-def _template_faster_than(than_ns: int, graph: Graph, request: Request, **choice: Any) -> Plan | None:
-    """None where it does not fit, is certain to take longer, or is not possible for the model."""
-    counts = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
-    with contextlib.suppress(AutoparError):
-        return template_of_graph(
-            graph, request.mesh, **{"microbatches": next(iter(counts), 1), **choice}, mode=request.mode,
-            optimizer=request.optimizer, precision=request.precision, memory_limit=request.memory_limit,
-            constraints=request.constraints, than_ns=than_ns,
-        )  # fmt: skip
-    return None
-
-
-def _template_row(name: str, choice: Mapping[str, Any], found: Plan | None) -> Mapping[str, Any]:
-    """For `SearchReport.tried`."""
-    row = {"mesh": "x".join(str(choice[axis]) for axis in ("dp", "tp") if choice[axis] > 1), "template": name}
-    if found is None:
-        return {**row, "infeasible": "it does not fit, or cannot be near the best"}
-    told = found.predicted
-    return {**row, "microbatches": found.microbatches, "step_time_ns": told.step_time_ns, "peak_bytes": told.peak_bytes}
 
 
 def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -413,13 +330,9 @@ def template_of_graph(
     graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
     chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none", split: str = "equal",
     mode: str = "train", optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
-    constraints: Sequence[Constraint] = (), than_ns: int | None = None,
+    constraints: Sequence[Constraint] = (),
 ) -> Plan:  # fmt: skip
-    """`template_plan` of a traced model, under further constraints.
-
-    than_ns: one of a stage is only planned as long as more than so much a step is not certain, and where it fits at
-    once; else InfeasibleError is raised.
-    """
+    """`template_plan` of a traced model, under further constraints."""
     axes = template_axes(mesh, dp, tp, pp)
     first_ranks = template_ranks(mesh, pp, chunks, schedule)
     part = divided(graph, find_blocks(graph), microbatches)
@@ -440,7 +353,7 @@ def template_of_graph(
         stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
         plan = stages.plan(split)
     else:
-        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)), than_ns)
+        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
     return _checked(plan, graph)
 
 
@@ -450,14 +363,10 @@ def _checked(plan: Plan, graph: Graph) -> Plan:
     return _with_simulator(plan, graph)
 
 
-def _fitted(place: Place, than_ns: int | None) -> Plan:
-    if than_ns is not None and not may_be_faster(place, than_ns):
-        raise InfeasibleError(f"expected a step of up to {than_ns:,} ns, found placements that take longer")
+def _fitted(place: Place) -> Plan:
     try:
         plan = place.fit(place.request.budget.seconds)
     except InfeasibleError:
-        if than_ns is not None:
-            raise
         _, plan = fit_or_refuse_over([place])
     return place.part.on_all_axes(plan)
 

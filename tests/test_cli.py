@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -273,6 +274,21 @@ def test_optimizer_and_split_are_those_of_the_plan(tmp_path: Path) -> None:
     assert autopar.Plan.load(path).optimizer == "sgd"
 
 
+def test_an_interrupt_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "parallelize", interrupted)
+    assert cli.main([*PLAN]) == 130
+    assert capsys.readouterr().err == "autopar: interrupted\n"
+
+
+def test_a_reader_that_has_enough_is_no_error(plan_file: Path) -> None:
+    command = f"{sys.executable} -m autopar show {plan_file} | head -c 10"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 @pytest.mark.ranks
 def test_a_plan_for_inference_is_evaluated(tmp_path: Path) -> None:
     plan, out = tmp_path / "plan.json", tmp_path / "out"
@@ -307,4 +323,5 @@ def test_bad_usage_is_explained_by_the_parser(
     with pytest.raises(SystemExit) as caught:
         cli.main(arguments)
     assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert message in told and len(told.splitlines()) == 2, "what was wrong, and where help is"

@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from autopar import interrupt
 from autopar.cost.fit import profile_from_points
 from autopar.cost.measure import median_of
 from autopar.cost.profile import FORMAT, Profile, profile_from_json, read_profile
@@ -40,7 +42,7 @@ def host_profile() -> Profile:
     """This host's profile. Raises ProfileError when it cannot be measured."""
     path = cache_path()
     with _alone(path):
-        if path.exists():
+        if os.path.exists(path):  # Path.exists raises where a folder may not be looked into
             try:
                 return read_profile(path)
             except ProfileError as error:
@@ -90,7 +92,10 @@ def cache_path() -> Path:
 
 def cache_folder() -> Path:
     """Where this user's autopar keeps what took long to find out."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "autopar"
+    except RuntimeError:  # a user without a home, as some containers have
+        return Path(tempfile.gettempdir()) / f"autopar-{os.getuid()}"
 
 
 def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 0.0) -> dict[str, Any]:
@@ -99,7 +104,8 @@ def measure_host(points: Path | None = None, windows: int = 1, pause_s: float = 
     windows: how often everything is measured, `pause_s` seconds apart; each number is its median over them. A host that
     is fast or slow for minutes then does not make all of the profile so.
     """
-    _say(f"measuring this host, {windows} times for two to three minutes; the result is kept")
+    often = "" if windows == 1 else f"{windows} times, "
+    _say(f"measuring this host, {often}for two to three minutes; the result is kept")
     found: list[dict[str, Any]] = []
     busiest = busy = others_share()
     while len(found) < windows + (busiest > BUSY):
@@ -160,26 +166,30 @@ def _window_file(points: Path, number: int) -> Path:
 def _points(script: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-P", str(script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=_progress(), text=True)
-    began, told = time.monotonic(), _progress() is not None
+    process = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=_progress(), text=True, start_new_session=True
+    )  # Ctrl-C is for this process, which ends that one with its children
+    began, told, lines = time.monotonic(), _progress() is not None, 1
     while True:
         try:
-            printed, complaints = process.communicate(timeout=LINE_SECONDS)
+            printed, complaints = process.communicate(timeout=min(1.0, LINE_SECONDS))
             break
         except subprocess.TimeoutExpired:
             elapsed = time.monotonic() - began
-            if told:
+            if told and elapsed >= lines * LINE_SECONDS:
                 _say(f"measuring this host, {script.stem.partition('_')[2] or 'operators'}: {elapsed:.0f} s")
+                lines += 1
             if elapsed > TIMEOUT_SECONDS:
-                process.kill()
-                process.communicate()
+                _end(process)
                 raise ProfileError(
                     f"expected to measure this host within {TIMEOUT_SECONDS} s, found {' '.join(command)} still at it; "
                     "measure when the host is idle, or name a profile's JSON file"
                 ) from None
+            if interrupt.is_asked():
+                _end(process)
+                raise interrupt.Interrupted from None
         except BaseException:
-            process.kill()
-            process.communicate()
+            _end(process)
             raise
     if process.returncode:
         raise ProfileError(
@@ -190,6 +200,13 @@ def _points(script: Path, *arguments: str) -> dict[str, Any]:
     return points
 
 
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends a process with its children."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+
+
 def _progress() -> int | None:
     """Progress goes to the terminal when there is one; else what is written there is kept for the error."""
     return None if sys.stderr.isatty() else subprocess.PIPE
@@ -198,8 +215,14 @@ def _progress() -> int | None:
 def _write_whole(path: Path, data: dict[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as file:
-        json.dump(data, file, indent=1)
-    os.replace(file.name, path)
+        try:
+            json.dump(data, file, indent=1)
+            file.flush()
+            os.replace(file.name, path)
+        except BaseException:  # a full disk, say
+            with contextlib.suppress(OSError):
+                os.unlink(file.name)
+            raise
 
 
 def cpu_model() -> str:

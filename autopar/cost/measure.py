@@ -573,19 +573,26 @@ def measure_dtype(dtype: torch.dtype, clock: Clock, size: int = 384) -> int:
 
 
 class Kept:
-    """Points that are measured already, by key; each new one is appended to the file, if there is one."""
+    """Points that are measured already, by key; each new one is appended to the file, if there is one.
+
+    Lines that cannot be read, as a run that was stopped may leave one, are measured again.
+    """
 
     def __init__(self, path: Path | None, host: dict[str, Any]) -> None:
         self.path, self.host = path, host
-        lines = path.read_text().splitlines() if path is not None and path.exists() else []
-        if not lines and path is not None:
-            path.write_text(json.dumps(host) + "\n")
-        if lines and json.loads(lines[0]) != host:
+        lines = path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+        if lines and _parsed(lines[0]) != host:
             raise SystemExit(
-                f"expected {path} to hold points of {json.dumps(host)}, found {lines[0]}: points of different "
+                f"expected {path} to hold points of {json.dumps(host)}, found {lines[0][:500]}: points of different "
                 "machines, devices or versions do not mix; name another file, or remove this one"
             )
-        self.points: dict[str, Any] = dict(map(json.loads, lines[1:]))  # a line is a key and its point
+        rows = [row for row in map(_parsed, lines[1:]) if isinstance(row, list) and len(row) == 2]  # a key, its point
+        self.points: dict[str, Any] = {key: point for key, point in rows if isinstance(key, str)}
+        damaged = len(lines) - 1 - len(self.points)
+        if damaged > 0:
+            print(f"{path}: {damaged} lines cannot be read, and are measured again", file=sys.stderr)
+        if path is not None and damaged:
+            path.write_text("".join(json.dumps(row) + "\n" for row in (host, *self.points.items())))
 
     def get(self, key: str, measure: Callable[..., Any], *arguments: Any) -> Any:
         """The point of that key, measured now if it is not known."""
@@ -595,6 +602,14 @@ class Kept:
                 with self.path.open("a") as file:
                     file.write(json.dumps([key, self.points[key]]) + "\n")
         return self.points[key]
+
+
+def _parsed(line: str) -> Any:
+    """None where it is no JSON."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def _describe(case: Case) -> dict[str, Any]:

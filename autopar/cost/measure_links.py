@@ -223,21 +223,36 @@ class Kept:
         self.points: dict[str, list[list[int]]] = found[0]
 
     def _read(self, host: dict[str, Any]) -> dict[str, Any] | str:
-        lines = self.path.read_text().splitlines() if self.path is not None and self.path.exists() else []
-        if not lines and self.path is not None:
-            self.path.write_text(json.dumps(host) + "\n")
-        if lines and json.loads(lines[0]) != host:
+        """Lines that cannot be read, as a run that was stopped may leave one, are measured again."""
+        path = self.path
+        lines = path.read_text(errors="replace").splitlines() if path is not None and path.exists() else []
+        if lines and _parsed(lines[0]) != host:
             return (
-                f"expected {self.path} to hold points of {json.dumps(host)}, found {lines[0]}: points of different "
+                f"expected {path} to hold points of {json.dumps(host)}, found {lines[0][:500]}: points of different "
                 "machines, devices or versions do not mix; name another file, or remove this one"
             )
-        return dict(map(json.loads, lines[1:]))
+        rows = [row for row in map(_parsed, lines[1:]) if isinstance(row, list) and len(row) == 2]
+        found = {key: points for key, points in rows if isinstance(key, str)}
+        damaged = len(lines) - 1 - len(found)
+        if damaged > 0:
+            print(f"{path}: {damaged} lines cannot be read, and are measured again", file=sys.stderr)
+        if path is not None and damaged:
+            path.write_text("".join(json.dumps(row) + "\n" for row in (host, *found.items())))
+        return found
 
     def add(self, key: str, points: list[list[int]]) -> None:
         self.points[key] = points
         if self.path is not None:
             with self.path.open("a") as file:
                 file.write(json.dumps([key, points]) + "\n")
+
+
+def _parsed(line: str) -> Any:
+    """None where it is no JSON."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 def measure(

@@ -15,15 +15,19 @@ _SHARED = """def batches():
         }
 
 
-def initialise(rank: rt.Rank) -> None:
-    torch.manual_seed(0)
+@torch.no_grad()
+def initialise(rank: rt.Rank) -> str:
     weights = HERE / "weights.pt"
     if weights.exists():
         rank.init_from(torch.load(weights, weights_only=True), broadcast=False)
     else:  # planned from a meta model: random matrices, everything else one
-        for parameter in rank.parameters():
-            torch.nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else torch.nn.init.ones_(parameter)
+        for number, parameter in enumerate(rank.parameters()):
+            torch.manual_seed(number)  # ranks that hold the same draw the same
+            local = parameter.to_local() if hasattr(parameter, "to_local") else parameter.data
+            local.normal_(std=0.02) if parameter.dim() > 1 else local.fill_(1.0)
         rank.unite_tied()
+    torch.manual_seed(0)
+    return "" if weights.exists() else f"random weights, as there is no {weights.name} beside this file"
 
 
 """
@@ -50,7 +54,9 @@ HERE = Path(__file__).parent
     rt.keep_freed_memory()  # of tensors on the CPU, for the next step
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    initialise(rank)
+    told = initialise(rank)
+    if told and is_first:
+        print(told, flush=True)
     with torch.no_grad():
         for step, batch in enumerate(itertools.islice(batches(), steps)):
             outputs = rank(**batch)
@@ -92,10 +98,14 @@ HERE = Path(__file__).parent
     rank = rt.build(program.Program, timeout_s=300)  # how long ranks wait for one that is slow or lost
     optimizer = torch.optim.AdamW(rank.parameters(), lr=3e-4)
     is_first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
-    initialise(rank)
+    told = initialise(rank)
     start = rt.load_checkpoint(checkpoints, rank, optimizer)
-    if start and is_first:
-        print(f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(checkpoints)}}", flush=True)
+    if start:
+        told = f"goes on after step {{start - 1}}, from {{rt.last_checkpoint(checkpoints)}}"
+    if told and is_first:
+        print(told, flush=True)
+    if start >= steps and is_first:
+        print(f"no step is left of {{steps}}: ask for more by --steps", flush=True)
     for step, batch in enumerate(itertools.islice(batches(), start, steps), start):
         optimizer.zero_grad()
         loss = rank.train_step(**batch)

@@ -27,10 +27,14 @@ from autopar.ir.plan import Choice, Plan, SearchReport
 
 @dataclass(frozen=True)
 class LeastMemory:
-    """The least usage of any choice, in bytes a device; its largest parts as (tensor or node, kind, bytes)."""
+    """The least usage of any choice, in bytes a device; its largest parts as (tensor or node, kind, bytes).
+
+    stored_bytes: of it, what parameters and buffers take, with gradients and optimizer state.
+    """
 
     usage_bytes: int
     largest: tuple[tuple[str, str, int], ...]
+    stored_bytes: int = 0
 
 
 def prepare_placements(
@@ -121,9 +125,30 @@ class Placements:
 
     def unlimited_cost_ns(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
         """The cost of the best choice that is found where memory is no concern."""
-        solution = solve(replace(self.built.problem, usage_limit=None), time_limit_s, seed, gap_limit)
-        self._unlimited.append(solution)
-        return int(solution.cost)
+        return int(self.unlimited(time_limit_s, seed, gap_limit).cost)
+
+    def unlimited(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> Solution:
+        """The best choice that is found where memory is no concern; found once, as long as it is as near as asked."""
+        known = self._unlimited_within(INFINITE, gap_limit)
+        if known is None:
+            known = solve(replace(self.built.problem, usage_limit=None), time_limit_s, seed, gap_limit)
+            self._unlimited.append(known)
+        return known
+
+    def least_step_ns(self, time_limit_s: float = 10.0, seed: int = 0, gap_limit: float = 0.0) -> int:
+        """What a step of the best choice without a limit takes at least: its operators and what is between them.
+
+        What stored tensors are gathered and reduced for may hide behind that.
+        """
+        choice, problem = self.unlimited(time_limit_s, seed, gap_limit).choice, self.built.problem
+        is_stored = [variable.kind == "stored" for variable in self.built.variables]
+        operators = sum(int(times[option]) for times, option in zip(self.built.compute_ns, choice, strict=True))
+        between = (
+            int(matrix[choice[left], choice[right]])
+            for (left, right), matrix in zip(problem.edges, problem.edge_costs, strict=True)
+            if not (is_stored[left] or is_stored[right])
+        )
+        return operators + sum(between)
 
     @cached_property
     def _unlimited(self) -> list[Solution]:
@@ -139,9 +164,19 @@ class Placements:
         """The least memory that any choice of placements needs, whatever its time, and what takes most of it there."""
         problem = self.built.problem
         choice = solve(_usage_alone(problem), time_limit_s, seed).choice
-        used = [int(usage[option]) for usage, option in zip(problem.usages, choice, strict=True)]
+        used = self._used(choice)
         largest = sorted(zip(used, self.built.variables, strict=True), key=lambda pair: -pair[0])[:3]
-        return LeastMemory(sum(used), tuple((v.name, v.kind, size) for size, v in largest if size))
+        stored, saved = self.usage_of(choice)
+        return LeastMemory(stored + saved, tuple((v.name, v.kind, size) for size, v in largest if size), stored)
+
+    def usage_of(self, choice: Sequence[int]) -> tuple[int, int]:
+        """Bytes a device of what is stored, with gradients and optimizer state, and of what is saved for backward."""
+        used = self._used(choice)
+        stored = sum(size for size, v in zip(used, self.built.variables, strict=True) if v.kind == "stored")
+        return stored, sum(used) - stored
+
+    def _used(self, choice: Sequence[int]) -> list[int]:
+        return [int(usage[option]) for usage, option in zip(self.built.problem.usages, choice, strict=True)]
 
 
 def _option_of(graph: Graph, plan: Plan, variable: Variable) -> Any:

@@ -101,9 +101,21 @@ def graphs_text(plan: Plan) -> str:
     for found in sorted(searched.graphs, key=lambda found: (found.outcome != "taken", found.step_time_ns or math.inf)):
         fastest.setdefault(rules_text(found.rules), found)
     return "; ".join(
-        f"{rules}: " + (f"{time_text(found.step_time_ns)}, " if found.step_time_ns is not None else "") + found.outcome
-        for rules, found in fastest.items()
+        f"{_few_rules(found.rules)}: "
+        + (f"{time_text(found.step_time_ns)}, " if found.step_time_ns is not None else "")
+        + found.outcome
+        for found in fastest.values()
     )
+
+
+def _few_rules(counts: Mapping[str, int]) -> str:
+    """As `rules_text`; of many the first, and how many more."""
+    most = dict(sorted(counts.items(), key=lambda item: -item[1])[:_MOST_RULES])
+    more = len(counts) - len(most)
+    return rules_text(most if more else counts) + (f" and {more} rules more" if more > 1 else "")
+
+
+_MOST_RULES = 2
 
 
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:
@@ -164,12 +176,14 @@ def _module_parts(plan: Plan) -> set[tuple[str, ...]]:
 
 
 def sources_text(sources: Mapping[str, str]) -> str:
-    """ "facts datasheet; operators measured (matmul, softmax), assumed (gather); links fitted": kinds by block."""
+    """ "facts datasheet; operators measured (matmul, softmax), assumed (gather); links fitted": kinds by block, and
+    where the host was busy when it was measured, that."""
     found: dict[str, dict[str, list[str]]] = {}
     for block, source in sources.items():
         group, _, name = block.partition("/")
         found.setdefault(group, {}).setdefault(source.partition(":")[0], []).append(name)
-    return "; ".join(f"{group} {_kinds(kinds)}" for group, kinds in found.items())
+    busy = ["measured on a busy host, `autopar profile` does it anew"] * any("busy host" in s for s in sources.values())
+    return "; ".join([*(f"{group} {_kinds(kinds)}" for group, kinds in found.items()), *busy])
 
 
 def _kinds(kinds: Mapping[str, list[str]]) -> str:

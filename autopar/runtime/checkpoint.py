@@ -10,6 +10,7 @@ only when it is whole, and which are kept, is in `folder`; what is read of pickl
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -111,8 +112,18 @@ def load_checkpoint(
             continue
         _seen.setdefault(rank, {})[folder.resolve()] = newest
         if told:
-            warnings.warn(f"{folder}: loaded {left[-1].path.name}, the last whole checkpoint. {told}", stacklevel=2)
+            _warn(f"{folder}: loaded {left[-1].path.name}, the last whole checkpoint. {told}")
         return step
+
+
+def _warn(text: str) -> None:
+    """Steps are lost: where warnings are ignored, as many scripts have it, a line says so all the same."""
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.warn(text, stacklevel=3)
+    if shown:
+        warnings.warn(text, stacklevel=3)
+    else:
+        print(text, file=sys.stderr, flush=True)
 
 
 def _is_later(found: Found, left: list[Found]) -> bool:

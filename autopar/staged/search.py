@@ -120,7 +120,8 @@ class Search:
             here = self._climb(size, axes)
             best = min((c for c in here if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns, default=None)
             what = f"{best.step_ns / 1e6:.3f} ms" if best else "nothing better that fits"
-            report(f"{self.request.mesh.num_devices // size} stages of {[a.size for a in axes]}: {what}")
+            count = self.request.mesh.num_devices // size
+            report(f"{count} stage{'s' if count > 1 else ''} of {sizes_text(axes)}: {what}")
         self._look_at_templates(deadline)
         return sorted(self._candidates, key=lambda candidate: candidate.step_ns)
 

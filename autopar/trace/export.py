@@ -37,7 +37,7 @@ from autopar.trace.regions import check_markers
 from autopar.trace.repeats import FEWEST, AgainError, Repeats
 from autopar.trace.rows import rows_kept
 from autopar.trace.soft_targets import write_out_soft_targets
-from autopar.trace.structure import Namer, check_outputs, filled, outputs_in, tensors_in
+from autopar.trace.structure import Namer, filled, left_out, outputs_in, tensors_in
 from autopar.trace.writes import untie_written, writes_kept
 
 LossFn = Callable[..., torch.Tensor]
@@ -180,14 +180,16 @@ def export(
     target, args, kwargs = called(model, names, inputs, loss_fn)
     target.training = model.training  # and no module's below: each keeps its own mode
     repeats = Repeats(model, sys.maxsize if hooks else fewest)
+    left: list[str] = []
     with ExitStack() as stack:
+        stack.callback(_warn_of, left)
         whole = with_loss(model, loss_fn)
         for context in (
             _quiet(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
             hooks_kept(whole, hooks or {}, with_gradients=mode == "train"), writes_kept(target),
         ):  # fmt: skip
             stack.enter_context(context)
-        tensors, paths = stack.enter_context(_flat(target, args, kwargs, mode))
+        tensors, paths = stack.enter_context(_flat(target, args, kwargs, mode, left))
         while True:
             try:
                 with repeats.watching():
@@ -202,6 +204,15 @@ def export(
                 if is_fault(error) and not _tells_arguments(error):
                     raise
                 raise _explain(error) from error
+
+
+def _warn_of(left: list[str]) -> None:
+    if left:
+        warnings.warn(
+            f"forward returns {' and '.join(left)}, for generating token by token; the program leaves it out "
+            "(use_cache=False makes none)",
+            stacklevel=2,
+        )
 
 
 def called(
@@ -295,9 +306,11 @@ def _modes_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _flat(
-    target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str
+    target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], mode: str, left: list[str]
 ) -> Iterator[tuple[tuple[torch.Tensor, ...], list[str]]]:
     """The target takes the tensors among its arguments and returns those among its results, whose paths it notes.
+
+    left: takes what else it returns in inference.
 
     torch.export refuses containers and objects that it does not know; what else forward returns is left out.
     """
@@ -310,7 +323,7 @@ def _flat(
         output = own(*filled(args, given), **filled(kwargs, given))
         found = [(path, value) for path, value in outputs_in(output) if isinstance(value, torch.Tensor)]
         if mode != "train":
-            check_outputs(output)
+            left[:] = left_out(output)
         paths[:] = [path for path, _ in found]
         return tuple(value for _, value in found)
 

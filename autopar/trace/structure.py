@@ -77,14 +77,27 @@ def outputs_in(value: Any, where: str = "") -> Iterator[tuple[str, Any]]:
         yield from outputs_in(item, f"{where}.{key}" if where else key)
 
 
-def check_outputs(value: Any) -> None:
-    """Raises TraceError for an object that forward returns, in which tensors may be that nobody would get."""
+def left_out(value: Any) -> list[str]:
+    """What forward returns that a program leaves out: what the transformers library keeps for the next token, which it
+    returns by default.
+
+    Raises TraceError for another object, in which tensors may be that nobody would get.
+    """
+    found = []
     for path, item in outputs_in(value):
-        if not isinstance(item, (Tensor, *_PLAIN)):
+        if _is_cache(item):
+            found.append(f"a {type(item).__name__}{f' as {path}' if path else ''}")
+        elif not isinstance(item, (Tensor, *_PLAIN)):
             raise TraceError(
                 f"expected forward to return tensors and containers of such, found {type(item).__name__}"
                 f"{f' as {path}' if path else ''}; return its tensors, or turn it off (use_cache=False)"
             )
+    return found
+
+
+def _is_cache(value: Any) -> bool:
+    kinds = ((kind.__module__.partition(".")[0], kind.__name__) for kind in type(value).__mro__)
+    return any(package == "transformers" and name.endswith("Cache") for package, name in kinds)
 
 
 class Namer:

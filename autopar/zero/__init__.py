@@ -2,6 +2,7 @@
 
 from autopar.zero.recomputation import (
     KINDS,
+    Groups,
     Modules,
     Recomputable,
     fit_with_recomputation,
@@ -13,6 +14,7 @@ from autopar.zero.storage import storage_options, zero_stage
 
 __all__ = [
     "KINDS",
+    "Groups",
     "Modules",
     "Recomputable",
     "fit_with_recomputation",

@@ -170,6 +170,15 @@ def fitted() -> Profile:
     return profile_from_json(json.loads(json.dumps(data)), "points")
 
 
+@pytest.mark.parametrize("most", [20_000, 19_000, 20_001, 900])
+def test_points_of_a_busy_host_where_many_bytes_take_no_longer_than_few_make_a_profile(most: int) -> None:
+    raw = raw_points()
+    raw["collectives"][0]["points"][-1] = [1 << 20, most]
+    data = profile_from_points(raw, {"model": "test", "cores": 2, "memory": 8 << 30}, "2026-01-01")
+    link = profile_from_json(json.loads(json.dumps(data)), "points").links["intra_node"]
+    assert link.bandwidth <= 10.1 * (1 << 20) / most * 1e9
+
+
 def test_a_profile_fitted_to_points_meets_them() -> None:
     profile = fitted()
     assert profile.peak_flops("float32") == pytest.approx(1e11, rel=0.01)

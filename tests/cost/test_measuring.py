@@ -6,12 +6,14 @@ import itertools
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from autopar import interrupt
 from autopar.cost import collective_time_ns, host, measure, measure_gloo
 from autopar.cost.files import profiles_folder
 from autopar.cost.fit import non_decreasing, profile_from_points
@@ -171,6 +173,26 @@ def test_without_a_terminal_a_line_now_and_then_says_how_long_it_takes(
     monkeypatch.setattr(host, "TIMEOUT_SECONDS", 0.2)
     with pytest.raises(ProfileError, match=r"expected to measure this host within 0\.2 s, found .* still at it"):
         host._points(script)
+
+
+def test_measuring_ends_with_its_children_when_it_is_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a search, Ctrl-C is only noted; children of a terminal's own group would each print a traceback."""
+    script, noted = tmp_path / "measure_slowly.py", tmp_path / "child"
+    script.write_text(
+        f"import os, time; child = os.fork()\nif child: open({str(noted)!r}, 'w').write(str(child))\ntime.sleep(60)"
+    )
+    monkeypatch.setattr(interrupt, "is_asked", lambda: noted.exists())
+    with pytest.raises(interrupt.Interrupted):
+        host._points(script)
+    child = Path(f"/proc/{noted.read_text()}/stat")
+    for _ in range(100):
+        if not child.exists() or child.read_text().rpartition(")")[2].split()[0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail("a measuring process goes on")
 
 
 @pytest.mark.parametrize("damage", ["truncated", "of another kind", "locked"])

@@ -42,7 +42,7 @@ def test_stages_are_reported_too() -> None:
     autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, progress=lines.append)
     found = [line.partition(":")[0] for line in lines if not line.startswith("soap: ")]
     shapes = found[1:3]  # that of the better first look first
-    assert sorted(shapes) == ["1 stages of [2]", "2 stages of []"]
+    assert sorted(shapes) == ["1 stage of 2", "2 stages of 1"]
     assert found == ["trace", *shapes, "mesh 2", "place", "substitute", "refine", "emit"]
 
 

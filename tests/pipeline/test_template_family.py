@@ -10,8 +10,9 @@ import torch
 
 import autopar
 from autopar import Constraint, Plan, SearchBudget
+from autopar.experts import Family, Template, with_templates
 from autopar.ir.graph import Graph
-from autopar.pipeline import _with_templates, planned_jointly, template_of_graph
+from autopar.pipeline import planned_jointly, template_of_graph
 from autopar.planning import Request
 from autopar.trace import trace
 from models import llama
@@ -33,7 +34,7 @@ def request(*rules: Constraint, limit: int | None = None) -> Request:
 
 def test_a_slow_plan_of_a_search_loses_to_each_faster_template(graph: Graph) -> None:
     slow = template_of_graph(graph, MESH, tp=4)
-    found = _with_templates(graph, slow, request())
+    found = with_templates(graph, slow, request())
     family = [template_of_graph(graph, MESH, dp=4 // tp, tp=tp, zero=zero) for tp, zero in product((1, 2), (0, 1, 3))]
     assert found.predicted.step_time_ns == min(plan.predicted.step_time_ns for plan in family)
     assert found.search.method.startswith("template dp=")
@@ -54,7 +55,7 @@ def test_a_template_that_does_not_fit_is_not_taken(graph: Graph) -> None:
     small = template_of_graph(graph, MESH, dp=4, zero=3)
     limit = small.predicted.peak_bytes * 9 // 10
     slow = replace(small, predicted=replace(small.predicted, step_time_ns=10**12))
-    found = _with_templates(graph, slow, request(limit=limit))
+    found = with_templates(graph, slow, request(limit=limit))
     assert found.nodes is slow.nodes or found.predicted.peak_bytes <= limit
 
 
@@ -65,12 +66,12 @@ def test_a_template_that_does_not_fit_is_not_taken(graph: Graph) -> None:
 )
 def test_where_constraints_decide_what_templates_do_none_is_looked_at(graph: Graph, rule: Constraint) -> None:
     slow: Plan = template_of_graph(graph, MESH, tp=4)
-    assert _with_templates(graph, slow, request(rule)) is slow
+    assert with_templates(graph, slow, request(rule)) is slow
 
 
 def test_templates_have_as_many_microbatches_as_are_pinned(graph: Graph) -> None:
     slow = template_of_graph(graph, MESH, tp=4, microbatches=2)
-    assert _with_templates(graph, slow, request(Constraint("*", microbatches=2))).microbatches == 2
+    assert with_templates(graph, slow, request(Constraint("*", microbatches=2))).microbatches == 2
 
 
 def test_where_memory_limits_zero_2_is_looked_at_in_several_microbatches() -> None:
@@ -81,7 +82,7 @@ def test_where_memory_limits_zero_2_is_looked_at_in_several_microbatches() -> No
     limit = template.predicted.peak_bytes
     assert limit < template_of_graph(graph, MESH, dp=4, zero=3).predicted.peak_bytes
     slow = replace(template, predicted=replace(template.predicted, step_time_ns=10**12))
-    found = _with_templates(graph, slow, request(limit=limit))
+    found = with_templates(graph, slow, request(limit=limit))
     assert found.predicted.step_time_ns <= template.predicted.step_time_ns
     rows = {row["template"]: row for row in found.search.tried if "template" in row}
     assert rows["dp=4, zero=2, microbatches=4"]["step_time_ns"] == template.predicted.step_time_ns
@@ -90,7 +91,62 @@ def test_where_memory_limits_zero_2_is_looked_at_in_several_microbatches() -> No
 def test_templates_split_the_sequence_beside_tp(graph: Graph) -> None:
     slow = template_of_graph(graph, MESH, tp=4)
     slow = replace(slow, predicted=replace(slow.predicted, step_time_ns=10**12))
-    found = _with_templates(graph, slow, request())
+    found = with_templates(graph, slow, request())
     template = template_of_graph(graph, MESH, dp=2, tp=2, zero=1, sequence_parallel=True)
     assert found.predicted.step_time_ns <= template.predicted.step_time_ns
     assert any(row.get("template") == "dp=2, tp=2, zero=1, sequence_parallel=True" for row in found.search.tried)
+
+
+@pytest.fixture(scope="module")
+def deep() -> Graph:
+    """More layers than are looked at."""
+    with torch.device("meta"):
+        config = replace(CONFIG, num_layers=8)
+        return trace(llama.build(config), llama.example_inputs(config))
+
+
+def test_templates_of_deep_models_are_predicted_as_they_are_by_themselves(deep: Graph) -> None:
+    slow = template_of_graph(deep, MESH, tp=4)
+    slow = replace(slow, predicted=replace(slow.predicted, step_time_ns=10**12))
+    found = with_templates(deep, slow, request())
+    family = [template_of_graph(deep, MESH, dp=4 // tp, tp=tp, zero=zero) for tp, zero in product((1, 2), (0, 1, 3))]
+    rows = {row["template"]: row for row in found.search.tried}
+    for name, own in zip(("dp=4", "dp=4, zero=1", "dp=4, zero=3"), family, strict=False):
+        assert rows[name]["step_time_ns"] == own.predicted.step_time_ns
+        assert rows[name]["peak_bytes"] == own.predicted.peak_bytes
+    assert found.predicted == min((plan.predicted for plan in family), key=lambda told: told.step_time_ns)
+
+
+def test_as_few_blocks_as_fit_are_computed_again(deep: Graph) -> None:
+    apart = autopar.Mesh("h100", nodes=4, devices_per_node=1)  # no tensor parallelism across nodes
+    whole = template_of_graph(deep, apart, dp=4, zero=3)
+    every = template_of_graph(deep, apart, dp=4, zero=3, recompute="block")
+    limit = whole.predicted.peak_bytes - (whole.predicted.peak_bytes - every.predicted.peak_bytes) * 3 // 8
+    pinned, slow = Constraint("*", microbatches=1), replace(whole, recompute=every.recompute)
+    slow = replace(slow, predicted=replace(slow.predicted, step_time_ns=10**12))
+    found = with_templates(deep, slow, replace(request(pinned, limit=limit), mesh=apart))
+    assert found.predicted.peak_bytes <= limit
+    assert 0 < len(found.recompute) < len(every.recompute)
+    assert found.predicted.step_time_ns < every.predicted.step_time_ns
+    assert "blocks" in found.search.method
+
+
+@pytest.mark.parametrize(
+    ("zero", "tp", "sequence_parallel"), [(0, 1, False), (3, 1, False), (1, 2, True), (3, 2, False)]
+)
+def test_no_step_takes_less_than_is_said_at_least(deep: Graph, zero: int, tp: int, sequence_parallel: bool) -> None:
+    choice = Template(4 // tp, tp, zero, sequence_parallel=sequence_parallel)
+    family = Family(deep, template_of_graph(deep, MESH, tp=4), request())
+    least_ns = family.place(choice).placements.least_step_ns()
+    asked = {"dp": 4 // tp, "tp": tp, "zero": zero, "sequence_parallel": sequence_parallel}
+    taken_ns = template_of_graph(deep, MESH, **asked).predicted.step_time_ns
+    assert 0.5 * taken_ns < least_ns <= taken_ns
+
+
+def test_no_template_that_takes_longer_at_least_is_played(deep: Graph) -> None:
+    fast = template_of_graph(deep, MESH, dp=4)
+    fast = replace(fast, predicted=replace(fast.predicted, step_time_ns=1))
+    found = with_templates(deep, fast, request())
+    assert found.nodes is fast.nodes
+    rows = [row for row in found.search.tried if "template" in row]
+    assert rows and all("at least" in row["infeasible"] for row in rows)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,17 @@ def test_damage_is_told_and_the_one_before_is_loaded(name: str, damage: str, two
     assert step == 1
     assert len(told) == 1 and "loaded step_00000001, the last whole checkpoint. step_00000002: " in told[0]
     assert ("manifest" if name == folders.MANIFEST else name) in told[0]
+
+
+def test_lost_steps_are_told_where_warnings_are_ignored(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    next(two.glob("step_00000002/*.distcp")).unlink()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Run(two).load()[0] == 1
+    assert "loaded step_00000001, the last whole checkpoint. step_00000002: " in capsys.readouterr().err
+    with pytest.warns(UserWarning, match="the last whole checkpoint"):
+        Run(two).load()
+    assert "loaded" not in capsys.readouterr().err, "said once"
 
 
 def test_without_a_whole_one_nothing_is_loaded(two: Path) -> None:

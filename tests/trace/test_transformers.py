@@ -8,6 +8,7 @@ import pytest
 import torch
 import transformers
 
+import autopar
 from autopar.ops import coverage
 from autopar.trace import find_blocks, trace
 from tests.trace.test_trace import check_against_model
@@ -57,6 +58,38 @@ def test_cache_of_keys_and_values_is_no_hindrance() -> None:
     assert [stored.name for stored in graph.stored if stored.kind == "constant"] == []
     assert all(len(node.operands) > 1 for node in graph.nodes if node.op == "aten.cat.default")
     check_against_model(graph, model, {"input_ids": ids, "labels": ids})
+
+
+def test_a_cache_that_forward_returns_is_left_out_of_inference_with_a_word() -> None:
+    config = transformers.LlamaConfig(
+        num_hidden_layers=2, hidden_size=16, intermediate_size=24, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=96,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.randint(0, 96, (2, 8))
+    with pytest.warns(UserWarning, match="a DynamicCache as past_key_values, .* leaves it out"):
+        program = autopar.parallelize(
+            model, autopar.Mesh("h100"), {"input_ids": ids}, mode="inference", search="fast"
+        )  # fmt: skip
+    torch.testing.assert_close(program.build(device="cpu")(input_ids=ids), model(ids).logits)
+
+
+class Own:
+    """An object that nobody knows, with a tensor in it."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+def test_another_object_that_forward_returns_in_inference_is_refused() -> None:
+    class Model(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> Any:
+            out = super().forward(input)
+            return out, Own(out)
+
+    with pytest.raises(autopar.AutoparError, match="found Own as 1"):
+        trace(Model(4, 4), {"input": torch.randn(2, 4)}, mode="inference")
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
@@ -39,7 +40,7 @@ def load_rules() -> tuple[Rule, ...]:
     """The rules that autopar ships. Raises PlanError where the file was changed."""
     text = files("autopar.substitute.rules").joinpath("rules.json").read_text(encoding="utf-8")
     passed = cache_folder() / f"rules-{hashlib.sha256(text.encode()).hexdigest()[:32]}.passed"
-    if passed.exists():
+    if os.path.exists(passed):  # Path.exists raises where a folder may not be looked into
         return _rules(json.loads(text))
     rules = read_rules(text)
     with contextlib.suppress(OSError):  # where nothing can be kept, they are checked each time
