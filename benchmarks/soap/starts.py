@@ -160,8 +160,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     gains = sum(row["gain"] > 0 for row in rows)
     near = sum(row["from_dp_over_placed"] <= 1.02 for row in rows)
     return (
-        f"From the plan of ILP and DP a strict gain in {gains} of {len(rows)} (target: 3); from data parallelism, in one "
-        f"stage, within 2% of that plan, or better, in {near} of {len(rows)}."
+        f"From the plan of ILP and DP a strict gain in {gains} of {len(rows)} (target: 3); from data parallelism, in "
+        f"one stage, within 2% of that plan, or better, in {near} of {len(rows)}."
     )
 
 
