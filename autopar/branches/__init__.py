@@ -2,7 +2,7 @@
 
 from autopar.branches.finding import Region, find_regions
 from autopar.branches.placing import put_in_branches
-from autopar.branches.search import drawn_branches, with_branches
+from autopar.branches.search import with_branches
 from autopar.branches.times import Times
 
-__all__ = ["Region", "Times", "drawn_branches", "find_regions", "put_in_branches", "with_branches"]
+__all__ = ["Region", "Times", "find_regions", "put_in_branches", "with_branches"]

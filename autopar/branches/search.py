@@ -16,7 +16,6 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from random import Random
 from typing import NamedTuple
 
 from autopar import interrupt
@@ -90,22 +89,6 @@ def with_branches(
             taken.append(Taken(candidate, best))
             form, best = found
     return replace(best, choices=(*best.choices, *_choices(taken, best))) if taken else plan
-
-
-def drawn_branches(
-    graph: Graph, plan: Plan, profile: Profile, representative: Callable[[str], str], pinned: Collection[str],
-    random: Random,
-) -> Plan | None:  # fmt: skip
-    """The plan with one of its possible forks more, drawn by chance, in a form drawn by chance; None where there is
-    none."""
-    if any(storage.regather for storage in plan.storage.values()) or all(axis.size < 2 for axis in plan.axes):
-        return None
-    times = Times(graph, plan, profile)
-    found = [c for c in candidates(graph, plan, times, representative, pinned) if not _overlaps(plan, c)]
-    if not found:
-        return None
-    forms = [placed for _, placed in _forms(graph, plan, random.choice(found), times, None)]
-    return random.choice(forms) if forms else None
 
 
 def _overlaps(plan: Plan, candidate: Candidate) -> bool:

@@ -3,8 +3,7 @@
     plan  →  its placements of one microbatch on its logical mesh  →  chains by MCMC (`soap`)  →  the plan stated again
 
 A *world* holds what the placements leave open (`outline`): the number of microbatches, and of stages of equal submeshes
-that share their placements, which blocks are in which. Jumps lead from one to another (`jumping`), also to placements
-that are solved there (`settings`); branches are drawn within one.
+that share their placements, which blocks are in which. Jumps lead from one to another (`jumping`).
 """
 
 from __future__ import annotations

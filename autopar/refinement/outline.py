@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.ir.mesh import LogicalMesh, make_axes
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan
 
@@ -32,20 +32,8 @@ class Outline:
         return f"{stages if self.stage_of else f'mesh {sizes}'}, {self.microbatches} microbatches"
 
 
-def resized(axes: LogicalMesh, before: int, after: int) -> LogicalMesh | None:
-    """The axes with the outermost as many times longer as there are fewer stages; None where it is no whole number."""
-    sizes = [axis.size for axis in axes] or [1]
-    sizes[0] = sizes[0] * before // after
-    if not sizes[0] or sizes[0] * after != (axes[0].size if axes else 1) * before:
-        return None
-    names = [axis.name for axis in axes] or ["d0"]
-    kept = [(name, size) for name, size in zip(names, sizes, strict=True) if size > 1]
-    return make_axes(tuple(name for name, _ in kept), tuple(size for _, size in kept))
-
-
 def on_axes(plan: Plan, axes: LogicalMesh) -> Plan | None:
-    """The plan's placements along other axes over as many devices, or fewer or more along the outermost; None where an
-    axis would have several types."""
+    """The plan's placements along other axes over as many devices; None where an axis would have several types."""
     if plan.axes == axes:
         return plan
     origin = _origins(plan.axes, axes)

@@ -26,8 +26,6 @@ from autopar.soap import Jump, Start
 KEPT = 8
 """Blocks of the short model. The last has no other after it, the first few none before: those between are alike."""
 _DEEP = 2 * KEPT
-_JUMPS = ("microbatches", "mesh")
-"""Those that mean the same for any number of blocks."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,7 @@ class Short:
     @property
     def jumps(self) -> dict[str, Jump]:
         """What may be proposed beside other options of decisions."""
-        return {kind: jump for kind, jump in Jumps(self.worlds).possible().items() if kind in _JUMPS}
+        return Jumps(self.worlds).possible()
 
     @property
     def extent(self) -> str:

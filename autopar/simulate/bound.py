@@ -26,21 +26,18 @@ from autopar.cost import Profile
 from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
 from autopar.cost.memory import Extra
-from autopar.errors import PlanError
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.runtime.packing import LONE_BYTES
-from autopar.simulate.differences import Differences
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.program import Transmission
 from autopar.simulate.recomputation import call_of
 from autopar.simulate.traffic import reached_tensors
 
-KEPT_TENSORS = 1 << 16
 ENDLESS = 1 << 50  # bytes: more than any bucket has
 
 
@@ -273,76 +270,3 @@ def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int, is_stag
 
 def _spent(sent: Sequence[Transmission]) -> int:
     return sum([one.duration_ns for one in sent])
-
-
-class Bound:
-    """The work of one plan after another, by what has changed."""
-
-    def __init__(self, graph: Graph, plan: Plan, lowering: PartLowering, differences: Differences) -> None:
-        self._graph, self._lowering, self._differences = graph, lowering, differences
-        self._count, self._prices = plan.microbatches, Prices(graph, plan, lowering)
-        self._of_node: list[Work] = [NONE] * len(graph.nodes)
-        self._of_tensor: dict[str, Work] = {}
-        self._total = [*NONE]
-        self._known: dict[tuple[int, Storage | None, tuple[int, ...]], Work] = {}
-
-    @property
-    def is_full(self) -> bool:
-        """Whether it keeps too much."""
-        return len(self._known) > KEPT_TENSORS
-
-    def least_ns(self, plan: Plan, optimizer_ns: int) -> int:
-        """At most the step time of a plan, and at least each stream's work. Raises PlanError as `simulate` does."""
-        nodes, tensors = self._differences.changes(plan)
-        try:
-            self._follow(plan, nodes, tensors)
-        except PlanError:
-            self._differences.ask_again(nodes, tensors)
-            raise
-        forward, backward, inside, across, _ = self._total
-        return max(self._count * (forward + backward) + optimizer_ns, inside, across)
-
-    def _follow(self, plan: Plan, nodes: set[int], tensors: set[str]) -> None:
-        self._lowering.plan, self._lowering.steps = plan, self._differences.steps
-        for number in nodes:
-            node = self._graph.nodes[number]
-            new = self._prices.node(node, plan.nodes[node.name])
-            self._replace(self._of_node[number], new)
-            self._of_node[number] = new
-        for name in tensors:
-            new = self._tensor(name, plan)
-            self._replace(self._of_tensor.get(name, NONE), new)
-            self._of_tensor[name] = new
-
-    def _tensor(self, name: str, plan: Plan) -> Work:
-        """What its conversions come to: equal of equal tensors that are read alike."""
-        storage = plan.storage.get(name)
-        key = self._prices.kinds[name], storage, self._differences.seen(name)
-        known = self._known.get(key)
-        if known is None:
-            base = self._differences.bases[name] if storage is None else storage.placement
-            ways = self._ways(name, base, plan)
-            if storage is None:
-                known = self._prices.activation(name, base, ways, plan.nodes)
-            else:
-                known = self._prices.stored(name, storage, ways, plan.nodes)
-            self._known[key] = known
-        return known
-
-    def _replace(self, old: Work, new: Work) -> None:
-        if old is not new:
-            self._total = [total - gone + come for total, gone, come in zip(self._total, old, new, strict=True)]
-
-    def _ways(self, name: str, base: Placement, plan: Plan) -> list[Way]:
-        """To each placement that a tensor is read in, but that in which it is there."""
-        found: dict[Placement, bool] = {}
-        for node, at in self._graph.consumers[name]:
-            target = plan.nodes[node.name].operands[at]
-            if target != base:
-                found[target] = found.get(target, False) or self._prices.goes_back(name, node.name)
-        is_folded = name in self._lowering.facts.folded and name not in plan.storage
-        self._lowering.placements[name] = base
-        return [
-            (target, () if is_folded else self._lowering.route(name, target), goes_back)
-            for target, goes_back in found.items()
-        ]

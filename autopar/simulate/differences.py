@@ -20,8 +20,7 @@ KEPT_OBJECTS = 1 << 16
 class Differences:
     """What is another object in a plan than in the one before.
 
-    steps: of the plan's conversions; nodes, tensors: those that changed, and tensors whose conversions did, since they
-    were asked for (`changes`). Segments get a number of what a plan says of them: equal of equal ones.
+    steps: of the plan's conversions. Segments get a number of what a plan says of them: equal of equal ones.
     """
 
     def __init__(self, graph: Graph, segments: Sequence[Segment], plan: Plan) -> None:
@@ -48,20 +47,12 @@ class Differences:
         self._keeps = [[place_of[name] for name in segment.keeps] for segment in segments]
         self._begins = [*itertools.accumulate((len(segment.nodes) for segment in segments), initial=0)]
         node_of = {name: number for number, name in enumerate(self._names)}
-        self._places_reading = {
-            name: [node_of[node.name] for node, _ in uses] for name, uses in graph.consumers.items()
+        self._nodes_reading = {
+            name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
         }  # fmt: skip
-        self._nodes_reading = {name: frozenset(places) for name, places in self._places_reading.items()}
-        self._changed_nodes: set[int] = set()
-        self._changed_tensors: set[str] = set()
         self.steps: dict[Key, tuple[Step, ...]] = {}
         self.bases: dict[str, Placement] = {}
         self._changed_storage: set[int] = set()
-
-    def seen(self, name: str) -> tuple[int, ...]:
-        """What the plan says of a tensor, in numbers: its placement, and all of the operators that read it."""
-        codes = self._codes
-        return (self._number(self.bases[name]), *[codes[place] for place in self._places_reading[name]])
 
     @property
     def is_full(self) -> bool:
@@ -77,18 +68,6 @@ class Differences:
                 self._known[number] = self._number_of(self._segments[number], plan)
             self._changed_segments = set()
         return self._known
-
-    def changes(self, plan: Plan) -> tuple[set[int], set[str]]:
-        """The nodes, by number, and the tensors that have changed since this was asked."""
-        self.follow(plan)
-        found = self._changed_nodes, self._changed_tensors
-        self._changed_nodes, self._changed_tensors = set(), set()
-        return found
-
-    def ask_again(self, nodes: set[int], tensors: set[str]) -> None:
-        """Takes changes back that could not be followed: they are told once more."""
-        self._changed_nodes |= nodes
-        self._changed_tensors |= tensors
 
     def changed_storage(self, plan: Plan) -> set[int]:
         """The stored tensors, by number, whose storage has changed since this was asked."""
@@ -118,7 +97,6 @@ class Differences:
     def _note(self, name: str) -> None:
         self._changed_segments |= self._readers[name]
         self._changed_readers |= self._nodes_reading[name]
-        self._changed_tensors.add(name)
 
     def _follow_tensor(self, name: str, placement: Placement) -> None:
         self.bases[name] = placement
@@ -129,14 +107,11 @@ class Differences:
         for number in _places_of_others(found, self._nodes):
             node, placed = self._graph.nodes[number], found[number]
             self._changed_segments.add(self._of_node[number])
-            self._changed_nodes.add(number)
             self._changed_readers.add(number)
             for name, placement in zip(node.results, placed.results, strict=True):
                 self._follow_tensor(name, placement)
-            for name in node.operands:
-                self._changed_tensors.add(name)
-                if self._recomputes:
-                    self._changed_segments |= self._readers[name]
+            for name in node.operands if self._recomputes else ():
+                self._changed_segments |= self._readers[name]
         self._nodes = found
 
     def _follow_storage(self, plan: Plan) -> None:

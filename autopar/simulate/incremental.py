@@ -63,15 +63,6 @@ class Incremental:
         played = self._play(plan)
         return played.timeline() if isinstance(played, Step) else played
 
-    def least_time_ns(self, plan: Plan) -> int:
-        """At most the step time: no less than the compute stream's work, and each link's (`bound`). Takes a fraction of
-        `step_time_ns`, since nothing is played."""
-        if _is_whole(plan):
-            return self.step_time_ns(plan)
-        variants = self._variants_of(plan)
-        optimizer_ns = variants.optimizer(plan)[0] if variants.trains else 0
-        return variants.bound.least_ns(plan, optimizer_ns)
-
     def _play(self, plan: Plan, until_ns: float = math.inf) -> Step | Timeline:
         known = self._played.get(id(plan))
         if known is None:

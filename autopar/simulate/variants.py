@@ -12,7 +12,6 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
-from autopar.simulate.bound import Bound
 from autopar.simulate.differences import Differences, Key
 from autopar.simulate.engine import Change as MemoryChange
 from autopar.simulate.engine import Moment
@@ -93,12 +92,11 @@ class Variants:
         self._held = [0] * len(graph.stored)
         self._updated = 0, 0
         self._rises: dict[Pass, int] = {}
-        self.bound = Bound(graph, plan, self.lowering, self.differences)
 
     @property
     def is_full(self) -> bool:
         """Whether it knows too much."""
-        return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full or self.bound.is_full
+        return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full
 
     def _number(self, content: Hashable) -> int:
         """One number for equal things."""

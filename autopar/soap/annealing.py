@@ -32,8 +32,6 @@ HOT, COLD = 0.005, 0.0001  # temperature, as parts of the best cost
 ROUNDS = 4
 DESCENT = 0.25  # of proposals, those that are kept for the way down
 JUMPS = 0.015  # of proposals, where there are any
-SETTINGS, SOLVED = 0.8, 48  # of proposals, and how many at most: jumps that land on what is solved there
-SETTING = "setting"
 _TRACED = 200  # points of a trace at most
 _OVER = 10  # how much dearer a plan is by each part of its limit that it is over
 
@@ -238,9 +236,7 @@ class _Annealing:
 
     def _jump(self, always: bool) -> str:
         """The kind of a jump, if this is one."""
-        random, kinds = self.random, [kind for kind in self.jumps if kind != SETTING]
-        if SETTING in self.jumps and self.tally.made[SETTING] < SOLVED and random.random() < SETTINGS:
-            return SETTING
+        random, kinds = self.random, [*self.jumps]
         return random.choice(kinds) if kinds and (always or random.random() < JUMPS) else ""
 
     def _is_known_above(self, world: World, plan: Plan, change: Change, threshold: float) -> bool:

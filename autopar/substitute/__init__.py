@@ -1,7 +1,7 @@
 """Graph → equivalent Graphs: rules that are generated, proved and searched (TASO, OSDI'22 Unity).
 
 lift (ATen operators as terms of an algebra) → match and rewrite (rules of `rules.json`; each distinct block once, in
-parts where it is large, by cost-based backtracking and equality saturation) → lower (ATen operators again) → packed
+parts where it is large, by cost-based backtracking) → lower (ATen operators again) → packed
 (what only moves parameters is how they are stored)
 """
 

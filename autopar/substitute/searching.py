@@ -2,8 +2,7 @@
 
 Small graphs are searched twice, as a first gain decides what others are met: once with the rules in their order, which
 begins with the merging of products, once with those first that say most. An adapter folds into its weight as long as
-its products are not merged with others'. What is cheapest then is the beginning of an equality saturation, whose result
-is taken where it is cheaper still.
+its products are not merged with others'.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from autopar.ir.graph import Graph, Ref, map_references
 from autopar.substitute.backtracking import ALPHA, Backtracking, Found, Outcome, cheaper, simplest
 from autopar.substitute.cutting import MOST_NODES, Part, parts, renamed_match, together
 from autopar.substitute.defined import Values
-from autopar.substitute.extraction import saturated
 from autopar.substitute.lifting import lifted
 from autopar.substitute.matching import Matcher
 from autopar.substitute.pricing import Pricer
@@ -32,14 +30,13 @@ SHARE_OF_PARTS = 0.7
 
 
 class Limits(NamedTuple):
-    """Larger graphs than of `most_nodes` are cut; saturation takes so many seconds of a small one's at most.
+    """Larger graphs than of `most_nodes` are cut.
 
     patience: how many substitutions are tried without a gain before the search of a region that is not cut ends;
     part_patience: of each of the parts of one that is, and of what crosses the cuts. most: graphs met in all regions.
     """
 
     most_nodes: int = MOST_NODES
-    saturation_s: float = 1.5
     patience: int = 2000
     part_patience: int = 500
     most: int = 1 << 30
@@ -47,7 +44,7 @@ class Limits(NamedTuple):
 
 LIMITS = Limits()
 
-SHORT = Limits(saturation_s=0.5, patience=200, part_patience=200, most=1_000)
+SHORT = Limits(patience=200, part_patience=200, most=1_000)
 """Ten times as much patience found nothing better in the models that were looked at (benchmarks/substitution)."""
 
 
@@ -84,16 +81,13 @@ class Searcher:
         )
 
     def _small(self, start: Found, seconds: float, patience: int, most: int) -> Outcome:
-        """By backtracking with the rules in both orders, unless the first finds no gain at all, and by saturation."""
+        """By backtracking with the rules in both orders, unless the first finds no gain at all."""
         begin = time.monotonic()
         outcomes = [self.orders[0].on(start, seconds * SHARE_OF_ORDER, most, patience)]
         if outcomes[0].cheapest is not start:
             most -= outcomes[0].seen
             outcomes.append(self.orders[1].on(start, seconds * SHARE_OF_ORDER, most, patience))
         found = [item for outcome in outcomes for item in (outcome.best, outcome.cheapest)]
-        if self.pinned.isdisjoint(start.values.live):
-            left = min(begin + seconds - time.monotonic(), self.limits.saturation_s)
-            found.append(saturated(min(found, key=cheaper), self.orders[1].matchers, self.cost, left))
         return Outcome(
             simplest(found), min(found, key=cheaper), "; ".join(dict.fromkeys(outcome.stop for outcome in outcomes)),
             sum(outcome.seen for outcome in outcomes), time.monotonic() - begin,

@@ -1,10 +1,9 @@
-"""The search for a rewritten graph in three ways: whole regions, cut ones, and cut ones with saturation.
+"""The search for a rewritten graph in two ways: whole regions, and cut ones.
 
     python -m benchmarks.substitution.searches [--models nas_rnn … llama_70b] [--modes train inference]
                                                [--profiles cpu h100] [--seconds 10]
 
-"whole": backtracking on each region as it is. "cut": large regions in parts (`substitute.cutting`). "saturated": after
-backtracking on parts, equality saturation with extraction by integer programming (`substitute.extraction`); what ships.
+"whole": backtracking on each region as it is. "cut": large regions in parts (`substitute.cutting`); what ships.
 Llama-70B (80 layers, on the meta device) is searched for as it trains on h100 alone, in `LARGE_S` seconds at most.
 Gains are predicted: of a step, before over after. Limits are of the wall; seconds in the table are of the processor,
 which other programs stretch least: on one thread, those of the wall on an idle machine.
@@ -30,7 +29,7 @@ from benchmarks.substitution.graphs import GRAPHS, build
 
 HERE = Path(__file__).parent
 LARGE, LARGE_S = "llama_70b", 20.0
-WAYS = {"whole": Limits(1 << 30, 0.0), "cut": Limits(saturation_s=0.0), "saturated": Limits()}
+WAYS = {"whole": Limits(1 << 30), "cut": Limits()}
 
 
 def rows(name: str, mode: str, profiles: list[str], seconds: float) -> list[dict[str, Any]]:

@@ -13,7 +13,6 @@ import pytest
 
 from autopar.cost import host, measure
 from autopar.cost.files import profiles_folder
-from autopar.substitute.rules import rulefile
 
 TEXT = (profiles_folder() / "cpu.json").read_text()
 
@@ -98,29 +97,6 @@ def test_a_user_without_a_home_has_a_cache(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setattr(Path, "home", staticmethod(refuse))
     assert host.cache_folder().name == f"autopar-{os.getuid()}"
-
-
-@pytest.mark.parametrize("where", ["a folder", "no folder", "out of reach"])
-def test_rules_are_checked_where_that_they_passed_cannot_be_kept(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    checked: list[int] = []
-    monkeypatch.setattr(rulefile, "read_rules", lambda text: checked.append(1) or ())
-    if where == "no folder":
-        host.cache_folder().write_text("")
-    if where == "out of reach":
-
-        def refuse(*_: object, **__: object) -> None:
-            raise PermissionError(errno.EACCES, "Permission denied")
-
-        monkeypatch.setattr(Path, "mkdir", refuse)
-        monkeypatch.setattr(Path, "exists", refuse)
-    rulefile.load_rules.cache_clear()
-    try:
-        assert rulefile.load_rules() == () and checked == [1]
-    finally:
-        rulefile.load_rules.cache_clear()
 
 
 @pytest.mark.parametrize("cut", [1, 5, 12])

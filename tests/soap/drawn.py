@@ -103,8 +103,9 @@ def least_step_ns(space: Space, plan: Plan, score: Score, below_ns: int) -> int:
     """The shortest step of all plans that fit, if it is shorter than `below_ns`; else that."""
     best = below_ns
     for other in every_plan(space, plan):
-        if score.least_time_ns(other) < best and score.peak_bytes(other) <= plan.memory_limit:
-            best = min(best, score.step_time_ns(other))
+        step_ns = score.step_time_ns(other, best)
+        if step_ns < best and score.peak_bytes(other) <= plan.memory_limit:
+            best = step_ns
     return best
 
 

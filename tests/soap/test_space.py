@@ -15,7 +15,6 @@ from autopar.pipeline import template_of_graph
 from autopar.refinement import Jumps
 from autopar.trace import trace
 from models import gpt
-from tests.branches.cases import case
 from tests.equivalence import planned
 from tests.soap.walks import walk, worlds_of
 
@@ -29,18 +28,18 @@ WALKS: dict[str, tuple[str, dict[str, int], float]] = {
     "convolutions": ("wide_resnet", {"dp": 2, "tp": 2}, 0.0),
     "tied weights": ("hf_gpt2", {"dp": 4, "zero": 3}, 0.0),
     "microbatches": ("gpt", {"dp": 2, "tp": 2, "microbatches": 2}, 0.3),
-    "branches": ("inception", {"tp": 4}, 0.02),
+    "meshes": ("gpt", {"dp": 4}, 0.3),
     "stages": ("deep gpt", {"pp": 2, "dp": 2, "microbatches": 2}, 0.3),
 }
 
 
 @cache
 def graph(name: str) -> Graph:
-    """A model of the zoo, one with branches, and one whose stages have several layers each."""
+    """A model of the zoo, and one whose stages have several layers each."""
     if name == "deep gpt":
         config = gpt.Config(num_layers=6)
         return trace(gpt.build(config), gpt.example_inputs(config))
-    return case(name)[2] if name == "inception" else planned.graph(name)
+    return planned.graph(name)
 
 
 @pytest.mark.parametrize("name", WALKS)
@@ -58,16 +57,10 @@ def test_every_plan_on_a_walk_is_typed(name: str) -> None:
     assert len(seen) > STEPS // 10
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [("deep gpt", "microbatches"), ("deep gpt", "mesh"), ("deep gpt", "stages"), ("stages", "border"),
-     ("stages", "stages"), ("branches", "operator")],
-)  # fmt: skip
-def test_a_jump_leads_to_another_world_or_to_branches(name: str, kind: str) -> None:
-    model, template, _ = WALKS.get(name, ("deep gpt", {"dp": 4}, 0.0))
-    worlds = worlds_of(graph(model), template_of_graph(graph(model), FOUR, **template))  # type: ignore[arg-type]
+def test_a_jump_leads_to_another_world() -> None:
+    worlds = worlds_of(graph("deep gpt"), template_of_graph(graph("deep gpt"), FOUR, dp=4))
     first, random = worlds.unstaged(worlds.plan), Random(0)
-    found = [Jumps(worlds).possible()[kind](worlds.first, first, random) for _ in range(8)]
+    found = [Jumps(worlds).possible()["mesh"](worlds.first, first, random) for _ in range(8)]
     ends = [worlds.stated(*end, ()) for end in found if end is not None]
     assert ends
     before = worlds.plan
