@@ -63,15 +63,14 @@ def balanced_layers(graph: Graph, times_ns: Mapping[str, int], count: int) -> La
     if count < 2:
         return Layers({}, 0)
     most = max(int(until[-1] / count * _IMBALANCE), int(np.diff(until).max()))
-    spans = until[None, :] - until[:, None]
-    fits = (spans <= most) & np.triu(np.ones(spans.shape, dtype=bool), 1)
+    first = np.searchsorted(until, until - most)  # for each end of a layer, the first node that it may begin with
     crossing = _crossing_bytes(graph, nodes)
-    best = np.where(fits[0], 0.0, np.inf)  # bytes of all borders of layers up to the node
+    best = np.where(first == 0, 0.0, np.inf)  # bytes of all borders of layers up to the node
+    best[0] = np.inf
     before: list[npt.NDArray[np.int64]] = []
     for _ in range(count - 1):
-        totals = np.where(fits, (best + crossing)[:, None], np.inf)
-        before.append(totals.argmin(axis=0))
-        best = totals.min(axis=0)
+        begins, best = _least_within(best + crossing, first)
+        before.append(begins)
     if not np.isfinite(best[-1]):
         return balanced_layers(graph, times_ns, count - 1)
     end, fixed = len(nodes), dict[str, int]()
@@ -80,6 +79,27 @@ def balanced_layers(graph: Graph, times_ns: Mapping[str, int], count: int) -> La
         fixed |= {node.name: layer for node in nodes[begin:end]}
         end = begin
     return Layers(fixed, count)
+
+
+def _least_within(
+    values: npt.NDArray[np.float64], first: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float64]]:
+    """For each position the first of the least values from `first` of it up to before it, and that value.
+
+    Each range is covered by two whose length is a power of two, of which all least values are known.
+    """
+    every = np.arange(len(values))
+    lengths = every - first
+    found, least = np.zeros(len(values), dtype=np.int64), np.full(len(values), np.inf)
+    of_length, length = every, 1  # where the least of so many values from each position on is
+    while length <= lengths.max():
+        ends = every[(length <= lengths) & (lengths < 2 * length)]
+        left, right = of_length[first[ends]], of_length[ends - length]
+        found[ends] = np.where(values[left] <= values[right], left, right)
+        least[ends] = values[found[ends]]
+        left, right = of_length[:-length], of_length[length:]
+        of_length, length = np.where(values[left] <= values[right], left, right), 2 * length
+    return found, least
 
 
 def _crossing_bytes(graph: Graph, nodes: Sequence[Node]) -> npt.NDArray[np.float64]:

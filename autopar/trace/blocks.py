@@ -1,4 +1,4 @@
-"""Finds repeated blocks: children of one container whose computations are equal up to names.
+"""Finds repeated blocks: children of one container, or turns of a long loop, whose computations are equal up to names.
 
 Two blocks are equal when, walking their nodes in order, operators, plain arguments, shapes and dtypes agree and
 every operand is the same thing: the k-th tensor made inside, the same-named parameter, or the k-th tensor that
@@ -11,19 +11,22 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import count
+from typing import Any, NamedTuple
 
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph, Node, map_references
+from autopar.ir.graph import Graph, Node, Stored, map_references
+from autopar.trace.runs import find_runs
 
 _CHILD = re.compile(r"(.*?\.|)(\d+)$")
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """`paths`: for each distinct block, the module paths of its instances; node and tensor representatives."""
+    """`paths`: for each distinct block that is a module, the module paths of its instances; node and tensor
+    representatives."""
 
     paths: tuple[tuple[str, ...], ...]
     node_representative: Mapping[str, str]
@@ -37,30 +40,69 @@ class Blocks:
 
 
 def find_blocks(graph: Graph, constraints: Sequence[Constraint] = ()) -> Blocks:
-    """The repeated blocks of the graph, outermost containers first; a node belongs to at most one block.
+    """The repeated blocks of the graph, outermost containers first, then long runs between them; a node belongs to at
+    most one block.
 
     constraints: blocks are equal only where these ask the same of their parts.
     """
-    regions: dict[str, list[Node]] = defaultdict(list)
+    regions: dict[str | None, list[Node]] = defaultdict(list)
     for node in graph.nodes:
-        path = _block_path(node)
-        if path is not None:
-            regions[path].append(node)
-    groups: dict[Any, list[tuple[str, list[str], list[str]]]] = defaultdict(list)
+        regions[_block_path(node)].append(node)
+    between = regions.pop(None, [])
+    groups: dict[Any, list[_Instance]] = defaultdict(list)
     for path, nodes in regions.items():
-        signature, tensors = _signature(graph, path, nodes)
-        asked = _asked(graph, nodes, tensors, constraints)
-        groups[path.rpartition(".")[0], signature, asked].append((path, [node.name for node in nodes], tensors))
+        assert path is not None
+        key, instance = _instance(graph, path, nodes, _below(path), constraints)
+        groups[path.rpartition(".")[0], key].append(instance)
+    for run in find_runs(graph, between):
+        for turn in run:
+            key, instance = _instance(graph, "", turn, _read_alone(graph, turn), constraints)
+            groups[run[0][0].name, key].append(instance)
     node_map: dict[str, str] = {}
     tensor_map: dict[str, str] = {}
-    paths: list[tuple[str, ...]] = []
-    for members in groups.values():
-        _, first_nodes, first_tensors = members[0]
-        paths.append(tuple(path for path, _, _ in members))
-        for _, names, tensors in members[1:]:
-            node_map.update(zip(names, first_nodes, strict=True))
-            tensor_map.update(zip(tensors, first_tensors, strict=True))
-    return Blocks(tuple(paths), node_map, tensor_map)
+    for first, *others in groups.values():
+        for other in others:
+            node_map.update(zip(other.nodes, first.nodes, strict=True))
+            tensor_map.update(zip(other.tensors, first.tensors, strict=True))
+    paths = (tuple(member.path for member in members) for members in groups.values())
+    return Blocks(tuple(group for group in paths if group[0]), node_map, tensor_map)
+
+
+class _Instance(NamedTuple):
+    """A block's nodes and own tensors in their order; path: of its module, "" where it is a turn of a run."""
+
+    path: str
+    nodes: list[str]
+    tensors: list[str]
+
+
+Owned = Callable[[Stored], str | None]
+"""The name inside its block of what a block alone stores; None for what is another's."""
+
+
+def _instance(
+    graph: Graph, path: str, nodes: list[Node], owned: Owned, constraints: Sequence[Constraint]
+) -> tuple[Any, _Instance]:
+    """A block, and what blocks have in common that are equal to it."""
+    signature, tensors = _signature(graph, path, nodes, owned)
+    asked = _asked(graph, nodes, tensors, constraints)
+    return (signature, asked), _Instance(path, [node.name for node in nodes], tensors)
+
+
+def _below(path: str) -> Owned:
+    return lambda stored: stored.name.removeprefix(path) if stored.name.startswith(path + ".") else None
+
+
+def _read_alone(graph: Graph, nodes: Sequence[Node]) -> Owned:
+    """What these nodes alone read, and nothing updates."""
+    inside, numbers = {node.name for node in nodes}, count()
+
+    def owned(stored: Stored) -> str | None:
+        readers = graph.consumers[stored.tensor]
+        is_own = stored.name not in graph.mutations and all(user.name in inside for user, _ in readers)
+        return f"own {next(numbers)} {stored.kind} {stored.requires_grad}" if is_own else None
+
+    return owned
 
 
 def _block_path(node: Node) -> str | None:
@@ -71,7 +113,7 @@ def _block_path(node: Node) -> str | None:
     return None
 
 
-def _signature(graph: Graph, path: str, nodes: list[Node]) -> tuple[Any, list[str]]:
+def _signature(graph: Graph, path: str, nodes: list[Node], owned: Owned) -> tuple[Any, list[str]]:
     """The block's computation with canonical names, and the tensors that stand for its canonical names."""
     names: dict[str, str] = {}
     own: list[str] = []  # made or owned by the block
@@ -79,8 +121,9 @@ def _signature(graph: Graph, path: str, nodes: list[Node]) -> tuple[Any, list[st
     def canonical(tensor: str) -> str:
         if tensor not in names:
             stored = graph.stored_by_tensor.get(tensor)
-            if stored is not None and stored.name.startswith(path + "."):
-                names[tensor] = stored.name.removeprefix(path)
+            name = None if stored is None else owned(stored)
+            if name is not None:
+                names[tensor] = name
                 own.append(tensor)
             else:
                 names[tensor] = f"outside {len(names)}" if stored is None else f"outside {stored.name}"
@@ -93,7 +136,9 @@ def _signature(graph: Graph, path: str, nodes: list[Node]) -> tuple[Any, list[st
         for tensor in node.results:
             names[tensor] = f"inside {len(names)}"
             own.append(tensor)
-        scopes = [(scope.removeprefix(path), kind) for scope, kind in node.scope.path if scope.startswith(path)]
+        scopes = [
+            (scope.removeprefix(path), kind) for scope, kind in node.scope.path if path and scope.startswith(path)
+        ]
         results = [None if t is None else _kind(graph, t) for t in node.outputs]
         rows.append(repr((node.op, args, operand_tensors, results, scopes)))
     used_outside = [names[t] for t in own if t in names and _leaves(graph, t, nodes)]

@@ -27,6 +27,7 @@ from autopar.ir.faults import is_fault
 from autopar.trace.checks import checks_passed
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
+from autopar.trace.deferred import code_deferred
 from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
 from autopar.trace.hooks import Hooks, hooks_kept, place_hooks
@@ -185,7 +186,7 @@ def export(
         stack.callback(_warn_of, left)
         whole = with_loss(model, loss_fn)
         for context in (
-            _quiet(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
+            _quiet(), code_deferred(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
             hooks_kept(whole, hooks or {}, with_gradients=mode == "train"), writes_kept(target),
         ):  # fmt: skip
             stack.enter_context(context)
