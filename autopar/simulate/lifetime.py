@@ -12,8 +12,9 @@ asked for, and the gradients of what operators with a gradient of their own make
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
@@ -55,6 +56,7 @@ def find_lifetimes(
     lifetimes = Lifetimes()
     readers, savers = _uses(program, trains)
     entries = _entries(program)
+    ends = {item.region: number for number, item in enumerate(program.items)}
     frames = Frames(program)
     for storage, memory in enumerate(program.memory):
         if memory.owner >= 0 and memory.num_bytes:
@@ -64,7 +66,7 @@ def find_lifetimes(
         if trains and item.runs_backward and item.extra_bytes:
             _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
         if trains and item.runs_backward and item.number_bytes:
-            _place_number(lifetimes, program, number, item.number_bytes)
+            _place_number(lifetimes, program, number, item.number_bytes, ends)
     if trains and program.splits:
         _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT, {})
         _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT, {})
@@ -169,15 +171,17 @@ def _place(
         lifetimes.recompute.given[max(held)] += size
 
 
-def _place_number(lifetimes: Lifetimes, program: Program, number: int, size: int) -> None:
-    """A saved number is kept from the forward pass, and in a region once more while that runs again."""
+def _place_number(lifetimes: Lifetimes, program: Program, number: int, size: int, ends: Mapping[int, int]) -> None:
+    """A saved number is kept from the forward pass, and in a region once more while that runs again.
+
+    ends: the last item of each region.
+    """
     lifetimes.forward.taken[number] += size
     _give_back(lifetimes, program, size, [number])
     region = program.items[number].region
     if region >= 0:
         lifetimes.recompute.taken[number] += size
-        last = max(other for other, item in enumerate(program.items) if item.region == region)
-        lifetimes.recompute.given[last] += size
+        lifetimes.recompute.given[ends[region]] += size
 
 
 def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[int]) -> None:
@@ -186,7 +190,8 @@ def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[
     if not program.splits:
         lifetimes.backward[BACKWARD].given[min(needing)] += size
         return
-    number = max((own for own in program.own if own <= min(needing)), default=min(program.own, default=min(needing)))
+    first, own = min(needing), program.own_in_order
+    number = own[max(0, bisect_right(own, first) - 1)] if own else first
     lifetimes.backward[BACKWARD_WEIGHT].given[number] += size
 
 

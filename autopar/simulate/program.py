@@ -216,6 +216,7 @@ class Program:
     first_of: dict[int, int] = field(default_factory=dict)  # items of branches -> the branch's first: autograd sees one
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
+    own_in_order: tuple[int, ...] = ()  # the same
 
     def around(self) -> list[tuple[int, ...]]:
         """Of each unit, those whose modules are around its own, outermost first, and itself."""
@@ -996,4 +997,4 @@ def _mark_parts(program: Program) -> None:
             wanted = [v for v in item.inputs if program.values[v].wants_gradient] or item.outputs
             for value in wanted:
                 (led if program.values[value].leads_back else own).add(number)
-    program.led, program.own = frozenset(led), frozenset(own)
+    program.led, program.own, program.own_in_order = frozenset(led), frozenset(own), tuple(sorted(own))

@@ -17,7 +17,8 @@ from torch.fx.graph import _PyTreeCodeGen
 @contextmanager
 def code_deferred() -> Iterator[None]:
     """Inside, a graph module's `recompile` notes that its code is to be made, at the first call after it."""
-    recompile, code = GraphModule.recompile, GraphModule.code
+    module: Any = GraphModule
+    recompile, code = module.recompile, module.code
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         recompile(self)
@@ -29,13 +30,13 @@ def code_deferred() -> Iterator[None]:
             self._in_spec, self._out_spec = codegen.pytree_info.in_spec, codegen.pytree_info.out_spec
         type(self).forward = forward
 
-    def made(self: Any) -> str:
+    def made(self: Any) -> Any:
         if type(self).forward is forward:
             recompile(self)
         return code.fget(self)
 
-    GraphModule.recompile, GraphModule.code = noted, property(made)
+    module.recompile, module.code = noted, property(made)
     try:
         yield
     finally:
-        GraphModule.recompile, GraphModule.code = recompile, code
+        module.recompile, module.code = recompile, code
