@@ -24,6 +24,7 @@ from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
 from autopar.ir.faults import is_fault
+from autopar.trace.assignments import assignments_kept
 from autopar.trace.checks import checks_passed
 from autopar.trace.data_dependence import data_dependence
 from autopar.trace.decompose import decompose
@@ -188,6 +189,7 @@ def export(
         for context in (
             _quiet(), code_deferred(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
             hooks_kept(whole, hooks or {}, with_gradients=mode == "train"), writes_kept(target),
+            assignments_kept(),
         ):  # fmt: skip
             stack.enter_context(context)
         tensors, paths = stack.enter_context(_flat(target, args, kwargs, mode, left))

@@ -1,0 +1,81 @@
+"""Buffers that forward puts another tensor in the place of, in any module: as writes at the end of the graph.
+
+    self.state = f(x)        → …; copy_(state, clone(f(x))) before the output
+
+torch.export does so for the outermost module alone, and drops what is assigned in those inside without a word. What is
+of another shape or dtype, or was no tensor before, is left out: no plan has a place for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.export._trace as exporting
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
+from torch.nn.modules.module import register_module_buffer_registration_hook
+
+aten = torch.ops.aten
+
+
+@contextmanager
+def assignments_kept() -> Iterator[None]:
+    """While inside, torch.export sees the buffers that forward assigns in modules of the model."""
+    with mock.patch.object(exporting, "register_buffer_assignment_hook", _Assigned):
+        yield
+
+
+class _Assigned:
+    """In the place of torch's own hook while a model runs once, which it is told the end of by `remove`."""
+
+    def __init__(self, root: nn.Module, _: dict[str, str]) -> None:
+        count = len(dict(root.named_parameters(remove_duplicate=False)))
+        named = dict(root.named_buffers(remove_duplicate=False))
+        self.inputs = {name: number for number, name in enumerate(named, count)}
+        self.likes = {name: (buffer.shape, buffer.dtype) for name, buffer in named.items()}
+        self.paths = {module: path for path, module in root.named_modules()}
+        self.values: dict[str, fx.Node] = {}
+        self.handle = register_module_buffer_registration_hook(self._seen)
+
+    def _seen(self, module: nn.Module, name: str, buffer: Any) -> None:
+        path = self.paths.get(module)
+        full = f"{path}.{name}" if path else name
+        mode = get_proxy_mode()
+        if path is not None and mode is None:
+            raise RuntimeError(f"{full} is assigned in a block that is watched: it has to be exported")
+        if mode is None or full not in self.inputs:
+            return
+        value = buffer.from_functional() if isinstance(buffer, FunctionalTensor) else buffer
+        self.values.pop(full, None)
+        if not isinstance(value, FakeTensor) or (value.shape, value.dtype) != self.likes[full]:
+            return
+        slot: Any = get_proxy_slot(value, mode.tracer, default=None)
+        if slot is not None:
+            self.values[full] = slot.proxy.node
+
+    def remove(self) -> None:
+        """Writes to the buffers what they were assigned last; first of all takes that, which may be other buffers."""
+        self.handle.remove()
+        if not self.values:
+            return
+        graph = next(iter(self.values.values())).graph
+        inputs = list(graph.find_nodes(op="placeholder"))
+        pairs = [(inputs[self.inputs[name]], value) for name, value in self.values.items()]
+        with graph.inserting_before(graph.output_node()):
+            taken = [_call(graph, aten.clone.default, value, value) for _, value in pairs]
+            for (buffer, value), copy in zip(pairs, taken, strict=True):
+                _call(graph, aten.copy_.default, value, buffer, copy)
+
+
+def _call(graph: fx.Graph, target: Any, like: fx.Node, *args: fx.Node) -> fx.Node:
+    """A call at the line that made a node, in a module of the model, as export asks for."""
+    made = graph.call_function(target, args)
+    around: Any = next((n.meta for n in reversed(graph.nodes) if "nn_module_stack" in n.meta), {})
+    made.meta = {**{key: around[key] for key in ("nn_module_stack", "source_fn_stack") if key in around}, **like.meta}
+    return made

@@ -1,0 +1,100 @@
+"""Buffers that forward puts another tensor in the place of, in modules of any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.trace import trace
+from tests.equivalence.on_threads import differences
+from tests.trace.test_writes import assert_traced
+
+Assign = Callable[["Layer", Tensor], None]
+
+
+def _mean(layer: Layer, h: Tensor) -> None:
+    layer.state = h.detach().mean(0)
+
+
+def _twice(layer: Layer, h: Tensor) -> None:
+    layer.state = layer.state + 1
+    layer.state = layer.state * 0.5
+    with torch.no_grad():
+        layer.state.add_(h.mean(0))
+
+
+def _swapped(layer: Layer, h: Tensor) -> None:
+    layer.state, layer.other = layer.other, layer.state
+
+
+def _other_parameter(layer: Layer, h: Tensor) -> None:
+    """The state becomes what the parameter is then, which is written to as well."""
+    layer.linear.bias.data.mul_(0.5)
+    layer.state = layer.linear.bias.detach().clone()
+
+
+def _registered(layer: Layer, h: Tensor) -> None:
+    layer.register_buffer("state", h.detach().amax(0))
+
+
+class Layer(nn.Module):
+    def __init__(self, assign: Assign) -> None:
+        super().__init__()
+        self.linear, self.assign = nn.Linear(4, 4), assign
+        self.register_buffer("nothing", None)
+        self.register_buffer("state", torch.zeros(4))
+        self.register_buffer("other", torch.ones(4))
+
+    state: Tensor
+    other: Tensor
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x) + self.state
+        self.assign(self, h)
+        return h - self.other
+
+
+class Model(nn.Module):
+    """Layers that are alike, one of which may stand for all; a buffer of its own that is registered first."""
+
+    def __init__(self, assign: Assign, depth: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.register_buffer("nothing", None)
+        self.register_buffer("last", torch.zeros(4))
+        self.layers = nn.ModuleList(Layer(assign) for _ in range(depth))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        self.last = x.detach().mean(0)
+        return x.square().mean()
+
+
+def batch() -> dict[str, Tensor]:
+    return {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(1))}
+
+
+ASSIGNED = [_mean, _twice, _swapped, _other_parameter, _registered]
+
+
+@pytest.mark.parametrize("depth", [2, 6])
+@pytest.mark.parametrize("assign", ASSIGNED, ids=lambda f: f.__name__.strip("_"))
+def test_what_is_assigned_is_what_the_buffer_becomes(assign: Assign, depth: int) -> None:
+    assert_traced(Model(assign, depth), batch())
+
+
+def test_without_values_too_where_no_comparison_with_the_model_would_see_it() -> None:
+    graph = trace(Model(_mean, 2).to("meta"), {"x": torch.randn(4, 4, device="meta")})
+    assert graph.mutations.keys() == {"last", "layers.0.state", "layers.1.state"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2", "zero=3", "recompute", "pp=2"])
+@pytest.mark.parametrize("assign", ASSIGNED, ids=lambda f: f.__name__.strip("_"))
+def test_programs_equal_the_model(assign: Assign, plan: str) -> None:
+    wrong = differences(Model(assign, 2), batch(), plan)
+    assert wrong == [] or (wrong is None and (assign, plan) == (_swapped, "pp=2")), wrong  # what no node makes
