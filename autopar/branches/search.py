@@ -198,6 +198,8 @@ def _may_leave(graph: Graph, region: Region) -> bool:
             leaves = tensor in last or any(reader.name not in inside for reader, _ in graph.consumers[tensor])
             if leaves and graph.tensors[tensor].dtype not in SUMMED:
                 return False
+            if not graph.parameter_by_name.keys().isdisjoint(graph.updates.get(tensor, ())):
+                return False  # all ranks that store a part of the parameter make it
     return True
 
 
