@@ -5,9 +5,7 @@ Times are integer nanoseconds, sizes bytes, shapes those of one rank's slices.
 
 from autopar.cost.collectives import Route as Route
 from autopar.cost.collectives import collective_time_ns as collective_time_ns
-from autopar.cost.collectives import path as path
 from autopar.cost.collectives import redistribution as redistribution
-from autopar.cost.collectives import redistribution_cost as redistribution_cost
 from autopar.cost.collectives import step_time_ns as step_time_ns
 from autopar.cost.collectives import waits_along as waits_along
 from autopar.cost.compute import flops as flops

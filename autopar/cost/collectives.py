@@ -306,33 +306,3 @@ def redistribution(
         forward_ns, backward_ns = forward_ns + forward, backward_ns + backward
         source = apply(step, source)
     return Route(steps, forward_ns, backward_ns)
-
-
-def redistribution_cost(
-    shape: Shape,
-    itemsize: ItemSize,
-    source: Placement,
-    target: Placement,
-    axes: LogicalMesh,
-    devices_per_node: int,
-    profile: Profile,
-    differentiable: bool = True,
-) -> int | None:
-    """Nanoseconds of the cheapest redistribution, forward plus backward; None when there is none."""
-    route = redistribution(shape, itemsize, source, target, axes, devices_per_node, profile, differentiable)
-    return None if route is None else route.forward_ns + route.backward_ns
-
-
-def path(
-    shape: Shape,
-    itemsize: ItemSize,
-    source: Placement,
-    target: Placement,
-    axes: LogicalMesh,
-    devices_per_node: int,
-    profile: Profile,
-    differentiable: bool = True,
-) -> tuple[Step, ...] | None:
-    """The steps of the cheapest redistribution; None when there is none."""
-    route = redistribution(shape, itemsize, source, target, axes, devices_per_node, profile, differentiable)
-    return None if route is None else route.steps

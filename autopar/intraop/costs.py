@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from autopar.cost import Profile, collective_time_ns, node_time_ns
 from autopar.cost.compute import pointwise_time_ns
-from autopar.cost.memory import Extra, Saved, saved_values, storage_root
+from autopar.cost.memory import Extra, Saved, optimizer_state_bytes, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.problem import NO_PATH_NS
 from autopar.intraop.recomputed import RecomputedShares
@@ -28,18 +28,6 @@ from autopar.ops import call_key
 from autopar.ops.communication import inner_communication
 
 Times = npt.NDArray[np.int64]
-
-#: optimizer -> bytes of state an element of a parameter holds beside itself and its gradient
-OPTIMIZER_BYTES = {
-    "adamw": 8,
-    "adamw_master": 12,
-    "adam": 8,
-    "lamb": 8,
-    "sgd": 0,
-    "sgd_momentum": 4,
-    "adafactor": 0,
-    "none": 0,
-}
 
 
 class Sends(NamedTuple):
@@ -72,7 +60,7 @@ class ProfiledCosts:
         self.again = again or RecomputedShares((), ())
         self.microbatches = microbatches  # of which the graph is one; times are of the whole step
         self.devices_per_node, self.train = devices_per_node, mode == "train"
-        self.optimizer_bytes = OPTIMIZER_BYTES.get(optimizer or "none", 8)
+        self.optimizer = optimizer
         self._converted: dict[Hashable, Times] = {}
         self._passes: dict[Hashable, tuple[Strategies, list[tuple[int, int]]]] = {}
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
@@ -259,16 +247,18 @@ class ProfiledCosts:
         A gathered copy that is kept counts, and its gradient where that waits for further microbatches. Regathered
         ones come and go; the simulator counts them.
         """
-        master = self.graph.kept(tensor.name).itemsize
+        dtype, master = self.graph.kept(tensor.name).dtype, self.graph.kept(tensor.name).itemsize
         trains = tensor.differentiable and self.train
         used = np.array([math.prod(self._local(tensor.shape, use)) for use in uses])
         found = np.zeros((len(storages), len(uses)), dtype=np.int64)
         for row, storage in enumerate(storages):
-            kept = math.prod(self._local(tensor.shape, storage.placement))
+            local = self._local(tensor.shape, storage.placement)
+            kept = (2 if trains else 1) * master * math.prod(local)
+            kept += optimizer_state_bytes(self.optimizer, local, dtype) if trains else 0
             waits = trains and self.microbatches > 1 and not storage.reduce_each_microbatch
             copies = tensor.itemsize + (master if waits else 0)
             is_copy = [not storage.regather and (master != tensor.itemsize or _is_cut(storage, use)) for use in uses]
-            found[row] = kept * (2 * master + self.optimizer_bytes if trains else master) + used * is_copy * copies
+            found[row] = kept + used * is_copy * copies
         return found
 
 

@@ -16,7 +16,7 @@ from functools import cache
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import I, P, Placement, R, Type, leaves_none_empty
+from autopar.ir.placement import I, P, Placement, R, leaves_none_empty
 from autopar.ops import axis_rules, shape_error
 from autopar.ops.notation import AxisRule
 
@@ -78,7 +78,3 @@ def permitted(constraint: Constraint, placement: Placement, axes: LogicalMesh, d
         for type_, axis in zip(placement, axes, strict=True)
         if constraint.axis in (None, axis.name) and axis.name != "microbatch"
     )
-
-
-def shard_types(shape: tuple[int, ...]) -> list[Type]:
-    return [R, *(Type("S", dim) for dim, size in enumerate(shape) if size > 1)]

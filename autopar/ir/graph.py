@@ -281,10 +281,6 @@ class Graph:
         """The shape that a tensor is made in, which a microbatch may read a slice of."""
         return self.whole_shapes.get(name, self.tensors[name].shape)
 
-    @property
-    def num_parameters(self) -> int:
-        return sum(self.tensors[item.tensor].num_elements for item in self.parameters)
-
 
 def references(value: Any) -> Iterator[str]:
     """The tensors named anywhere inside an argument structure, in order."""
