@@ -27,9 +27,12 @@ from autopar.trace.layouts import check_layout
 from autopar.trace.markers import CALLED, HOOKED, entered, function, hooked, left, repeated
 from autopar.trace.regions import Region, regions
 from autopar.trace.tied import tied_names
+from autopar.trace.writes import WRITTEN_ASIDE
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
+_BATCH_NORM = "aten._native_batch_norm_legit_functional.default"
+"""In training: it writes to its running statistics, and reads none in its backward pass."""
 _UPDATES = (OutputKind.BUFFER_MUTATION, OutputKind.PARAMETER_MUTATION)
 
 
@@ -41,12 +44,15 @@ def convert(
     paths: of the outputs in what forward returns. Raises TraceError when training is asked for and no scalar loss is
     returned, or several of which none is called so.
     """
-    return _Converter(program, model, names, prefix).graph(mode, paths)
+    return _Converter(program, model, names, prefix, mode == "train").graph(mode, paths)
 
 
 class _Converter:
-    def __init__(self, program: ExportedProgram, model: nn.Module, names: list[str], prefix: str) -> None:
-        self.program = program
+    def __init__(
+        self, program: ExportedProgram, model: nn.Module, names: list[str], prefix: str, trains: bool
+    ) -> None:  # fmt: skip
+        self.program, self.trains = program, trains
+        self.aside = {name.removeprefix(prefix) for name in program.graph_module.meta.get(WRITTEN_ASIDE, ())}
         self.model = model
         self.prefix = prefix
         self.inputs = self._input_names(names)
@@ -190,8 +196,8 @@ class _Converter:
         value = node.meta["val"]
         many = isinstance(value, (tuple, list))
         outputs = self._result_names(node, len(value)) if many else (self._new(node),)
-        args = self._argument(tuple(node.args))
-        kwargs = tuple((key, self._argument(item)) for key, item in node.kwargs.items() if key != "pin_memory")
+        args = self._argument(tuple(node.args), node)
+        kwargs = tuple((key, self._argument(item, node)) for key, item in node.kwargs.items() if key != "pin_memory")
         scope = self._scope(node)
         made = Node(self._name(node), str(node.target), args, kwargs, outputs, scope, self._source(node, scope))
         if node.target in (function, hooked):
@@ -237,11 +243,11 @@ class _Converter:
             self.rename[user.name] = outputs[position] or user.name
         return tuple(outputs)
 
-    def _argument(self, value: Any) -> Any:
+    def _argument(self, value: Any, call: fx.Node) -> Any:
         if isinstance(value, fx.Node):
             return Ref(self.rename[value.name])
         if isinstance(value, (list, tuple)):
-            return tuple(self._argument(item) for item in value)
+            return tuple(self._argument(item, call) for item in value)
         if isinstance(value, torch.dtype):
             return Atom("dtype", str(value).removeprefix("torch."))
         if isinstance(value, torch.device):
@@ -252,7 +258,10 @@ class _Converter:
             return Atom("memory_format", str(value).removeprefix("torch."))
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise TraceError(f"expected tensors and plain values as operator arguments, found {type(value).__name__}")
+        raise TraceError(
+            f"expected tensors and plain values as arguments of {call.target}, found {type(value).__name__} at\n  "
+            f"{_line(call)}\nRegister it as a tensor of the model (register_buffer), or write it as real numbers."
+        )
 
     def _outputs(self) -> tuple[list[str], dict[str, str]]:
         outputs, mutations = [], {}
@@ -271,6 +280,8 @@ class _Converter:
             if spec.kind in _UPDATES:
                 stored = self.stored[self.tied.get(written, written)]
                 is_parameter = spec.kind == OutputKind.PARAMETER_MUTATION
+                if self.trains:
+                    self._check_not_saved(stored, name, made[fx_name])
                 mutations[stored.name] = self._without_gradient(stored, name, made[fx_name]) if is_parameter else name
             elif spec.kind == OutputKind.USER_OUTPUT:
                 outputs.append(name)
@@ -278,7 +289,6 @@ class _Converter:
 
     def _without_gradient(self, parameter: Stored, name: str, made: fx.Node) -> str:
         """What a parameter becomes, as a tensor that has no gradient."""
-        self._check_not_saved(parameter, name, made)
         node = self._makers.get(name)
         while node is not None and (node.op == OVERWRITTEN or self._only_puts(node)):
             name = node.operands[-1 if node.op == OVERWRITTEN else 0]
@@ -296,26 +306,55 @@ class _Converter:
         self.nodes.append(Node(detached, "aten.detach.default", (Ref(name),), (), (detached,), scope, source))
         return detached
 
-    def _check_not_saved(self, parameter: Stored, name: str, made: fx.Node) -> None:
-        """Raises TraceError where a backward pass reads what a parameter was before it was written to: on one device
-        it finds the new value there, or torch refuses to run it."""
-        earlier, node = set[str](), self._makers.get(name)
-        while node is not None and (self._only_puts(node) or node.op == OVERWRITTEN or "_scatter." in node.op):
-            earlier |= set() if self._only_puts(node) else {node.operands[0]}
-            node = self._makers.get(node.operands[0])
+    def _check_not_saved(self, stored: Stored, name: str, made: fx.Node) -> None:
+        """Raises TraceError where a backward pass reads what a stored tensor was before it was written to: on one
+        device it finds the new value there, or torch refuses to run it.
+
+        Of a buffer that is assigned anew, what was read stays; only `x.data` and batch norm write unseen by autograd.
+        """
+        earlier, node = {stored.tensor}, self._makers.get(name)
+        is_aside = stored.kind == "parameter" or stored.name in self.aside
+        if not is_aside and (node is None or node.op != _BATCH_NORM):
+            return
+        while node is not None and (source := self._written_over(node, name)) is not None:
+            earlier |= set() if self._only_puts(node) else {source}
+            name, node = source, self._makers.get(source)
         pending = list(earlier)
         while pending:
             read = pending.pop()
             for reader in self._readers.get(read, ()):
                 if is_view(reader.op):
                     pending += reader.results
-                elif reader.op != OVERWRITTEN and saves(reader, [self.tensors[x] for x in reader.operands], read):
+                elif self._reads_later(reader, read):
                     raise TraceError(
-                        f"expected forward to write to parameter {parameter.name!r} before what reads its value in the "
-                        f"backward pass, found that {reader.op} at {reader.source or 'an unknown line'} does, and it "
-                        f"is written to after that, at\n  {_line(made)}\nWrite before it is used, or after "
+                        f"expected forward to write to {stored.kind} {stored.name!r} before what reads its value in "
+                        f"the backward pass, found that {reader.op} at {reader.source or 'an unknown line'} does, and "
+                        f"it is written to after that, at\n  {_line(made)}\nWrite before it is used, or after "
                         "optimizer.step()."
                     )
+
+    def _written_over(self, node: Node, name: str) -> str | None:
+        """The tensor that a node writes to, and makes `name` of; None for one that makes a tensor of its own."""
+        if node.op == _BATCH_NORM and name in node.outputs[3:]:
+            return node.operands[-2:][node.outputs.index(name) - 3]
+        return node.operands[0] if self._only_puts(node) or node.op == OVERWRITTEN or "_scatter." in node.op else None
+
+    def _reads_later(self, reader: Node, tensor: str) -> bool:
+        """Whether the backward pass of what is returned reads the value that an operator had of a tensor."""
+        if reader.op in (OVERWRITTEN, _BATCH_NORM) or self._led_from.isdisjoint(reader.results):
+            return False
+        return saves(reader, [self.tensors[x] for x in reader.operands], tensor)
+
+    @cached_property
+    def _led_from(self) -> set[str]:
+        """Tensors by which gradients of what forward returns pass, once all nodes are written."""
+        specs = self.program.graph_signature.output_specs
+        given = (self.rename.get(str(getattr(s.arg, "name", ""))) for s in specs if s.kind == OutputKind.USER_OUTPUT)
+        found = {name for name in given if name is not None and self.tensors[name].differentiable}
+        for node in reversed(self.nodes):
+            if not found.isdisjoint(node.results):
+                found.update(name for name in node.operands if self.tensors[name].differentiable)
+        return found
 
     @cached_property
     def _makers(self) -> dict[str, Node]:
@@ -405,10 +444,14 @@ def _scope(node: fx.Node, prefix: str) -> Scope:
     return Scope(tuple(path))
 
 
+_OWN_ROOT = str(Path(__file__).parent)
+
+
 def _place(node: fx.Node) -> tuple[str, str, str] | None:
     """File, line number and text of the model's line that made the node."""
     frames = re.findall(r'File "([^"]+)", line (\d+)[^\n]*\n? *([^\n]*)', node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if is_own(frame[0])] or [frame for frame in frames if frame[0][0] != "<"]
+    own = [frame for frame in frames if is_own(frame[0])]
+    own = own or [frame for frame in frames if not frame[0].startswith(("<", _OWN_ROOT))]
     return own[-1] if own else None
 
 

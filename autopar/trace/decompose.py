@@ -7,7 +7,7 @@ reported. So does one that draws random numbers: another way to draw them would 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -34,8 +34,80 @@ def _scatter_of_reals(scatter: OpOverload) -> Callable[..., Any]:
     return taken_apart
 
 
+class StridedError(Exception):
+    """An as_strided that depends on how memory is laid out; torch adds the line."""
+
+
+def _as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> torch.Tensor:
+    """Elements by where they lie in memory, as elements by number: a shard's memory is laid out in another way."""
+    first = 0 if offset is None else offset - int(x.storage_offset())
+    for dim in range(x.dim()):
+        x = x.narrow(dim, 0, 1) if x.shape[dim] > 1 and x.stride(dim) == 0 else x
+    memory = x.permute(_memory_order(x)).reshape(-1)
+    return memory.index_select(0, _places(memory, size, stride, first)).reshape(tuple(size))
+
+
+def _as_strided_scatter(
+    x: torch.Tensor, source: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None
+) -> torch.Tensor:
+    """The same, written (`fill_diagonal_`). The gradient that torch gives this operator is of the wrong elements."""
+    first, order = 0 if offset is None else offset - int(x.storage_offset()), _memory_order(x)
+    whole = x.permute(order)
+    memory = whole.reshape(-1)
+    written = memory.scatter(0, _places(memory, size, stride, first), source.reshape(-1)).reshape(whole.shape)
+    return written.permute([order.index(dim) for dim in range(len(order))])
+
+
+def _memory_order(x: torch.Tensor) -> list[int]:
+    """The dims in the order in which they lie in memory. Raises StridedError where that has gaps, or elements twice."""
+    order = sorted(range(x.dim()), key=lambda dim: (x.stride()[dim], x.shape[dim]), reverse=True)
+    if not x.permute(order).is_contiguous():
+        raise StridedError(
+            f"expected as_strided of a tensor whose elements lie side by side in memory, found one of shape "
+            f"{tuple(x.shape)} with strides {tuple(x.stride())}; index it, or call contiguous() first"
+        )
+    return order
+
+
+def _places(memory: torch.Tensor, size: Sequence[int], stride: Sequence[int], first: int) -> torch.Tensor:
+    """The numbers of such elements in memory. Raises StridedError where some lie outside of it."""
+    last = first + sum((length - 1) * step for length, step in zip(size, stride, strict=True))
+    if first < 0 or (last >= memory.numel() and all(size)):
+        raise StridedError(
+            f"expected as_strided to stay among the {memory.numel()} elements of its tensor, found elements {first} to "
+            f"{last}: call it on the tensor that these belong to"
+        )
+    found = torch.full((1,), first, dtype=torch.int64, device=memory.device)
+    for length, step in zip(size, stride, strict=True):
+        found = (found[:, None] + torch.arange(length, device=memory.device)[None, :] * step).reshape(-1)
+    return found
+
+
+def _linalg_inv(x: torch.Tensor) -> torch.Tensor:
+    """Without the check that there is one, which torch exports as an effect that no plan has."""
+    found: torch.Tensor = torch.ops.aten.linalg_inv_ex.default(x)[0]
+    return found
+
+
+def _linalg_cholesky(x: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.aten.linalg_cholesky_ex.default(x, upper=upper)[0]
+    return found
+
+
+def _linalg_solve(x: torch.Tensor, y: torch.Tensor, *, left: bool = True) -> torch.Tensor:
+    found: torch.Tensor = torch.ops.aten.linalg_solve_ex.default(x, y, left=left)[0]
+    return found
+
+
 #: what torch neither decomposes nor differentiates: `x[:, 0] = y` leaves a copy
-_OWN: dict[OpOverload, Callable[..., Any]] = {torch.ops.aten.copy.default: _copy}
+_OWN: dict[OpOverload, Callable[..., Any]] = {
+    torch.ops.aten.copy.default: _copy,
+    torch.ops.aten.as_strided.default: _as_strided,
+    torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
+    torch.ops.aten.linalg_inv.default: _linalg_inv,
+    torch.ops.aten.linalg_cholesky.default: _linalg_cholesky,
+    torch.ops.aten.linalg_solve.default: _linalg_solve,
+}
 _OF_REALS = {
     scatter: _scatter_of_reals(scatter)
     for scatter in (torch.ops.aten.slice_scatter.default, torch.ops.aten.select_scatter.default)

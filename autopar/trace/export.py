@@ -27,7 +27,7 @@ from autopar.ir.faults import is_fault
 from autopar.trace.assignments import assignments_kept
 from autopar.trace.checks import checks_passed
 from autopar.trace.data_dependence import data_dependence
-from autopar.trace.decompose import decompose
+from autopar.trace.decompose import StridedError, decompose
 from autopar.trace.deferred import code_deferred
 from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
@@ -40,7 +40,7 @@ from autopar.trace.repeats import FEWEST, AgainError, Repeats
 from autopar.trace.rows import rows_kept
 from autopar.trace.soft_targets import write_out_soft_targets
 from autopar.trace.structure import Namer, filled, left_out, outputs_in, tensors_in
-from autopar.trace.writes import untie_written, writes_kept
+from autopar.trace.writes import WRITTEN_ASIDE, untie_written, writes_kept
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -188,21 +188,25 @@ def export(
         whole = with_loss(model, loss_fn)
         for context in (
             _quiet(), code_deferred(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
-            hooks_kept(whole, hooks or {}, with_gradients=mode == "train"), writes_kept(target),
-            assignments_kept(),
+            hooks_kept(whole, hooks or {}, with_gradients=mode == "train"),
         ):  # fmt: skip
             stack.enter_context(context)
+        aside = stack.enter_context(writes_kept(target))
+        stack.enter_context(assignments_kept())
         tensors, paths = stack.enter_context(_flat(target, args, kwargs, mode, left))
         while True:
             try:
                 with repeats.watching():
                     program = _functional(target, tensors, {})
                     check_markers(program)
+                program.graph_module.meta[WRITTEN_ASIDE] = aside
                 return program, paths
             except AgainError:
                 continue
             except TraceError:
                 raise
+            except StridedError as error:
+                raise _explain(error) from error
             except Exception as error:
                 if is_fault(error) and not _tells_arguments(error):
                     raise
@@ -258,9 +262,9 @@ def _check_control_flow(module: fx.GraphModule) -> None:
 
 def _line_of(node: fx.Node) -> str:
     """The user's innermost line, as a line of a message."""
-    root = str(Path(torch.__file__).parent)
+    roots = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
     frames = re.findall(r'File "([^<"]+)", line (\d+), in', str(node.meta.get("stack_trace") or ""))
-    own = [(file, int(number)) for file, number in frames if not file.startswith(root)]
+    own = [(file, int(number)) for file, number in frames if not file.startswith(roots)]
     if not own:
         return "  unknown source line"
     file, number = own[-1]

@@ -33,14 +33,21 @@ from autopar.trace.tied import tied_names
 
 aten = torch.ops.aten
 
+WRITTEN_ASIDE = "written aside"
+"""In the meta data of an exported graph: the names of buffers that are written to by `x.detach()` or `x.data`."""
+
 
 class UnfollowedError(Exception):
     """A write whose meaning no graph keeps; export adds the line."""
 
 
 @contextmanager
-def writes_kept(model: nn.Module) -> Iterator[None]:
-    """While inside, torch.export of `model` keeps the meaning of writes and of regions without gradients."""
+def writes_kept(model: nn.Module) -> Iterator[set[str]]:
+    """While inside, torch.export of `model` keeps the meaning of writes and of regions without gradients.
+
+    Yields what will hold the names of buffers that are written to by `x.detach()` or `x.data`.
+    """
+    aside: set[str] = set()
     trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     tied = tied_names(model)
 
@@ -51,7 +58,12 @@ def writes_kept(model: nn.Module) -> Iterator[None]:
         specs = [spec for spec in signature.input_specs if spec.kind == InputKind.PARAMETER and spec.target in trained]
         lifted = [spec for spec in signature.input_specs if spec.kind == InputKind.CONSTANT_TENSOR]
         trained_names, constants = ({str(getattr(spec.arg, "name", "")) for spec in own} for own in (specs, lifted))
-        _Writer(module, trained_names, constants).run()
+        buffers = {
+            str(getattr(spec.arg, "name", "")): str(spec.target)
+            for spec in signature.input_specs
+            if spec.kind == InputKind.BUFFER
+        }
+        _Writer(module, trained_names, constants, buffers, aside).run()
         outputs: Any = module.graph.output_node().args[0]
         for argument, spec in zip(outputs, signature.output_specs, strict=True):
             if isinstance(argument, fx.Node):
@@ -64,7 +76,7 @@ def writes_kept(model: nn.Module) -> Iterator[None]:
         unseen = stack.enter_context(_Unseen(model))
         stack.enter_context(mock.patch.object(torch.inference_mode, "__enter__", lambda mode: unseen.enter(mode)))
         stack.enter_context(mock.patch.object(torch.inference_mode, "__exit__", lambda mode, *_: unseen.leave(mode)))
-        yield
+        yield aside
 
 
 def untie_written(program: ExportedProgram, model: nn.Module) -> None:
@@ -141,15 +153,22 @@ class _Known:
 
 class _Writer:
     """Rewrites one graph in place. trained: names of placeholders that have a gradient; constants: of tensors that are
-    neither parameters nor buffers."""
+    neither parameters nor buffers; buffers: their names in the model, by placeholder. aside: takes the names of those
+    that are written to by a tensor cut off from them."""
 
-    def __init__(self, module: fx.GraphModule, trained: set[str], constants: set[str]) -> None:
+    def __init__(
+        self, module: fx.GraphModule, trained: set[str], constants: set[str], buffers: Mapping[str, str],
+        aside: set[str],
+    ) -> None:  # fmt: skip
+        self.aside, self.buffers = aside, dict[int, str]()  # by memory
         self.module, self.graph = module, module.graph
         self.known: dict[fx.Node, _Known] = {}
         self.detached: dict[fx.Node, fx.Node] = {}
         self.trained: set[int] = set()  # memory of tensors with a gradient
         self.constants: set[int] = set()  # memory of constants
         for node in self.graph.find_nodes(op="placeholder"):
+            if node.name in buffers:
+                self.buffers.update(dict.fromkeys(_memory(node.meta.get("val")), buffers[node.name]))
             if node.name in constants:
                 self.constants.update(_memory(node.meta.get("val")))
             if node.name in trained:
@@ -253,6 +272,9 @@ class _Writer:
                 "under no_grad: clone the tensor before writing to it, or detach what is written\n"
                 f"{node.meta.get('stack_trace', '')}"
             )
+        if is_cut:
+            memory = (own for target in written for own in _memory(target.meta.get("val")))
+            self.aside.update(self.buffers[own] for own in memory if own in self.buffers)
         targets = {target: self._of(target).live for target in written}
         unseen = [t for t, live in targets.items() if self._has_gradient(live) and (is_cut or not self.enabled)]
         with self.graph.inserting_before(node):

@@ -1,0 +1,137 @@
+"""What depends on how memory is laid out, or on when what a backward pass reads is written to: carried or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.errors import TraceError
+from autopar.trace import trace
+from tests.equivalence.on_threads import planned, program_differences
+
+Part = Callable[["Net", Tensor], Tensor]
+
+
+class Net(nn.Module):
+    """A linear layer, then a part, whose squares are averaged."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part, self.linear, self.norm = part, nn.Linear(8, 8), nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.full((8,), 1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.part(self, self.linear(x)).square().mean()
+
+
+def _filled(_: Net, h: Tensor) -> Tensor:
+    return (h * 1).fill_diagonal_(0.5)
+
+
+def _wrapped(_: Net, h: Tensor) -> Tensor:
+    return h.repeat(3, 1).fill_diagonal_(0.5, wrap=True)
+
+
+def _written(_: Net, h: Tensor) -> Tensor:
+    h = h * 1
+    h.as_strided((4, 4), (16, 2)).mul_(3)
+    return h
+
+
+def _windows(_: Net, h: Tensor) -> Tensor:
+    return h.as_strided((8, 6, 3), (8, 1, 1))
+
+
+def _turned(_: Net, h: Tensor) -> Tensor:
+    return h.t().as_strided((8, 2), (8, 1))
+
+
+def _expanded(_: Net, h: Tensor) -> Tensor:
+    return h.unsqueeze(1).expand(8, 2, 8).as_strided((8, 2, 4), (8, 0, 1))
+
+
+def _gaps(_: Net, h: Tensor) -> Tensor:
+    return h[:, ::2].as_strided((4,), (2,))
+
+
+def _outside(_: Net, h: Tensor) -> Tensor:
+    return h[2:].as_strided((3, 8), (8, 1), 8)
+
+
+@pytest.mark.parametrize("how", ["dp=2", "tp=2"])
+@pytest.mark.parametrize("part", [_filled, _wrapped, _written, _windows, _turned, _expanded])
+def test_as_strided_is_of_the_whole_tensor(part: Part, how: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Net(part), {"x": torch.randn(8, 8)}
+    assert not program_differences(model, batch, planned(model, batch, how))
+
+
+@pytest.mark.parametrize("part", [_gaps, _outside])
+def test_as_strided_of_other_memory_is_refused_with_its_line(part: Part) -> None:
+    with pytest.raises(TraceError, match=r"test_memory\.py:\d+: .*\n.*expected as_strided"):
+        trace(Net(part), (torch.randn(8, 8),))
+
+
+def _data_scaled(net: Net, h: Tensor) -> Tensor:
+    h = h * net.scale
+    net.scale.data.mul_(0.5)
+    return h
+
+
+def _data_set(net: Net, h: Tensor) -> Tensor:
+    h = h * net.scale
+    net.scale.detach().copy_(h.detach().mean(0))
+    return h
+
+
+def _normalized_first(net: Net, h: Tensor) -> Tensor:
+    net.norm.eval()
+    h = net.norm(h)
+    net.norm.train()
+    return h + net.norm(h)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("part", [_data_scaled, _data_set, _normalized_first])
+def test_a_buffer_that_is_written_to_while_a_backward_pass_waits_for_it_is_refused(part: Part, device: str) -> None:
+    """One device would read the new value there, without a word."""
+    with pytest.raises(
+        TraceError, match=r"before what reads its value in the backward pass, found that aten\..*\n.*: "
+    ):
+        trace(Net(part).to(device), (torch.randn(8, 8, device=device),))
+
+
+def _assigned(net: Net, h: Tensor) -> Tensor:
+    h = h * net.scale
+    net.scale = net.scale * 0.5
+    return h
+
+
+def _only_chosen_by(net: Net, h: Tensor) -> Tensor:
+    chosen = (h * net.scale).argmax(-1)
+    net.scale.data.mul_(0.9)
+    return h * chosen[:, None]
+
+
+def _added(net: Net, h: Tensor) -> Tensor:
+    h = h + net.scale
+    net.scale.data.mul_(0.5)
+    return h
+
+
+def _normalized_last(net: Net, h: Tensor) -> Tensor:
+    h = net.norm(h)
+    net.norm.eval()
+    h = net.norm(h)
+    net.norm.train()
+    return h
+
+
+@pytest.mark.parametrize("part", [_assigned, _only_chosen_by, _added, _normalized_last])
+def test_a_buffer_whose_earlier_value_no_backward_pass_reads_may_be_written_to(part: Part) -> None:
+    torch.manual_seed(0)
+    model, batch = Net(part), {"x": torch.randn(8, 8)}
+    assert not program_differences(model, batch, planned(model, batch, "dp=2"))
