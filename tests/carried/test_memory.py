@@ -135,3 +135,31 @@ def test_a_buffer_whose_earlier_value_no_backward_pass_reads_may_be_written_to(p
     torch.manual_seed(0)
     model, batch = Net(part), {"x": torch.randn(8, 8)}
     assert not program_differences(model, batch, planned(model, batch, "dp=2"))
+
+
+def _inverse(net: Net, h: Tensor) -> Tensor:
+    return h @ torch.linalg.inv(net.linear.weight + 8 * torch.eye(8))
+
+
+def _solved(net: Net, h: Tensor) -> Tensor:
+    return torch.linalg.solve(net.linear.weight + 8 * torch.eye(8), h.t())
+
+
+def _triangle(_: Net, h: Tensor) -> Tensor:
+    return torch.linalg.cholesky(h.t() @ h + 8 * torch.eye(8))
+
+
+@pytest.mark.parametrize("part", [_inverse, _solved, _triangle])
+def test_inverses_and_triangles_are_taken_to_exist(part: Part) -> None:
+    torch.manual_seed(0)
+    model, batch = Net(part), {"x": torch.randn(8, 8)}
+    assert not program_differences(model, batch, planned(model, batch, "dp=2"))
+
+
+def _turned_by_a_number(_: Net, h: Tensor) -> Tensor:
+    return (torch.complex(h, h) * 1j).real
+
+
+def test_complex_numbers_in_calls_are_refused_with_their_line() -> None:
+    with pytest.raises(TraceError, match=r"aten\.mul\.Tensor, found complex at\n.*test_memory\.py:\d+: "):
+        trace(Net(_turned_by_a_number), (torch.randn(8, 8),))
