@@ -7,6 +7,7 @@ reported. So does one that draws random numbers: another way to draw them would 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -89,6 +90,11 @@ def _linalg_inv(x: torch.Tensor) -> torch.Tensor:
     return found
 
 
+def _linalg_tensorinv(x: torch.Tensor, ind: int = 2) -> torch.Tensor:
+    rows, columns = x.shape[:ind], x.shape[ind:]
+    return _linalg_inv(x.reshape(math.prod(rows), -1)).reshape(*columns, *rows)
+
+
 def _linalg_cholesky(x: torch.Tensor, *, upper: bool = False) -> torch.Tensor:
     found: torch.Tensor = torch.ops.aten.linalg_cholesky_ex.default(x, upper=upper)[0]
     return found
@@ -99,14 +105,25 @@ def _linalg_solve(x: torch.Tensor, y: torch.Tensor, *, left: bool = True) -> tor
     return found
 
 
+def _linalg_lu_factor(x: torch.Tensor, *, pivot: bool = True) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.ops.aten.linalg_lu_factor_ex.default(x, pivot=pivot)[:2])
+
+
+def _linalg_ldl_factor(x: torch.Tensor, *, hermitian: bool = False) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.ops.aten.linalg_ldl_factor_ex.default(x, hermitian=hermitian)[:2])
+
+
 #: what torch neither decomposes nor differentiates: `x[:, 0] = y` leaves a copy
 _OWN: dict[OpOverload, Callable[..., Any]] = {
     torch.ops.aten.copy.default: _copy,
     torch.ops.aten.as_strided.default: _as_strided,
     torch.ops.aten.as_strided_scatter.default: _as_strided_scatter,
     torch.ops.aten.linalg_inv.default: _linalg_inv,
+    torch.ops.aten.linalg_tensorinv.default: _linalg_tensorinv,
     torch.ops.aten.linalg_cholesky.default: _linalg_cholesky,
     torch.ops.aten.linalg_solve.default: _linalg_solve,
+    torch.ops.aten.linalg_lu_factor.default: _linalg_lu_factor,
+    torch.ops.aten.linalg_ldl_factor.default: _linalg_ldl_factor,
 }
 _OF_REALS = {
     scatter: _scatter_of_reals(scatter)

@@ -149,7 +149,15 @@ def _triangle(_: Net, h: Tensor) -> Tensor:
     return torch.linalg.cholesky(h.t() @ h + 8 * torch.eye(8))
 
 
-@pytest.mark.parametrize("part", [_inverse, _solved, _triangle])
+def _factored(net: Net, h: Tensor) -> Tensor:
+    return torch.linalg.lu_solve(*torch.linalg.lu_factor(net.linear.weight + 8 * torch.eye(8)), h.t())
+
+
+def _inverse_of_more_dims(net: Net, h: Tensor) -> Tensor:
+    return h + torch.linalg.tensorinv((net.linear.weight + 8 * torch.eye(8)).view(4, 2, 8)).sum()
+
+
+@pytest.mark.parametrize("part", [_inverse, _solved, _triangle, _factored, _inverse_of_more_dims])
 def test_inverses_and_triangles_are_taken_to_exist(part: Part) -> None:
     torch.manual_seed(0)
     model, batch = Net(part), {"x": torch.randn(8, 8)}

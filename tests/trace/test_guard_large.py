@@ -118,7 +118,7 @@ def test_what_tracing_loses_is_refused_with_its_line(fault: str, part: str, monk
     if part != "all":
         monkeypatch.setattr(guard, "_SCOPES", guard._SCOPES[1:])
     assert compared(Model(act)).endswith(CUT)
-    monkeypatch.setattr(export, kept_by, lambda *_, **__: nullcontext())
+    monkeypatch.setattr(export, kept_by, lambda *_, **__: nullcontext(set()))
     with pytest.raises(TraceError, match=rf"(?s){what}.*test_guard_large.py:\d+"):
         compared(Model(act))
 
