@@ -237,12 +237,23 @@ def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     with checks_passed(), rows_kept():
         program = torch.export.export(target, args, kwargs, strict=False)
         place_hooks(program)
+    _check_scatters(program.graph)
     untie_written(program, target)
     write_out_dropout(program.graph_module)
     write_out_soft_targets(program.graph_module)
     program = decompose(program)
     _check_control_flow(program.graph_module)
     return program
+
+
+def _check_scatters(graph: fx.Graph) -> None:
+    """Raises TraceError for as_strided_scatter as the model calls it: torch gives one device another gradient than the
+    writes in place that it is made of."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided_scatter.default):
+        raise TraceError(
+            f"expected writes whose gradient torch has, found as_strided_scatter, for which it gives that of other "
+            f"elements, at\n{_line_of(node)}\nWrite in place: x = x.clone(); x.as_strided(…).copy_(source)."
+        )
 
 
 def _check_control_flow(module: fx.GraphModule) -> None:

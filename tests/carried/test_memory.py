@@ -171,3 +171,12 @@ def _turned_by_a_number(_: Net, h: Tensor) -> Tensor:
 def test_complex_numbers_in_calls_are_refused_with_their_line() -> None:
     with pytest.raises(TraceError, match=r"aten\.mul\.Tensor, found complex at\n.*test_memory\.py:\d+: "):
         trace(Net(_turned_by_a_number), (torch.randn(8, 8),))
+
+
+def _scattered(_: Net, h: Tensor) -> Tensor:
+    return torch.as_strided_scatter(h, torch.ones(8), (8,), (9,))
+
+
+def test_as_strided_scatter_itself_is_refused_with_its_line() -> None:
+    with pytest.raises(TraceError, match=r"found as_strided_scatter.*\n.*test_memory\.py:\d+: "):
+        trace(Net(_scattered), (torch.randn(8, 8),))
