@@ -22,10 +22,6 @@ from typing import Any, NoReturn
 import rich
 import torch
 
-from autopar.cost import load_profile, measure_profile
-from autopar.cost.linked import read_links, with_measured_links
-from autopar.cost.measure_links import parse_mesh
-from autopar.cost.measure_links import run as run_links
 from autopar.cost.memory import OPTIMIZERS
 from autopar.cost.profile import profile_to_json
 from autopar.emit import script
@@ -37,6 +33,10 @@ from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
 from autopar.ir.text import prediction_text, time_text
 from autopar.pipeline import parallelize, template_plan, timeline_of, verify, with_timeline
+from autopar.profiler import load_profile, measure_profile
+from autopar.profiler.linked import read_links, with_measured_links
+from autopar.profiler.measure_links import parse_mesh
+from autopar.profiler.measure_links import run as run_links
 from autopar.simulate import predict
 from autopar.trace.weightless import built_on_meta
 

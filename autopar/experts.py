@@ -16,7 +16,6 @@ from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 from autopar import interrupt
-from autopar.cost import load_profile
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
@@ -29,6 +28,7 @@ from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types, divisible
 from autopar.ops import admits
 from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.profiler import load_profile
 from autopar.simulate import Incremental, predict
 from autopar.template import template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks

@@ -19,7 +19,6 @@ from torch import nn
 from autopar import interrupt
 from autopar.arguments import check_arguments
 from autopar.collector import without_collector
-from autopar.cost import load_profile, profiles_of
 from autopar.cost.memory import optimizer_of
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, PlanError
@@ -55,6 +54,7 @@ from autopar.planning import (
     divided,
     fit_or_refuse_over,
 )
+from autopar.profiler import load_profile, profiles_of
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Passes, Report, reporting
 from autopar.refinement import refined

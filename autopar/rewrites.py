@@ -13,13 +13,14 @@ import contextlib
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.cost.memory import optimizer_of
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import divided_graph
 from autopar.planning import Request, pinned_tensors
+from autopar.profiler import load_profile
 from autopar.substitute import Candidate, Substituted, load_rules, replayed, substituted
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks

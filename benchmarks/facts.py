@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.cost.host import cpu_model
+from autopar.profiler.host import cpu_model
 
 _PLACES = ("--output", "--folder", "--result", "--profile", "--page")
 """Options that name files of the machine at hand."""

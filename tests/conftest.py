@@ -61,7 +61,7 @@ def _take_the_shipped_profile_of_cpus() -> None:
     """`cpu` is the shipped profile here and in processes that tests start: no test waits for a measurement of this
     host, and none depends on how it came out."""
     from autopar.cost.files import profiles_folder
-    from autopar.cost.host import cache_path
+    from autopar.profiler.host import cache_path
 
     os.environ["XDG_CACHE_HOME"] = folder = tempfile.mkdtemp(prefix="autopar-tests-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -12,9 +12,9 @@ import pytest
 
 import autopar
 from autopar import cli
-from autopar.cost import host
 from autopar.ir.constraint import Constraint
 from autopar.ir.text import used_placements
+from autopar.profiler import host
 from tests.test_house import ROOT
 
 MODEL, MESH = "models.mlp", "h100:2"
@@ -190,7 +190,7 @@ def test_models_on_meta_are_planned_without_weights(tmp_path: Path, plan_file: P
 def test_profile_measures_and_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The measuring itself is tests/cost's; here it is replaced by figures that are known."""
+    """The measuring itself is tests/profiler's; here it is replaced by figures that are known."""
     figures = json.loads((ROOT / "cost_profiles" / "cpu.json").read_text())
     monkeypatch.setattr(host, "measure_host", lambda points, windows, pause_s: figures)
     path = tmp_path / "mine.json"

@@ -15,7 +15,7 @@ _NEVER_TRIM = (1 << 31) - 1  # bytes free at the end of the heap before any are 
 _TOP_PAD = 1 << 26  # bytes that the heap grows by at least
 _MAPPED_FROM = 1 << 25  # bytes from which memory is taken from the system for itself alone: the most that glibc allows
 CHOICES = ((_M_TRIM_THRESHOLD, _NEVER_TRIM), (_M_TOP_PAD, _TOP_PAD), (_M_MMAP_THRESHOLD, _MAPPED_FROM))
-"""What `mallopt` is told, number and value; profiles are measured with the same (`cost.measure`)."""
+"""What `mallopt` is told, number and value; profiles are measured with the same (`profiler.measure`)."""
 
 
 def keep_freed_memory() -> bool:

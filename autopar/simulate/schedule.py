@@ -42,7 +42,7 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
     its first, which has the longest slices; where ranks are unlike, one of each kind (`unlike`).
     profile: of the devices; by the name that the mesh has for them where they are of several kinds
-    (`cost.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
+    (`profiler.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
     programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
     redistribution.
     """

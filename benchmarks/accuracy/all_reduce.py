@@ -29,9 +29,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from autopar.cost import Profile, collective_time_ns, load_profile
+from autopar.cost import Profile, collective_time_ns
 from autopar.cost.profile import Link, Provenance, profile_from_json
 from autopar.ir.placement import Axis
+from autopar.profiler import load_profile
 from benchmarks.accuracy.fitting import Array, fit_positive
 from benchmarks.accuracy.profile_text import profile_text
 

@@ -53,8 +53,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from autopar import runtime
-from autopar.cost import load_profile
-from autopar.cost.measure import Case, Clock, measure_case, operator_cases
+from autopar.profiler import load_profile
+from autopar.profiler.measure import Case, Clock, measure_case, operator_cases
 from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.facts import facts
 from benchmarks.runtime.run import free_port, machine
@@ -389,7 +389,7 @@ def timed_in(file: Path, chosen: Sequence[Pair], rounds: int, profile: Path) -> 
 
 
 def _measured_profile(folder: Path, windows: int, pause_s: float) -> Path:
-    from autopar.cost import measure_profile
+    from autopar.profiler import measure_profile
 
     return measure_profile(folder / "profile.json", windows=windows, pause_s=pause_s)[1]
 

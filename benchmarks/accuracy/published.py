@@ -38,12 +38,13 @@ from typing import Any
 import numpy as np
 
 import autopar
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.cost.profile import profile_from_json
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.simulate import simulate
 from autopar.trace import trace
 from benchmarks.accuracy import megatron

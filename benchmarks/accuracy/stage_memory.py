@@ -25,11 +25,11 @@ import transformers
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost import profiles_of
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.pipeline import simulated_step, template_of_graph
+from autopar.profiler import profiles_of
 from autopar.program import load_source
 from autopar.staging import cut, stages_of_sizes
 from autopar.trace import find_blocks, trace

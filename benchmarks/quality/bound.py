@@ -20,10 +20,10 @@ from functools import cache
 from typing import Any
 
 import autopar
-from autopar.cost import load_profile
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
 from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.profiler import load_profile
 from autopar.simulate.cores import sharing_of
 from autopar.template import template_axes, template_ranks, template_recompute
 from autopar.trace import find_blocks

@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.cost import profiles_of
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
@@ -37,6 +36,7 @@ from autopar.microbatch import divisible
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
+from autopar.profiler import profiles_of
 from autopar.shares import best_mixed_plan
 from autopar.trace import find_blocks, trace
 from models import gpt

@@ -35,10 +35,10 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import autopar
-from autopar.cost import load_profile
 from autopar.cost.files import profiles_folder
 from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record
 from benchmarks.runtime.run import free_port

@@ -51,7 +51,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar import runtime
-from autopar.cost.host import cpu_model
+from autopar.profiler.host import cpu_model
 from models import gpt
 
 CONFIG = gpt.Config(vocab_size=8192, seq_len=128, num_layers=8, hidden_size=512, num_heads=8, batch_size=4)

@@ -19,11 +19,11 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.cost import load_profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record

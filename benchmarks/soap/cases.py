@@ -9,12 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 import autopar
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.cost.profile import Host, Provenance, Waits
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
 from autopar.planning import Part, divided
+from autopar.profiler import load_profile
 from autopar.trace import find_blocks, trace
 from models import bert, gpt, llama, mlp, moe, unet, wide_resnet
 

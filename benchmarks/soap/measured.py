@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 import autopar
-from autopar.cost import load_profile
 from autopar.pipeline import placed
 from autopar.planning import Request, SearchBudget
+from autopar.profiler import load_profile
 from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
 from benchmarks.facts import facts, write_record

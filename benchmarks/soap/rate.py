@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.collector import without_collector
-from autopar.cost import load_profile
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
+from autopar.profiler import load_profile
 from autopar.refinement import Worlds
 from autopar.soap import Budget, Start, refine
 from autopar.trace import find_blocks

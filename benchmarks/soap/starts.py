@@ -27,13 +27,13 @@ import torch
 from torch.utils._pytree import tree_map
 
 import autopar
-from autopar.cost import load_profile
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import placed, template_of_graph
 from autopar.planning import Request, SearchBudget
+from autopar.profiler import load_profile
 from autopar.refinement import refined
 from autopar.trace import find_blocks, trace
 from benchmarks.facts import facts, write_record

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar import runtime
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.cost.compute import node_time_ns
 from autopar.ir.graph import Node, Ref, Tensor
+from autopar.profiler import load_profile
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import build

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor
 
 from autopar import runtime
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.structure import constant_tensors
+from autopar.profiler import load_profile
 from autopar.substitute.pricing import Pricer
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record

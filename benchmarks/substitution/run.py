@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from autopar import runtime
-from autopar.cost import load_profile
+from autopar.profiler import load_profile
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record

@@ -19,7 +19,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from autopar.cost import load_profile
+from autopar.profiler import load_profile
 from autopar.substitute import load_rules, substituted
 from autopar.substitute.searching import Limits
 from autopar.trace import find_blocks, trace

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost import load_profile
 from autopar.cost.profile import Link, Provenance
+from autopar.profiler import load_profile
 from benchmarks.accuracy import megatron, published
 from benchmarks.accuracy.all_reduce import Row as Measured
 from benchmarks.accuracy.all_reduce import fit_link, formula_ns, read_table

@@ -12,11 +12,11 @@ from torch import nn
 
 import autopar
 from autopar.branches import Region, Times, find_regions, put_in_branches
-from autopar.cost import load_profile
 from autopar.ir.branches import refusal
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Branch, Fork, Plan
 from autopar.ir.structure import constant_tensors
+from autopar.profiler import load_profile
 from autopar.trace import trace
 from models import inception, two_towers
 

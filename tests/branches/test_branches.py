@@ -17,13 +17,13 @@ import autopar
 from autopar import runtime as rt
 from autopar.branches import find_regions, with_branches
 from autopar.branches.search import assign
-from autopar.cost import load_profile
 from autopar.errors import AutoparError, PlanError
 from autopar.ir import verifier
 from autopar.ir.branches import in_order
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Branch, Fork, Plan
 from autopar.ops import admits
+from autopar.profiler import load_profile
 from autopar.simulate import simulate
 from autopar.simulate.meeting import Meeting
 from autopar.trace import trace

@@ -8,18 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost import (
-    Profile,
-    collective_time_ns,
-    load_profile,
-    redistribution,
-    step_time_ns,
-    waits_along,
-)
+from autopar.cost import Profile, collective_time_ns, redistribution, step_time_ns, waits_along
 from autopar.cost.profile import CollectivePoints, Link, Protocol, Provenance, Waits
 from autopar.ir.mesh import make_axes
 from autopar.ir.placement import Axis, P, R, S, parse_placement
 from autopar.ir.redistribution import Step
+from autopar.profiler import load_profile
 
 SOURCE = Provenance("assumed", "test", "2026-01-01")
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import flops, load_profile, measure, node_time_ns, template_profile
+from autopar.cost import flops, node_time_ns
 from autopar.cost.compute import node_call, optimizer_time_ns, split_backward_ns
-from autopar.cost.fit import profile_from_points
 from autopar.cost.kernels import Product, product_of
 from autopar.cost.profile import Point, Profile, profile_from_json, profile_to_json
 from autopar.ir.graph import Node, Ref, Tensor
+from autopar.profiler import load_profile, measure, template_profile
+from autopar.profiler.fit import profile_from_points
 
 Shape = tuple[int, ...]
 
@@ -314,7 +315,7 @@ def test_all_is_measured_in_rounds_of_which_medians_count(tmp_path: Path, monkey
 
 
 def test_the_cache_is_written_whole_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.cost import host
+    from autopar.profiler import host
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     data = profile_to_json(fitted())

@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cost import flops, load_profile, measure, node_time_ns
+from autopar.cost import flops, node_time_ns
 from autopar.cost.compute import node_call
 from autopar.cost.kernels import backward_kernels, forward_kernels
 from autopar.cost.profile import OperatorCurve, Profile
 from autopar.cost.work import backward_work, forward_work
 from autopar.ir.graph import Graph, Node
+from autopar.profiler import load_profile, measure
 from autopar.trace import trace
 
 

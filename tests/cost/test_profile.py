@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import Profile, load_profile, profile_names, template_profile
+from autopar.cost import Profile
 from autopar.cost.files import profiles_folder
 from autopar.cost.profile import profile_from_json, profile_to_json
 from autopar.errors import ProfileError
+from autopar.profiler import load_profile, profile_names, template_profile
 
 SHIPPED = ("a100", "h100", "h200", "v100")
 

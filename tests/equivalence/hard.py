@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost import load_profile
 from autopar.intraop import builder
 from autopar.intraop.strategies import Strategy, enumerate_strategies
 from autopar.ir.constraint import Constraint
@@ -21,6 +20,7 @@ from autopar.ir.mesh import make_axes
 from autopar.ir.placement import parse_placement
 from autopar.ir.plan import Plan
 from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.profiler import load_profile
 from autopar.program import PlannedProgram
 from autopar.trace import find_blocks, trace
 from tests.equivalence.harness import differences, run_rank, run_single

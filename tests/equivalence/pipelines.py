@@ -25,8 +25,6 @@ import transformers
 from torch import nn
 
 import autopar
-from autopar.cost import profiles_of
-from autopar.cost.host import cpu_model
 from autopar.emit import emit
 from autopar.errors import AutoparError, InternalError, PlanError
 from autopar.interop import block_layers
@@ -35,6 +33,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
+from autopar.profiler import profiles_of
+from autopar.profiler.host import cpu_model
 from autopar.staging import cut, stages_of_sizes
 from autopar.trace import find_blocks, trace
 from models import gpt, llama, moe, unet

@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 import autopar
-from autopar.cost import load_profile
 from autopar.emit import emit
 from autopar.errors import AutoparError, InternalError
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.substitute import load_rules, substituted
 from autopar.trace import find_blocks
 from tests.equivalence import planned, zoo

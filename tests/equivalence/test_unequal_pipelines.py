@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost import profiles_of
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.profiler import profiles_of
 from autopar.simulate import simulate, traffic_by_submesh
 from autopar.staging import cut, stages_of_sizes
 from autopar.trace import find_blocks, trace

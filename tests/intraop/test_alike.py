@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost import load_profile
 from autopar.intraop import builder, costs
 from autopar.intraop.builder import Built
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import make_axes
 from autopar.ops import call_key
 from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.profiler import load_profile
 from autopar.trace import find_blocks, trace
 from tests.equivalence import zoo
 

@@ -8,13 +8,13 @@ from functools import cache
 import torch
 
 import autopar
-from autopar.cost import load_profile
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import placed, simulated_step
 from autopar.planning import Request, SearchBudget
+from autopar.profiler import load_profile
 from autopar.refinement import Worlds, refined
 from autopar.refinement.shortened import KEPT, shortened
 from autopar.simulate import simulate

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost import load_profile
 from autopar.intraop.alternatives import explain_choices
 from autopar.intraop.builder import Built, build
 from autopar.intraop.costs import ProfiledCosts
@@ -22,6 +21,7 @@ from autopar.ir.explain import SCREEN_LINES
 from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Alternative
 from autopar.ir.text import runners_up, strategy_text
+from autopar.profiler import load_profile
 from autopar.trace import find_blocks, trace
 from autopar.zero import storage_options
 from models import gpt, mlp

@@ -13,7 +13,6 @@ import torch
 
 import autopar
 from autopar import Constraint, Plan, SearchBudget
-from autopar.cost import load_profile
 from autopar.ir.graph import Graph
 from autopar.jointly import (
     Entry,
@@ -28,6 +27,7 @@ from autopar.jointly import (
 )
 from autopar.pipeline import placed, planned_jointly
 from autopar.planning import Request
+from autopar.profiler import load_profile
 from autopar.rewrites import Rewrites, rewrites
 from autopar.substitute import Candidate
 from autopar.trace import trace

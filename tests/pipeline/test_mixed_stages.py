@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost import load_profile
 from autopar.interop import ChosenStage
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
@@ -17,6 +16,7 @@ from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step
 from autopar.planning import Request, SearchBudget
+from autopar.profiler import load_profile
 from autopar.staged.finalists import Finalists, first_ranks
 from autopar.staged.layered import Layered
 from autopar.staged.mixing import _candidates, keeping_more, mixed

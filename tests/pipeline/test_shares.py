@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.cost import Profile, profiles_of
+from autopar.cost import Profile
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
@@ -22,6 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, template_of_graph
 from autopar.planning import Request, SearchBudget, divided
+from autopar.profiler import profiles_of
 from autopar.shares import SharedBatch, best_mixed_plan, best_rows, near_rows
 from autopar.simulate import Timeline, simulate
 from autopar.trace import find_blocks, trace

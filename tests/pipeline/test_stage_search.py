@@ -10,7 +10,6 @@ import pytest
 import torch
 
 import autopar
-from autopar.cost.library import template_profile
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop import block_layers, fold
 from autopar.ir import verifier
@@ -19,6 +18,7 @@ from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step, template_of_graph
 from autopar.planning import Request, SearchBudget
+from autopar.profiler.library import template_profile
 from autopar.staged.layered import Layered
 from autopar.staged.search import Search
 from autopar.staged.ways import Setting

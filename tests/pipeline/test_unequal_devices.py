@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.cost import Profile, profiles_of, template_profile
+from autopar.cost import Profile
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
@@ -23,6 +23,7 @@ from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget, divided
+from autopar.profiler import profiles_of, template_profile
 from autopar.simulate import simulate
 from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages, best_unequal_plan, sizes_by_speed

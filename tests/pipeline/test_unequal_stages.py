@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.cost import load_profile
 from autopar.cost.crossing import side
 from autopar.errors import PlacementError, PlanError
 from autopar.ir import verifier
@@ -22,6 +21,7 @@ from autopar.ir.stages import leaving_placement, maker_of
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.runtime.crossing import crossing
 from autopar.simulate import Timeline, simulate
 from autopar.staging import cut, equal_stages

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
-from autopar.cost import load_profile
 from autopar.errors import PlacementError, PlanError
 from autopar.intraop.extract import _redistributes
 from autopar.intraop.strategies import permitted
@@ -21,6 +20,7 @@ from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
 from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.profiler import load_profile
 from autopar.simulate import traffic
 from autopar.trace import find_blocks
 

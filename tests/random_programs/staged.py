@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar import staging
-from autopar.cost import profiles_of
 from autopar.cost.crossing import way
 from autopar.errors import PlacementError, PlanError
 from autopar.interop import Members
@@ -26,6 +25,7 @@ from autopar.ir.structure import is_random
 from autopar.microbatch import divisible
 from autopar.ops import admits
 from autopar.planning import divided
+from autopar.profiler import profiles_of
 from autopar.trace import find_blocks
 from tests.random_programs.plans import Choices, draft_plan, random_choices
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import profiles_of
 from autopar.emit import emit
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
 from autopar.pipeline import simulated_step, template_of_graph
+from autopar.profiler import profiles_of
 from autopar.staging import cut
 from tests.equivalence.predicted import bytes_by_submesh
 from tests.random_programs import run

@@ -15,9 +15,9 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autopar
 from autopar import runtime as rt
-from autopar.cost import profiles_of
 from autopar.emit import emit
 from autopar.pipeline import template_of_graph
+from autopar.profiler import profiles_of
 from autopar.program import load_source
 from autopar.staging import cut
 from autopar.trace import trace

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar.cost import profiles_of
 from autopar.emit import emit
 from autopar.errors import PlanError
 from autopar.pipeline import template_of_graph
+from autopar.profiler import profiles_of
 from autopar.program import load_source
 from autopar.staging import cut
 from autopar.trace import trace

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.cost import Profile, Runtime, load_profile
+from autopar.cost import Profile, Runtime
 from autopar.cost.profile import Provenance
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate import IncrementalStages, Timeline, simulate
 from autopar.simulate.engine import COMPUTE

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
 from autopar.simulate.program import Program, lower_stages
 from autopar.trace import trace

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Breakdown, Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.simulate import IncrementalStages, Timeline, predict, simulate
 from autopar.simulate.cores import SEND, Beside, Clock, Sharing, clock_of, part_of_step
 from autopar.simulate.engine import COMPUTE, Task

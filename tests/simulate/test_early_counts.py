@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.cost.profile import Waits
 from autopar.emit import emit
 from autopar.ir.mesh import Mesh
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate, traffic
 from autopar.trace import trace
 

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import autopar
-from autopar.cost import Profile, load_profile
+from autopar.cost import Profile
 from autopar.cost.profile import Host, Provenance
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
 from autopar.simulate.engine import Carried, Engine
 from autopar.trace import trace

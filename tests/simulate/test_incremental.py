@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from autopar import Mesh
-from autopar.cost import load_profile
 from autopar.errors import PlanError
 from autopar.ir import verifier
 from autopar.ir.placement import Type
@@ -21,6 +20,7 @@ from autopar.microbatch import one_microbatch_plan
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
 from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.profiler import load_profile
 from autopar.refinement import space_of
 from autopar.simulate import repeats, simulate
 from autopar.simulate.facts import graph_facts

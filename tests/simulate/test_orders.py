@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost import template_profile
+from autopar.profiler import template_profile
 from autopar.simulate.directions import find_directions
 from autopar.simulate.lifetime import find_lifetimes
 from autopar.simulate.orders import Orders, find_orders

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost import load_profile
+from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
 from autopar.simulate.perfetto import microseconds
 from autopar.simulate.picture import picture

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost import load_profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
 from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.profiler import load_profile
 from autopar.refinement import space_of
 from autopar.soap import Score, Space
 from autopar.soap.space import Change

@@ -7,11 +7,11 @@ from dataclasses import replace
 from random import Random
 
 import autopar
-from autopar.cost import load_profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
+from autopar.profiler import load_profile
 from autopar.refinement import Jumps, Worlds
 from autopar.soap import World
 from autopar.soap.proposals import Proposals

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.cost import load_profile
 from autopar.emit import emit
 from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.program import PlannedProgram, model_state
 from autopar.substitute import load_rules, packed, substituted
 from autopar.substitute.lifting import lifted

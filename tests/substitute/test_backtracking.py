@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cost import load_profile
 from autopar.ir.graph import Graph
+from autopar.profiler import load_profile
 from autopar.substitute import load_rules
 from autopar.substitute.backtracking import RESOLUTION, Backtracking, key
 from autopar.substitute.defined import Values

@@ -7,9 +7,9 @@ from functools import cache
 import torch
 from torch import Tensor, nn
 
-from autopar.cost import load_profile
 from autopar.ir.graph import Graph
 from autopar.ir.sharing import unshared
+from autopar.profiler import load_profile
 from autopar.substitute import load_rules
 from autopar.substitute.backtracking import Backtracking
 from autopar.substitute.cutting import Part, parts, together

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.cost import load_profile
 from autopar.ir.graph import Graph
+from autopar.profiler import load_profile
 from autopar.substitute import Candidate, load_rules, substituted
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.substitute.joint import Substituted

@@ -14,10 +14,10 @@ import torch
 
 import autopar
 from autopar import Constraint, Plan, SearchBudget
-from autopar.cost import load_profile
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.substitute import Candidate, load_rules, replayed, substituted
 from autopar.substitute.joint import sums_weights
 from autopar.substitute.rules.terms import Rule

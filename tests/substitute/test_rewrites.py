@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.cost import load_profile
 from autopar.emit import emit
 from autopar.pipeline import template_of_graph
+from autopar.profiler import load_profile
 from autopar.program import PlannedProgram, model_state
 from autopar.substitute import load_rules, substituted
 from autopar.substitute.lifting import lifted

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from autopar import interrupt
-from autopar.cost import collective_time_ns, host, measure, measure_gloo
+from autopar.cost import collective_time_ns
 from autopar.cost.files import profiles_folder
-from autopar.cost.fit import non_decreasing, profile_from_points
 from autopar.cost.profile import profile_from_json
 from autopar.errors import ProfileError
 from autopar.ir.placement import Axis
+from autopar.profiler import host, measure, measure_gloo
+from autopar.profiler.fit import non_decreasing, profile_from_points
 from autopar.runtime.allocation import CHOICES
 
 SMALLER = """

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.collectives import ACROSS, INSIDE
-from autopar.cost.fit import non_decreasing
-from autopar.cost.measure_links import REVISION
 from autopar.cost.profile import CollectivePoints, Profile, Provenance
 from autopar.errors import ProfileError
+from autopar.profiler.fit import non_decreasing
+from autopar.profiler.measure_links import REVISION
 
 
 def with_measured_links(profile: Profile, found: Mapping[str, Any], date: str) -> Profile:

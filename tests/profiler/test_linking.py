@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from autopar.cli import main
-from autopar.cost import collective_time_ns, load_profile, measure_links, template_profile
-from autopar.cost.linked import with_measured_links
-from autopar.cost.measure_links import REVISION, default_meshes, parse_mesh
+from autopar.cost import collective_time_ns
 from autopar.errors import ProfileError
 from autopar.ir.placement import Axis
+from autopar.profiler import load_profile, measure_links, template_profile
+from autopar.profiler.linked import with_measured_links
+from autopar.profiler.measure_links import REVISION, default_meshes, parse_mesh
 from tests.rank_pool import pool
 
 HOST = {"device_type": "cuda", "device": "NVIDIA H200", "torch": "2.11.0", "backend": "nccl", "ranks": 16, "local": 8,

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.cost.files import SCHEMA, profiles_folder
-from autopar.cost.host import host_profile
 from autopar.cost.profile import Profile, profile_from_json, read_profile
 from autopar.errors import ProfileError
 from autopar.ir.mesh import Mesh
+from autopar.profiler.host import host_profile
 
 
 @cache

@@ -82,7 +82,7 @@ def _fork(rank: int, folder: Path) -> int:
 
 
 def keep_freed_memory() -> None:
-    """As ranks that train do (`cost.measure`)."""
+    """As ranks that train do (`profiler.measure`)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", lambda number, value: 0)  # glibc's
     for number, value in ALLOCATION:
         mallopt(ctypes.c_int(number), ctypes.c_int(value))

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar import interrupt
-from autopar.cost.fit import profile_from_points
-from autopar.cost.measure import median_of
 from autopar.cost.profile import FORMAT, Profile, profile_from_json, read_profile
 from autopar.errors import ProfileError
+from autopar.profiler.fit import profile_from_points
+from autopar.profiler.measure import median_of
 
 REVISION = 12  # of the measurements: a new one measures every host anew
 LINE_SECONDS = 20  # from one line to the next that says how long it takes, where no terminal shows a bar

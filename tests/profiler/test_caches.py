@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from autopar.cost import host, measure
 from autopar.cost.files import profiles_folder
+from autopar.profiler import host, measure
 
 TEXT = (profiles_folder() / "cpu.json").read_text()
 
