@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
-from autopar.intraop.problem import INFINITE, Problem
 from autopar.intraop.strategies import Strategies, Strategy, enumerate_strategies, permitted
 from autopar.ir.constraint import Constraint, Rules
 from autopar.ir.graph import Graph, Node, Stored, Tensor
@@ -31,6 +30,7 @@ from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty, of_ne
 from autopar.ir.plan import NodePlan, Storage
 from autopar.ir.structure import OWN_BACKWARD
 from autopar.ops import call_key
+from autopar.selection.problem import INFINITE, Problem
 
 Matrix = npt.NDArray[np.int64]
 SOFT_PENALTY_NS = 10**12

@@ -14,15 +14,15 @@ from autopar.intraop.alternatives import explain_choices
 from autopar.intraop.builder import Built, Kept, Representatives, StorageOptions, Variable, build
 from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
-from autopar.intraop.problem import INFINITE, NO_PATH_NS, Problem
 from autopar.intraop.recomputed import RecomputedShares
-from autopar.intraop.solution import Solution
-from autopar.intraop.solver import solve
 from autopar.intraop.strategies import Strategy
 from autopar.intraop.tradeoffs import TradeOffs
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Choice, Plan, SearchReport
+from autopar.selection.problem import INFINITE, NO_PATH_NS, Problem
+from autopar.selection.solution import Solution
+from autopar.selection.solver import solve
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from autopar.intraop.builder import Built
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.problem import INFINITE, Int64Array
-from autopar.intraop.solver import solve
+from autopar.selection.evaluator import evaluate
+from autopar.selection.problem import INFINITE, Int64Array
+from autopar.selection.solver import solve
 
 _DEAR = 1_000
 """Times all time over all memory: at this price memory is about all that counts."""

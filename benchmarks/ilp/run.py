@@ -19,10 +19,10 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.problem import load_problem
-from autopar.intraop.solver import solve
 from autopar.profiler.host import cpu_model
+from autopar.selection.evaluator import evaluate
+from autopar.selection.problem import load_problem
+from autopar.selection.solver import solve
 
 HERE = Path(__file__).parent
 KNOWN = json.loads((HERE / "known.json").read_text(encoding="utf-8"))

@@ -16,12 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar import interrupt
-from autopar.intraop import toulbar_worker
-from autopar.intraop.elimination import Core
-from autopar.intraop.network import Network
-from autopar.intraop.problem import INFINITE
-from autopar.intraop.timeline import Row
-from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Request, Result
+from autopar.selection import toulbar_worker
+from autopar.selection.elimination import Core
+from autopar.selection.network import Network
+from autopar.selection.problem import INFINITE
+from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Request, Result
+from autopar.selection.usage import Row
 
 _GRACE_S = 0.5
 """What a search may take after its deadline to hand over what it has, before it is killed."""

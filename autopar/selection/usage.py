@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.intraop.network import Network
-from autopar.intraop.problem import Int64Array
+from autopar.selection.network import Network
+from autopar.selection.problem import Int64Array
 
 _WINDOWS = 32
 """Violated times closer than 1/32 of the time line to a worse one are left for the next round."""
@@ -35,7 +35,7 @@ class Row:
         return sum(len(usage) for usage in self.usages.values())
 
 
-class Timeline:
+class Usage:
     """A network's uses as flat arrays, placed among the times at which its room changes."""
 
     def __init__(self, network: Network) -> None:

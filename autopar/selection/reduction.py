@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
-from autopar.intraop.network import Member, Network, Use
-from autopar.intraop.problem import INFINITE, Int64Array, Problem
+from autopar.selection.network import Member, Network, Use
+from autopar.selection.problem import INFINITE, Int64Array, Problem
 
 Domains = list[Int64Array]
 Mask = npt.NDArray[np.bool_]

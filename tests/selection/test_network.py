@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.network import Network
-from autopar.intraop.parts import Parts
-from autopar.intraop.problem import INFINITE
-from autopar.intraop.reduction import reduce_problem
-from autopar.intraop.timeline import Timeline
-from tests.intraop.oracle import every_value, least_cost, random_problem, reducible_problem
+from autopar.selection.evaluator import evaluate
+from autopar.selection.network import Network
+from autopar.selection.problem import INFINITE
+from autopar.selection.reduction import reduce_problem
+from autopar.selection.subproblems import Subproblems
+from autopar.selection.usage import Usage
+from tests.selection.oracle import every_value, least_cost, random_problem, reducible_problem
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -33,7 +33,7 @@ def test_reduction_keeps_the_optimum(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_timeline_says_what_the_evaluator_says(seed: int) -> None:
     problem, network = reducible_problem(seed)
-    timeline = Timeline(network)
+    timeline = Usage(network)
     for values in every_value(network):
         found = evaluate(problem, network.expand(values))
         worst = int(timeline.excess(values).max())
@@ -46,7 +46,7 @@ def test_timeline_says_what_the_evaluator_says(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_rows_hold_exactly_where_the_excess_is_not_positive(seed: int) -> None:
     _, network = reducible_problem(seed)
-    timeline = Timeline(network)
+    timeline = Usage(network)
     rows = [timeline.row(int(start)) for start in network.room_starts]
     for values in every_value(network):
         used = [sum(int(usage[values[v]]) for v, usage in row.usages.items()) for row in rows]
@@ -60,23 +60,23 @@ def test_rows_hold_exactly_where_the_excess_is_not_positive(seed: int) -> None:
 def test_a_part_prices_and_fits_as_the_whole_does(seed: int) -> None:
     _, network = reducible_problem(seed, forbidden=0.0)
     chance = random.Random(seed)
-    parts = Parts(network)
+    parts = Subproblems(network)
     values = [chance.randrange(len(costs)) for costs in network.unary]
     free = sorted(chance.sample(range(len(values)), min(3, len(values))))
     part = parts.cut(free, values)
-    timeline = Timeline(part)
+    timeline = Usage(part)
     constant = network.cost(values) - part.cost([values[v] for v in free])
     for inside in every_value(part):
         whole = list(values)
         for v, value in zip(free, inside, strict=True):
             whole[v] = value
         assert part.cost(inside) + constant == network.cost(whole)
-        np.testing.assert_array_equal(timeline.excess(inside), parts.timeline.excess(whole))
+        np.testing.assert_array_equal(timeline.excess(inside), parts.usage.excess(whole))
 
 
 def test_an_allowance_is_room() -> None:
     _, network = reducible_problem(3, forbidden=0.0)
-    parts = Parts(network)
+    parts = Subproblems(network)
     values = [0] * network.num_variables
     allowance = np.arange(len(network.room), dtype=np.int64)
     more = parts.cut([0], values, allowance).room - parts.cut([0], values).room
@@ -85,7 +85,7 @@ def test_an_allowance_is_room() -> None:
 
 def test_growth_starts_at_the_seeds_and_stops_at_the_size() -> None:
     _, network = reducible_problem(3, num_nodes=12, forbidden=0.0)
-    parts = Parts(network)
+    parts = Subproblems(network)
     for size in range(1, network.num_variables + 1):
         grown = parts.grow([0], size, random.Random(0))
         assert 0 in grown and len(grown) <= size and grown == sorted(set(grown))

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.intraop.problem import INFINITE, Int64Array
+from autopar.selection.problem import INFINITE, Int64Array
 
 _MOST_WORK = 500_000_000
 """Sums in one elimination: about half a second."""

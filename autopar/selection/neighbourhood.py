@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.intraop.parts import Parts, search_part
+from autopar.selection.subproblems import Subproblems, search_part
 
 _SIZES = (12, 25, 50, 100, 200, 400, 800)
 """Numbers of free variables to choose from, up to half of all; the search learns which pay."""
@@ -36,7 +36,7 @@ class _Size:
 class NeighbourhoodSearch:
     """Holds a choice that fits, and what re-solving its parts has taught."""
 
-    def __init__(self, parts: Parts, values: Sequence[int], seed: int, times: Sequence[int] = ()) -> None:
+    def __init__(self, parts: Subproblems, values: Sequence[int], seed: int, times: Sequence[int] = ()) -> None:
         self.values = list(values)
         self.cost = parts.network.cost(values)
         self._parts = parts

@@ -8,8 +8,8 @@ import random
 import numpy as np
 import pytest
 
-from autopar.intraop.elimination import eliminate
-from autopar.intraop.problem import INFINITE, Int64Array
+from autopar.selection.elimination import eliminate
+from autopar.selection.problem import INFINITE, Int64Array
 
 Pairs = dict[tuple[int, int], Int64Array]
 

@@ -6,10 +6,10 @@ import itertools
 import random
 
 from autopar.errors import InfeasibleError
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.network import Network
-from autopar.intraop.problem import INFINITE, Problem
-from autopar.intraop.reduction import reduce_problem
+from autopar.selection.evaluator import evaluate
+from autopar.selection.network import Network
+from autopar.selection.problem import INFINITE, Problem
+from autopar.selection.reduction import reduce_problem
 
 
 def random_problem(seed: int, *, num_nodes: int = 6, tightness: float = 0.55, forbidden: float = 0.1) -> Problem:

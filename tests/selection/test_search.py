@@ -12,23 +12,23 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.intraop import hard, solver
-from autopar.intraop.branching import PriceBranching, split, without_what_cannot_fit
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.exact import Outcome, search_exactly
-from autopar.intraop.neighbourhood import NeighbourhoodSearch
-from autopar.intraop.network import Network, Use
-from autopar.intraop.parts import Parts
-from autopar.intraop.prices import PriceSearch
-from autopar.intraop.problem import INFINITE, Problem
-from autopar.intraop.reduction import reduce_problem
-from autopar.intraop.repair import repair
-from autopar.intraop.solver import minimise_peak, solve
-from autopar.intraop.start import frugal_choice
-from autopar.intraop.timeline import Timeline
-from autopar.intraop.toulbar import SearchApart, minimise_here
-from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
-from tests.intraop.oracle import every_value, least_cost, least_peak, random_problem, reducible_problem
+from autopar.selection import hard, solver
+from autopar.selection.branching import PriceBranching, split, without_what_cannot_fit
+from autopar.selection.duals import PriceSearch
+from autopar.selection.evaluator import evaluate
+from autopar.selection.exact import Outcome, search_exactly
+from autopar.selection.neighbourhood import NeighbourhoodSearch
+from autopar.selection.network import Network, Use
+from autopar.selection.problem import INFINITE, Problem
+from autopar.selection.reduction import reduce_problem
+from autopar.selection.repair import repair
+from autopar.selection.solver import minimise_peak, solve
+from autopar.selection.start import frugal_choice
+from autopar.selection.subproblems import Subproblems
+from autopar.selection.toulbar import SearchApart, minimise_here
+from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
+from autopar.selection.usage import Usage
+from tests.selection.oracle import every_value, least_cost, least_peak, random_problem, reducible_problem
 
 UNKNOWN = Outcome(None, INFINITE, 0)
 
@@ -45,7 +45,7 @@ def case(seed: int, **how: float) -> tuple[Problem, Network, int | None]:
 
 def fitting_start(network: Network, chance: random.Random) -> list[int] | None:
     """Returns some choice that fits and is not forbidden."""
-    timeline = Timeline(network)
+    timeline = Usage(network)
     for _ in range(500):
         values = [chance.randrange(len(costs)) for costs in network.unary]
         if network.cost(values) < INFINITE and timeline.excess(values).max() <= 0:
@@ -59,7 +59,7 @@ def fitting_start(network: Network, chance: random.Random) -> list[int] | None:
 @pytest.mark.parametrize("seed", range(15))
 def test_toulbar_with_all_rows_finds_the_optimum(seed: int) -> None:
     _, network, least = case(seed, tightness=0.4)
-    timeline = Timeline(network)
+    timeline = Usage(network)
     rows = [timeline.row(int(start)) for start in network.room_starts]
     if any(row.slack < 0 for row in rows):
         assert least is None
@@ -132,7 +132,7 @@ def test_an_exact_search_ends_at_its_deadline_whatever_its_rows_take() -> None:
         for start in range(0, num_times, 3)
     ]
     network = replace(network, uses=uses, room_starts=np.arange(num_times), room=np.zeros(num_times, np.int64))
-    most = Timeline(network).excess([0] * network.num_variables).max()
+    most = Usage(network).excess([0] * network.num_variables).max()
     network = replace(network, room=np.full(num_times, int(0.8 * most)))
     started = time.monotonic()
     outcome = search_exactly(network, later(1.0), 0, times=range(num_times))
@@ -222,29 +222,29 @@ def test_neighbourhoods_only_improve_always_fit_and_reach_the_optimum(seed: int)
     _, network, least = case(seed, num_nodes=8, tightness=0.5, forbidden=0.02)
     start = fitting_start(network, random.Random(seed))
     assert least is not None and start is not None
-    parts = Parts(network)
+    parts = Subproblems(network)
     search = NeighbourhoodSearch(parts, start, seed)
     for _ in range(30):
         before = search.cost
         assert search.step(later())
         assert least <= search.cost <= before
         assert search.cost == network.cost(search.values)
-        assert parts.timeline.excess(search.values).max() <= 0
+        assert parts.usage.excess(search.values).max() <= 0
     search.improve(list(range(network.num_variables)), later())
     assert search.cost == least
 
 
 def test_neighbourhoods_stop_at_the_deadline() -> None:
     _, network, _ = case(3, tightness=1.0, forbidden=0.0)
-    search = NeighbourhoodSearch(Parts(network), [0] * network.num_variables, 0)
+    search = NeighbourhoodSearch(Subproblems(network), [0] * network.num_variables, 0)
     assert not search.step(time.monotonic() - 1)
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_repair_makes_a_choice_fit_where_one_exists(seed: int) -> None:
     _, network, least = case(seed, num_nodes=8, tightness=0.35, forbidden=0.0)
-    parts = Parts(network)
-    timeline = parts.timeline
+    parts = Subproblems(network)
+    timeline = parts.usage
     hungriest = [
         int(np.argmax(timeline.usages_at(int(network.room_starts[0]))[a:b])) if b > a else 0
         for a, b in zip(timeline.offsets[:-1], timeline.offsets[1:], strict=True)
@@ -259,7 +259,7 @@ def test_repair_makes_a_choice_fit_where_one_exists(seed: int) -> None:
 def test_repair_respects_the_cost_limit_and_leaves_what_fits_alone() -> None:
     _, network, _ = case(3, tightness=1.0, forbidden=0.0)
     values = [0] * network.num_variables
-    parts = Parts(network)
+    parts = Subproblems(network)
     assert repair(parts, values, later(), 0) == values
     assert repair(parts, values, later(), 0, cost_limit=network.cost(values)) is None
 
@@ -267,9 +267,9 @@ def test_repair_respects_the_cost_limit_and_leaves_what_fits_alone() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_the_first_choice_uses_as_little_as_each_variable_can(seed: int) -> None:
     _, network, _ = case(seed, tightness=0.5, forbidden=0.0)
-    parts = Parts(network)
+    parts = Subproblems(network)
     values = frugal_choice(parts)
-    usages = np.split(parts.timeline.total_usages(), parts.timeline.offsets[1:-1])
+    usages = np.split(parts.usage.total_usages(), parts.usage.offsets[1:-1])
     assert all(used[value] == used.min() for used, value in zip(usages, values, strict=True))
     assert network.cost(values) < INFINITE
 
@@ -376,7 +376,7 @@ def test_large_costs_and_usages_stay_exact() -> None:
 
 
 def test_a_missing_worker_script_is_not_needed_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autopar.intraop.toulbar.toulbar_worker.__file__", str(Path("/nonexistent")))
+    monkeypatch.setattr("autopar.selection.toulbar.toulbar_worker.__file__", str(Path("/nonexistent")))
     assert solve(random_problem(3, tightness=1.0, forbidden=0.0)).stop_reason == "optimal"
 
 
@@ -390,7 +390,7 @@ def test_branching_alone_finds_and_proves_the_optimum_or_that_there_is_none(seed
     root, best = PriceSearch(network), INFINITE
 
     def offer(values: list[int] | None) -> int:
-        fits = values is not None and root.timeline.excess(values).max() <= 0
+        fits = values is not None and root.usage.excess(values).max() <= 0
         return min(best, network.cost(values)) if fits else best
 
     while not root.settled:
@@ -415,11 +415,11 @@ def test_children_share_out_the_parents_values(seed: int) -> None:
     root.learn(minimise_here(root.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
     sides = split(root)
     if sides is None:
-        assert all(np.unique(root.timeline.total_usages()[a:b]).size <= 1 for a, b in pairwise(root.timeline.offsets))
+        assert all(np.unique(root.usage.total_usages()[a:b]).size <= 1 for a, b in pairwise(root.usage.offsets))
         return
     assert (sides[0] | sides[1] == root.allowed).all()
     both = np.flatnonzero(sides[0] & sides[1])
-    v = int(np.searchsorted(root.timeline.offsets, np.flatnonzero(sides[0] != sides[1])[0], side="right")) - 1
+    v = int(np.searchsorted(root.usage.offsets, np.flatnonzero(sides[0] != sides[1])[0], side="right")) - 1
     assert both.size == root.allowed.size - len(network.unary[v])
 
 
@@ -430,9 +430,9 @@ def test_what_is_said_not_to_fit_is_in_no_choice_that_fits(seed: int) -> None:
     for _ in range(3):
         search.learn(minimise_here(search.next_network(), (), INFINITE, NO_BACKTRACK_LIMIT, 0))
     left = without_what_cannot_fit(search, search.allowed)
-    positions = search.timeline.offsets[:-1]
+    positions = search.usage.offsets[:-1]
     for values in every_value(network):
-        if search.timeline.excess(values).max() <= 0:
+        if search.usage.excess(values).max() <= 0:
             assert left is not None and left[positions + np.array(values)].all()
 
 

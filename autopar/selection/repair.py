@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intraop.parts import Parts, search_part
-from autopar.intraop.problem import INFINITE, Int64Array
+from autopar.selection.problem import INFINITE, Int64Array
+from autopar.selection.subproblems import Subproblems, search_part
 
 _SIZES = (50, 100, 200, 400)
 """Numbers of free variables: larger ones after smaller ones have failed."""
@@ -24,12 +24,12 @@ _CROWD = 20
 
 
 def repair(
-    parts: Parts, values: Sequence[int], deadline: float, seed: int, cost_limit: int = INFINITE
+    parts: Subproblems, values: Sequence[int], deadline: float, seed: int, cost_limit: int = INFINITE
 ) -> list[int] | None:
     """Returns a choice that fits and costs less than the limit, or None when none was reached in time."""
     chance = random.Random(seed)
     current, failures = list(values), 0
-    while (excess := parts.timeline.excess(current)).max(initial=0) > 0:
+    while (excess := parts.usage.excess(current)).max(initial=0) > 0:
         if time.monotonic() >= deadline or failures >= 2 * len(_SIZES) * len(_KEPT):
             return None
         size = _SIZES[failures // len(_KEPT) % len(_SIZES)]
@@ -42,7 +42,7 @@ def repair(
 
 
 def _relieve(
-    parts: Parts, values: list[int], excess: Int64Array, size: int, kept: float, deadline: float,
+    parts: Subproblems, values: list[int], excess: Int64Array, size: int, kept: float, deadline: float,
     chance: random.Random,
 ) -> list[int] | None:  # fmt: skip
     """Returns a choice that exceeds less at the worst time and no more at any other, or None."""

@@ -11,11 +11,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.intraop.network import Network
-from autopar.intraop.problem import INFINITE
-from autopar.intraop.timeline import Row, Timeline
-from autopar.intraop.toulbar import SearchApart, minimise_here
-from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
+from autopar.selection.network import Network
+from autopar.selection.problem import INFINITE
+from autopar.selection.toulbar import SearchApart, minimise_here
+from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
+from autopar.selection.usage import Row, Usage
 
 SMALL_ENTRIES = 300_000
 """Networks up to this size are searched in this process, which saves starting another (0.2 s)."""
@@ -51,10 +51,10 @@ class RowsAsNeeded:
 
     def __init__(self, network: Network, times: Iterable[int] = ()) -> None:
         self.network = network
-        self.timeline = Timeline(network)
+        self.usage = Usage(network)
         self.lower_bound = 0
         self.outcome = Outcome(None, INFINITE, 0)
-        self._rows = {row_time: self.timeline.row(row_time) for row_time in times}
+        self._rows = {row_time: self.usage.row(row_time) for row_time in times}
 
     @property
     def rows(self) -> list[Row]:
@@ -71,11 +71,11 @@ class RowsAsNeeded:
         self.lower_bound = max(self.lower_bound, result["lower_bound"])
         violated = []
         if result["choice"] is not None:
-            violated = self.timeline.violated_times(result["choice"], _ROWS_A_ROUND)
+            violated = self.usage.violated_times(result["choice"], _ROWS_A_ROUND)
             if not violated:
                 cost = self.network.cost(result["choice"])
                 self.outcome = Outcome(result["choice"], cost, self.lower_bound, tuple(self._rows))
-        self._rows.update((row_time, self.timeline.row(row_time)) for row_time in violated)
+        self._rows.update((row_time, self.usage.row(row_time)) for row_time in violated)
         return not violated
 
     def finish(self) -> Outcome:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.errors import PlanError
-from autopar.intraop.problem import INFINITE, Problem
+from autopar.selection.problem import INFINITE, Problem
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autopar.intraop.exact import Outcome, search_exactly
-from autopar.intraop.network import Network, Use
-from autopar.intraop.problem import INFINITE, Int64Array
-from autopar.intraop.timeline import Timeline
+from autopar.selection.exact import Outcome, search_exactly
+from autopar.selection.network import Network, Use
+from autopar.selection.problem import INFINITE, Int64Array
+from autopar.selection.usage import Usage
 
 _BRANCHING = 8
 """At most so many neighbours of one variable join at a time, lest a hub's crowd out all else."""
@@ -36,12 +36,12 @@ def search_part(
     )  # fmt: skip
 
 
-class Parts:
+class Subproblems:
     """A network's adjacency and uses by variable, from which parts are cut."""
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.timeline = Timeline(network)
+        self.usage = Usage(network)
         self._neighbours: list[dict[int, Int64Array]] = [{} for _ in network.unary]
         for (i, j), matrix in network.pairs.items():
             self._neighbours[i][j] = matrix
@@ -80,7 +80,7 @@ class Parts:
     def _room_beside(self, free: Sequence[int], values: Sequence[int]) -> Int64Array:
         held = np.ones(self.network.num_variables, dtype=np.bool_)
         held[list(free)] = False
-        return -self.timeline.excess(values, held)
+        return -self.usage.excess(values, held)
 
     def grow(self, seeds: Iterable[int], size: int, chance: random.Random) -> list[int]:
         """Returns up to `size` variables, ascending: the seeds and what is nearest to them, breadth first."""

@@ -24,13 +24,13 @@ from fractions import Fraction
 import numpy as np
 import numpy.typing as npt
 
-from autopar.intraop.network import Network
-from autopar.intraop.problem import INFINITE, Int64Array
-from autopar.intraop.timeline import Timeline
-from autopar.intraop.toulbar_worker import Result
+from autopar.selection.network import Network
+from autopar.selection.problem import INFINITE, Int64Array
+from autopar.selection.toulbar_worker import Result
+from autopar.selection.usage import Usage
 
 Mask = npt.NDArray[np.bool_]
-Prices = dict[int, float]
+Duals = dict[int, float]
 """λ by row time."""
 
 _ROWS_A_ROUND = 4
@@ -56,21 +56,21 @@ class PriceSearch:
 
     def __init__(self, network: Network) -> None:
         self.network = network
-        self.timeline = Timeline(network)
-        self.allowed: Mask = np.ones(self.timeline.offsets[-1], dtype=np.bool_)
+        self.usage = Usage(network)
+        self.allowed: Mask = np.ones(self.usage.offsets[-1], dtype=np.bool_)
         """Which values of which variables may be chosen, flat as in the timeline."""
         self.lower_bound = 0
         """INFINITE when no choice is allowed at all."""
         self.settled = False
         """Whether more rounds have little to gain."""
-        self.prices: Prices = {}
+        self.prices: Duals = {}
         """Those of the best bound."""
         self._scale = _scale(network)
         self._pairs = {pair: _scaled(matrix, self._scale) for pair, matrix in network.pairs.items()}
         self._unary = np.concatenate([np.zeros(0, np.int64), *network.unary])
         self._rows: dict[int, Int64Array] = {}
         self._seen: list[Seen] = []
-        self._trial: Prices = {}
+        self._trial: Duals = {}
         self._bound = Fraction(0)
         self._box = _WIDEST_BOX
         self._fruitless = 0
@@ -97,7 +97,7 @@ class PriceSearch:
         """Returns a search over fewer values that starts from these prices, and knows what was seen of them."""
         other = copy.copy(self)
         other.allowed = allowed
-        positions = self.timeline.offsets[:-1]
+        positions = self.usage.offsets[:-1]
         other._seen = [seen for seen in self._seen if allowed[positions + seen.values].all()]
         other._bound, other._box, other._fruitless, other.settled = Fraction(0), _CHILD_BOX, 0, False
         other._is_fresh = True
@@ -116,7 +116,7 @@ class PriceSearch:
         priced = unary + np.floor(np.minimum(total, INFINITE)).astype(np.int64)
         # However dear, what is allowed is not forbidden.
         priced = np.where(unary >= INFINITE, INFINITE, np.minimum(priced, INFINITE - 1))
-        return self._without_excluded(np.split(priced, self.timeline.offsets[1:-1]))
+        return self._without_excluded(np.split(priced, self.usage.offsets[1:-1]))
 
     def _without_excluded(self, unary: list[Int64Array]) -> Network:
         kept = self._kept()
@@ -129,7 +129,7 @@ class PriceSearch:
         return replace(self.network, unary=left, pairs=pairs, uses=())
 
     def _kept(self) -> list[Int64Array]:
-        return [np.flatnonzero(mask) for mask in np.split(self.allowed, self.timeline.offsets[1:-1])]
+        return [np.flatnonzero(mask) for mask in np.split(self.allowed, self.usage.offsets[1:-1])]
 
     def learn(self, result: Result) -> list[int] | None:
         """Takes in the minimum of `next_network`, or a bound on it and a choice near it; returns the choice."""
@@ -159,25 +159,25 @@ class PriceSearch:
 
     def _see(self, values: Sequence[int]) -> None:
         cost = self.network.cost(values)
-        violated = self.timeline.violated_times(values, _ROWS_A_ROUND)
+        violated = self.usage.violated_times(values, _ROWS_A_ROUND)
         self._seen = [*self._seen, Seen(cost, np.asarray(values, dtype=np.int64))]
         for row_time in violated:
             if row_time not in self._rows:
-                self._rows = {**self._rows, row_time: self.timeline.usages_at(row_time)}
+                self._rows = {**self._rows, row_time: self.usage.usages_at(row_time)}
 
     def excess(self, seen: Seen) -> dict[int, int]:
         """Returns usage less room of a choice by row time."""
-        taken = self.timeline.offsets[:-1] + seen.values
+        taken = self.usage.offsets[:-1] + seen.values
         return {t: int(usages[taken].sum()) - self.network.room_at(t) for t, usages in self._rows.items()}
 
-    def priced_usages(self, prices: Prices) -> npt.NDArray[np.float64]:
+    def priced_usages(self, prices: Duals) -> npt.NDArray[np.float64]:
         """Returns what each value's usage costs, flat."""
         total = np.zeros(len(self._unary))
         for row_time, price in prices.items():
             total += price * self._rows[row_time]
         return total
 
-    def _next_prices(self) -> Prices:
+    def _next_prices(self) -> Duals:
         """Maximises the least cut over the box around the best prices."""
         from ortools.linear_solver import pywraplp  # lazy: a second to import
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.intraop.prices import Mask, PriceSearch
-from autopar.intraop.problem import INFINITE
-from autopar.intraop.toulbar_worker import Result
+from autopar.selection.duals import Mask, PriceSearch
+from autopar.selection.problem import INFINITE
+from autopar.selection.toulbar_worker import Result
 
 _ROUNDS = 5
 """So many price updates at most before a node is split."""
@@ -96,7 +96,7 @@ class PriceBranching:
 
 def split(search: PriceSearch) -> tuple[Mask, Mask] | None:
     """Returns the allowed values of two children, together those of the parent; None when all use the same."""
-    offsets = search.timeline.offsets
+    offsets = search.usage.offsets
     for usages in _weights(search):
         low, high = _contested_range(search, usages)
         if (high > low).any():
@@ -113,14 +113,14 @@ def split(search: PriceSearch) -> tuple[Mask, Mask] | None:
 def _weights(search: PriceSearch) -> list[npt.NDArray[np.float64]]:
     """Returns what values use, flat: at the best prices, else beside the room of the rows, else in all."""
     rooms = {t: 1.0 / max(1, search.network.room_at(t)) for t in search.times}
-    return [search.priced_usages(search.prices), search.priced_usages(rooms), search.timeline.total_usages()]
+    return [search.priced_usages(search.prices), search.priced_usages(rooms), search.usage.total_usages()]
 
 
 def _contested_range(
     search: PriceSearch, usages: npt.NDArray[np.float64]
 ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
     """Returns the least and the most that the active choices use of each variable, or where they agree all values."""
-    positions = search.timeline.offsets[:-1]
+    positions = search.usage.offsets[:-1]
     active = [usages[positions + seen.values] for seen in search.most_active(_ACTIVE)]
     if active and (np.max(active, axis=0) > np.min(active, axis=0)).any():
         return np.min(active, axis=0), np.max(active, axis=0)
@@ -130,7 +130,7 @@ def _contested_range(
 
 def without_what_cannot_fit(search: PriceSearch, allowed: Mask) -> Mask | None:
     """Returns the values that fit beside the least usage of all other variables at the known rows; None: none do."""
-    offsets = search.timeline.offsets
+    offsets = search.usage.offsets
     left = allowed.copy()
     for row_time, usages in search.rows.items():
         least = np.minimum.reduceat(np.where(left, usages, INFINITE), offsets[:-1])

@@ -11,17 +11,17 @@ import math
 import time
 from dataclasses import dataclass
 
-from autopar.intraop.branching import Node, PriceBranching
-from autopar.intraop.exact import Outcome
-from autopar.intraop.neighbourhood import NeighbourhoodSearch
-from autopar.intraop.network import Network
-from autopar.intraop.parts import Parts
-from autopar.intraop.prices import PriceSearch
-from autopar.intraop.problem import INFINITE
-from autopar.intraop.repair import repair
-from autopar.intraop.start import frugal_choice
-from autopar.intraop.toulbar import SearchApart, SearchHere
-from autopar.intraop.toulbar_worker import NO_BACKTRACK_LIMIT, Result
+from autopar.selection.branching import Node, PriceBranching
+from autopar.selection.duals import PriceSearch
+from autopar.selection.exact import Outcome
+from autopar.selection.neighbourhood import NeighbourhoodSearch
+from autopar.selection.network import Network
+from autopar.selection.problem import INFINITE
+from autopar.selection.repair import repair
+from autopar.selection.start import frugal_choice
+from autopar.selection.subproblems import Subproblems
+from autopar.selection.toulbar import SearchApart, SearchHere
+from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
 
 _REPAIR_SHARE = 0.1
 """At most this share of the time that is left goes into making one choice fit."""
@@ -163,7 +163,7 @@ class _ChoiceSearch:
     def __init__(self, network: Network, known: Outcome, seed: int) -> None:
         self.cost = INFINITE
         self._started = self._improved = self._next_try = time.monotonic()
-        self._parts = Parts(network)
+        self._parts = Subproblems(network)
         self._seed = seed
         self._search: NeighbourhoodSearch | None = None
         if known.values is not None:
@@ -189,7 +189,7 @@ class _ChoiceSearch:
         """Goes on from a choice where it is cheaper than the best and fits, or can be made to."""
         now = time.monotonic()
         if self._search is not None and mend:
-            mend = self._parts.timeline.excess(values).max() <= _MENDABLE * self._parts.network.room.max()
+            mend = self._parts.usage.excess(values).max() <= _MENDABLE * self._parts.network.room.max()
         if self._parts.network.cost(values) < self.cost:
             until = now + _REPAIR_SHARE * (deadline - now) if mend else now
             mended = repair(self._parts, values, until, self._seed, self.cost)

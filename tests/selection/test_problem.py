@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import PlanError
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.problem import INFINITE, Problem, load_problem, save_problem
-from tests.intraop.oracle import random_problem
+from autopar.selection.evaluator import evaluate
+from autopar.selection.problem import INFINITE, Problem, load_problem, save_problem
+from tests.selection.oracle import random_problem
 
 PUBLIC = {
     "problem": {

@@ -13,11 +13,11 @@ from dataclasses import replace
 import numpy as np
 
 from autopar.errors import InfeasibleError
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.exact import search_exactly
-from autopar.intraop.problem import INFINITE, Problem
-from autopar.intraop.reduction import prune_strategies, reduce_problem, room_over_time
-from autopar.intraop.solution import Solution
+from autopar.selection.evaluator import evaluate
+from autopar.selection.exact import search_exactly
+from autopar.selection.problem import INFINITE, Problem
+from autopar.selection.reduction import prune_strategies, reduce_problem, room_over_time
+from autopar.selection.solution import Solution
 
 _LARGEST_WEIGHT = 10**6
 """Substitute costs are scaled so that the dearest strategy costs about this."""

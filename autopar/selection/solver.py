@@ -12,17 +12,17 @@ import time
 from dataclasses import replace
 
 from autopar.errors import InfeasibleError
-from autopar.intraop.elimination import SUMS_PER_S
-from autopar.intraop.evaluator import evaluate
-from autopar.intraop.exact import SMALL_ENTRIES, Outcome, search_exactly
-from autopar.intraop.hard import search_hard
-from autopar.intraop.network import Network
-from autopar.intraop.peak import minimise_peak
-from autopar.intraop.problem import INFINITE, Problem
-from autopar.intraop.reduction import reduce_problem
-from autopar.intraop.solution import Solution
-from autopar.intraop.timeline import Timeline
-from autopar.intraop.toulbar import minimise_here
+from autopar.selection.elimination import SUMS_PER_S
+from autopar.selection.evaluator import evaluate
+from autopar.selection.exact import SMALL_ENTRIES, Outcome, search_exactly
+from autopar.selection.hard import search_hard
+from autopar.selection.network import Network
+from autopar.selection.peak import minimise_peak
+from autopar.selection.problem import INFINITE, Problem
+from autopar.selection.reduction import reduce_problem
+from autopar.selection.solution import Solution
+from autopar.selection.toulbar import minimise_here
+from autopar.selection.usage import Usage
 
 __all__ = ["Solution", "minimise_peak", "solve"]
 
@@ -79,7 +79,7 @@ def _without_rows(network: Network, seed: int) -> Outcome:
     if network.core.num_entries > SMALL_ENTRIES:
         return Outcome(None, INFINITE, 0)
     result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
-    if result["choice"] is None or Timeline(network).violated_times(result["choice"], 1):
+    if result["choice"] is None or Usage(network).violated_times(result["choice"], 1):
         return Outcome(None, INFINITE, result["lower_bound"])
     return Outcome(result["choice"], network.cost(result["choice"]), result["lower_bound"])
 

@@ -12,8 +12,8 @@ from functools import cached_property
 
 import numpy as np
 
-from autopar.intraop.elimination import NO_WORK_LIMIT, Core, eliminate
-from autopar.intraop.problem import INFINITE, Int64Array
+from autopar.selection.elimination import NO_WORK_LIMIT, Core, eliminate
+from autopar.selection.problem import INFINITE, Int64Array
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.intraop.parts import Parts
-from autopar.intraop.problem import INFINITE
+from autopar.selection.problem import INFINITE
+from autopar.selection.subproblems import Subproblems
 
 
-def frugal_choice(parts: Parts) -> list[int]:
+def frugal_choice(parts: Subproblems) -> list[int]:
     """Returns, variable by variable, the value that uses least and is not forbidden beside those before it.
 
     What costs least breaks ties. May neither fit nor avoid all that is forbidden.
     """
-    offsets, usages = parts.timeline.offsets, parts.timeline.total_usages()
+    offsets, usages = parts.usage.offsets, parts.usage.total_usages()
     values: list[int] = []
     for v in range(parts.network.num_variables):
         costs = parts.costs_beside(v, values)
