@@ -2,7 +2,7 @@
 
     python -m benchmarks.substitution.generation [--operators 3 4] [--instances 1000] [--workers 2]
 
-What is not run anew keeps its numbers. The rule file is written by `python -m autopar.substitute.rules.generate`.
+What is not run anew keeps its numbers. The rule file is written by `python -m rulemaking.generate`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from autopar.substitute.rules.generate import regenerated
-from autopar.substitute.rules.verify import INSTANCES
 from benchmarks.facts import facts
+from rulemaking.generate import regenerated
+from rulemaking.verify import INSTANCES
 
 FOLDER = Path(__file__).parent
 ONLY: Mapping[int, tuple[str, ...]] = {3: (), 4: ("linear", "concat", "first", "second", "add")}

@@ -1,5 +1,4 @@
-"""The substitution rules: their language, what they are made of, their proofs, and the file that holds them.
+"""The substitution rules: the language of their terms and guards, and the file that holds them (`load_rules`).
 
-terms and algebra (what operators are) → stated rules and those that `generate` finds → `verify` (axioms, z3, random
-instances, gradients) → rules.json → `load_rules` (schema, digests, checks)
+What makes and proves them is rulemaking/, beside autopar: planning reads the file.
 """

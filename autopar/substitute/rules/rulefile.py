@@ -1,7 +1,7 @@
 """The rule file: rules as data, each with a digest of all that it says.
 
 Reading for a plan holds each rule against its digest. What else there is to check of a file, also on random instances,
-is checked where rules are made and tested (`checking.read_rules`).
+is checked where rules are made and tested (`rulemaking.checking.read_rules`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.substitute.rules.terms import Rule, parse_term
 
 VERSION = 1
-REMEDY = "restore the file, or write it anew with python -m autopar.substitute.rules.generate"
+REMEDY = "restore the file, or write it anew in a checkout with python -m rulemaking.generate"
 
 
 @lru_cache(maxsize=1)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from itertools import pairwise
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.algebra import operator_of
 from autopar.substitute.rules.expressions import Guard, parse_guard
-from autopar.substitute.rules.shapes import AXES, Conditions, Shape, variable_shape
 from autopar.substitute.rules.terms import Rule, Sort, Term, Variable
+from rulemaking.algebra import operator_of
+from rulemaking.shapes import AXES, Conditions, Shape, variable_shape
 
 
 def shape_of(term: Term, sorts: Mapping[str, Sort], conditions: Conditions) -> Shape:

@@ -11,7 +11,7 @@ from typing import Any
 
 from autopar.substitute.rules.expressions import Symbol
 from autopar.substitute.rules.terms import Attribute, Size, Sort, Unknown
-from autopar.substitute.rules.values import Field, Integers, Values
+from rulemaking.values import Field, Integers, Values
 
 LENGTHS: Mapping[Symbol, int] = {Unknown("l"): 1, Unknown("n"): 2, Unknown("m"): 4, Unknown("o"): 8}
 """Where a length is cut in halves: an unknown for each length that occurs."""

@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.algebra import OPERATORS
-from autopar.substitute.rules.drawing import Drawing
 from autopar.substitute.rules.expressions import Expression, Guard, Symbol, Undefined, solve, value_of
-from autopar.substitute.rules.formed import rule_guards
-from autopar.substitute.rules.shapes import Conditions, Shape, variable_shape
 from autopar.substitute.rules.terms import Apply, Rule, Size, Sort, Term, Unknown, Variable
+from rulemaking.algebra import OPERATORS
+from rulemaking.drawing import Drawing
+from rulemaking.formed import rule_guards
+from rulemaking.shapes import Conditions, Shape, variable_shape
 
 Substitution = dict[Any, Any]
 """Classes by variable name, and values by unknown."""

@@ -7,9 +7,9 @@ from itertools import islice
 import numpy as np
 import torch
 
-from autopar.substitute.rules.instances import Instance, evaluate, instances, torch_can
 from autopar.substitute.rules.terms import Rule, Term
-from autopar.substitute.rules.values import Doubles
+from rulemaking.instances import Instance, evaluate, instances, torch_can
+from rulemaking.values import Doubles
 
 TOLERANCE = 1e-9
 

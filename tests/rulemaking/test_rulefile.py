@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.axioms import axioms_digest
-from autopar.substitute.rules.checking import read_rules
 from autopar.substitute.rules.rulefile import load_rules, rule_digest, write_rules
-from autopar.substitute.rules.statement import parse_rules
+from rulemaking.axioms import axioms_digest
+from rulemaking.checking import read_rules
+from rulemaking.statement import parse_rules
 
 MERGE = """
 merge: linear(x, w1), linear(x, w2)

@@ -1,6 +1,6 @@
 """Verifies rules: proved from the axioms where z3 can, attacked with random instances, gradients compared.
 
-`python -m autopar.substitute.rules.verify` verifies the shipped rules anew, prints each with its status and time, and
+`python -m rulemaking.verify` verifies the shipped rules anew, prints each with its status and time, and
 fails where a rule is false or claims a proof that is not found. Planning needs none of this, and no z3.
 """
 
@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing.connection import Connection
 
-from autopar.substitute.rules.axioms import axioms
-from autopar.substitute.rules.exhaustive import disagreement
-from autopar.substitute.rules.gradients import gradient_difference
-from autopar.substitute.rules.instances import counterexample
 from autopar.substitute.rules.rulefile import load_rules
 from autopar.substitute.rules.terms import Rule
+from rulemaking.axioms import axioms
+from rulemaking.exhaustive import disagreement
+from rulemaking.gradients import gradient_difference
+from rulemaking.instances import counterexample
 
 INSTANCES = 1000
 GRADIENT_INSTANCES = 10
@@ -84,7 +84,7 @@ class Prover:
 
 def _serve(connection: Connection, seconds: float) -> None:
     """Answers each rule with the number of axioms of its proof, 0 where there is none."""
-    from autopar.substitute.rules.prover import prove
+    from rulemaking.prover import prove
 
     while True:
         outcome = prove(connection.recv(), seconds)
@@ -93,7 +93,7 @@ def _serve(connection: Connection, seconds: float) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Verifies the shipped rules, or those whose names hold a word; 1 where one does not hold what it claims."""
-    parser = argparse.ArgumentParser(prog="python -m autopar.substitute.rules.verify", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rulemaking.verify", description=__doc__)
     parser.add_argument("--only", default="", help="rules whose names hold this word")
     parser.add_argument("--instances", type=int, default=INSTANCES, help="random instances a rule")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of a proof")

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.shapes import axis_index
 from autopar.substitute.rules.terms import Attribute
+from rulemaking.shapes import axis_index
 
 PRIME = 1_048_573
 """Modulus of the finite field: products of two elements, summed a million times, fit 63 bits."""

@@ -15,11 +15,11 @@ from typing import Any
 import z3
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.algebra import OPERATORS, operator_of
 from autopar.substitute.rules.expressions import Expression, Guard, Operation, symbols
-from autopar.substitute.rules.formed import rule_conditions, rule_guards
-from autopar.substitute.rules.shapes import AXES, STACK, Conditions, Shape, variable_shape
 from autopar.substitute.rules.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable, subterms
+from rulemaking.algebra import OPERATORS, operator_of
+from rulemaking.formed import rule_conditions, rule_guards
+from rulemaking.shapes import AXES, STACK, Conditions, Shape, variable_shape
 
 Environment = dict[Any, Any]
 """What stands for each variable name and each unknown."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.egraph import Compiled, EGraph, Limits, Node, derivable
-from autopar.substitute.rules.shapes import variable_shape
-from autopar.substitute.rules.statement import parse_rules
+from rulemaking.egraph import Compiled, EGraph, Limits, Node, derivable
+from rulemaking.shapes import variable_shape
+from rulemaking.statement import parse_rules
 
 ADAPTER = "add(linear(x, w1), linear(linear(x, w2), w3)) => linear(x, add(w1, matmul(w3, w2)))"
 LIMITS = Limits(rounds=6, nodes=2000, seconds=10)

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from autopar.substitute.rules.drawing import DTYPES, Contradiction, Drawing
 from autopar.substitute.rules.expressions import Symbol, Undefined, guard_holds
-from autopar.substitute.rules.instances import Instance, difference, operators, tensor_lengths
-from autopar.substitute.rules.polynomials import Polynomial, Polynomials, unknown
 from autopar.substitute.rules.terms import Rule, Size
-from autopar.substitute.rules.values import Integers, Values, torch_dtype
+from rulemaking.drawing import DTYPES, Contradiction, Drawing
+from rulemaking.instances import Instance, difference, operators, tensor_lengths
+from rulemaking.polynomials import Polynomial, Polynomials, unknown
+from rulemaking.values import Integers, Values, torch_dtype
 
 LIMIT = 5000
 """Most sizes that one equation is computed at: the largest bound that keeps to it is taken."""

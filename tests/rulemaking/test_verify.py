@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.substitute.rules.axioms import axioms
-from autopar.substitute.rules.exhaustive import disagreement, sizes_of
-from autopar.substitute.rules.gradients import gradient_difference
-from autopar.substitute.rules.instances import counterexample
-from autopar.substitute.rules.statement import parse_rules
 from autopar.substitute.rules.terms import Rule
-from autopar.substitute.rules.verify import Prover, main, verified
+from rulemaking.axioms import axioms
+from rulemaking.exhaustive import disagreement, sizes_of
+from rulemaking.gradients import gradient_difference
+from rulemaking.instances import counterexample
+from rulemaking.statement import parse_rules
+from rulemaking.verify import Prover, main, verified
 
 FALSE = """
 grouped-merge: conv[?s, ?p, ?d, ?g](i, k1), conv[?s, ?p, ?d, ?g](i, k2)

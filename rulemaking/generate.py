@@ -1,6 +1,6 @@
 """Generates the rule file: enumerates terms, keeps what is sound and follows from nothing shorter, proves it.
 
-`python -m autopar.substitute.rules.generate --operators 3 -o rules.json` writes the stated rules and what generation
+`python -m rulemaking.generate --operators 3 -o rules.json` writes the stated rules and what generation
 adds to them, all verified, and prints how many candidates there were, how many were sound and kept, and the time.
 """
 
@@ -15,13 +15,13 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
-from autopar.substitute.rules.axioms import axioms_digest
-from autopar.substitute.rules.generation import Clock, follows, generated, on_all
 from autopar.substitute.rules.rulefile import write_rules
-from autopar.substitute.rules.stated import STATED
-from autopar.substitute.rules.statement import parse_rules
 from autopar.substitute.rules.terms import Rule
-from autopar.substitute.rules.verify import INSTANCES, Verdict, verified
+from rulemaking.axioms import axioms_digest
+from rulemaking.generation import Clock, follows, generated, on_all
+from rulemaking.stated import STATED
+from rulemaking.statement import parse_rules
+from rulemaking.verify import INSTANCES, Verdict, verified
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def _verified_part(rules: Sequence[Rule], num_instances: int) -> list[Verdict]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Generates, verifies and writes; 1 where a stated rule is refuted."""
-    parser = argparse.ArgumentParser(prog="python -m autopar.substitute.rules.generate", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m rulemaking.generate", description=__doc__)
     parser.add_argument("--operators", type=int, default=3, help="most operators of a term")
     parser.add_argument("--only", default="", help="operators to enumerate, separated by commas; all where not given")
     parser.add_argument("--instances", type=int, default=INSTANCES, help="random instances a rule, when verifying")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from autopar.substitute.rules.candidates import anonymous, candidates, sound
-from autopar.substitute.rules.enumeration import Enumeration
-from autopar.substitute.rules.generation import Generation, follows, generated
-from autopar.substitute.rules.statement import parse_rules
-from autopar.substitute.rules.worlds import WORLDS
+from rulemaking.candidates import anonymous, candidates, sound
+from rulemaking.enumeration import Enumeration
+from rulemaking.generation import Generation, follows, generated
+from rulemaking.statement import parse_rules
+from rulemaking.worlds import WORLDS
 
 ONLY = ("linear", "concat", "first", "second", "transpose", "scale", "conv")
 

@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 from autopar.errors import PlanError
 from autopar.substitute.rules.expressions import Expression, Operation
-from autopar.substitute.rules.shapes import AXES, STACK, Conditions, Shape, matrix
 from autopar.substitute.rules.terms import Apply, Attribute
+from rulemaking.shapes import AXES, STACK, Conditions, Shape, matrix
 
 Attributes: TypeAlias = tuple[Attribute, ...]
 

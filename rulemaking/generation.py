@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from autopar.substitute.rules.candidates import anonymous, candidates, generalised, operator_count, sound, special_cases
-from autopar.substitute.rules.egraph import Compiled, Limits, derivable
-from autopar.substitute.rules.enumeration import Enumeration
-from autopar.substitute.rules.instances import operators
 from autopar.substitute.rules.terms import Rule
-from autopar.substitute.rules.worlds import WORLDS, World
+from rulemaking.candidates import anonymous, candidates, generalised, operator_count, sound, special_cases
+from rulemaking.egraph import Compiled, Limits, derivable
+from rulemaking.enumeration import Enumeration
+from rulemaking.instances import operators
+from rulemaking.worlds import WORLDS, World
 
 T = TypeVar("T")
 U = TypeVar("U")

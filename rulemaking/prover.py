@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import z3
 
-from autopar.substitute.rules.axioms import axioms
-from autopar.substitute.rules.encoding import Encoder
-from autopar.substitute.rules.instances import operators
 from autopar.substitute.rules.terms import Apply, Rule, Variable
+from rulemaking.axioms import axioms
+from rulemaking.encoding import Encoder
+from rulemaking.instances import operators
 
 SECONDS = 5.0
 

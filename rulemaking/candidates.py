@@ -8,10 +8,6 @@ from dataclasses import replace
 from itertools import product
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.enumeration import Enumeration, unknowns_of
-from autopar.substitute.rules.formed import shape_of
-from autopar.substitute.rules.instances import counterexample, is_vacuous
-from autopar.substitute.rules.shapes import Conditions
 from autopar.substitute.rules.terms import (
     Apply,
     Attribute,
@@ -24,6 +20,10 @@ from autopar.substitute.rules.terms import (
     subterms,
     variables,
 )
+from rulemaking.enumeration import Enumeration, unknowns_of
+from rulemaking.formed import shape_of
+from rulemaking.instances import counterexample, is_vacuous
+from rulemaking.shapes import Conditions
 
 INSTANCES = 6
 GROUPED_INSTANCES = 60

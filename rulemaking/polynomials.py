@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar.substitute.rules.shapes import axis_index
 from autopar.substitute.rules.terms import Attribute
-from autopar.substitute.rules.values import Values
+from rulemaking.shapes import axis_index
+from rulemaking.values import Values
 
 Monomial = tuple[Any, ...]
 

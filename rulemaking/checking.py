@@ -9,23 +9,23 @@ from __future__ import annotations
 import json
 from collections import Counter
 from functools import lru_cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 import jsonschema
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.instances import counterexample
 from autopar.substitute.rules.rulefile import REMEDY, rules_of
 from autopar.substitute.rules.terms import Rule
+from rulemaking.instances import counterexample
 
 INSTANCES = 1
 
 
 @lru_cache(maxsize=1)
 def schema() -> Any:
-    """The JSON Schema of rule files (`autopar/substitute/rules/rules.schema.json`)."""
-    return json.loads(files("autopar.substitute.rules").joinpath("rules.schema.json").read_text(encoding="utf-8"))
+    """The JSON Schema of rule files (`rules.schema.json`)."""
+    return json.loads(Path(__file__).with_name("rules.schema.json").read_text(encoding="utf-8"))
 
 
 def read_rules(text: str) -> tuple[Rule, ...]:

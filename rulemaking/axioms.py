@@ -13,9 +13,9 @@ from functools import lru_cache
 from itertools import combinations
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.formed import rule_conditions
-from autopar.substitute.rules.statement import parse_rules
 from autopar.substitute.rules.terms import Rule, Sort
+from rulemaking.formed import rule_conditions
+from rulemaking.statement import parse_rules
 
 AXIOMS = """
 # What an operator is by definition.

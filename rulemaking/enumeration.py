@@ -14,11 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.substitute.rules.algebra import OPERATORS
 from autopar.substitute.rules.expressions import value_of
-from autopar.substitute.rules.shapes import axis_index
 from autopar.substitute.rules.terms import Apply, Attribute, Size, Term, Unknown, Variable
-from autopar.substitute.rules.worlds import LENGTHS, World
+from rulemaking.algebra import OPERATORS
+from rulemaking.shapes import axis_index
+from rulemaking.worlds import LENGTHS, World
 
 _COMMUTATIVE = {"add", "mul"}
 _HALVES = {2 * half: unknown for unknown, half in LENGTHS.items()}

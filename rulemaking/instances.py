@@ -10,12 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from autopar.substitute.rules.algebra import operator_of
-from autopar.substitute.rules.drawing import TRIES, Drawing, all_subterms
 from autopar.substitute.rules.expressions import Binding, value_of
-from autopar.substitute.rules.shapes import AXES, STACK
 from autopar.substitute.rules.terms import Apply, Rule, Size, Sort, Term, Variable
-from autopar.substitute.rules.values import Field, Integers, Values, pair
+from rulemaking.algebra import operator_of
+from rulemaking.drawing import TRIES, Drawing, all_subterms
+from rulemaking.shapes import AXES, STACK
+from rulemaking.values import Field, Integers, Values, pair
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from autopar.errors import PlanError
-from autopar.substitute.rules.drawing import Drawing
-from autopar.substitute.rules.elimination import eliminated
 from autopar.substitute.rules.expressions import parse_expression, parse_guard, solve, value_of
-from autopar.substitute.rules.formed import rule_conditions
-from autopar.substitute.rules.instances import instances
-from autopar.substitute.rules.polynomials import Polynomials
-from autopar.substitute.rules.statement import parse_rules
 from autopar.substitute.rules.terms import Rule, Size, Unknown
-from autopar.substitute.rules.values import Doubles, Field, Integers, Values, pair
+from rulemaking.drawing import Drawing
+from rulemaking.elimination import eliminated
+from rulemaking.formed import rule_conditions
+from rulemaking.instances import instances
+from rulemaking.polynomials import Polynomials
+from rulemaking.statement import parse_rules
+from rulemaking.values import Doubles, Field, Integers, Values, pair
 
 WINDOWS = [(1, 0, 1, 1), ((1, 2), (2, 1), (2, 1), 2), (2, 1, (1, 2), 3)]
 

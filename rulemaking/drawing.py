@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.substitute.rules.algebra import operator_of
-from autopar.substitute.rules.elimination import eliminated
 from autopar.substitute.rules.expressions import (
     Binding,
     Expression,
@@ -24,9 +22,11 @@ from autopar.substitute.rules.expressions import (
     symbols,
     value_of,
 )
-from autopar.substitute.rules.formed import rule_conditions, rule_guards
-from autopar.substitute.rules.shapes import AXES, STACK
 from autopar.substitute.rules.terms import Apply, Rule, Size, Term, Unknown, subterms
+from rulemaking.algebra import operator_of
+from rulemaking.elimination import eliminated
+from rulemaking.formed import rule_conditions, rule_guards
+from rulemaking.shapes import AXES, STACK
 
 DTYPES = ("float16", "bfloat16", "float32", "float64")
 TRIES = 200
