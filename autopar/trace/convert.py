@@ -26,8 +26,9 @@ from autopar.trace.gradients import differentiable_results, is_view, saves
 from autopar.trace.layouts import check_layout
 from autopar.trace.markers import CALLED, HOOKED, entered, function, hooked, left, repeated
 from autopar.trace.regions import Region, regions
+from autopar.trace.saved import written_while_kept
 from autopar.trace.tied import tied_names
-from autopar.trace.writes import WRITTEN_ASIDE
+from autopar.trace.writes import WRITTEN_ASIDE, Aside
 
 _KINDS = {InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer", InputKind.CONSTANT_TENSOR: "constant"}
 
@@ -52,7 +53,15 @@ class _Converter:
         self, program: ExportedProgram, model: nn.Module, names: list[str], prefix: str, trains: bool
     ) -> None:  # fmt: skip
         self.program, self.trains = program, trains
-        self.aside = {name.removeprefix(prefix) for name in program.graph_module.meta.get(WRITTEN_ASIDE, ())}
+        aside: Aside = program.graph_module.meta.get(WRITTEN_ASIDE, Aside())
+        self.aside = {name.removeprefix(prefix) for name in aside.buffers}
+        if trains and (found := written_while_kept(aside.steps, aside.returned)):
+            written, keeps = found
+            raise TraceError(
+                f"expected forward to write to an activation before what reads its value in the backward pass, found "
+                f"that {keeps.target} at {_line(keeps)} does, and it is written to after that, by .data or .detach(), "
+                f"at\n  {_line(written)}\nWrite to a clone of it, or before it is used."
+            )
         self.model = model
         self.prefix = prefix
         self.inputs = self._input_names(names)

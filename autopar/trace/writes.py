@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -29,12 +29,24 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.overrides import TorchFunctionMode
 
 from autopar.ops.writes import overwritten
+from autopar.trace.markers import repeated
+from autopar.trace.saved import Step, memory
 from autopar.trace.tied import tied_names
 
 aten = torch.ops.aten
 
 WRITTEN_ASIDE = "written aside"
-"""In the meta data of an exported graph: the names of buffers that are written to by `x.detach()` or `x.data`."""
+"""In the meta data of an exported graph: `Aside`."""
+
+
+@dataclass
+class Aside:
+    """What is written by `x.detach()` or `x.data`: the names of buffers. steps: all calls, and which write so to
+    activations. returned: the memory of what is returned with a gradient."""
+
+    buffers: set[str] = field(default_factory=set)
+    steps: list[Step] = field(default_factory=list)
+    returned: set[int] = field(default_factory=set)
 
 
 class UnfollowedError(Exception):
@@ -42,12 +54,12 @@ class UnfollowedError(Exception):
 
 
 @contextmanager
-def writes_kept(model: nn.Module) -> Iterator[set[str]]:
+def writes_kept(model: nn.Module) -> Iterator[Aside]:
     """While inside, torch.export of `model` keeps the meaning of writes and of regions without gradients.
 
-    Yields what will hold the names of buffers that are written to by `x.detach()` or `x.data`.
+    Yields what will tell of writes by `x.detach()` or `x.data`.
     """
-    aside: set[str] = set()
+    aside = Aside()
     trained = {name for name, parameter in model.named_parameters(remove_duplicate=False) if parameter.requires_grad}
     tied = tied_names(model)
 
@@ -92,11 +104,11 @@ def _tied_and_written(
     graph: fx.Graph, signature: ExportGraphSignature, tied: Mapping[str, str]
 ) -> dict[str, tuple[fx.Node, fx.Node]]:
     """Of stored tensors that are written to, the later names, each with its placeholder and that of the first name."""
-    written = {memory for node in graph.nodes for x in _written(node) for memory in _memory(x.meta.get("val"))}
+    written = {own for node in graph.nodes for x in _written(node) for own in memory(x.meta.get("val"))}
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
     named = {str(spec.target): nodes[str(getattr(spec.arg, "name", ""))] for spec in signature.input_specs}
     pairs = {name: (named[name], named[first]) for name, first in tied.items() if {name, first} <= named.keys()}
-    return {name: pair for name, pair in pairs.items() if not _memory(pair[1].meta.get("val")).isdisjoint(written)}
+    return {name: pair for name, pair in pairs.items() if not memory(pair[1].meta.get("val")).isdisjoint(written)}
 
 
 class _Unseen(TorchFunctionMode):
@@ -154,11 +166,11 @@ class _Known:
 class _Writer:
     """Rewrites one graph in place. trained: names of placeholders that have a gradient; constants: of tensors that are
     neither parameters nor buffers; buffers: their names in the model, by placeholder. aside: takes the names of those
-    that are written to by a tensor cut off from them."""
+    that are written to by a tensor cut off from them, and all calls."""
 
     def __init__(
         self, module: fx.GraphModule, trained: set[str], constants: set[str], buffers: Mapping[str, str],
-        aside: set[str],
+        aside: Aside,
     ) -> None:  # fmt: skip
         self.aside, self.buffers = aside, dict[int, str]()  # by memory
         self.module, self.graph = module, module.graph
@@ -166,13 +178,16 @@ class _Writer:
         self.detached: dict[fx.Node, fx.Node] = {}
         self.trained: set[int] = set()  # memory of tensors with a gradient
         self.constants: set[int] = set()  # memory of constants
+        self.stored: set[int] = set()  # memory of parameters, buffers, constants and inputs
+        self.steps: list[Step] = []
         for node in self.graph.find_nodes(op="placeholder"):
+            self.stored.update(memory(node.meta.get("val")))
             if node.name in buffers:
-                self.buffers.update(dict.fromkeys(_memory(node.meta.get("val")), buffers[node.name]))
+                self.buffers.update(dict.fromkeys(memory(node.meta.get("val")), buffers[node.name]))
             if node.name in constants:
-                self.constants.update(_memory(node.meta.get("val")))
+                self.constants.update(memory(node.meta.get("val")))
             if node.name in trained:
-                self.trained.update(_memory(node.meta.get("val")))
+                self.trained.update(memory(node.meta.get("val")))
         self.enabled = True
 
     def run(self) -> None:
@@ -184,9 +199,17 @@ class _Writer:
                 self._call(node)
             elif node.op == "output":
                 self.enabled = True
-                self._read(node, {})
+                returned = self._read(node, {})
+                self._tell(returned)
         self.graph.lint()
         self.module.recompile()
+
+    def _tell(self, returned: frozenset[fx.Node]) -> None:
+        self.aside.steps, self.aside.returned = self.steps, set()
+        for operand in returned:
+            self.aside.returned |= memory(operand.meta.get("val"))
+        if any(step.aside for step in self.steps) and self.graph.find_nodes(op="call_function", target=repeated):
+            raise UnfollowedError("what blocks keep that a marker stands for is not known: exported again without")
 
     # Reading ----------------------------------------
 
@@ -197,7 +220,7 @@ class _Writer:
         """Whether what a node stands for is part of memory with a gradient."""
         value = node.meta.get("val")
         may_have = isinstance(value, Tensor) and (value.is_floating_point() or value.is_complex())
-        return may_have and not self.trained.isdisjoint(_memory(value))
+        return may_have and not self.trained.isdisjoint(memory(value))
 
     def _passes_on(self, node: fx.Node) -> bool:
         """Whether gradients of what is made of a tensor, here, reach something."""
@@ -210,9 +233,13 @@ class _Writer:
         made.meta = {**place.meta, "val": like.meta.get("val")}
         return made
 
-    def _read(self, node: fx.Node, as_is: Mapping[fx.Node, fx.Node]) -> None:
-        """Gives a call its operands: detached where no gradient may reach them. as_is: what is given as it is told."""
+    def _read(self, node: fx.Node, as_is: Mapping[fx.Node, fx.Node]) -> frozenset[fx.Node]:
+        """Gives a call its operands: detached where no gradient may reach them. as_is: what is given as it is told.
+
+        Returns those by which gradients pass.
+        """
         given = dict(as_is)
+        passing = [operand for operand in node.all_input_nodes if self._passes_on(operand)]
         with self.graph.inserting_before(node):
             for operand in node.all_input_nodes:
                 live = self._of(operand).live
@@ -220,6 +247,7 @@ class _Writer:
                     cut_off = self._has_gradient(live) and not self._passes_on(operand)
                     given[operand] = self._detached(node, live) if cut_off else live
         node.args, node.kwargs = fx.map_arg(node.args, given.__getitem__), fx.map_arg(node.kwargs, given.__getitem__)
+        return frozenset(given[operand] for operand in passing if given[operand] is self._of(operand).live)
 
     def _detached(self, place: fx.Node, live: fx.Node) -> fx.Node:
         """One for all who read it; of what is stored, one for each, as each belongs to the block that reads it."""
@@ -234,7 +262,7 @@ class _Writer:
     def _call(self, node: fx.Node) -> None:
         written = _written(node)
         if node.target is aten.lift_fresh_copy.default:  # `torch.tensor(…)` in forward: made anew each time
-            self.constants.difference_update(_memory(node.meta.get("val")))
+            self.constants.difference_update(memory(node.meta.get("val")))
         if node.target is aten.detach_.default:  # from now on, what is written there has a history of its own
             with self.graph.inserting_before(node):
                 self.known[node] = _Known(self._copy(node, self._of(written[0]).live))
@@ -243,9 +271,9 @@ class _Writer:
         elif node.target is not operator.getitem:
             viewed = [operand for operand in node.all_input_nodes if _share(operand, node)]
             passes_on = any(self._passes_on(operand) for operand in node.all_input_nodes if operand not in viewed)
-            self._read(node, {operand: self._of(operand).live for operand in viewed})
+            self.steps.append(Step(node, self._read(node, {operand: self._of(operand).live for operand in viewed})))
             if passes_on:
-                self.trained.update(_memory(node.meta.get("val")))
+                self.trained.update(memory(node.meta.get("val")))
             for result in _results(node):
                 source = next((self._of(operand) for operand in viewed if _share(operand, result)), None)
                 if source is not None and node.target is aten.detach.default:
@@ -258,7 +286,7 @@ class _Writer:
             raise UnfollowedError(
                 f"{node.target} gives a tensor other memory: use copy_\n{node.meta.get('stack_trace')}"
             )
-        if any(not self.constants.isdisjoint(_memory(target.meta.get("val"))) for target in written):
+        if any(not self.constants.isdisjoint(memory(target.meta.get("val"))) for target in written):
             raise UnfollowedError(
                 f"{node.target} writes to a tensor that outlives the step and is neither a parameter nor a buffer "
                 "of the model: register it with register_buffer, or write to a clone of it\n"
@@ -272,19 +300,19 @@ class _Writer:
                 "under no_grad: clone the tensor before writing to it, or detach what is written\n"
                 f"{node.meta.get('stack_trace', '')}"
             )
-        if is_cut:
-            memory = (own for target in written for own in _memory(target.meta.get("val")))
-            self.aside.update(self.buffers[own] for own in memory if own in self.buffers)
+        own = set().union(*(memory(target.meta.get("val")) for target in written)) if is_cut else set[int]()
+        self.aside.buffers.update(self.buffers[one] for one in own if one in self.buffers)
         targets = {target: self._of(target).live for target in written}
         unseen = [t for t, live in targets.items() if self._has_gradient(live) and (is_cut or not self.enabled)]
         with self.graph.inserting_before(node):
             copies = {target: self._copy(node, targets[target]) for target in unseen}
-        self._read(node, {**targets, **copies})
+        passes = self._read(node, {**targets, **copies})
+        self.steps.append(Step(node, passes, frozenset(own - self.stored)))
         with self.graph.inserting_after(node):
             for target in unseen:
                 self._put(node, targets[target], copies[target])
         if passes_on:
-            self.trained.update(*(_memory(live.meta.get("val")) for live in targets.values()))
+            self.trained.update(*(memory(live.meta.get("val")) for live in targets.values()))
         for result in _results(node):
             for target in written:
                 if _share(target, result):
@@ -308,7 +336,7 @@ def _results(node: fx.Node) -> list[fx.Node]:
 
 def _share(node: fx.Node, other: fx.Node) -> bool:
     """Whether two nodes stand for parts of the same memory."""
-    return not _memory(node.meta.get("val")).isdisjoint(_memory(other.meta.get("val")))
+    return not memory(node.meta.get("val")).isdisjoint(memory(other.meta.get("val")))
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
@@ -324,14 +352,3 @@ def _written(node: fx.Node) -> list[fx.Node]:
             items = value if isinstance(value, (tuple, list)) else [value]
             found += [item for item in items if isinstance(item, fx.Node)]
     return list(dict.fromkeys(found))
-
-
-def _memory(value: Any) -> set[int]:
-    if isinstance(value, (tuple, list)):
-        return set().union(*map(_memory, value))
-    if not isinstance(value, Tensor) or value.layout != torch.strided:
-        return set()
-    try:
-        return {value.untyped_storage()._cdata}
-    except NotImplementedError:  # one that torch.func wraps
-        return {id(value)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -135,6 +136,109 @@ def test_a_buffer_whose_earlier_value_no_backward_pass_reads_may_be_written_to(p
     torch.manual_seed(0)
     model, batch = Net(part), {"x": torch.randn(8, 8)}
     assert not program_differences(model, batch, planned(model, batch, "dp=2"))
+
+
+def _data_after_product(net: Net, h: Tensor) -> Tensor:
+    y = h * net.norm.weight
+    h.data.clamp_(-0.1, 0.1)
+    return y
+
+
+def _data_of_a_result(net: Net, h: Tensor) -> Tensor:
+    h = torch.sigmoid(h)
+    h.detach().clamp_(0.4, 0.6)
+    return h
+
+
+def _data_of_a_view(net: Net, h: Tensor) -> Tensor:
+    h = h.exp()
+    h[0].data.zero_()
+    return h
+
+
+def _data_of_a_mask(net: Net, h: Tensor) -> Tensor:
+    mask = torch.ones(8, device=h.device)
+    y = h * mask
+    mask.data.mul_(2)
+    return y
+
+
+def _data_read_detached(net: Net, h: Tensor) -> Tensor:
+    y = net.norm.weight * h.detach()
+    h.data.mul_(2)
+    return y + h
+
+
+def _data_assigned(net: Net, h: Tensor) -> Tensor:
+    y = net.norm.weight * h.view(-1, 8)
+    h.data = h.data.clamp(-0.1, 0.1)
+    return y
+
+
+def _data_in_place(net: Net, h: Tensor) -> Tensor:
+    h = (h * 1).relu_()
+    h.data.add_(-0.1)
+    return h
+
+
+KEPT = (
+    _data_after_product, _data_of_a_result, _data_of_a_view, _data_of_a_mask, _data_read_detached, _data_assigned,
+    _data_in_place,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("part", KEPT)
+def test_an_activation_that_is_written_to_while_a_backward_pass_waits_is_refused(part: Part, device: str) -> None:
+    """One device would read the new value there, without a word. Both lines are told."""
+    model, inputs = Net(part).to(device), (torch.randn(8, 8, device=device),)
+    with pytest.raises(TraceError, match="to an activation before what reads its value in the back") as caught:
+        trace(model, inputs)
+    assert len(re.findall(r"test_memory\.py:\d+: return self\.part", str(caught.value))) == 2
+    trace(model, inputs, mode="inference")
+
+
+def _made_by_linear(net: Net, h: Tensor) -> Tensor:
+    h.data.clamp_(-0.1, 0.1)
+    return h * net.norm.weight
+
+
+def _kept_by_what_leads_nowhere(net: Net, h: Tensor) -> Tensor:
+    scale, index = (h * h).detach().mean(), h.square().argmax()
+    h.data.clamp_(-0.1, 0.1)
+    return h * scale + index
+
+
+def _kept_in_another_memory(net: Net, h: Tensor) -> Tensor:
+    h = torch.nn.functional.silu(h)
+    h.data.clamp_(-0.1, 0.1)
+    return h
+
+
+class Blocks(Net):
+    """Equal blocks, of which one is exported for all."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__(part)
+        self.blocks = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(4)))
+
+
+def _between_blocks(net: Net, h: Tensor) -> Tensor:
+    assert isinstance(net, Blocks)
+    for block in net.blocks:
+        h = block(h)
+        h.data.mul_(0.5)
+    return h
+
+
+@pytest.mark.parametrize(
+    "part", [_made_by_linear, _kept_by_what_leads_nowhere, _kept_in_another_memory, _between_blocks]
+)
+@pytest.mark.parametrize("how", ["dp=2", "tp=2"])
+def test_an_activation_whose_earlier_value_no_backward_pass_reads_may_be_written_to(part: Part, how: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Blocks(part), {"x": torch.randn(8, 8)}
+    assert not program_differences(model, batch, planned(model, batch, how))
 
 
 def _inverse(net: Net, h: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.errors import TraceError
-from autopar.trace import export, guard, held_against_eager, trace
+from autopar.trace import export, guard, held_against_eager, trace, writes
 from autopar.trace.eager import summary
 from autopar.trace.originals import Originals
 from autopar.trace.smaller import cut, retraced, sizes_to_cut
@@ -118,7 +118,7 @@ def test_what_tracing_loses_is_refused_with_its_line(fault: str, part: str, monk
     if part != "all":
         monkeypatch.setattr(guard, "_SCOPES", guard._SCOPES[1:])
     assert compared(Model(act)).endswith(CUT)
-    monkeypatch.setattr(export, kept_by, lambda *_, **__: nullcontext(set()))
+    monkeypatch.setattr(export, kept_by, lambda *_, **__: nullcontext(writes.Aside()))
     with pytest.raises(TraceError, match=rf"(?s){what}.*test_guard_large.py:\d+"):
         compared(Model(act))
 
