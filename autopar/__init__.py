@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from autopar import views
+
 if TYPE_CHECKING:
     from autopar.ir.constraint import Constraint as Constraint
     from autopar.ir.mesh import Mesh as Mesh
@@ -31,6 +33,22 @@ _HOMES = {
     "template_plan": "autopar.pipeline",
     "verify": "autopar.pipeline",
 }
+
+
+views.fill(
+    {
+        "text": "autopar.show.text:plan_text",
+        "difference": "autopar.show.text:diff_text",
+        "explanation": "autopar.show.explain:explain_text",
+        "tables": "autopar.show.tables:plan_tables",
+        "card": "autopar.show.card:card",
+        "report": "autopar.show.report:write_report",
+        "picture": "autopar.show.picture:picture",
+        "perfetto": "autopar.show.perfetto:trace",
+        "to_json": "autopar.ir.serialization:to_json",
+        "from_json": "autopar.ir.serialization:from_json",
+    }
+)
 
 
 def __getattr__(name: str) -> Any:

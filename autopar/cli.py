@@ -27,16 +27,16 @@ from autopar.cost.profile import profile_to_json
 from autopar.emit import script
 from autopar.errors import AutoparError, InternalError, MeshError, PlanError
 from autopar.ir.constraint import Constraint
-from autopar.ir.explain import check_matches
 from autopar.ir.mesh import Mesh
 from autopar.ir.naming import printable
 from autopar.ir.plan import Plan
-from autopar.ir.text import prediction_text, time_text
 from autopar.pipeline import parallelize, template_plan, timeline_of, verify, with_timeline
 from autopar.profiler import load_profile, measure_profile
 from autopar.profiler.linked import read_links, with_measured_links
 from autopar.profiler.measure_links import parse_mesh
 from autopar.profiler.measure_links import run as run_links
+from autopar.show.explain import check_matches
+from autopar.show.text import prediction_text, time_text
 from autopar.simulate import predict
 from autopar.trace.weightless import built_on_meta
 

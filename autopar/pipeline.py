@@ -30,7 +30,6 @@ from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan, rule_counts
-from autopar.ir.text import rules_text
 from autopar.jointly import (
     NEARBY_S,
     Entry,
@@ -60,6 +59,7 @@ from autopar.progress import Passes, Report, reporting
 from autopar.refinement import refined
 from autopar.rewrites import graph_of, rewrites
 from autopar.shares import SharedBatch, best_mixed_plan
+from autopar.show.text import rules_text
 from autopar.simulate import Timeline, simulate
 from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages

@@ -17,7 +17,7 @@ from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
-from autopar.ir.serialization import write_whole
+from autopar.ir.writing import write_whole
 
 if TYPE_CHECKING:
     from torch import nn

@@ -13,8 +13,8 @@ import pytest
 import autopar
 from autopar import cli
 from autopar.ir.constraint import Constraint
-from autopar.ir.text import used_placements
 from autopar.profiler import host
+from autopar.show.text import used_placements
 from tests.test_house import ROOT
 
 MODEL, MESH = "models.mlp", "h100:2"

@@ -21,8 +21,8 @@ import numpy as np
 
 from autopar.intraop.builder import Built, Kept, Variable
 from autopar.intraop.strategies import Strategy
+from autopar.ir.labels import bracketed, storage_text, strategy_text
 from autopar.ir.plan import Alternative, Choice
-from autopar.ir.text import bracketed, storage_text, strategy_text
 from autopar.selection.problem import INFINITE, NO_PATH_NS, Int64Array, Problem
 
 MAX_ALTERNATIVES = 5

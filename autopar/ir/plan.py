@@ -2,6 +2,7 @@
 
 A plan is pure data. It says everything that the emitted program does beyond the graph: each operator's operand
 and result placements, each redistribution with its steps, each parameter's storage. `verifier.verify` checks it.
+What shows it, and its form in a file, it asks for by name (`autopar.views`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from autopar.ir.faults import faults_told
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
+from autopar.ir.writing import write_whole
+from autopar.views import view
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -237,7 +240,7 @@ class Timeline(Protocol):
         """Writes the timeline as a trace that Perfetto and chrome://tracing open."""
 
     def picture(self) -> Mapping[str, Any]:
-        """The timeline as plain data that a page draws (`autopar.simulate.picture`)."""
+        """The timeline as plain data that a page draws (`autopar.show.picture`)."""
 
 
 @dataclass(frozen=True)
@@ -359,45 +362,38 @@ class Plan:
 
     @faults_told()
     def __str__(self) -> str:
-        from autopar.ir.text import plan_text
-
-        return plan_text(self)
+        text: str = view("text")(self)
+        return text
 
     @faults_told()
     def __rich__(self) -> RenderableType:
         """Tables, for `rich.print(plan)` and consoles that show objects with rich."""
-        from autopar.show.tables import plan_tables
-
-        return plan_tables(self)
+        tables: RenderableType = view("tables")(self)
+        return tables
 
     @faults_told()
     def _repr_html_(self) -> str:
         """The card that notebooks show."""
-        from autopar.show.card import card
-
-        return card(self)
+        card: str = view("card")(self)
+        return card
 
     @faults_told()
     def to_json(self) -> str:
         """The plan as JSON text; `from_json` of it is equal, and writes the same bytes again."""
-        from autopar.ir.serialization import to_json
-
-        return to_json(self)
+        text: str = view("to_json")(self)
+        return text
 
     @classmethod
     @faults_told()
     def from_json(cls, text: str) -> Plan:
         """Reads and validates a plan. Raises PlanError naming what is malformed; nothing in it is executed."""
-        from autopar.ir.serialization import from_json
-
         if not isinstance(text, str):
             raise PlanError(f"expected a plan's JSON text, found {type(text).__name__}; of a file take Plan.load(path)")
-        return from_json(text)
+        plan: Plan = view("from_json")(text)
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Writes the plan's JSON, whole or not at all."""
-        from autopar.ir.serialization import write_whole
-
         write_whole(Path(path), self.to_json())
 
     @classmethod
@@ -427,19 +423,17 @@ class Plan:
     @faults_told()
     def explain(self, pattern: str) -> str:
         """Why: the operators and parameters of a module path (or pattern), chosen against alternatives, with costs."""
-        from autopar.ir.explain import explain_text
-
         if not isinstance(pattern, str):
             raise PlanError(f"expected a module path or pattern, such as 'layers.0.mlp', found {pattern!r}")
-        return explain_text(self, pattern)
+        text: str = view("explanation")(self, pattern)
+        return text
 
     @faults_told()
     def diff(self, other: Plan) -> str:
         """What differs between two plans, one line each."""
-        from autopar.ir.text import diff_text
-
         _require(other, "another plan to compare with")
-        return diff_text(self, other)
+        text: str = view("difference")(self, other)
+        return text
 
     @faults_told()
     def report(self, path: str | Path, compare: Plan | None = None) -> None:
@@ -447,11 +441,9 @@ class Plan:
 
         The timeline, memory over time and traffic by axis are in it where the plan has its model's graph (`timeline`).
         """
-        from autopar.show.report import write_report
-
         if compare is not None:
             _require(compare, "another plan to compare with")
-        write_report(self, path, compare)
+        view("report")(self, path, compare)
 
 
 def _require(value: Any, wanted: str) -> None:

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from dataclasses import asdict
 from functools import lru_cache
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, PlanError
@@ -211,17 +208,3 @@ def _refinement(data: dict[str, Any]) -> Refinement:
 
 def _prediction(data: dict[str, Any]) -> Prediction:
     return Prediction(**{**data, "breakdown": Breakdown(**data["breakdown"])})
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that a reader finds the old text or the new one, never a part."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise

@@ -51,20 +51,6 @@ def seen_from(axes: LogicalMesh, rank: int) -> LogicalMesh:
     )
 
 
-def share_lines(plan: PlanData) -> list[str]:
-    """For `print(plan)`: which ranks get how much of the batch; nothing where all get as much."""
-    axis = next((axis for axis in plan.axes if axis.shares), None)
-    if axis is None:
-        return []
-    parts = []
-    for ranks in alike_ranks(plan.mesh, plan.axes):
-        share, last = axis.shares[ranks.start // axis.stride % axis.size], ranks.stop - 1
-        where = f"rank {last}" if len(ranks) == 1 else f"ranks {ranks.start} to {last}"
-        parts.append(f"{share}/{axis.units} on {where} ({plan.mesh.group_of(ranks).profile})")
-    each = "each microbatch" if plan.microbatches > 1 else "the batch"
-    return [f"  shares      of {each} over {axis.name}: {', '.join(parts)}"]
-
-
 # The check ----------------------------------------
 
 

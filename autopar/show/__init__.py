@@ -1,1 +1,1 @@
-"""Views of plans: the page of `plan.report`."""
+"""Views of plans and timelines: text, reasons, tables, cards, the page of `plan.report`, Perfetto's trace."""

@@ -10,8 +10,8 @@ from html import escape
 
 from autopar.ir.placement import Placement, parse_placement
 from autopar.ir.plan import Plan
-from autopar.ir.text import axes_text, bytes_text, parameter_rows, plan_text, stage_blocks, time_text
 from autopar.show.tables import breakdown_rows, tile_text
+from autopar.show.text import axes_text, bytes_text, parameter_rows, plan_text, stage_blocks, time_text
 
 MOST_ROWS = 24
 TILES = {

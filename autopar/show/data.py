@@ -9,8 +9,7 @@ from typing import Any
 
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, ranks_within_node
 from autopar.ir.plan import Plan, Refinement
-from autopar.ir.shares import share_lines
-from autopar.ir.text import fork_text, recompute_text, stage_blocks
+from autopar.show.text import fork_text, recompute_text, share_lines, stage_blocks
 from autopar.show.tree import Data, model_tree
 
 

@@ -18,7 +18,7 @@ from string import Template
 from typing import Any
 
 from autopar.ir.plan import Plan
-from autopar.ir.serialization import write_whole
+from autopar.ir.writing import write_whole
 from autopar.show.data import plan_data
 
 SCRIPTS = (

@@ -11,7 +11,7 @@ from rich.text import Text
 from autopar.ir.naming import printable
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import Breakdown, Plan
-from autopar.ir.text import axes_text, bytes_text, plan_text, screen_rows, stage_blocks, time_text
+from autopar.show.text import axes_text, bytes_text, plan_text, screen_rows, stage_blocks, time_text
 
 STYLES = {"S0": "white on blue", "S1": "black on yellow", "S2": "white on green", "P": "white on red", "R": "reverse"}
 

@@ -12,12 +12,13 @@ from functools import cached_property
 from typing import Any
 
 from autopar.ir.branches import homes
-from autopar.ir.explain import first_twin, is_against_constraint, node_twins, with_own_choices
+from autopar.ir.labels import storage_text
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Choice, Plan, Redistribute
 from autopar.ir.redistribution import NOTHING
-from autopar.ir.text import storage_text, used_placements
+from autopar.show.explain import first_twin, is_against_constraint, node_twins, with_own_choices
+from autopar.show.text import used_placements
 
 Data = dict[str, Any]
 

@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from autopar.ir.plan import Breakdown, Prediction
-from autopar.ir.serialization import write_whole
+from autopar.ir.writing import write_whole
 from autopar.simulate.engine import Change, Sent, Task
 from autopar.simulate.memory import Memory, Samples
-from autopar.simulate.perfetto import trace
-from autopar.simulate.picture import picture
+from autopar.views import view
 
 Stream = tuple[int, str]  # rank, name
 Changes = list[Change]
@@ -150,12 +149,14 @@ class Timeline:
         return dict(busy)
 
     def picture(self) -> dict[str, Any]:
-        """The timeline as plain data that a page draws, equal passes written once."""
-        return picture(self)
+        """The timeline as plain data that a page draws, equal passes written once (`show.picture`)."""
+        data: dict[str, Any] = view("picture")(self)
+        return data
 
     def to_chrome(self) -> dict[str, Any]:
-        """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open (`simulate.perfetto`)."""
-        return trace(self)
+        """The timeline in the Trace Event Format, which Perfetto and chrome://tracing open (`show.perfetto`)."""
+        data: dict[str, Any] = view("perfetto")(self)
+        return data
 
     def save(self, path: str | Path) -> None:
         """Writes the timeline for Perfetto, whole or not at all."""

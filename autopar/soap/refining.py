@@ -16,8 +16,8 @@ from functools import cached_property
 from random import Random
 from typing import NamedTuple
 
+from autopar.ir.labels import bracketed, storage_text, strategy_text
 from autopar.ir.plan import Move, NodePlan, Plan, Refinement, Storage
-from autopar.ir.text import bracketed, storage_text, strategy_text
 from autopar.soap.annealing import Chain, Jump, Scored, Watch, World, anneal, joined_trace, scored
 from autopar.soap.proposals import INPUT, RECOMPUTE, STORAGE, Option
 from autopar.soap.space import Change, Draft, Space, option_of

@@ -31,13 +31,13 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.ir.shares import share_lines
 from autopar.microbatch import divisible
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.profiler import profiles_of
 from autopar.shares import best_mixed_plan
+from autopar.show.text import share_lines
 from autopar.trace import find_blocks, trace
 from models import gpt
 

@@ -24,10 +24,10 @@ from torch import nn
 import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import GraphPlan
-from autopar.ir.text import rules_text
 from autopar.pipeline import placed, planned_jointly
 from autopar.planning import Request
 from autopar.rewrites import rewrites
+from autopar.show.text import rules_text
 from autopar.substitute import load_rules
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record

@@ -14,14 +14,15 @@ import autopar
 from autopar.intraop.alternatives import explain_choices
 from autopar.intraop.builder import Built, build
 from autopar.intraop.costs import ProfiledCosts
-from autopar.ir.explain import SCREEN_LINES
+from autopar.ir.labels import strategy_text
 from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Alternative
-from autopar.ir.text import runners_up, strategy_text
 from autopar.profiler import load_profile
 from autopar.selection.evaluator import evaluate
 from autopar.selection.problem import INFINITE, NO_PATH_NS
 from autopar.selection.solver import solve
+from autopar.show.explain import SCREEN_LINES
+from autopar.show.text import runners_up
 from autopar.trace import find_blocks, trace
 from autopar.zero import storage_options
 from models import gpt, mlp

@@ -94,11 +94,11 @@ def test_readers_of_plans_tell_faults(act: str, tmp_path: Path) -> None:
     plan = planned("template")
     plan.save(tmp_path / "plan.json")
     places = {
-        "explain": ("autopar.ir.explain.explain_text", lambda: plan.explain("layers")),
-        "diff": ("autopar.ir.text.diff_text", lambda: plan.diff(plan)),
+        "explain": ("autopar.show.explain.explain_text", lambda: plan.explain("layers")),
+        "diff": ("autopar.show.text.diff_text", lambda: plan.diff(plan)),
         "report": ("autopar.show.report.write_report", lambda: plan.report(tmp_path / "plan.html")),
         "load": ("autopar.ir.serialization.check_consistent", lambda: autopar.Plan.load(tmp_path / "plan.json")),
-        "print": ("autopar.ir.text.plan_text", lambda: str(plan)),
+        "print": ("autopar.show.text.plan_text", lambda: str(plan)),
     }
     planted, call = places[act]
     with mock.patch(planted, side_effect=IndexError("list index")), pytest.raises(InternalError, match="IndexError"):

@@ -15,9 +15,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import coordinates
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import GraphPlan, Move, Plan, Refinement, Rewriting, Substitution
-from autopar.ir.text import bytes_text, time_text
 from autopar.pipeline import template_of_graph
 from autopar.show import report
+from autopar.show.text import bytes_text, time_text
 from autopar.trace import trace
 from models import gpt
 from tests.show.conftest import Page

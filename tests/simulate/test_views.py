@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.profiler import load_profile
+from autopar.show.perfetto import microseconds
+from autopar.show.picture import picture
 from autopar.simulate import Timeline, simulate
-from autopar.simulate.perfetto import microseconds
-from autopar.simulate.picture import picture
 from tests.simulate.test_conservation import PLANS, case_of
 
 NAMES = sorted(PLANS)

@@ -9,12 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import asdict
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.simulate.engine import Task
-
-if TYPE_CHECKING:
-    from autopar.simulate.timeline import Lane, Piece, Timeline
+from autopar.simulate.timeline import Lane, Piece, Timeline
 
 MEMORY_SAMPLES = 800  # of each lane: about a pixel each
 

@@ -10,20 +10,11 @@ from itertools import accumulate
 
 from autopar.errors import PlanError
 from autopar.ir.branches import homes
+from autopar.ir.labels import storage_text, strategy_text
 from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Alternative, Choice, Plan
-from autopar.ir.shares import share_lines
-from autopar.ir.text import (
-    bytes_text,
-    fork_text,
-    graphs_text,
-    runners_up,
-    storage_text,
-    strategy_text,
-    time_text,
-    used_placements,
-)
+from autopar.show.text import bytes_text, fork_text, graphs_text, runners_up, share_lines, time_text, used_placements
 
 SCREEN_LINES = 48
 MAX_SHOWN = 4

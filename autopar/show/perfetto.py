@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autopar.simulate.engine import COMPUTE
-
-if TYPE_CHECKING:
-    from autopar.simulate.timeline import Lane, Timeline
+from autopar.simulate.timeline import Lane, Timeline
 
 Event = dict[str, Any]
 

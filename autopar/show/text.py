@@ -6,13 +6,14 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
+from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.naming import printable
-from autopar.ir.placement import Placement, format_placement
+from autopar.ir.placement import format_placement
 from autopar.ir.plan import Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
-from autopar.ir.shares import axis_text, share_lines
+from autopar.ir.shares import alike_ranks, axis_text
 
 MOST_STAGES, MOST_ROWS = 10, 22
 """Lines of stages, and of parameters, that a screen has room for beside the others."""
@@ -116,6 +117,20 @@ def _few_rules(counts: Mapping[str, int]) -> str:
 
 
 _MOST_RULES = 2
+
+
+def share_lines(plan: Plan) -> list[str]:
+    """Which ranks get how much of the batch; nothing where all get as much."""
+    axis = next((axis for axis in plan.axes if axis.shares), None)
+    if axis is None:
+        return []
+    parts = []
+    for ranks in alike_ranks(plan.mesh, plan.axes):
+        share, last = axis.shares[ranks.start // axis.stride % axis.size], ranks.stop - 1
+        where = f"rank {last}" if len(ranks) == 1 else f"ranks {ranks.start} to {last}"
+        parts.append(f"{share}/{axis.units} on {where} ({plan.mesh.group_of(ranks).profile})")
+    each = "each microbatch" if plan.microbatches > 1 else "the batch"
+    return [f"  shares      of {each} over {axis.name}: {', '.join(parts)}"]
 
 
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:
@@ -339,31 +354,6 @@ def used_placements(plan: Plan) -> dict[str, set[str]]:
     return found
 
 
-class _Placed(Protocol):
-    """An operator's placements: a node of a plan, or a strategy of the search."""
-
-    @property
-    def operands(self) -> tuple[Placement, ...]: ...
-    @property
-    def results(self) -> tuple[Placement, ...]: ...
-
-
-def strategy_text(placed: _Placed) -> str:
-    """ "[S(0)], [R] -> [S(0)]": what an operator reads, and what it makes."""
-    return f"{bracketed(placed.operands)} -> {bracketed(placed.results)}"
-
-
-def bracketed(placements: Iterable[Placement]) -> str:
-    """ "[S(0) R], [R R]"."""
-    return ", ".join(f"[{format_placement(placement)}]" for placement in placements)
-
-
-def storage_text(storage: Storage) -> str:
-    """A storage placement with its ZeRO behaviour: "[S(0) I] gathered per use"."""
-    mark = " gathered per use" if storage.regather else ""
-    return f"[{format_placement(storage.placement)}]{mark}"
-
-
 def diff_text(plan: Plan, other: Plan) -> str:
     """One line for each property that differs; numbered blocks are folded, operators counted by module."""
     lines = []
@@ -488,7 +478,6 @@ __all__ = [
     "prediction_text",
     "screen_rows",
     "stage_blocks",
-    "storage_text",
     "time_text",
     "used_placements",
 ]
