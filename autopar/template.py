@@ -9,7 +9,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.placement import Type
-from autopar.ir.plan import SCHEDULES
+from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.ir.structure import batch_inputs
 from autopar.zero import KINDS, joined, recomputable
 
@@ -31,13 +31,14 @@ def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int
     """
     if schedule not in SCHEDULES:
         raise PlanError(f"expected schedule as one of {', '.join(SCHEDULES)}, found {schedule!r}")
-    if schedule == "interleaved" and (chunks < 2 or pp < 2):
+    has_chunks = SCHEDULES[schedule].has_chunks
+    if has_chunks and (chunks < 2 or pp < 2):
         raise PlanError(
             f"expected at least 2 chunks a rank and pp > 1 to interleave, found chunks={chunks}, pp={pp}; "
-            'use schedule="1f1b"'
+            f'use schedule="{PLAIN}"'
         )
     firsts = range(0, mesh.num_devices, mesh.num_devices // pp)
-    return tuple(firsts) * (chunks if schedule == "interleaved" else 1)
+    return tuple(firsts) * (chunks if has_chunks else 1)
 
 
 def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str) -> tuple[str, ...]:

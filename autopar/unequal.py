@@ -23,6 +23,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.schedule import PLAIN
 from autopar.microbatch import divisible, one_microbatch_plan, over_microbatches
 from autopar.planning import Part, Place, Request, divided
 from autopar.progress import Report, reporting
@@ -298,7 +299,7 @@ class _Search:
             request = replace(self.request, recompute=again)
             part = self.divided(setting.microbatches)
             stages = UnequalStages(
-                part, dict(setting.axes), 1, "1f1b", self.paths, request, self.profiles, self.known
+                part, dict(setting.axes), 1, PLAIN, self.paths, request, self.profiles, self.known
             )  # fmt: skip
             return stages.plan("speed")
         except (InfeasibleError, PlanError) as error:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from importlib.resources import files
 from typing import Any
 
 import torch
 
 import autopar
+from autopar.ir.serialization import schema
 from docs.markdown import code, page, table
 from models import mlp
 
@@ -39,24 +39,24 @@ out here, and times and sizes are of this release.
 
 
 def plan_format() -> str:
-    schema = json.loads(files("autopar.ir").joinpath("plan.schema.json").read_text(encoding="utf-8"))
-    fields = schema["properties"]
+    known = schema()
+    fields = known["properties"]
     return page(
         "The format of plan files",
         INTRODUCTION,
         "## Fields",
-        _fields(schema),
+        _fields(known),
         *(part for name in ("stages", "predicted", "search", "substitutions") for part in _nested(fields, name)),
         "### `search.rewriting`",
-        _fields(schema["$defs"]["rewriting"]),
+        _fields(known["$defs"]["rewriting"]),
         "### `search.rewriting.graphs`",
-        _fields(schema["$defs"]["rewriting"]["properties"]["graphs"]["items"]),
+        _fields(known["$defs"]["rewriting"]["properties"]["graphs"]["items"]),
         "### `search.refinement`",
-        _fields(schema["$defs"]["refinement"]),
+        _fields(known["$defs"]["refinement"]),
         "### `search.refinement.moves`",
-        _fields(schema["$defs"]["refinement"]["properties"]["moves"]["items"]),
+        _fields(known["$defs"]["refinement"]["properties"]["moves"]["items"]),
         "## Parts that several fields share",
-        table(("part", "type", "meaning"), _shared(schema["$defs"])),
+        table(("part", "type", "meaning"), _shared(known["$defs"])),
         "## A small plan",
         EXAMPLE,
         code(_example(), "json"),

@@ -3,7 +3,6 @@
 from autopar.interop.clustering import Layers, Members, balanced_layers, block_layers
 from autopar.interop.dp import ChosenStage, StageChoice, StageKind, StageSearch, best_stages, equally_cut
 from autopar.interop.folding import Folded, fold
-from autopar.interop.schedules import in_flight, waiting
 
 __all__ = [
     "ChosenStage",
@@ -18,6 +17,4 @@ __all__ = [
     "block_layers",
     "equally_cut",
     "fold",
-    "in_flight",
-    "waiting",
 ]

@@ -5,7 +5,7 @@
 
 t: a microbatch forward and backward through a stage, what it receives included (`_Ranges.time`); B: microbatches; e:
 what a stage does once a step, of gradient sums what its last backward pass does not hide (`_Ranges.once`). r: bytes
-that stay; f: microbatches in flight (`schedules.in_flight`), which depends on how many stages are behind; a: bytes each
+that stay; f: microbatches in flight (`ir.schedule`), which depends on how many stages are behind; a: bytes each
 of them takes; w: the largest workspace. So the programme goes from the last stage to the first, and the number of
 stages is a part of its state:
 
@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
-from autopar.interop.schedules import in_flight
+from autopar.ir.schedule import PLAIN, in_flight
 
 Int64Array = npt.NDArray[np.int64]
 
@@ -100,12 +100,12 @@ class StageSearch:
 
 
 def best_stages(
-    kinds: Sequence[StageKind], num_devices: int, microbatches: int, schedule: str = "1f1b",
+    kinds: Sequence[StageKind], num_devices: int, microbatches: int, schedule: str = PLAIN,
     max_stages: int | None = None, max_rounds: int | None = None,
 ) -> StageSearch:  # fmt: skip
     """The stages of least step time whose submeshes have `num_devices` together, under each kind's memory limit.
 
-    schedule: "gpipe" or "1f1b". Raises InfeasibleError naming the smallest limit in bytes, equal for all kinds, that
+    schedule: one without chunks. Raises InfeasibleError naming the smallest limit in bytes, equal for all kinds, that
     stages exist for (None where no submeshes tile the mesh).
     """
     started = time.monotonic()

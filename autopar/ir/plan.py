@@ -20,6 +20,7 @@ from autopar.ir.faults import faults_told
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
+from autopar.ir.schedule import PLAIN
 from autopar.ir.writing import write_whole
 from autopar.views import view
 
@@ -194,9 +195,6 @@ class Fork:
     branches: tuple[Branch, ...]
 
 
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
-
-
 @dataclass(frozen=True)
 class Stage:
     """A part of the model that runs on a submesh: as many ranks as its axes hold, from `first_rank` on, row-major.
@@ -319,7 +317,7 @@ class Plan:
     redistributes: tuple[Redistribute, ...]
     forks: tuple[Fork, ...] = ()  # operators that run on a part of the ranks alone
     stages: tuple[Stage, ...] = ()
-    schedule: str = "1f1b"  # the order of forward and backward passes on each stage, one of SCHEDULES
+    schedule: str = PLAIN  # a row of `ir.schedule`
     microbatches: int = 1
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
     recompute: tuple[str, ...] = ()  # module paths whose activations are computed again in the backward pass

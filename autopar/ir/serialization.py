@@ -33,6 +33,7 @@ from autopar.ir.plan import (
     Substitution,
 )
 from autopar.ir.redistribution import Step
+from autopar.ir.schedule import SCHEDULES
 
 VERSION = 2
 _PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer", "precision", "memory_limit")
@@ -40,8 +41,10 @@ _PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer
 
 @lru_cache(maxsize=1)
 def schema() -> Any:
-    """The JSON Schema of plan files (`autopar/ir/plan.schema.json`)."""
-    return json.loads(files("autopar.ir").joinpath("plan.schema.json").read_text(encoding="utf-8"))
+    """The JSON Schema of plan files (`autopar/ir/plan.schema.json`), with the names of schedules."""
+    found = json.loads(files("autopar.ir").joinpath("plan.schema.json").read_text(encoding="utf-8"))
+    found["properties"]["schedule"]["enum"] = [*SCHEDULES]
+    return found
 
 
 def to_json(plan: Plan) -> str:

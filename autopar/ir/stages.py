@@ -17,7 +17,8 @@ from autopar.ir.buffers import update_line
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Placement, Type, format_placement
-from autopar.ir.plan import SCHEDULES, PlanData, Stage, Storage
+from autopar.ir.plan import PlanData, Stage, Storage
+from autopar.ir.schedule import PLAIN, SCHEDULES, microbatches_a_round
 from autopar.ir.structure import is_random
 
 
@@ -129,7 +130,7 @@ def _check_submeshes(plan: PlanData) -> None:
             )
     if ends[-1] != plan.mesh.num_devices:
         raise PlanError(f"expected stages on all {plan.mesh.num_devices} devices of {plan.mesh}, found {ends[-1]}")
-    if len(submeshes) < len(plan.stages) and plan.schedule != "interleaved":
+    if len(submeshes) < len(plan.stages) and not SCHEDULES[plan.schedule].has_chunks:
         raise PlanError(f"expected stages on submeshes of their own with schedule {plan.schedule!r}, found shared ones")
     firsts = [stage.first_rank for stage in plan.stages]
     has_branches = bool(plan.forks) or any(stage.forks for stage in plan.stages)
@@ -149,37 +150,17 @@ def check_schedule(
             f"expected stages in turn on each of {num_submeshes} submeshes, as often on all, found them from ranks "
             f"{', '.join(map(str, firsts))} on"
         )
-    if schedule in ("interleaved", "zero_bubble"):
+    row = SCHEDULES[schedule]
+    if row.makes_rounds:
         microbatches_a_round(schedule, microbatches, num_submeshes)
-    if schedule == "zero_bubble" and recompute:
+    if row.splits_backward and recompute:
         raise PlanError(
-            f'expected no recomputation with schedule "zero_bubble", found {len(recompute)} recomputed modules, '
+            f"expected no recomputation with schedule {schedule!r}, found {len(recompute)} recomputed modules, "
             "which its backward pass in two parts would run again for each group of parameters' gradients; "
-            'take schedule="1f1b", or recompute="none"'
+            f'take schedule="{PLAIN}", or recompute="none"'
         )
     if has_branches:
         raise PlanError("expected no branches in a plan of several stages, found some; take one stage, or no branches")
-
-
-def num_rounds(microbatches: int, num_submeshes: int) -> int:
-    """How often all submeshes are gone over; in a round, each takes as many microbatches as there are submeshes."""
-    return max(1, microbatches // num_submeshes)
-
-
-def makes_rounds(microbatches: int, num_submeshes: int) -> bool:
-    """Whether microbatches make equal rounds over the submeshes, which interleaved and zero_bubble go by."""
-    return microbatches % num_rounds(microbatches, num_submeshes) == 0
-
-
-def microbatches_a_round(schedule: str, microbatches: int, num_submeshes: int) -> int:
-    """Of equal rounds. Raises PlanError where microbatches do not make such."""
-    rounds = num_rounds(microbatches, num_submeshes)
-    if not makes_rounds(microbatches, num_submeshes):
-        raise PlanError(
-            f"expected a number of microbatches that makes {rounds} equal rounds over {num_submeshes} submeshes with "
-            f"schedule {schedule!r}, found {microbatches}; take a multiple of {num_submeshes}"
-        )
-    return microbatches // rounds
 
 
 def _check_together(graph: Graph, plan: PlanData) -> None:

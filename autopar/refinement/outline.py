@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan
+from autopar.ir.schedule import PLAIN
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Outline:
     microbatches: int
     stage_of: tuple[int, ...] = ()
     first_ranks: tuple[int, ...] = ()
-    schedule: str = "1f1b"
+    schedule: str = PLAIN
 
     def __str__(self) -> str:
         sizes = "x".join(str(axis.size) for axis in self.axes) or "1"

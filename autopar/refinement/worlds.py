@@ -15,6 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Move, Plan, Storage
+from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.microbatch import axes_of_parts, one_microbatch_plan
 from autopar.planning import Place, Request, divided
 from autopar.refinement.explaining import explained
@@ -89,11 +90,12 @@ class Worlds:
     def at(self, outline: Outline) -> World:
         """Raises PlanError where there is none."""
         if outline not in self._known:
-            place = self.place(replace(outline, stage_of=(), first_ranks=(), schedule="1f1b"))
+            place = self.place(replace(outline, stage_of=(), first_ranks=(), schedule=PLAIN))
             graph, profile = place.part.graph, place.shared_profile
             staged = partial(self.cut, graph, outline)
             score: Score = _Staged(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
-            space = self._space(place, recomputes=not outline.stage_of or outline.schedule != "zero_bubble")
+            in_two_parts = bool(outline.stage_of) and SCHEDULES[outline.schedule].splits_backward
+            space = self._space(place, recomputes=not in_two_parts)
             ledger = self._ledger(outline, place, space)
             self._known[outline] = world = World(space, score, str(outline), ledger)
             self._outline_of[world] = outline
@@ -115,7 +117,7 @@ class Worlds:
         if outline.stage_of:
             members, firsts = self.layers.members(graph, outline.stage_of), outline.first_ranks
             is_one_by_one = len(set(firsts)) == len(firsts)
-            is_row = is_one_by_one, is_one_by_one and outline.schedule != "zero_bubble"
+            is_row = is_one_by_one, is_one_by_one and not SCHEDULES[outline.schedule].splits_backward
             stages = Stages(members, is_row, firsts)
         return Ledger(space, prices, outline.microbatches, stages)
 

@@ -254,8 +254,7 @@ class Stage(Program):
 class Pipeline:
     """A program of several stages, in the order in which a microbatch visits them.
 
-    SCHEDULE: the order of forward and backward passes on each submesh, "gpipe", "1f1b", "interleaved" or
-    "zero_bubble".
+    SCHEDULE: the order of forward and backward passes on each submesh, a name that `scheduled` knows.
     INPUTS: those of the model, whose placements the stages state. OUTPUTS: for each output of the model the stage that
     makes it, and its position among what that stage's forward returns.
     """

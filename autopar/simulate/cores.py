@@ -22,9 +22,9 @@ from typing import NamedTuple
 import numpy as np
 
 from autopar.cost import Profile
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
 from autopar.simulate.engine import COMPUTE, Sent, Task
 from autopar.simulate.memory import Numbers
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
 from autopar.simulate.timeline import Lane, Piece
 
 SEND = "send"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.simulate.lifetime import Lifetimes
 from autopar.simulate.orders import Orders
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.simulate.program import Item, Program, Transmission
 
 

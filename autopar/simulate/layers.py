@@ -15,13 +15,14 @@ import numpy as np
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Turn
 from autopar.simulate.engine import COMPUTE, Change
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Turn
 from autopar.simulate.player import Pass, PassKind, Player
 from autopar.simulate.program import Program, lower_stages
 from autopar.simulate.schedule import Progress, Submesh
 from autopar.simulate.transfers import Transfers, find_transfers
 
+_IN_TWO = next(row.name for row in SCHEDULES.values() if row.splits_backward)
 CONSTANTS = "constants"  # of memory, the kind: a mask, say, that all layers read
 
 
@@ -73,7 +74,7 @@ def layer_costs(
     ]
     if not (splits and trains and plan.stages):
         return costs
-    in_two = lower_stages(graph, replace(plan, schedule="zero_bubble"), profiles)
+    in_two = lower_stages(graph, replace(plan, schedule=_IN_TWO), profiles)
     return [_with_two_parts(cost, program, shared) for cost, program in zip(costs, in_two, strict=True)]
 
 

@@ -8,7 +8,7 @@ from functools import cache
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
-from autopar.simulate.passes import BACKWARD_INPUT, BACKWARD_WEIGHT
+from autopar.ir.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.simulate.program import Bucket, Program, Slot
 
 

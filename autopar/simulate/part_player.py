@@ -13,11 +13,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
+from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment, Sent
 from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.passes import BACKWARD, FORWARD
 from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing, meets
 from autopar.simulate.program import Bucket, Program, Slot, Transmission, is_summed_first
 from autopar.simulate.sharing import Share

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import BACKWARD, FORWARD, turns
 from autopar.simulate.differences import Key
 from autopar.simulate.engine import Carried, Change, Engine, Moment
 from autopar.simulate.part_player import (
@@ -25,7 +26,6 @@ from autopar.simulate.part_player import (
     finished,
 )
 from autopar.simulate.parts import Part
-from autopar.simulate.passes import BACKWARD, FORWARD, turns
 from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.schedule import Submesh, lane_of
 from autopar.simulate.timeline import Piece, Timeline

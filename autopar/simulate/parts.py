@@ -26,12 +26,12 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement, evenly, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step
+from autopar.ir.schedule import BACKWARD
 from autopar.simulate.copies import Copies
 from autopar.simulate.directions import Direction, direction_of
 from autopar.simulate.facts import GraphFacts
 from autopar.simulate.lifetime import Buffers, Lifetimes, find_lifetimes
 from autopar.simulate.orders import Orders, find_orders
-from autopar.simulate.passes import BACKWARD
 from autopar.simulate.program import (
     Bucket,
     Item,

@@ -21,12 +21,12 @@ from functools import partial
 from typing import NamedTuple
 
 from autopar.cost import Profile
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.directions import BackwardStep, Direction, find_directions
 from autopar.simulate.engine import LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
 
 UNDER_WAY = "gradients under way"

@@ -45,6 +45,7 @@ from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, evenly, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.structure import batch_inputs
 from autopar.ops.communication import Inner
@@ -248,7 +249,8 @@ def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: in
     batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     own = prices.setdefault((part.axes, per_node, profile), PriceTable())
     stage, leaving = stage_graph(graph, plan, index), leaving_by_name(graph, plan, index)
-    facts, is_split = graph_facts(graph, profile.device_type), plan.schedule == "zero_bubble" and len(plan.stages) > 1
+    facts = graph_facts(graph, profile.device_type)
+    is_split = SCHEDULES[plan.schedule].splits_backward and len(plan.stages) > 1
     place = coordinates_of(part, rank)
     return Lowering(stage, part, profile, per_node, facts, own, leaving, batched, is_split, place).run()
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Redistribute
+from autopar.ir.schedule import SCHEDULES
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.simulate.recomputation import Recomputation
@@ -55,7 +56,7 @@ class Regathering:
     @property
     def _has_second_part(self) -> bool:
         """Whether the backward pass comes in two parts, of which the second brings all parameters."""
-        return self.plan.schedule == "zero_bubble" and not self.reached.isdisjoint(self.graph.received)
+        return SCHEDULES[self.plan.schedule].splits_backward and not self.reached.isdisjoint(self.graph.received)
 
     @property
     def _is_stage(self) -> bool:

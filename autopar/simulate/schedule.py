@@ -22,10 +22,10 @@ from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
+from autopar.ir.schedule import DIRECTIONS, Turn, turns
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
-from autopar.simulate.passes import DIRECTIONS, Turn, turns
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
 from autopar.simulate.program import lower_stages
 from autopar.simulate.timeline import BETWEEN, Lane, Piece, Timeline

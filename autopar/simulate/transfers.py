@@ -20,10 +20,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.placement import Axis, R, Type, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step, apply, transfer_bytes
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
 from autopar.runtime.arrivals import Turn
 from autopar.runtime.crossing import Side, crossing
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, FORWARD
 from autopar.simulate.program import Program
 
 

@@ -18,10 +18,10 @@ from autopar.ir.branches import axis_position, coordinates_of, unlike_ranks
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import turns
 from autopar.ir.shares import alike_ranks, seen_from
 from autopar.simulate.engine import Carried
 from autopar.simulate.meeting import Key, Meeting
-from autopar.simulate.passes import turns
 from autopar.simulate.player import Meet, Pass, PassKind, Player, Standing
 from autopar.simulate.program import Bucket, Item, Program, Transmission, lower_stages
 from autopar.simulate.schedule import Progress, Submesh, lane_of, pass_kind

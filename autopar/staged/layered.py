@@ -221,8 +221,7 @@ class Layered:
         )
 
     def may_wait(self, num_stages: int, recompute: str) -> bool:
-        """Whether gradients of stored tensors may wait on so many stages that compute this again, as in the schedule
-        zero_bubble."""
+        """Whether gradients of stored tensors may wait on so many stages that compute this again."""
         return self.request.mode == "train" and num_stages > 1 and not self.recomputations[recompute]
 
     @cached_property

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from autopar import interrupt
 from autopar.errors import InfeasibleError
-from autopar.interop import ChosenStage, StageKind, best_stages, in_flight
-from autopar.ir.stages import makes_rounds
+from autopar.interop import ChosenStage, StageKind, best_stages
+from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight
 from autopar.staged.layered import Layered
-from autopar.staged.ways import Candidate, Way, hidden_bubble, largest_peak
+from autopar.staged.ways import Candidate, Way, hidden_bubble, in_two_parts, largest_peak
 
 _COUNTS = 2
 """Numbers of microbatches that are looked at, the best first."""
@@ -58,7 +58,7 @@ def _of_count(layered: Layered, found: Sequence[Candidate]) -> Iterator[Candidat
     mesh, count = layered.request.mesh, found[0].microbatches
     for own in (kinds, [kind for kind in kinds if kind.key.setting == ways[0].setting]) if ways else ():
         try:
-            best = best_stages(own, mesh.num_devices, count, "1f1b", _MOST_STAGES, _ROUNDS)
+            best = best_stages(own, mesh.num_devices, count, PLAIN, _MOST_STAGES, _ROUNDS)
         except InfeasibleError:
             continue
         for choice in (best.best, *best.runners_up[-1:]):
@@ -88,14 +88,15 @@ def _candidates(
     of_layer = tuple(number for number, (begin, end, _) in enumerate(stages) for _ in range(begin, end))
     count = ways[0].setting.microbatches
     again = tuple(ways[stage].recompute for stage in of_layer)
-    peak = largest_peak(of_stage, of_layer, count, "1f1b")
-    found = layered.in_time(Candidate(ways, "1f1b", of_layer, again, step_ns, peak, bound_ns))
+    peak = largest_peak(of_stage, of_layer, count, PLAIN)
+    found = layered.in_time(Candidate(ways, PLAIN, of_layer, again, step_ns, peak, bound_ns))
     if len(set(ways)) > 1:
         yield found
-        if makes_rounds(count, len(ways)) and all(layered.may_wait(len(ways), way.recompute) for way in ways):
-            peak = largest_peak(of_stage, of_layer, count, "zero_bubble")
-            less = step_ns - hidden_bubble(of_stage, of_layer, count)
-            waiting = Candidate(ways, "zero_bubble", of_layer, again, less, peak, min(less, bound_ns))
+        may_wait = all(layered.may_wait(len(ways), way.recompute) for way in ways)
+        for schedule in in_two_parts(count, len(ways)) if may_wait else ():
+            peak = largest_peak(of_stage, of_layer, count, schedule)
+            less = step_ns - hidden_bubble(of_stage, of_layer, count, schedule)
+            waiting = Candidate(ways, schedule, of_layer, again, less, peak, min(less, bound_ns))
             yield layered.in_time(waiting)
     fewer = keeping_more(layered, found, layered.admitted)
     if fewer is not None:
@@ -142,7 +143,8 @@ def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candi
 
     The sum of all stages' times gets less, and the slowest's, which every other microbatch waits for.
     """
-    if next(iter(layered.recomputations)) != "none" or candidate.schedule not in ("1f1b", "gpipe"):
+    row = SCHEDULES[candidate.schedule]
+    if next(iter(layered.recomputations)) != "none" or row.has_chunks or row.splits_backward:
         return None
     stages = _stages(layered, candidate)
     before = [sum(candidate.recompute[n] == "none" for n in range(stage.begin, stage.end)) for stage in stages]

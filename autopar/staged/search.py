@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import zip_longest
+from itertools import product, zip_longest
 from typing import NamedTuple
 
 from autopar import interrupt
@@ -19,7 +19,7 @@ from autopar.interop import StageChoice, StageKind, best_stages, equally_cut
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
-from autopar.ir.stages import makes_rounds
+from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.planning import Place, sizes_text
 from autopar.progress import Report
 from autopar.staged.layered import Layered
@@ -27,9 +27,9 @@ from autopar.staged.ways import (
     Candidate,
     Setting,
     Way,
+    chunked_estimate,
     hidden_bubble,
-    hidden_passes,
-    interleaved_estimate,
+    in_two_parts,
     largest_peak,
 )
 
@@ -53,6 +53,9 @@ _SOLVE_SHARE = 0.1
 _FULL = 4
 """With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins."""
 _CHUNKS = (2, 4)
+_WHOLE = sorted((s.name for s in SCHEDULES.values() if not s.has_chunks and not s.splits_backward), key=PLAIN.__ne__)
+"""Schedules of whole stages and whole backward passes, the plain one first."""
+_CHUNKED = [row.name for row in SCHEDULES.values() if row.has_chunks and not row.splits_backward]
 _RUNNERS_UP = 2
 """Other borders between stages that are kept of each setting, for when it is the best when simulated."""
 
@@ -244,7 +247,7 @@ class Search:
         try:
             curve = place.placements.trade_offs(min(stages, count), *self._solver)
             fastest = curve.fastest()
-            part = self.layered.part_of_step("1f1b", stages, count, (1,) * stages)
+            part = self.layered.part_of_step(PLAIN, stages, count, (1,) * stages)
             in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
             if setting.zero is None and not is_near and in_a_row * self._hidden > _HOPELESS * self._best_ns:
                 self._floors.append((in_a_row, setting))
@@ -264,13 +267,11 @@ class Search:
 
     def _fewest_passes(self, stages: int, count: int) -> float:
         """Of a stage in a step of so many microbatches, what it waits included: in the schedule with least to wait."""
-        hidden = [0.0]
-        if makes_rounds(count, stages) and self.layered.may_wait(stages, self._least_again):
-            hidden.append(hidden_passes(count, stages))
-        for chunks in _CHUNKS:
-            if self._makes_chunks(stages, chunks, count):
-                hidden.append((stages - 1) * (1 - 1 / chunks))
-        return count + stages - 1 - max(hidden)
+        ways = [(schedule, 1) for schedule in _WHOLE]
+        if self.layered.may_wait(stages, self._least_again):
+            ways += [(schedule, 1) for schedule in in_two_parts(count, stages)]
+        ways += [(name, chunks) for name in _CHUNKED for chunks in _CHUNKS if self._makes_chunks(stages, chunks, count)]
+        return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
 
     def _makes_chunks(self, stages: int, chunks: int, count: int) -> bool:
         """Whether each submesh can have so many equal chunks in turn."""
@@ -317,7 +318,7 @@ class Search:
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[Candidate]:
         """The best stages of one way under each schedule."""
         way = Way(setting, choice, recompute)
-        return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._interleaved(way))]
+        return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._chunked(way))]
 
     def _of_schedules(self, way: Way) -> Iterator[Candidate]:
         """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
@@ -327,7 +328,7 @@ class Search:
         kind, setting = self.layered.kind(way), way.setting
         stages, count = setting.num_stages, setting.microbatches
         again = (way.recompute,) * kind.num_layers
-        for schedule in ("1f1b", "gpipe") if stages > 1 else ("1f1b",):
+        for schedule in _WHOLE if stages > 1 else (PLAIN,):
             try:
                 found = best_stages([kind], self.request.mesh.num_devices, count, schedule)
             except InfeasibleError as error:
@@ -336,16 +337,16 @@ class Search:
                 free = replace(kind, memory_limit=error.smallest_bytes)
                 found = best_stages([free], self.request.mesh.num_devices, count, schedule)
             kinds, ways = [kind] * stages, (way,) * stages
-            waits = makes_rounds(count, stages) and self.layered.may_wait(stages, way.recompute)
+            may_wait = schedule == PLAIN and self.layered.may_wait(stages, way.recompute)
             for choice in (found.best, *found.runners_up[:_RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)
                 step, bound = choice.step_ns, found.lower_bound_ns
                 yield Candidate(ways, schedule, of_layer, again, step, peak, bound)
-                if schedule == "1f1b" and waits:
-                    step -= hidden_bubble(kinds, of_layer, count)
-                    peak = largest_peak(kinds, of_layer, count, "zero_bubble")
-                    yield Candidate(ways, "zero_bubble", of_layer, again, step, peak, min(step, bound))
+                for later in in_two_parts(count, stages) if may_wait else ():
+                    less = step - hidden_bubble(kinds, of_layer, count, later)
+                    peak = largest_peak(kinds, of_layer, count, later)
+                    yield Candidate(ways, later, of_layer, again, less, peak, min(less, bound))
 
     def _equally_cut(self, kind: StageKind, best: StageChoice, microbatches: int) -> list[StageChoice]:
         """Stages of as many layers each, where these are not the best by estimate but ranks share cores.
@@ -355,17 +356,17 @@ class Search:
         equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
         return [] if equal is None or equal.stages == best.stages else [equal]
 
-    def _interleaved(self, way: Way) -> Iterator[Candidate]:
+    def _chunked(self, way: Way) -> Iterator[Candidate]:
         """Equal chunks, each submesh with several in turn."""
         kind, layers = self.layered.kind(way), self.layered.layers.count
         stages, count = way.setting.num_stages, way.setting.microbatches
-        for chunks in _CHUNKS:
+        for chunks, schedule in product(_CHUNKS, _CHUNKED):
             if not self._makes_chunks(stages, chunks, count):
                 continue
             of_layer = tuple(layer * stages * chunks // layers for layer in range(layers))
-            step, peak = interleaved_estimate(kind, of_layer, stages, chunks, count)
+            step, peak = chunked_estimate(kind, of_layer, stages, chunks, count, schedule)
             ways, again = (way,) * (stages * chunks), (way.recompute,) * layers
-            yield Candidate(ways, "interleaved", of_layer, again, step, peak, step)
+            yield Candidate(ways, schedule, of_layer, again, step, peak, step)
 
     def frugal(self) -> Iterator[Candidate]:
         """For each logical shape what takes least memory: most microbatches, all computed again.

@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar.interop import StageKind, in_flight, waiting
+from autopar.interop import StageKind
 from autopar.intraop import TradeOff
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight, makes_rounds
 from autopar.planning import sizes_text
 
 RECOMPUTE = ("none", "block", "full")
@@ -61,8 +62,8 @@ class Candidate:
 
     @property
     def num_submeshes(self) -> int:
-        """Submeshes; with an interleaved schedule they are fewer than stages."""
-        return self.ways[0].setting.num_stages if self.schedule == "interleaved" else len(self.ways)
+        """Submeshes; with chunks they are fewer than stages."""
+        return self.ways[0].setting.num_stages if SCHEDULES[self.schedule].has_chunks else len(self.ways)
 
     @property
     def is_mixed(self) -> bool:
@@ -114,26 +115,22 @@ def largest_peak(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], micr
     for number, kind in enumerate(kinds):
         own, left = np.flatnonzero(of_layer == number), stages - number
         flying = in_flight(schedule, left, microbatches, num_submeshes=stages)
-        waits = waiting(left, microbatches, stages) if schedule == "zero_bubble" else 0
+        waits = SCHEDULES[schedule].waiting(left, microbatches, stages)
         peaks.append(peak_of(kind, int(own[0]), int(own[-1]) + 1, flying, waits))
     return max(peaks)
 
 
-def hidden_passes(microbatches: int, stages: int) -> float:
-    """How many passes of a stage, both ways, 1f1b of equal stages is shorter by when gradients of stored tensors wait:
-    each is a third of a pass, as with matrices.
-
-        (P − 1 + min(B, P) − 1) / 3
-
-    The first microbatch's way to the last stage and back is shorter by them on all stages but one, and what it waits
-    for on its way is, too. With B ≥ P, 2 · (P − 1) / 3, as ZB-H1 has it (Zero Bubble, ICLR'24, table 1).
-    """
-    return (stages - 1 + min(microbatches, stages) - 1) / 3
+def in_two_parts(microbatches: int, stages: int) -> list[str]:
+    """Schedules of whole stages whose backward pass comes in two parts, that are possible."""
+    rows = [row for row in SCHEDULES.values() if row.splits_backward and not row.has_chunks]
+    return [row.name for row in rows if not row.makes_rounds or makes_rounds(microbatches, stages)]
 
 
-def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int) -> int:
-    """`hidden_passes` in ns, less what the slowest stage takes longer in two parts. Unequal stages wait for that one,
-    which is busy all the time: it counts as none of the others, for which their mean does.
+def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], microbatches: int, schedule: str) -> int:
+    """By how many ns a schedule's bubble is shorter than 1f1b's, less what the slowest stage takes longer in two parts.
+
+    Unequal stages wait for that one, which is busy all the time: it counts as none of the others, for which their mean
+    does.
 
     The first stage takes no longer: it has received nothing, so its second part is the whole pass.
     """
@@ -141,17 +138,21 @@ def hidden_bubble(kinds: Sequence[StageKind], stage_of_layer: Sequence[int], mic
     times = [int(kind.time_ns[of_layer == number].sum()) for number, kind in enumerate(kinds)]
     added = [int(kind.split_ns[of_layer == number].sum()) if number else 0 for number, kind in enumerate(kinds)]
     longer = [time + more for time, more in zip(times, added, strict=True)]
-    hidden = hidden_passes(microbatches, count) * (sum(times) - max(times)) / max(1, count - 1)
+    plain, own = (SCHEDULES[name].bubble(count, microbatches, 1) for name in (PLAIN, schedule))
+    hidden = (plain - own) * (sum(times) - max(times)) / max(1, count - 1)
     return round(hidden) - microbatches * (max(longer) - max(times))
 
 
-def interleaved_estimate(
-    kind: StageKind, chunk_of_layer: Sequence[int], stages: int, chunks: int, microbatches: int
+def chunked_estimate(
+    kind: StageKind, chunk_of_layer: Sequence[int], stages: int, chunks: int, microbatches: int, schedule: str
 ) -> tuple[int, int]:
-    """Step time and peak of equal chunks in turn: the bubble is that of 1f1b over the number of chunks.
+    """Step time and peak of equal chunks in turn.
 
-    T = B · t + (P − 1) · t / chunks + e   with t, e of the slowest submesh (Megatron-LM, SC'21, section 2.2.2).
+    T = B · t + b · t + e   with t, e of the slowest submesh, b the schedule's bubble (interleaved: (P − 1) / chunks,
+    Megatron-LM, SC'21, section 2.2.2).
     """
+    row = SCHEDULES[schedule]
+    bubble = row.bubble(stages, microbatches, chunks)
     of_layer = np.array(chunk_of_layer)
     steps, peaks = [], []
     for submesh in range(stages):
@@ -159,8 +160,8 @@ def interleaved_estimate(
         first = own & (np.diff(of_layer, prepend=-1) > 0)
         one = int(kind.time_ns[own].sum() + kind.receive_ns[first].sum())
         once = int(kind.once_ns[own].sum() + max(0, kind.reduce_ns[own].sum() - kind.hide_ns[own].sum()))
-        steps.append(microbatches * one + (stages - 1) * one // chunks + once)
-        flying = in_flight("interleaved", stages - submesh, microbatches, chunks, stages)
+        steps.append(microbatches * one + int(bubble * one) + once)
+        flying = row.in_flight(stages - submesh, microbatches, chunks, stages)
         stays = int(kind.resident_bytes[own].sum() + kind.workspace_bytes[own].max())
         peaks.append(stays + flying * int(kind.activation_bytes[own].sum()) // chunks)
     return max(steps), max(peaks)

@@ -27,7 +27,8 @@ import autopar
 from autopar.errors import AutoparError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
-from autopar.ir.plan import SCHEDULES, Plan
+from autopar.ir.plan import Plan
+from autopar.ir.schedule import SCHEDULES
 from autopar.ops import admits
 from autopar.pipeline import planned, template_of_graph
 from autopar.planning import Request, SearchBudget

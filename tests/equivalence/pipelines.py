@@ -31,6 +31,7 @@ from autopar.interop import block_layers
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import SCHEDULES
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
 from autopar.profiler import profiles_of
@@ -43,7 +44,6 @@ from tests.equivalence.predicted import bytes_by_submesh
 from tests.rank_pool import pool
 
 OPTIMIZERS = ("adamw",)
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero_bubble")
 Options = Mapping[str, Any]
 
 

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from autopar.errors import InfeasibleError
-from autopar.interop import StageKind, best_stages, equally_cut, in_flight
-from autopar.ir.plan import SCHEDULES
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, turns
+from autopar.interop import StageKind, best_stages, equally_cut
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, in_flight, turns
 from tests.oracles.stages import Row, exhaustive, objective, peak
 
 TAKEN = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}

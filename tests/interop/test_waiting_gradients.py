@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.interop import StageKind
-from autopar.ir.stages import makes_rounds
-from autopar.simulate.passes import BACKWARD, BACKWARD_WEIGHT, FORWARD, Turn, turns
+from autopar.ir.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD, Turn, makes_rounds, turns
 from autopar.staged.ways import hidden_bubble
 
 
@@ -46,7 +45,7 @@ def estimated(times: Sequence[int], microbatches: int, added: Sequence[int] = ()
     nothing = np.zeros(len(times), np.int64)
     split = np.array(added or nothing)
     kind = StageKind("", 1, 3 * np.array(times), *[nothing] * 9, split, memory_limit=1)
-    return hidden_bubble([kind] * len(times), range(len(times)), microbatches)
+    return hidden_bubble([kind] * len(times), range(len(times)), microbatches, "zero_bubble")
 
 
 @pytest.mark.parametrize("stages", range(2, 9))

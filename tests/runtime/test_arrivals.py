@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import nn
 
+from autopar.ir import schedule as schedules
+from autopar.ir.schedule import SCHEDULES
 from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, may_come_early
 from autopar.runtime.crossing import Side
 from autopar.runtime.declare import Received
 from autopar.runtime.scheduled import ScheduledStage, _torch_schedule, order_of
 from autopar.runtime.transport import Channel, group_name
-from autopar.simulate import passes
 
 LOCAL: Any = SimpleNamespace(program=nn.Module(), mesh=SimpleNamespace(device=torch.device("cpu")))
-SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 class Message(NamedTuple):
@@ -167,8 +167,8 @@ def test_ranks_that_send_each_other_need_a_group_for_each_way(monkeypatch: pytes
 def test_orders_are_those_that_the_simulator_plays() -> None:
     for schedule, places, chunks, microbatches in cases():
         stages_of = [[chunk * places + p for chunk in range(chunks)] for p in range(places)]
-        played = passes.turns(schedule, stages_of, microbatches, trains=True)
-        names = {passes.BACKWARD_INPUT: BACKWARD}
+        played = schedules.turns(schedule, stages_of, microbatches, trains=True)
+        names = {schedules.BACKWARD_INPUT: BACKWARD}
         expected = [[Turn(t.stage, names.get(t.direction, t.direction), t.microbatch) for t in row] for row in played]
         assert orders(schedule, places, chunks, microbatches) == expected or places == 1, (schedule, places)
 

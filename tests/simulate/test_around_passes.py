@@ -12,13 +12,13 @@ from autopar.cost import Profile, Runtime
 from autopar.cost.profile import Provenance
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import FORWARD, Turn, turns
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate import IncrementalStages, Timeline, simulate
 from autopar.simulate.engine import COMPUTE
-from autopar.simulate.passes import FORWARD, Turn, turns
 from autopar.trace import trace
 from models import gpt
 

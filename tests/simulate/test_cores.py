@@ -12,13 +12,13 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Breakdown, Plan
+from autopar.ir.schedule import FORWARD, Turn, turns
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import IncrementalStages, Timeline, predict, simulate
 from autopar.simulate.cores import SEND, Beside, Clock, Sharing, clock_of, part_of_step
 from autopar.simulate.engine import COMPUTE, Task
-from autopar.simulate.passes import FORWARD, Turn, turns
 from autopar.simulate.timeline import Lane, Piece
 from autopar.trace import trace
 from models import gpt

@@ -11,6 +11,7 @@ import autopar
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
+from autopar.ir.schedule import SCHEDULES
 from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
 from autopar.refinement import Worlds
@@ -22,7 +23,6 @@ from tests.soap.walks import worlds_of
 
 STEPS = 12
 FOUR = autopar.Mesh("h100", devices_per_node=4)
-SCHEDULES = ("gpipe", "1f1b", "zero_bubble", "interleaved")
 
 
 @cache

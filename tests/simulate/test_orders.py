@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from autopar.ir.schedule import BACKWARD
 from autopar.profiler import template_profile
 from autopar.simulate.directions import find_directions
 from autopar.simulate.lifetime import find_lifetimes
 from autopar.simulate.orders import Orders, find_orders
-from autopar.simulate.passes import BACKWARD
 from autopar.simulate.program import Program, lower_stages
 from autopar.trace import trace
 

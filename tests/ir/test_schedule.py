@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from autopar.errors import PlanError
-from autopar.interop import waiting
-from autopar.simulate.passes import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Turn, turns
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Turn, turns
 
 UNITS = {FORWARD: 1, BACKWARD: 2, BACKWARD_INPUT: 1, BACKWARD_WEIGHT: 1}  # of time, of a pass of one chunk
 
@@ -100,7 +99,7 @@ def test_microbatches_in_flight(schedule: str, count: int, microbatches: int) ->
 def test_microbatches_whose_gradients_wait(count: int, microbatches: int) -> None:
     """The first submesh has received nothing, so its first part is empty: none of its microbatches wait."""
     rows = orders("zero_bubble", count, 1, microbatches)
-    told = [waiting(count - p, microbatches, count) for p in range(count)]
+    told = [SCHEDULES["zero_bubble"].waiting(count - p, microbatches, count) for p in range(count)]
     assert told == [0, *(most_waiting(row) for row in rows[1:])]
 
 
