@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import subprocess
 import sys
@@ -47,6 +48,49 @@ def test_models_import_torch_only() -> None:
 
 def test_runtime_imports_torch_only() -> None:
     assert foreign_imports("autopar/runtime", "torch", "autopar.runtime") == []
+
+
+def circle_of_files(root: Path, *packages: str) -> list[str]:
+    """Modules below `root` of which each imports the next and the last is the first, if there are such.
+
+    An import inside a function, or for types alone, counts like any other.
+    """
+    names = {path: path.relative_to(root).with_suffix("").parts for p in packages for path in (root / p).rglob("*.py")}
+    modules = {".".join(parts[:-1] if parts[-1] == "__init__" else parts): path for path, parts in names.items()}
+    arrows: dict[str, set[str]] = {}
+    for module, path in modules.items():
+        told = (name if name in modules else name.rpartition(".")[0] for name in imported_modules(path))
+        arrows[module] = {name for name in told if name in modules and name != module}
+    try:
+        graphlib.TopologicalSorter(arrows).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Contracts of rooms do not see circles inside one."""
+    assert circle_of_files(ROOT, "autopar", "rulemaking") == []
+
+
+@pytest.mark.parametrize(
+    "back",
+    [
+        "from room import first",
+        "from room.first import Name",
+        "def late():\n    import room.first",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from room.first import Name",
+    ],
+)
+def test_a_planted_circle_of_files_is_found(tmp_path: Path, back: str) -> None:
+    (tmp_path / "room").mkdir()
+    for name, text in {"__init__": "", "first": "from room.second import x", "second": "import room.third"}.items():
+        (tmp_path / "room" / f"{name}.py").write_text(text)
+    third = tmp_path / "room" / "third.py"
+    third.write_text("import os")
+    assert circle_of_files(tmp_path, "room") == []
+    third.write_text(back)
+    assert set(circle_of_files(tmp_path, "room")) == {"room.first", "room.second", "room.third"}
 
 
 @pytest.mark.skipif(not sources("autopar/runtime"), reason="there is no runtime yet")

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from autopar.emit.plain import PlainCalls
 from autopar.ir.placement import S
 from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 
-if TYPE_CHECKING:
-    from autopar.emit.calls import CallWriter
 
-
-def attention(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+def attention(writer: PlainCalls, statement: Operate, call: Call, names: list[str]) -> str | None:
     """The call on one key and one value head for each query head; None where the heads are split together."""
     head = len(call.shape(0)) - 3
     query, key = statement.reads[0][1], statement.reads[1][1]

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from autopar.emit.plain import PlainCalls
 from autopar.ir.placement import S
 from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.windows import halos, pads_split_dim, spatial_dims, windows
-
-if TYPE_CHECKING:
-    from autopar.emit.calls import CallWriter
 
 
 def _operand(call: Call, names: list[str], key: str) -> str:
@@ -24,7 +21,7 @@ def _tuple(parts: list[str]) -> str:
     return f"({', '.join(parts)}{',' if len(parts) == 1 else ''})"
 
 
-def _batch_norm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+def _batch_norm(writer: PlainCalls, statement: Operate, call: Call, names: list[str]) -> str | None:
     """In training, statistics are those of all samples and of whole images."""
     axes = writer.axes_where(statement.reads[0][1], lambda type_: type_.kind == "S" and type_ != S(1))
     if not axes or not call.arguments["training"]:
@@ -38,7 +35,7 @@ def _batch_norm(writer: CallWriter, statement: Operate, call: Call, names: list[
     return f"rt.batch_norm({tensors}, {tail}){results}"
 
 
-def _group_norm(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+def _group_norm(writer: PlainCalls, statement: Operate, call: Call, names: list[str]) -> str | None:
     axes = writer.axes_where(statement.reads[0][1], lambda type_: type_.kind == "S" and type_.dim > 1)
     if not axes:
         return None
@@ -48,7 +45,7 @@ def _group_norm(writer: CallWriter, statement: Operate, call: Call, names: list[
     return f"rt.group_norm({tensors}, {call.arguments['eps']!r}, {_tuple(axes)}, {count})"
 
 
-def _splits(writer: CallWriter, statement: Operate, call: Call) -> str | None:
+def _splits(writer: PlainCalls, statement: Operate, call: Call) -> str | None:
     """The split spatial dims with their axes and whole lengths; None where the operator itself runs on the shards."""
     placement, axes = statement.reads[0][1], writer.plan.axes
     if not halos(call, placement, axes) and not pads_split_dim(call, placement, axes):
@@ -64,7 +61,7 @@ def _sizes(call: Call, *fields: str) -> str:
     return ", ".join(str([getattr(window, field) for window in windows(call)]) for field in fields)
 
 
-def _convolution(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+def _convolution(writer: PlainCalls, statement: Operate, call: Call, names: list[str]) -> str | None:
     splits = None if call.arguments.get("transposed") else _splits(writer, statement, call)
     if splits is None:
         return None
@@ -73,14 +70,14 @@ def _convolution(writer: CallWriter, statement: Operate, call: Call, names: list
     return f"rt.convolution({tensors}, {_sizes(call, 'stride', 'padding', 'dilation')}, {groups}, {splits})"
 
 
-def _max_pool(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+def _max_pool(writer: PlainCalls, statement: Operate, call: Call, names: list[str]) -> str | None:
     splits = _splits(writer, statement, call)
     if splits is None:
         return None
     return f"rt.max_pool({names[0]}, {_sizes(call, 'kernel', 'stride', 'padding', 'dilation')}, {splits})"
 
 
-def _avg_pool(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+def _avg_pool(writer: PlainCalls, statement: Operate, call: Call, names: list[str]) -> str | None:
     splits = _splits(writer, statement, call)
     if splits is None:
         return None
@@ -88,7 +85,7 @@ def _avg_pool(writer: CallWriter, statement: Operate, call: Call, names: list[st
     return f"rt.avg_pool({names[0]}, {_sizes(call, 'kernel', 'stride', 'padding')}, {counts}, {splits})"
 
 
-def _adaptive_avg_pool(writer: CallWriter, statement: Operate, call: Call, names: list[str]) -> str | None:
+def _adaptive_avg_pool(writer: PlainCalls, statement: Operate, call: Call, names: list[str]) -> str | None:
     rank, num_spatial = len(call.shape(0)), len(call.arguments["output_size"])
     dims = list(range(rank - num_spatial, rank))
     if not any(type_.kind == "S" and type_.dim in dims for type_ in statement.reads[0][1]):
@@ -96,7 +93,7 @@ def _adaptive_avg_pool(writer: CallWriter, statement: Operate, call: Call, names
     return f"rt.mean({names[0]}, {dims}, True, {math.prod(call.shape(0)[-num_spatial:])})"
 
 
-SPATIAL: dict[str, Callable[[CallWriter, Operate, Call, list[str]], str | None]] = {
+SPATIAL: dict[str, Callable[[PlainCalls, Operate, Call, list[str]], str | None]] = {
     "aten._native_batch_norm_legit_functional.default": _batch_norm,
     "aten._native_batch_norm_legit.no_stats": _batch_norm,
     "aten.group_norm.default": _group_norm,

@@ -19,7 +19,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.part_player import Unsupported
 from autopar.simulate.parted import Beyond, Step
-from autopar.simulate.schedule import profiles_of_stages, ranks_differ, simulate
+from autopar.simulate.schedule import profiles_of_stages
+from autopar.simulate.step import ranks_differ, simulate
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.variants import Variants
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_moved_bytes
@@ -48,9 +48,7 @@ from autopar.simulate.program import (
 from autopar.simulate.recomputation import Call
 from autopar.simulate.repeats import Segment
 from autopar.simulate.shapes import LocalShapes
-
-if TYPE_CHECKING:
-    from autopar.simulate.sharing import OnWay
+from autopar.simulate.sharing import Moving, OnWay, Ways
 
 BEFORE, EARLIER = 0, 1  # the items that stand for what is before
 NUM_BEFORE = 2
@@ -503,3 +501,28 @@ def _gradients(lowered: Lowered, buffers: Buffers) -> Gradients:
             found.append((buffer[0], buffer[1]))
         buffer_of.append(numbers[id(buffer)])
     return Gradients(tuple(buffer_of), tuple(found))
+
+
+# What goes home ----------------------------------------
+
+
+def _moving_slots(part: Part, ways: Ways) -> tuple[Moving, ...]:
+    """A part's slots whose gradients go home, in the order in which they are used."""
+    number_of = {slot.value: number for number, slot in enumerate(part.program.slots)}
+    ended = {
+        number_of[slot.value]: item
+        for item, done in part.orders.ended_at.items() if NUM_BEFORE <= item < part.end for slot, _ in done
+    }  # fmt: skip
+    return tuple([
+        Moving(n, slot, ways.of(slot), not slot.storage.regather or slot.unit == 0, ended.get(n, -1))
+        for n, slot in enumerate(part.program.slots)
+        if slot.steps and slot.requires_grad and slot.value >= part.lowered.num_entering
+    ])  # fmt: skip
+
+
+def ways_of(part: Part, ways: Ways) -> tuple[OnWay, ...]:
+    """A part's gradients way by way."""
+    found: dict[int, list[Moving]] = {}
+    for moving in reversed(_moving_slots(part, ways)):
+        found.setdefault(moving.way, []).append(moving)
+    return tuple([OnWay(way, moved) for way, moved in found.items()])

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Breakdown, Plan
@@ -27,7 +26,6 @@ from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
-from autopar.simulate.program import lower_stages
 from autopar.simulate.timeline import BETWEEN, Lane, Piece, Timeline
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers, way_of
 
@@ -36,39 +34,11 @@ TIED = "gradient all_reduce"
 ON_ITS_WAY = "between stages"
 
 
-def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], sums_early: bool = True) -> Timeline:
-    """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
-
-    graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
-    its first, which has the longest slices; where ranks are unlike, one of each kind (`unlike`).
-    profile: of the devices; by the name that the mesh has for them where they are of several kinds
-    (`profiler.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
-    programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
-    redistribution.
-    """
-    with without_collector():
-        if not plan.stages and (plan.forks or ranks_differ(plan)):
-            from autopar.simulate.unlike import play_unlike  # which is made of this module's parts
-
-            known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
-            return play_unlike(graph, plan, known, sums_early)
-        profiles = profiles_of_stages(plan, profile)
-        trains, programs = plan.mode == "train" and graph.loss is not None, lower_stages(graph, plan, profiles)
-        pairs = zip(programs, profiles, strict=True)
-        players = [Player(program, own, trains, sums_early) for program, own in pairs]
-        return play_stages(graph, plan, players, profiles)
-
-
 def play_stages(graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> Timeline:
     """One step of a plan whose stages are lowered: a player for each of them, which may have played before."""
     step = _Step(graph, plan, players, profiles)
     step.run()
     return step.timeline()
-
-
-def ranks_differ(plan: Plan) -> bool:
-    """Whether ranks of one stage differ, in their devices or in their shares."""
-    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.axes)
 
 
 def profiles_of_stages(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:

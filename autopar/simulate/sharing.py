@@ -11,7 +11,6 @@ from typing import NamedTuple
 
 from autopar.ir.redistribution import Step
 from autopar.runtime.packing import BUCKET_BYTES, FIRST_BUCKET_BYTES, LONE_BYTES
-from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.program import Slot, Transmission, is_summed_first
 
 Sizes = tuple[tuple[int, int], ...]
@@ -99,20 +98,6 @@ class Ways:
             self._numbers[key] = len(self.steps)
             self.steps.append(slot.steps)
         return self._numbers[key]
-
-
-def moving_slots(part: Part, ways: Ways) -> tuple[Moving, ...]:
-    """A part's slots whose gradients go home, in the order in which they are used."""
-    number_of = {slot.value: number for number, slot in enumerate(part.program.slots)}
-    ended = {
-        number_of[slot.value]: item
-        for item, done in part.orders.ended_at.items() if NUM_BEFORE <= item < part.end for slot, _ in done
-    }  # fmt: skip
-    return tuple([
-        Moving(n, slot, ways.of(slot), not slot.storage.regather or slot.unit == 0, ended.get(n, -1))
-        for n, slot in enumerate(part.program.slots)
-        if slot.steps and slot.requires_grad and slot.value >= part.lowered.num_entering
-    ])  # fmt: skip
 
 
 def _load(moving: Moving) -> Load:
@@ -217,14 +202,6 @@ class OnWay:
             total.whole_bytes if asks else 0, total.scatter_bytes if completes else 0, self.has_buffer,
             is_begun, self.way, group.before is not None, group.stays_open, completes and rest is not None,
         )  # fmt: skip
-
-
-def ways_of(part: Part, ways: Ways) -> tuple[OnWay, ...]:
-    """A part's gradients way by way."""
-    found: dict[int, list[Moving]] = {}
-    for moving in reversed(moving_slots(part, ways)):
-        found.setdefault(moving.way, []).append(moving)
-    return tuple([OnWay(way, moved) for way, moved in found.items()])
 
 
 def _closed(current: Sequence[Moving], before: Load | None, stays_open: bool) -> list[Group]:

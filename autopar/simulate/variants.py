@@ -28,11 +28,12 @@ from autopar.simulate.parts import (
     PartLowering,
     Wanted,
     kept_after,
+    ways_of,
 )
 from autopar.simulate.player import Pass
 from autopar.simulate.program import STEP_COUNT_BYTES, Program, Transmission
 from autopar.simulate.repeats import segments_of
-from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways, ways_of
+from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
 KEPT_RISES = 1 << 14
