@@ -69,6 +69,7 @@ class ClassWriter:
         self.tree = Module("")
         self.attributes = Attributes(self.tree, self._num_uses)
         self.late: set[Value] = set()  # outputs that nothing in the program reads: nobody waits for them
+        self.firsts: dict[str, int] = {}  # by path of a list's attributes: the number of its first module, where not 0
 
     # placements and declarations
 
@@ -136,17 +137,19 @@ class ClassWriter:
         for region in _walk(root):
             top.descend(region.path.split(".") if region.path else []).regions.append(region)
         self.tree, self.attributes = top, Attributes(top, self._num_uses)
+        self.firsts = {self.attributes.path(path): first for path, first in _lists(top) if first}
         return top
 
     def write_module(self, module: Module) -> str:
         """Writes the classes of a module that has regions, innermost first; returns the class's name."""
         for child in module.with_regions():
             self.write_module(child)
+        firsts = [f", {name}: int" for name in self.first_names(module).values()]
         lines = [
-            f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
+            f"{INDENT}def __init__(self, mesh: rt.RankMesh{''.join(firsts)}) -> None:",
             f"{INDENT * 2}super().__init__(mesh)",
         ]
-        lines += [f"{INDENT * 2}{line}" for line in self._init_lines(module)]
+        lines += [f"{INDENT * 2}{line}" for line in self.init_lines(module, self.first_names(module))]
         lines += self.branch_methods(module)
         for number, region in enumerate(region for region in module.regions if region.home is None):
             suffix = f"_{number + 1}" if number else ""
@@ -158,35 +161,44 @@ class ClassWriter:
         self.class_of[module.path] = self.classes.texts[key]
         return self.classes.texts[key]
 
-    def _init_lines(self, module: Module) -> list[str]:
+    def first_names(self, module: Module) -> dict[str, str]:
+        """For each list in a module that does not begin with number 0, what stands for the number: so classes of stages
+        that have other layers are equal."""
+        paths = [path for path, first in _lists(module) if first]
+        return {path: "first" + (f"_{number}" if number else "") for number, path in enumerate(paths)}
+
+    def init_lines(self, module: Module, firsts: Mapping[str, str]) -> list[str]:
+        """What makes a module's attributes. firsts: the expression for the first number of each list in it."""
         lines = [
             f"self.{name} = {text}" if is_plain(name) else f"setattr(self, {name!r}, {text})"
-            for name, text in self._parts(module).items()
+            for name, text in self._parts(module, firsts).items()
         ]
         renamed = self.attributes.renamed(module)
         return [*lines, f"rt.renamed(self, {arguments_text(renamed)})"] if renamed else lines
 
-    def _parts(self, module: Module) -> dict[str, str]:
+    def _parts(self, module: Module, firsts: Mapping[str, str]) -> dict[str, str]:
         """What makes each attribute of a module."""
         stored = {self._attribute_in(module, name): self.declaration(item) for name, item in module.stored.items()}
-        return stored | {self._attribute_in(module, n): self._construct(item) for n, item in module.children.items()}
+        children = module.children.items()
+        return stored | {self._attribute_in(module, name): self._construct(item, firsts) for name, item in children}
 
     def _attribute_in(self, module: Module, name: str) -> str:
         return self.attributes.names[f"{module.path}.{name}" if module.path else name]
 
-    def _construct(self, module: Module) -> str:
+    def _construct(self, module: Module, firsts: Mapping[str, str]) -> str:
         if module.regions:
-            return f"{self.class_of[module.path]}(mesh)"
+            given = ", ".join(["mesh", *(firsts[path] for path in self.first_names(module))])
+            return f"{self.class_of[module.path]}({given})"
         children = module.children
-        first = _first_number(children)
-        if first is not None and not module.stored:
-            runs = ", ".join(self._runs(list(children.values())))
-            return f"rt.Numbered({first}, {runs})" if first else f"nn.ModuleList([{runs}])"
-        made, renamed = f"rt.Parameters({keywords(self._parts(module))})", self.attributes.renamed(module)
+        if _is_list(module):
+            runs = ", ".join(self._runs(list(children.values()), firsts))
+            first = firsts.get(module.path)
+            return f"nn.ModuleList([{runs}])" if first is None else f"rt.Numbered({first}, {runs})"
+        made, renamed = f"rt.Parameters({keywords(self._parts(module, firsts))})", self.attributes.renamed(module)
         return f"rt.renamed({made}, {arguments_text(renamed)})" if renamed else made
 
-    def _runs(self, children: list[Module]) -> list[str]:
-        texts = [self._construct(child) for child in children]
+    def _runs(self, children: list[Module], firsts: Mapping[str, str]) -> list[str]:
+        texts = [self._construct(child, firsts) for child in children]
         runs: list[tuple[str, int]] = []
         for text in texts:
             if runs and runs[-1][0] == text:
@@ -234,7 +246,7 @@ class ClassWriter:
         names = Names({axis.name for axis in self.plan.axes})
         arguments = [value for value in region.inputs if not self._owned(value, region.path)]
         for value in arguments:
-            names.make(value, self._hint(value))
+            names.make(value, self.hint(value))
         kept = ", ".join(names.make(value, _operator(self.graph.producers[value[0]])) for value in region.kept)
         body = [f"{INDENT * 2}{kept}{'' if len(region.kept) > 1 else ','} = self.{constants}()"] if kept else []
         body += self.body(region.items, region.path, names, region.outputs)
@@ -285,7 +297,7 @@ class ClassWriter:
             return False
         return not path or stored.name.startswith(path + ".")
 
-    def _hint(self, value: Value) -> str:
+    def hint(self, value: Value) -> str:
         tensor = self.graph.tensors[value[0]]
         return "x" if tensor.differentiable else value[0].rpartition(".")[2]
 
@@ -301,7 +313,14 @@ class ClassWriter:
 
     def below(self, path: str, attributes: str) -> str:
         """The expression for a path of attributes, from the module at the path in the model on."""
-        return access(attributes[len(self.attributes.path(path)) + 1 :] if path else attributes)
+        above = len(self.attributes.path(path).split(".")) if path else 0
+        parts = attributes.split(".") if attributes else []
+        lists = [".".join(parts[:number]) for number in range(len(parts))]
+        pairs = list(zip(lists, parts, strict=True))[above:]
+        return "".join(
+            f".at({int(part) - self.firsts[inside]})" if inside in self.firsts else attribute(part)
+            for inside, part in pairs
+        )
 
     def _operate(self, item: Operate, path: str, names: Names) -> str:
         call = self.calls.write(item, [self.read(value, path, names) for value in item.reads])
@@ -377,7 +396,7 @@ class ClassWriter:
         made = self.made[id(region)]
         arguments = ", ".join(self.read(value, path, names) for value in made.inputs)
         for value in made.outputs:
-            names.make(value, self._hint(value))
+            names.make(value, self.hint(value))
         left = ", ".join(names[value] for value in made.outputs)
         method = "" if made.name == "forward" else f".{made.name}"
         called = f"self{self.below(path, self.attributes.path(region.path))}{method}"
@@ -390,7 +409,7 @@ class ClassWriter:
         inputs = [self.read(value, path, names) for value in made.inputs]
         uses = self._uses_text(region, [value for value in region.inputs if value not in made.inputs])
         makes = [self._made_text(value) for value in made.outputs]
-        left = ", ".join(names.make(value, self._hint(value)) for value in made.outputs)
+        left = ", ".join(names.make(value, self.hint(value)) for value in made.outputs)
         lists = [f"[{', '.join(items)}]" for items in (inputs, uses, makes)]
         called = f"{left}, = rt.owned({home.axis}, {home.coordinate}, self.{made.name}"
         one = f"{INDENT * 2}{', '.join([called, *lists])})"
@@ -509,7 +528,7 @@ class ClassWriter:
         lines = []
         targets = []
         for position, value in zip(carried, last.outputs, strict=True):
-            name = names.make(value, self._hint(value))
+            name = names.make(value, self.hint(value))
             targets.append(name)
             lines.append(f"{INDENT * 2}{name} = {self.read(first.inputs[position], path, names)}")
         inside = dict(zip(carried, targets, strict=True))
@@ -527,12 +546,19 @@ class ClassWriter:
         return lines
 
 
-def _first_number(children: Iterable[str]) -> int | None:
-    """The number of the first module of a list of which there are neighbours; None for other modules."""
-    names = list(children)
-    if not names or not is_number(names[0]) or names != [str(int(names[0]) + n) for n in range(len(names))]:
-        return None
-    return int(names[0])
+def _is_list(module: Module) -> bool:
+    """Whether a module holds numbered modules, neighbours, and runs nothing itself."""
+    names = list(module.children)
+    is_plain_list = bool(names) and is_number(names[0]) and not module.stored and not module.regions
+    return is_plain_list and names == [str(int(names[0]) + n) for n in range(len(names))]
+
+
+def _lists(module: Module) -> Iterator[tuple[str, int]]:
+    """The lists in a module, by their paths, with the number of the first module that each has."""
+    for child in module.children.values():
+        if _is_list(child):
+            yield child.path, int(next(iter(child.children)))
+        yield from _lists(child)
 
 
 def _operator(node: Node) -> str:
@@ -559,11 +585,6 @@ def _returns_list(item: Operate) -> bool:
 def arguments_text(values: Mapping[str, str]) -> str:
     """Names with strings, as arguments of a call."""
     return keywords({name: repr(value) for name, value in values.items()})
-
-
-def access(relative: str) -> str:
-    """The attribute path as an expression: numbers are items of a list, or of a module with such attributes."""
-    return "".join(attribute(part) for part in relative.split(".") if part)
 
 
 def _walk(region: Region) -> Iterable[Region]:

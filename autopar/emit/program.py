@@ -12,7 +12,8 @@ from autopar.emit.folding import Folding
 from autopar.emit.literals import unsaved_text
 from autopar.emit.module import Module
 from autopar.emit.names import Names, escaped, keywords
-from autopar.emit.stages import argument_lines, input_lines, pipeline, received_lines
+from autopar.emit.once import made_once
+from autopar.emit.stages import Received, argument_lines, input_lines, pipeline, received
 from autopar.emit.tree import build_tree
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
@@ -49,7 +50,7 @@ def emit(graph: Graph, plan: PlanData) -> str:
     """
     classes = Classes()
     if plan.stages:
-        programs = [*(_stage_program(graph, plan, n, classes) for n in range(len(plan.stages))), pipeline(graph, plan)]
+        programs = [*_stage_programs(graph, plan, classes), pipeline(graph, plan)]
     else:
         programs = [_program(_Written(graph, plan, classes, "Program"))]
     header = _HEADER.format(
@@ -65,7 +66,7 @@ class _Written:
         self, graph: Graph, plan: PlanData, classes: Classes, name: str, leaving: Sequence[Value] = ()
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.name = graph, plan, name
-        self.everything = flatten(graph, plan, leaving)
+        self.everything = made_once(flatten(graph, plan, leaving))
         self.flat = flat = without_summands(self.everything, plan)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
         self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute), flat.hosts)
@@ -84,7 +85,8 @@ def _class_texts(classes: Classes) -> list[str]:
     found = []
     for key, name in classes.texts.items():
         (_, body), paths = key, classes.instances[key]
-        where = paths[0] if len(paths) == 1 else f"{paths[0]} … {paths[-1]} ({len(paths)} equal blocks)"
+        named = paths[0] if paths[0] == paths[-1] else f"{paths[0]} … {paths[-1]}"
+        where = named if len(paths) == 1 else f"{named} ({len(paths)} equal blocks)"
         found.append(f'class {name}(rt.Block):\n{INDENT}"""{escaped(where)}"""\n\n{body}\n')
     return found
 
@@ -108,21 +110,37 @@ def _program(what: _Written) -> str:
     return "\n".join([*lines, *_methods(what)])
 
 
-def _stage_program(graph: Graph, plan: PlanData, index: int, classes: Classes) -> str:
-    part, stage = stage_graph(graph, plan, index), plan.stages[index]
-    what = _Written(part, plan.parts[index], classes, f"Stage{index}", leaving_values(graph, plan, index))
-    results = "".join(f"torch.{part.tensors[name].dtype}, " for name in part.returned).rstrip(" ")
-    where = f"{_ranks_text(stage.ranks)} as {_axes_text(what.plan)}"
-    lines = [
-        f"class Stage{index}(rt.Stage):",
-        f'{INDENT}"""Stage {index} of {escaped(graph.model_name)}, on {where}."""',
-        "",
-        f"{INDENT}FIRST_RANK = {stage.first_rank}",
-        *_declarations(what),
-        *received_lines(graph, plan, index, what.writer),
-        f"{INDENT}RESULTS = ({results})",
-    ]
-    return "\n".join([*lines, *_methods(what)])
+def _stage_programs(graph: Graph, plan: PlanData, classes: Classes) -> list[str]:
+    """The class of each stage; of stages that differ in no more than ranks, numbers of modules and where they receive
+    from, of the first alone, and a line for each run of others."""
+    texts: list[str] = []
+    known: dict[tuple[str, ...], int] = {}
+    for index, stage in enumerate(plan.stages):
+        part = stage_graph(graph, plan, index)
+        what = _Written(part, plan.parts[index], classes, f"Stage{index}", leaving_values(graph, plan, index))
+        told = received(graph, plan, index, what.writer)
+        results = "".join(f"torch.{part.tensors[name].dtype}, " for name in part.returned).rstrip(" ")
+        rest = "\n".join([*_declarations(what), f"{INDENT}RESULTS = ({results})", *_methods(what)])
+        like = known.setdefault((rest, *(text for one in told for text in one.rest)), index)
+        first, where = tuple(what.writer.firsts.values()), _ranks_text(stage.ranks)
+        if like == index:
+            where = f"Stage {index} of {escaped(graph.model_name)}, on {where} as {_axes_text(what.plan)}."
+            texts.append("\n".join([*_stage_head(index, where, stage.first_rank, first, told), rest]))
+        else:
+            pairs = tuple((one.name, one.source) for one in told)
+            line = f"Stage{index} = Stage{like}.again({index}, {stage.first_rank}, {first}, {pairs})  # {where}\n"
+            if texts[-1].startswith("class"):
+                texts.append(line)
+            else:
+                texts[-1] += line
+    return texts
+
+
+def _stage_head(index: int, where: str, first_rank: int, first: tuple[int, ...], told: Sequence[Received]) -> list[str]:
+    lines = [f"class Stage{index}(rt.Stage):", f'{INDENT}"""{where}"""', "", f"{INDENT}FIRST_RANK = {first_rank}"]
+    lines += [f"{INDENT}FIRST = {first}"] if first else []
+    each = [f"{INDENT * 2}{one.text}," for one in told]
+    return [*lines, f"{INDENT}RECEIVED = (", *each, f"{INDENT})"] if told else lines
 
 
 def _ranks_text(ranks: range) -> str:
@@ -146,20 +164,23 @@ def _declarations(what: _Written) -> list[str]:
 def _methods(what: _Written) -> list[str]:
     """`__init__`, what is computed once or counted ahead, and `forward`."""
     graph, plan, flat, root, writer = what.graph, what.plan, what.flat, what.root, what.writer
+    firsts = {path: f"self.FIRST[{number}]" for number, path in enumerate(writer.first_names(what.tree))}
     lines = [
         "",
         f"{INDENT}def __init__(self, mesh: rt.RankMesh) -> None:",
         f"{INDENT * 2}super().__init__(mesh)",
-        *(f"{INDENT * 2}{line}" for line in writer._init_lines(what.tree)),
+        *(f"{INDENT * 2}{line}" for line in writer.init_lines(what.tree, firsts)),
     ]
     names = Names({axis.name for axis in plan.axes})
     lines += writer.branch_methods(what.tree)
     constants = _constants(what.folding, writer, names)
     inputs = [(name, plan.inputs[name]) for name in graph.inputs if name not in graph.received]
-    received = [(name, plan.inputs[name]) for name in graph.received]
+    told = [(name, plan.inputs[name]) for name in graph.received]
     body_names = Names({axis.name for axis in plan.axes})
-    for value in (*inputs, *received):
+    for value in inputs:
         body_names.make(value, graph.given_name(value[0]))
+    for value in told:
+        body_names.make(value, writer.hint(value))
     body: list[str] = []
     if constants:
         lines += ["", *constants[0]]
@@ -172,7 +193,7 @@ def _methods(what: _Written) -> list[str]:
     body += count_lines(early.losses, writer.calls, body_names, INDENT * 2)
     body += writer.body(early.rest, "", body_names)
     body += _updates(flat, writer, body_names)
-    signature = ", ".join(["self", *(body_names[value] for value in (*inputs, *received))])
+    signature = ", ".join(["self", *(body_names[value] for value in (*inputs, *told))])
     lines += ["", f"{INDENT}def forward({signature}):"]
     lines += writer.axis_lines(body, [axis.name for axis in plan.axes if axis.name != MICROBATCH])
     outputs, leaving = ([writer.read(value, "", body_names) for value in v] for v in (flat.outputs, flat.leaving))

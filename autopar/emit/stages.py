@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.emit.classes import INDENT, ClassWriter
 from autopar.emit.literals import literal_text
@@ -52,20 +52,33 @@ def _tree_text(tree: Any) -> str:
     return literal_text(tree)
 
 
-def received_lines(graph: Graph, plan: PlanData, index: int, writer: ClassWriter) -> list[str]:
+class Received(NamedTuple):
+    """A tensor that a stage receives: its name, the stage that makes it, and what is said of it beside."""
+
+    name: str
+    source: int
+    rest: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        shape, dtype, placement, *rest = self.rest
+        return f"rt.Received({', '.join([repr(self.name), shape, dtype, placement, f'source={self.source}', *rest])})"
+
+
+def received(graph: Graph, plan: PlanData, index: int, writer: ClassWriter) -> list[Received]:
     """What a stage receives from which others, by the shape of one microbatch."""
-    lines = []
+    found = []
     for name in stage_graph(graph, plan, index).received:
         source = maker_of(graph, plan, index, name)
         left = leaving_placement(graph, plan, index, name)
         position = leaving_values(graph, plan, source).index((name, left))
         tensor, placement = graph.tensors[name], plan.stages[index].inputs[name]
         shape = _microbatch_shape(tensor.shape, placement, plan.stages[index].axes)
-        parts = [repr(name), str(shape), f"torch.{tensor.dtype}", repr(writer.text(placement)), f"source={source}",
-                 f"position={position}", f"left={_text(left, plan.stages[source].axes)!r}"]  # fmt: skip
+        parts = [str(shape), f"torch.{tensor.dtype}", repr(writer.text(placement)), f"position={position}",
+                 f"left={_text(left, plan.stages[source].axes)!r}"]  # fmt: skip
         parts += [] if name in gradients_back(graph, plan)[index] else ["has_gradient=False"]
-        lines.append(f"{INDENT * 2}rt.Received({', '.join(parts)}),")
-    return [f"{INDENT}RECEIVED = (", *lines, f"{INDENT})"] if lines else []
+        found.append(Received(name, source, tuple(parts)))
+    return found
 
 
 def _text(placement: Placement, axes: Sequence[Axis]) -> str:

@@ -7,8 +7,8 @@ second.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -187,6 +187,10 @@ class Numbered(Parameters):
         for number, module in enumerate(modules, first):
             self.add_module(str(number), module)
 
+    def at(self, position: int) -> nn.Module:
+        """The module at a position among those that this stage has."""
+        return list(self.children())[position]
+
 
 class Block(Parameters):
     """A module of the model with a forward of its own: the unit of gathering, prefetching and recomputing."""
@@ -243,12 +247,25 @@ class Stage(Program):
     """A part of a pipeline's model, on ranks of its own: as many as its axes hold, from FIRST_RANK on.
 
     `forward` takes the local inputs that the stage reads, then what it receives; it returns what it makes of the
-    model's outputs (of the dtypes RESULTS), and what it leaves for later stages: two tuples.
+    model's outputs (of the dtypes RESULTS), and what it leaves for later stages: two tuples. FIRST: of each list of the
+    model that the stage does not have from its begin on, the number of the first module that it has.
     """
 
     FIRST_RANK: ClassVar[int] = 0
+    FIRST: ClassVar[tuple[int, ...]] = ()
     RECEIVED: ClassVar[tuple[Received, ...]] = ()
     RESULTS: ClassVar[tuple[torch.dtype, ...]] = ()
+
+    @classmethod
+    def again(
+        cls, number: int, first_rank: int, first: tuple[int, ...] = (), received: Sequence[tuple[str, int]] = ()
+    ) -> type[Stage]:
+        """A stage that does the same with other modules of the model's lists, on other ranks. received: the name of
+        each tensor that it receives, and the number of the stage that makes it."""
+        pairs = zip(cls.RECEIVED, received, strict=True)
+        told = tuple(replace(like, name=name, source=source) for like, (name, source) in pairs)
+        own = {"FIRST_RANK": first_rank, "FIRST": first, "RECEIVED": told, "__module__": cls.__module__}
+        return type(f"Stage{number}", (cls,), own)
 
 
 class Pipeline:
