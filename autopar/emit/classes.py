@@ -20,7 +20,7 @@ from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.naming import is_plain
 from autopar.ir.placement import Placement, are_alike, format_placement
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import PlanData, Redistribute
 from autopar.ir.redistribution import Step, apply, before, transfer_bytes
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ir.verifier import MICROBATCH

@@ -157,11 +157,13 @@ class _Ranges:
         self.exposed_until = _until(kind.reduce_ns - kind.hide_ns)
         self.resident_until, self.activations_until = _until(kind.resident_bytes), _until(kind.activation_bytes)
         self.workspace = _Largest(kind.workspace_bytes)
-        # The bottleneck is the larger of two sums less what they are at the first layer: with and without what is exposed.
+        # The bottleneck is the larger of two differences: with what is exposed of gradient sums, and without.
         self.least_until = self.others * self.time_until + self.once_until
         self.most_until = self.least_until + self.exposed_until
-        self.is_ascending = bool((np.diff(self.most_until) >= 0).all())  # a longer stage never has a lower bottleneck
+        self.received = self.others * kind.receive_ns
+        self._most, self._negated = _Largest(self.most_until), _Largest(-self.most_until)
         self._fitting: dict[tuple[int, int], Int64Array] = {}
+        self._under: dict[int, tuple[Int64Array, Int64Array]] = {}
 
     def time(self, begin: Any, end: Any) -> Any:
         return self.time_until[end] - self.time_until[begin] + self.kind.receive_ns[begin]
@@ -188,24 +190,36 @@ class _Ranges:
 
     def _least(self, values: Int64Array, under: _Bounds) -> Int64Array:
         """The least value at the ends that are allowed, for each first layer."""
-        last = self._last(under)
-        if self.is_ascending:
-            is_any = last > self.begins
-            negated = _Largest(-values).between(self.begins + 1, np.where(is_any, last, self.begins + 1) + 1)
-            return np.where(is_any, -negated, NEVER * 2)
-        ends = np.flatnonzero(values < NEVER)
-        begins = self.begins[:, None]
-        is_allowed = (begins < ends) & (ends <= last[:, None])
-        is_allowed &= self.bottleneck(begins, ends) <= under.bottleneck_ns
-        return np.where(is_allowed, values[ends], NEVER * 2).min(axis=1, initial=NEVER * 2)
+        last, uneven = self._last(under), self._last_under(under.bottleneck_ns)[1]
+        is_any = last > self.begins
+        negated = _Largest(-values).between(self.begins + 1, np.where(is_any, last, self.begins + 1) + 1)
+        least = np.where(is_any, -negated, 2 * NEVER)
+        if len(uneven):
+            begins, ends = uneven[:, None], np.flatnonzero(values < NEVER)
+            is_allowed = (begins < ends) & (ends <= last[begins])
+            is_allowed &= self.bottleneck(begins, ends) <= under.bottleneck_ns
+            least[uneven] = np.where(is_allowed, values[ends], 2 * NEVER).min(axis=1, initial=2 * NEVER)
+        return least
 
     def _last(self, under: _Bounds) -> Int64Array:
-        """For each first layer the last end that is allowed, as far as longer stages are never allowed any more."""
-        last = self._last_fitting(under.num_in_flight, under.memory_limit or self.kind.memory_limit)
-        for until in (self.least_until, self.most_until) if self.is_ascending else (self.least_until,):
-            highest = under.bottleneck_ns + until[:-1] - self.others * self.kind.receive_ns
-            last = np.minimum(last, np.searchsorted(until, highest, "right") - 1)
-        return last
+        """For each first layer the last end that is allowed; the layer itself, or less, where none is."""
+        fitting = self._last_fitting(under.num_in_flight, under.memory_limit or self.kind.memory_limit)
+        return np.minimum(fitting, self._last_under(under.bottleneck_ns)[0])
+
+    def _last_under(self, bottleneck_ns: int) -> tuple[Int64Array, Int64Array]:
+        """For each first layer the last end whose bottleneck is no more; and those for which an end before it has more,
+        since the layers after that hide it."""
+        if bottleneck_ns not in self._under:
+            highest = bottleneck_ns + self.least_until[:-1] - self.received
+            last = np.searchsorted(self.least_until, highest, "right") - 1
+            highest = bottleneck_ns + self.most_until[:-1] - self.received
+            for power, lowest in reversed([*enumerate(self._negated.of_length)]):
+                first = last - (1 << power) + 1
+                is_over = (first > self.begins) & (-lowest[np.maximum(first, 0)] > highest)
+                last = np.where(is_over, first - 1, last)
+            most = self._most.between(self.begins + 1, np.maximum(last, self.begins + 1) + 1)
+            self._under[bottleneck_ns] = last, np.flatnonzero((most > highest) & (last > self.begins))
+        return self._under[bottleneck_ns]
 
     def _last_fitting(self, num_in_flight: int, limit: int) -> Int64Array:
         """For each first layer the last end of a stage that fits; the layer itself where none does."""
