@@ -330,7 +330,7 @@ def best_shared_plan(
     where the batch cannot be shared out.
     """
     search = _Search(graph, blocks, request, profiles)
-    counts = microbatch_counts(graph, request)
+    counts = [*microbatch_counts(graph, request)]
     for recompute in ("none",) if request.mode != "train" else ("none", "full"):
         best: Plan | None = None
         for count in counts:

@@ -147,7 +147,7 @@ class Layered:
     @cached_property
     def counts(self) -> list[int]:
         """Numbers of microbatches that are possible, ascending."""
-        return microbatch_counts(self.folded.graph, self.request)
+        return [*microbatch_counts(self.folded.graph, self.request)]
 
     @cached_property
     def recomputations(self) -> Mapping[str, tuple[str, ...]]:
