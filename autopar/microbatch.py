@@ -139,14 +139,20 @@ def _best_rule(
 
     known: of which the sum over all microbatches is there before; then what is whole may be the first's summand, too.
     """
-    best: tuple[int, NodePlan] | None = None
-    for rule in axis_rules(graph, node):
-        slices = _slices(graph, node, have, rule.operands, count, known)
-        if slices is None or not _divides(graph, node.results, rule.results, count):
-            continue
-        if best is None or slices < best[0]:
-            best = slices, NodePlan(tuple((t,) for t in rule.operands), tuple((t,) for t in rule.results))
-    return None if best is None else best[1]
+    rules = axis_rules(graph, node)  # the same tuple for equal calls
+    is_known = None if known is None else tuple([name in known for name in node.operands])
+    key, best_rules = (id(rules), *have, count, is_known), graph.found.setdefault(("best rules", ""), {})
+    if key not in best_rules:
+        best: tuple[int, NodePlan] | None = None
+        for rule in rules:
+            slices = _slices(graph, node, have, rule.operands, count, known)
+            if slices is None or not _divides(graph, node.results, rule.results, count):
+                continue
+            if best is None or slices < best[0]:
+                best = slices, NodePlan(tuple((t,) for t in rule.operands), tuple((t,) for t in rule.results))
+        best_rules[key] = None if best is None else best[1]
+    found: NodePlan | None = best_rules[key]
+    return found
 
 
 def _followed(graph: Graph, node: Node, current: Mapping[str, Type], count: int) -> NodePlan:

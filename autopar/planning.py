@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -345,17 +345,19 @@ _LEAST_S = 2.0
 _TRIES = 6
 
 
-def microbatch_counts(graph: Graph, request: Request) -> list[int]:
+def microbatch_counts(graph: Graph, request: Request) -> Iterator[int]:
     """The pinned number, or 1, 2, 4, … as long as the model's batch can be divided so."""
     pinned = {c.microbatches for c in request.constraints if c.microbatches is not None}
     if len(pinned) > 1:
         raise PlanError(f"expected constraints to agree on the number of microbatches, found {sorted(pinned)}")
     if pinned:
-        return [*pinned]
-    counts = [1]
-    while request.mode == "train" and divisible(graph, 2 * counts[-1]):
-        counts.append(2 * counts[-1])
-    return counts
+        yield from pinned
+        return
+    count = 1
+    yield count
+    while request.mode == "train" and divisible(graph, 2 * count):
+        count *= 2
+        yield count
 
 
 def _candidate(place: Place, fit: Fit, seconds: float, tried: list[dict[str, Any]], report: Report) -> Plan | None:

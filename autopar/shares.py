@@ -31,11 +31,9 @@ from autopar.microbatch import batch_types
 from autopar.planning import Part, Place, Request, divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate
-from autopar.template import template_recompute
+from autopar.template import check_split, template_recompute
 from autopar.trace import Blocks
 from autopar.unequal import best_unequal_plan
-
-SPLITS = ("equal", "speed")
 
 Rows = tuple[int, ...]
 """Of each kind of rank, in the order of the ranks: how many rows of a microbatch each rank gets."""
@@ -215,8 +213,7 @@ class SharedBatch:
 
         Raises PlanError for another word or a batch that cannot be shared out so, InfeasibleError when nothing fits.
         """
-        if split not in SPLITS:
-            raise PlanError(f'expected split as "equal" or "speed", found {split!r}')
+        check_split(split)
         drafts = self.drafts()
         if not drafts:
             raise self.refusals[0]
@@ -330,7 +327,7 @@ def best_shared_plan(
     where the batch cannot be shared out.
     """
     search = _Search(graph, blocks, request, profiles)
-    counts = microbatch_counts(graph, request)
+    counts = [*microbatch_counts(graph, request)]
     for recompute in ("none",) if request.mode != "train" else ("none", "full"):
         best: Plan | None = None
         for count in counts:

@@ -41,6 +41,12 @@ def template_ranks(mesh: Mesh, pp: int, chunks: int, schedule: str) -> tuple[int
     return tuple(firsts) * (chunks if has_chunks else 1)
 
 
+def check_split(split: str) -> None:
+    """That blocks, or rows, are shared out in a way that there is. Raises PlanError."""
+    if split not in ("equal", "speed"):
+        raise PlanError(f'expected split as "equal" or "speed", found {split!r}')
+
+
 def template_recompute(graph: Graph, block_paths: Sequence[str], recompute: str) -> tuple[str, ...]:
     """The module paths of what is computed again in the backward pass.
 

@@ -30,10 +30,8 @@ from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate
 from autopar.simulate.segments import block_times_ns
 from autopar.staging import cut, stages_of_sizes
-from autopar.template import template_recompute
+from autopar.template import check_split, template_recompute
 from autopar.trace import Blocks
-
-SPLITS = ("equal", "speed")
 
 
 def sizes_by_speed(times_ns: Sequence[Sequence[int]], most: Sequence[int]) -> tuple[int, ...] | None:
@@ -132,8 +130,7 @@ class UnequalStages:
 
         Raises PlanError for another word or where blocks cannot be shared out so, InfeasibleError when nothing fits.
         """
-        if split not in SPLITS:
-            raise PlanError(f'expected split as "equal" or "speed", found {split!r}')
+        check_split(split)
         count = len(self.times_ns[0])
         most = [count] * len(self.ranks)
         sizes = sizes_by_speed(self.times_ns, most) if split == "speed" else self._equal(count)

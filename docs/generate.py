@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from docs.cost_model import cost_model
+from docs.house import house
 from docs.plan_format import plan_format
 from docs.rules import rules
 
@@ -17,6 +18,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "plan_format.md": plan_format,
     "cost_model.md": cost_model,
     "rules.md": rules,
+    "house.md": house,
 }
 
 

@@ -34,8 +34,8 @@ SUBSTITUTIONS = """
 With `search="thorough"`, a model's graph is rewritten into equal ones, in the manner of TASO. Rules are data
 ([rules.json](../autopar/substitute/rules/rules.json)): two terms that are equal for all tensors of fitting shapes, and
 guards, which say when. Each rule is *proved* from stated axioms (`python -m rulemaking.verify --axioms`
-prints them), or *tested* on 1,000 random instances, values and gradients; plans use those that are proved. The file is
-checked again when it is loaded: each rule has a digest and is tried on an instance anew.
+prints them), or *tested* on 1,000 random instances, values and gradients; plans use those that are proved. When the
+file is loaded, each rule is held against its digest: one that was changed is refused.
 """
 
 

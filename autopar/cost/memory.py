@@ -7,7 +7,7 @@ derivatives.yaml. A view is saved by keeping its base alive: `storage_root` find
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from autopar.cost.compute import argument
@@ -167,34 +167,6 @@ def saved_values(node: Node, graph: Graph, device_type: str = "cuda") -> tuple[S
     if device_type == "cpu":
         rule = SAVED_ON_CPU.get(name, rule)
     return tuple(dict.fromkeys(rule(node, graph)))
-
-
-def saved_tensors(node: Node, graph: Graph) -> tuple[str | tuple[str, int], ...]:
-    """Like `saved_values` for whole tensors: names of those that own the memory, and ("extra", bytes)."""
-    found: dict[str | tuple[str, int], None] = {}
-    for value in saved_values(node, graph):
-        if isinstance(value, Extra):
-            found["extra", value.num_bytes(graph.tensors[value.like].shape)] = None
-        else:
-            found[storage_root(value, graph)] = None
-    return tuple(found)
-
-
-def saved_bytes(graph: Graph, shapes: Mapping[str, Shape] | None = None) -> int:
-    """Bytes of everything saved in a forward pass, without parameters and inputs, each storage once."""
-    own = {*graph.inputs, *(item.tensor for item in graph.stored)}
-    roots: set[str] = set()
-    total = 0
-    for node in graph.nodes:
-        for value in saved_values(node, graph):
-            if isinstance(value, Extra):
-                total += value.num_bytes((shapes or {}).get(value.like, graph.tensors[value.like].shape))
-            else:
-                roots.add(storage_root(value, graph))
-    for name in roots - own:
-        tensor = graph.tensors[name]
-        total += math.prod((shapes or {}).get(name, tensor.shape)) * tensor.itemsize
-    return total
 
 
 def _differentiable(name: str, graph: Graph) -> bool:

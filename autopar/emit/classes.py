@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -20,7 +20,7 @@ from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.naming import is_plain
 from autopar.ir.placement import Placement, are_alike, format_placement
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import PlanData, Redistribute
 from autopar.ir.redistribution import Step, apply, before, transfer_bytes
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ir.verifier import MICROBATCH
@@ -61,6 +61,9 @@ class ClassWriter:
     def __init__(self, graph: Graph, plan: PlanData, flat: Flat, classes: Classes) -> None:
         self.graph, self.plan, self.flat, self.classes = graph, plan, flat, classes
         self.calls = CallWriter(graph, plan)
+        self.planned: dict[str, list[Redistribute]] = defaultdict(list)  # by tensor
+        for redistribute in plan.redistributes:
+            self.planned[redistribute.tensor].append(redistribute)
         self.real = [position for position, axis in enumerate(plan.axes) if axis.name != MICROBATCH]
         self.made: dict[int, Made] = {}  # by id of the region
         self.class_of: dict[str, str] = {}  # module path -> class
@@ -85,7 +88,7 @@ class ClassWriter:
     def way(self, stored: Stored, use: str) -> str:
         """The use, after the placements that the plan's steps pass through on the way to it, if it names any."""
         now, passed = self.plan.storage[stored.tensor].placement, []
-        planned = (r for r in self.plan.redistributes if r.tensor == stored.tensor and self.text(r.target) == use)
+        planned = (r for r in self.planned[stored.tensor] if self.text(r.target) == use)
         for step in next((r.steps for r in planned), ()):
             now = apply(step, now)
             if step.axis in self.real:

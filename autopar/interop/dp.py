@@ -126,56 +126,131 @@ def equally_cut(kind: StageKind, num_stages: int, microbatches: int) -> StageCho
         return None
     ranges, each = _Ranges(kind, microbatches), kind.num_layers // num_stages
     spans = [(begin, begin + each) for begin in range(0, kind.num_layers, each)]
-    step = sum(int(ranges.time[span]) for span in spans) + max(int(ranges.bottleneck[span]) for span in spans)
+    step = sum(int(ranges.time(*span)) for span in spans) + max(int(ranges.bottleneck(*span)) for span in spans)
     return StageChoice(tuple(ChosenStage(*span, 0) for span in spans), step)
 
 
+class _Largest:
+    """The largest of values in any ranges, begin < end, by those of all ranges of 1, 2, 4, … of them."""
+
+    def __init__(self, values: Int64Array) -> None:
+        self.of_length = np.zeros((len(values).bit_length(), len(values)), np.int64)  # by power of two, by first
+        self.of_length[:1] = values
+        for power in range(1, len(self.of_length)):
+            half, count = 1 << (power - 1), len(values) - (1 << power) + 1
+            before = self.of_length[power - 1]
+            np.maximum(before[:count], before[half : half + count], out=self.of_length[power, :count])
+
+    def between(self, begin: Int64Array, end: Int64Array) -> Int64Array:
+        power = np.frexp(end - begin)[1] - 1  # two ranges of that length, which may overlap, are the whole
+        largest: Int64Array = np.maximum(self.of_length[power, begin], self.of_length[power, end - (1 << power)])
+        return largest
+
+
 class _Ranges:
-    """A kind's costs of every range of layers, [begin, end]; those with end ≤ begin are never allowed."""
+    """A kind's costs of ranges of layers, begin < end, by prefix sums: there are too many ranges to list them."""
 
     def __init__(self, kind: StageKind, microbatches: int) -> None:
-        self.kind = kind
-        self.is_range = np.triu(np.ones((kind.num_layers, kind.num_layers + 1), dtype=bool), 1)
-        self.time = _sums(kind.time_ns) + kind.receive_ns[:, None]
-        hidden = np.maximum(0, _sums(kind.reduce_ns) - _sums(kind.hide_ns))
-        self.once = _sums(kind.once_ns) + hidden
-        self.bottleneck = (microbatches - 1) * self.time + self.once
-        self.resident = _sums(kind.resident_bytes) + _largest(kind.workspace_bytes)
-        self.activations = _sums(kind.activation_bytes)
-        self._fitting: dict[int, Int64Array] = {}  # by microbatches in flight
+        self.kind, self.others = kind, microbatches - 1
+        self.begins = np.arange(kind.num_layers)
+        self.time_until, self.once_until = _until(kind.time_ns), _until(kind.once_ns)
+        self.exposed_until = _until(kind.reduce_ns - kind.hide_ns)
+        self.resident_until, self.activations_until = _until(kind.resident_bytes), _until(kind.activation_bytes)
+        self.workspace = _Largest(kind.workspace_bytes)
+        # The bottleneck is the larger of two differences: with what is exposed of gradient sums, and without.
+        self.least_until = self.others * self.time_until + self.once_until
+        self.most_until = self.least_until + self.exposed_until
+        self.received = self.others * kind.receive_ns
+        self._most, self._negated = _Largest(self.most_until), _Largest(-self.most_until)
+        self._fitting: dict[tuple[int, int], Int64Array] = {}
+        self._under: dict[int, tuple[Int64Array, Int64Array]] = {}
 
-    def peak_bytes(self, num_in_flight: int) -> Int64Array:
-        total: Int64Array = self.resident + num_in_flight * self.activations
+    def time(self, begin: Any, end: Any) -> Any:
+        return self.time_until[end] - self.time_until[begin] + self.kind.receive_ns[begin]
+
+    def bottleneck(self, begin: Any, end: Any) -> Any:
+        hidden = np.maximum(0, self.exposed_until[end] - self.exposed_until[begin])
+        return self.others * self.time(begin, end) + self.once_until[end] - self.once_until[begin] + hidden
+
+    def peak_bytes(self, begin: Any, end: Any, num_in_flight: int) -> Any:
+        resident = self.resident_until[end] - self.resident_until[begin] + self.workspace.between(begin, end)
+        return resident + num_in_flight * (self.activations_until[end] - self.activations_until[begin])
+
+    def least_ahead(self, behind: Int64Array, under: _Bounds) -> Int64Array:
+        """For each first layer the least sum of a stage's time and what is behind it, by the first layer there."""
+        least = np.minimum(NEVER, self._least(behind + self.time_until, under) - self.time_until[:-1])
+        total: Int64Array = np.where(least < NEVER, np.minimum(NEVER, least + self.kind.receive_ns), NEVER)
         return total
 
-    def fitting_time(self, num_in_flight: int) -> Int64Array:
-        """The time of each range that fits, NEVER of others."""
-        if num_in_flight not in self._fitting:
-            fits = self.is_range & (self.peak_bytes(num_in_flight) <= self.kind.memory_limit)
-            self._fitting[num_in_flight] = np.where(fits, self.time, NEVER)
-        return self._fitting[num_in_flight]
+    def end_ahead(self, begin: int, behind: Int64Array, under: _Bounds) -> int:
+        """Of a stage that gives that sum, the first such end."""
+        ends = np.arange(begin + 1, self._last(under)[begin] + 1)
+        ends = ends[self.bottleneck(begin, ends) <= under.bottleneck_ns]
+        return int(ends[(behind + self.time_until)[ends].argmin()])
+
+    def _least(self, values: Int64Array, under: _Bounds) -> Int64Array:
+        """The least value at the ends that are allowed, for each first layer."""
+        last, uneven = self._last(under), self._last_under(under.bottleneck_ns)[1]
+        is_any = last > self.begins
+        negated = _Largest(-values).between(self.begins + 1, np.where(is_any, last, self.begins + 1) + 1)
+        least = np.where(is_any, -negated, 2 * NEVER)
+        if len(uneven):
+            begins, ends = uneven[:, None], np.flatnonzero(values < NEVER)
+            is_allowed = (begins < ends) & (ends <= last[begins])
+            is_allowed &= self.bottleneck(begins, ends) <= under.bottleneck_ns
+            least[uneven] = np.where(is_allowed, values[ends], 2 * NEVER).min(axis=1, initial=2 * NEVER)
+        return least
+
+    def _last(self, under: _Bounds) -> Int64Array:
+        """For each first layer the last end that is allowed; the layer itself, or less, where none is."""
+        fitting = self._last_fitting(under.num_in_flight, under.memory_limit or self.kind.memory_limit)
+        return np.minimum(fitting, self._last_under(under.bottleneck_ns)[0])
+
+    def _last_under(self, bottleneck_ns: int) -> tuple[Int64Array, Int64Array]:
+        """For each first layer the last end whose bottleneck is no more; and those for which an end before it has more,
+        since the layers after that hide it."""
+        if bottleneck_ns not in self._under:
+            highest = bottleneck_ns + self.least_until[:-1] - self.received
+            last = np.searchsorted(self.least_until, highest, "right") - 1
+            highest = bottleneck_ns + self.most_until[:-1] - self.received
+            for power, lowest in reversed([*enumerate(self._negated.of_length)]):
+                first = last - (1 << power) + 1
+                is_over = (first > self.begins) & (-lowest[np.maximum(first, 0)] > highest)
+                last = np.where(is_over, first - 1, last)
+            most = self._most.between(self.begins + 1, np.maximum(last, self.begins + 1) + 1)
+            self._under[bottleneck_ns] = last, np.flatnonzero((most > highest) & (last > self.begins))
+        return self._under[bottleneck_ns]
+
+    def _last_fitting(self, num_in_flight: int, limit: int) -> Int64Array:
+        """For each first layer the last end of a stage that fits; the layer itself where none does."""
+        key = num_in_flight, limit
+        if key not in self._fitting:
+            last = self.begins.copy()
+            for power in reversed(range(self.kind.num_layers.bit_length())):
+                longer = np.minimum(last + (1 << power), self.kind.num_layers)
+                fits = self.peak_bytes(self.begins, np.maximum(longer, self.begins + 1), num_in_flight) <= limit
+                last = np.where(fits, longer, last)
+            self._fitting[key] = last
+        return self._fitting[key]
 
 
-def _sums(values: Int64Array) -> Int64Array:
-    """The sum of each range, by prefix sums."""
-    until = np.concatenate([[0], np.cumsum(values)])
-    total: Int64Array = until[None, :] - until[:-1, None]
-    return total
+class _Bounds(NamedTuple):
+    """What a stage may take at most. memory_limit: in place of the kind's own, if not 0."""
+
+    bottleneck_ns: int
+    num_in_flight: int
+    memory_limit: int = 0
 
 
-def _largest(values: Int64Array) -> Int64Array:
-    """The largest of each range; 0 where it is empty."""
-    count = len(values)
-    spread = np.where(np.arange(count)[None, :] >= np.arange(count)[:, None], values[None, :], 0)
-    running = np.maximum.accumulate(spread, axis=1)
-    return np.concatenate([np.zeros((count, 1), np.int64), running], axis=1)
+def _until(values: Int64Array) -> Int64Array:
+    """The sum of those before each position."""
+    return np.concatenate([[0], np.cumsum(values)])
 
 
 class _Table(NamedTuple):
-    """For one number of stages and of devices, by first layer: the least sum, and the end and kind that give it."""
+    """For one number of stages and of devices, by first layer: the least sum, and the kind that gives it."""
 
     total: Int64Array
-    end: Int64Array
     kind: Int64Array
 
 
@@ -236,57 +311,59 @@ class _Search:
         """At most the bottleneck of stages that take so long together."""
         return (self.microbatches - 1) * math.ceil(total_ns / self.max_stages)
 
-    def _least_sum(self, threshold: int) -> _Under | None:
-        """The choice of the least sum with a bottleneck of at most the threshold; None where there is none."""
-        tables = self._tables(threshold)
+    def _least_sum(self, threshold: int, memory_limit: int = 0) -> _Under | None:
+        """The choice of the least sum with a bottleneck of at most the threshold; None where there is none.
+
+        memory_limit: in place of those of the kinds, if not 0.
+        """
+        under = [
+            _Bounds(threshold, in_flight(self.schedule, count, self.microbatches) if count else 0, memory_limit)
+            for count in range(self.max_stages + 1)
+        ]
+        tables = self._tables(under)
         count = min(range(1, self.max_stages + 1), key=lambda s: self._total(tables, s))
         total = self._total(tables, count)
-        return None if total >= NEVER else _Under(*self._read(tables, count), total)
+        return None if total >= NEVER else _Under(*self._read(tables, under, count), total)
 
     def _total(self, tables: list[dict[int, _Table]], count: int) -> int:
         table = tables[count].get(self.num_devices)
         return int(NEVER) if table is None else int(table.total[0])
 
-    def _tables(self, threshold: int) -> list[dict[int, _Table]]:
-        """F(s, ·, d) under a bound on the bottleneck, by number of stages and by devices."""
+    def _tables(self, under: Sequence[_Bounds]) -> list[dict[int, _Table]]:
+        """F(s, ·, d) within bounds of the first of so many stages, by number of stages and by devices."""
         end = np.full(self.num_layers + 1, NEVER)
         end[-1] = 0
-        nothing = np.zeros(0, np.int64)
-        tables: list[dict[int, _Table]] = [{0: _Table(end, nothing, nothing)}]
+        tables: list[dict[int, _Table]] = [{0: _Table(end, np.zeros(0, np.int64))}]
         for count in range(1, self.max_stages + 1):
-            prices = [self._prices(ranges, count, threshold) for ranges in self.ranges]
-            tables.append(self._extended(tables[-1], prices, self.reachable[count]))
+            tables.append(self._extended(tables[-1], under[count], self.reachable[count]))
         return tables
 
-    def _prices(self, ranges: _Ranges, count: int, threshold: int) -> Int64Array:
-        """The time of each range as the first of `count` stages, NEVER where it is not allowed."""
-        fitting = ranges.fitting_time(in_flight(self.schedule, count, self.microbatches))
-        return fitting if threshold >= NEVER else np.where(ranges.bottleneck <= threshold, fitting, NEVER)
-
-    def _extended(
-        self, behind: dict[int, _Table], prices: Sequence[Int64Array], reachable: set[int]
-    ) -> dict[int, _Table]:
+    def _extended(self, behind: dict[int, _Table], under: _Bounds, reachable: set[int]) -> dict[int, _Table]:
         """One stage more, in front of those that are there."""
         found: dict[int, _Table] = {}
         for devices, table in behind.items():
-            for kind, price in enumerate(prices):
-                total = devices + self.ranges[kind].kind.num_devices
+            for kind, ranges in enumerate(self.ranges):
+                total = devices + ranges.kind.num_devices
                 if total in reachable:
-                    new = _in_front(price, table.total, kind)
+                    least = np.append(ranges.least_ahead(table.total, under), NEVER)
+                    new = _Table(least, np.full(self.num_layers, kind))
                     found[total] = _cheaper(found[total], new) if total in found else new
         return found
 
-    def _read(self, tables: list[dict[int, _Table]], count: int) -> tuple[StageChoice, int]:
+    def _read(
+        self, tables: list[dict[int, _Table]], under: Sequence[_Bounds], count: int
+    ) -> tuple[StageChoice, int]:  # fmt: skip
         """The stages behind an entry of the table, and their bottleneck."""
         stages: list[ChosenStage] = []
         begin, devices = 0, self.num_devices
         for number in range(count, 0, -1):
-            table = tables[number][devices]
-            stage = ChosenStage(begin, int(table.end[begin]), int(table.kind[begin]))
-            stages.append(stage)
-            begin, devices = stage.end, devices - self.ranges[stage.kind].kind.num_devices
-        bottleneck = max(int(self.ranges[k].bottleneck[begin, end]) for begin, end, k in stages)
-        total = sum(int(self.ranges[k].time[begin, end]) for begin, end, k in stages)
+            kind = int(tables[number][devices].kind[begin])
+            devices -= self.ranges[kind].kind.num_devices
+            end = self.ranges[kind].end_ahead(begin, tables[number - 1][devices].total, under[number])
+            stages.append(ChosenStage(begin, end, kind))
+            begin = end
+        bottleneck = max(int(self.ranges[k].bottleneck(begin, end)) for begin, end, k in stages)
+        total = sum(int(self.ranges[k].time(begin, end)) for begin, end, k in stages)
         return StageChoice(tuple(stages), total + bottleneck), bottleneck
 
     # Where nothing fits ----------------------------------------
@@ -309,27 +386,16 @@ class _Search:
         )
 
     def _least_limit(self) -> int:
-        """min over stages of the largest peak, by the same recursion with max for +; 0 if no submeshes tile."""
-        end = np.full(self.num_layers + 1, NEVER)
-        end[-1] = 0
-        tables, least = {0: end}, int(NEVER)
-        for count in range(1, self.max_stages + 1):
-            peaks = [self._peaks(ranges, count) for ranges in self.ranges]
-            new: dict[int, Int64Array] = {}
-            for devices, behind in tables.items():
-                for ranges, peak in zip(self.ranges, peaks, strict=True):
-                    total = devices + ranges.kind.num_devices
-                    if total in self.reachable[count]:
-                        most = np.append(np.maximum(peak, behind[None, :]).min(axis=1), NEVER)
-                        new[total] = np.minimum(new[total], most) if total in new else most
-            tables = new
-            if self.num_devices in tables:
-                least = min(least, int(tables[self.num_devices][0]))
-        return 0 if least >= NEVER else least
-
-    def _peaks(self, ranges: _Ranges, count: int) -> Int64Array:
-        peak = ranges.peak_bytes(in_flight(self.schedule, count, self.microbatches))
-        return np.where(ranges.is_range, peak, NEVER)
+        """The least limit under which there are stages, by halving; 0 if no submeshes tile."""
+        most = in_flight(self.schedule, self.max_stages, self.microbatches)
+        whole = np.array([0]), np.array([self.num_layers])
+        low, high = 0, max(1, *(int(ranges.peak_bytes(*whole, most)[0]) for ranges in self.ranges))
+        if self._least_sum(int(NEVER), high) is None:
+            return 0
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._least_sum(int(NEVER), middle) is None else (low, middle)
+        return high
 
 
 def _reachable(sizes: set[int], num_devices: int, max_stages: int) -> list[set[int]]:
@@ -341,19 +407,10 @@ def _reachable(sizes: set[int], num_devices: int, max_stages: int) -> list[set[i
     return [{total for total in totals if num_devices - total in rest} for totals in forward]
 
 
-def _in_front(price: Int64Array, behind: Int64Array, kind: int) -> _Table:
-    """The best end of a stage of one kind for each first layer."""
-    totals = price + behind[None, :]
-    end = totals.argmin(axis=1)
-    total = np.minimum(totals[np.arange(len(end)), end], NEVER)
-    return _Table(np.append(total, NEVER), end, np.full(len(end), kind))
-
-
 def _cheaper(one: _Table, other: _Table) -> _Table:
     """Of two tables the cheaper entry for each first layer."""
     better = other.total < one.total
     return _Table(
         np.where(better, other.total, one.total),
-        np.where(better[:-1], other.end, one.end),
         np.where(better[:-1], other.kind, one.kind),
     )

@@ -69,11 +69,6 @@ def format_placement(placement: Placement) -> str:
     return " ".join(map(str, placement))
 
 
-def gradient_type(type_: Type) -> Type:
-    """The type of the gradient of a tensor of the given type (the table above)."""
-    return {"R": P, "P": R}.get(type_.kind, type_)
-
-
 class Axis(NamedTuple):
     """One axis of a logical mesh: neighbours along it are `stride` ranks apart.
 

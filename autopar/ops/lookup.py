@@ -169,7 +169,11 @@ def _sensible(call: Call, rule: AxisRule) -> bool:
 def _rules(graph: Graph, node: Node) -> Rules:
     known: Rules | None = graph.found.get(("rules", node.name))
     if known is None:
-        known = graph.found["rules", node.name] = Rules(graph, node)
+        alike = graph.found.setdefault(("rules", ""), {})  # by key of the call: layers are mostly equal
+        key = call_key(graph, node)
+        if key not in alike:
+            alike[key] = Rules(graph, node)
+        known = graph.found["rules", node.name] = alike[key]
     return known
 
 
@@ -204,12 +208,14 @@ def _has_own_rules(op: torch._ops.OpOverload) -> bool:
 
 def coverage(graph: Graph) -> dict[str, str]:
     """For each operator in the graph: "table", "user", "registry", or "replicated: why"."""
-    found: dict[str, str] = {}
-    for node in graph.nodes:
-        rules = _rules(graph, node)
-        if node.operands and not _creates(node):
-            found[rule_key(node)] = rules.source if rules.source != "replicated" else f"replicated: {rules.reason}"
-    return dict(sorted(found.items()))
+    if ("coverage", "") not in graph.found:
+        found: dict[str, str] = {}
+        for node in graph.nodes:
+            rules = _rules(graph, node)
+            if node.operands and not _creates(node):
+                found[rule_key(node)] = rules.source if rules.source != "replicated" else f"replicated: {rules.reason}"
+        graph.found["coverage", ""] = dict(sorted(found.items()))
+    return {**graph.found["coverage", ""]}
 
 
 def shape_error(

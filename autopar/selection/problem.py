@@ -89,16 +89,6 @@ def load_problem(path: str | Path) -> Problem:
         raise PlanError(f"{path}: {error}") from error
 
 
-def save_problem(problem: Problem, path: str | Path) -> None:
-    """Writes a problem so that `load_problem` reads an equal one; `.gz` at the end compresses it."""
-    path = Path(path)
-    text = json.dumps(_to_document(problem), separators=(",", ":"))
-    if path.suffix == ".gz":
-        path.write_bytes(gzip.compress(text.encode(), mtime=0))
-    else:
-        path.write_text(text, encoding="utf-8")
-
-
 def _from_document(document: Any) -> Problem:
     body = document["problem"]
     nodes, edges = body["nodes"], body["edges"]
@@ -106,22 +96,6 @@ def _from_document(document: Any) -> Problem:
     matrices = [_matrix(sizes, edge, flat) for edge, flat in _pairs(edges["nodes"], edges["costs"])]
     return Problem(body["name"], nodes["intervals"], nodes["costs"], nodes["usages"], edges["nodes"],
                    matrices, body.get("usage_limit"))  # fmt: skip
-
-
-def _to_document(problem: Problem) -> dict[str, Any]:
-    nodes = {
-        "intervals": [list(interval) for interval in problem.intervals],
-        "costs": [cost.tolist() for cost in problem.costs],
-        "usages": [usage.tolist() for usage in problem.usages],
-    }
-    edges = {
-        "nodes": [list(edge) for edge in problem.edges],
-        "costs": [matrix.ravel().tolist() for matrix in problem.edge_costs],
-    }
-    body: dict[str, Any] = {"name": problem.name, "nodes": nodes, "edges": edges}
-    if problem.usage_limit is not None:
-        body["usage_limit"] = problem.usage_limit
-    return {"problem": body}
 
 
 def _pairs(edges: Sequence[Any], edge_costs: Sequence[Any]) -> Iterable[tuple[Any, Any]]:

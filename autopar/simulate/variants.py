@@ -87,7 +87,6 @@ class Variants:
         self._ways = Ways()
         self._joined: dict[tuple[PartPlayer, ...], Joined] = {}
         self._gathered: dict[Hashable, Gathered] = {}
-        self._calm_begin: Gathered | None = None
         self._moved = [0] * len(graph.stored)
         self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
         self._held = [0] * len(graph.stored)

@@ -262,22 +262,6 @@ class Ledger:
             return _row(spent, self.prices.moved_bytes(name, own))
         return _row(self.prices.activation(name, source, routes, placed))  # type: ignore[arg-type]
 
-    @property
-    def depends_on(self) -> list[tuple[str, ...]]:
-        """Of each group of operators or tensors that are worth the same, the decisions of one."""
-        return [group.decisions[0] for group in self._groups]
-
-    @property
-    def num_trained(self) -> int:
-        """Tensors that the optimizer updates."""
-        return sum(self._counts)
-
-    def worth(self, number: int, options: Mapping[str, Option]) -> Worth | None:
-        """What a group comes to whose decisions have these options; None where it cannot be."""
-        group = self._groups[number]
-        one = self._worth(group, 0, tuple([self._code(options[name]) for name in group.decisions[0]]))
-        return None if one is None else Worth(*(len(group.members) * amount for amount in one))
-
     # A draft ----------------------------------------
 
     def _follow(self, plan: Plan) -> None:

@@ -21,7 +21,6 @@ from dataclasses import replace
 from functools import cached_property
 from itertools import combinations
 from random import Random
-from typing import NamedTuple
 
 from autopar.ir.graph import is_inside
 from autopar.ir.placement import Placement, Type
@@ -35,13 +34,6 @@ _WEIGHTS = {"operator": 64, STORAGE: 12, INPUT: 3, RECOMPUTE: 1}
 _ALONE = 0.2  # of proposals to operators and storage that change one block's alone
 _REACHES = (0.0, 0.5, 0.8, 0.95)  # probabilities with which a change goes on to a neighbour
 _LOOKED_AT = 12  # agreeing options of a neighbour that are compared
-
-
-class Decision(NamedTuple):
-    """What an option is for: a node's strategy, a stored tensor's storage, an input's placement."""
-
-    kind: str  # "node", "stored" or "input"
-    name: str
 
 
 class Proposals:

@@ -21,11 +21,11 @@ from autopar.microbatch import batch_types
 from autopar.planning import Part, Place, Request, divided, microbatch_counts
 from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.simulate.layers import LayerCost, layer_costs
-from autopar.staged.ways import RECOMPUTE, Candidate, Setting, Way
+from autopar.staged.ways import Candidate, Setting, Way
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
-from autopar.zero import pinned_modules, recomputable
+from autopar.zero import KINDS, pinned_modules, recomputable
 
 _SLACK = 1.03
 """Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried."""
@@ -147,7 +147,7 @@ class Layered:
     @cached_property
     def counts(self) -> list[int]:
         """Numbers of microbatches that are possible, ascending."""
-        return microbatch_counts(self.folded.graph, self.request)
+        return [*microbatch_counts(self.folded.graph, self.request)]
 
     @cached_property
     def recomputations(self) -> Mapping[str, tuple[str, ...]]:
@@ -161,7 +161,7 @@ class Layered:
         if pinned is not None:
             return {"pinned": pinned}
         found = {}
-        for name in RECOMPUTE:
+        for name in KINDS:
             try:
                 found[name] = template_recompute(self.graph, self.paths, name)
             except PlanError:

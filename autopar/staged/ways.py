@@ -15,8 +15,6 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight, makes_rounds
 from autopar.planning import sizes_text
 
-RECOMPUTE = ("none", "block", "full")
-
 
 @dataclass(frozen=True)
 class Setting:

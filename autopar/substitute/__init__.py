@@ -1,4 +1,4 @@
-"""Graph → equivalent Graphs: rules that are generated, proved and searched (TASO, OSDI'22 Unity).
+"""Graph → equal Graphs: rules that are proved, and searched for what is faster (TASO, OSDI'22 Unity).
 
 lift (ATen operators as terms of an algebra) → match and rewrite (rules of `rules.json`; each distinct block once, in
 parts where it is large, by cost-based backtracking) → lower (ATen operators again) → packed

@@ -9,7 +9,6 @@ neither does what is made of parameters alone and kept (`ir.structure.made_once`
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 from autopar.cost import Profile, node_time_ns
@@ -80,10 +79,6 @@ class Pricer:
     def sum_ns(self, tensor: Tensor) -> int:
         """Time to add up two gradients of a tensor."""
         return pointwise_time_ns(3 * tensor.num_bytes, self.profile) if tensor.differentiable else 0
-
-    def of_node_ns(self, node: Node, tensors: Mapping[str, Tensor]) -> int:
-        """Time of one operator by itself."""
-        return self._time_ns(node, [tensors[name] for name in node.operands], [tensors[name] for name in node.results])
 
     def _node_ns(self, node: Node, lowering: Lowering) -> int:
         known = self._given.get(id(node))

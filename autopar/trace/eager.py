@@ -131,7 +131,7 @@ def held(subject: Subject) -> Iterator[Held]:
     flags = [(x, x.requires_grad, x.grad) for x in stored if x.is_leaf]
     kept = Held(subject, (random.getstate(), np.random.get_state(), random_state(subject)), python, values, flags, [])
     try:
-        with values:
+        with values.watching():
             yield kept
     finally:
         kept.restore()

@@ -6,6 +6,7 @@ So a model's weights are in memory once, as long as it leaves them alone.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,12 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 self.by_memory.setdefault(_memory(x), []).append(x)
             if id(x) not in self.aliases or x.nbytes <= _SMALL_BYTES:
                 self.copies[id(x)] = x.detach().clone()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Entered, unless there is a copy of each: then nobody need look at each operator."""
+        with nullcontext() if all(id(x) in self.copies for x in self.tensors) else self:
+            yield
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -19,7 +19,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,7 +32,10 @@ _DEEPEST = 4  # objects inside objects inside a module
 _LONGEST = 100_000  # of a list that is looked at
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 _LEAVES = (*_PLAIN, type, types.ModuleType, types.BuiltinFunctionType, Tensor)
+_LEAF_KINDS = {kind for kind in _LEAVES if kind is not Tensor}
+"""Of what most things in a model are: to ask each whether it is one of many kinds takes a while."""
 _CONTAINERS = (dict, list, set, deque)
+_CONTAINER_KINDS = {dict, list, set, OrderedDict}
 _ITERABLES: tuple[Iterable[Any], ...] = ([], (), "", b"", set(), {}, {}.values(), {}.items(), range(0), deque())
 _ITERATORS: tuple[type, ...] = (
     *(type(iter(x)) for x in _ITERABLES),
@@ -59,8 +62,7 @@ class Change:
         return isinstance(self.holder, _ITERATORS)
 
 
-@dataclass(frozen=True)
-class _Kept:
+class _Kept(NamedTuple):
     """One place that holds values. read: what it holds now, by key; write: puts that back."""
 
     path: str
@@ -68,6 +70,11 @@ class _Kept:
     read: Callable[[], dict[Any, Any]]
     write: Callable[[dict[Any, Any]], None]
     before: dict[Any, Any]
+
+    def is_untouched(self, now: dict[Any, Any]) -> bool:
+        """Whether all that is held now are the same objects as before, in the same order."""
+        before, same = self.before, operator.is_
+        return len(now) == len(before) and all(map(same, now.values(), before.values())) and all(map(same, now, before))
 
 
 class Snapshot:
@@ -90,7 +97,7 @@ class Snapshot:
         found = []
         for kept in self.kept:
             now = kept.read()
-            for key in dict.fromkeys((*kept.before, *now)):
+            for key in () if kept.is_untouched(now) else dict.fromkeys((*kept.before, *now)):
                 before, after = kept.before.get(key, MISSING), now.get(key, MISSING)
                 if not _same(before, after):
                     path = (
@@ -105,6 +112,8 @@ class Snapshot:
         """Puts everything back that is not a tensor's value."""
         for kept in self.kept:
             now = kept.read()
+            if kept.is_untouched(now):
+                continue
             if now.keys() != kept.before.keys() or any(now[key] is not kept.before[key] for key in now):
                 kept.write(kept.before)
 
@@ -118,16 +127,18 @@ class Snapshot:
                     self._class(kind, path)
 
     def _walk(self, value: Any, path: str, depth: int) -> None:
+        if type(value) in _LEAF_KINDS:
+            return
         if isinstance(value, Tensor):
             if self._is_new(value):
                 self.tensors.append(value)
             return
         if isinstance(value, (*_LEAVES, nn.Module)) or depth > _DEEPEST or not self._is_new(value):
             return
-        state = _generator_state(value)
+        state = None if type(value) in _CONTAINER_KINDS else _generator_state(value)
         if state is not None:
             self._keep(path, value, *state)
-        elif isinstance(value, _ITERATORS):
+        elif type(value) not in _CONTAINER_KINDS and isinstance(value, _ITERATORS):
             self._keep(path, value, lambda: {"": _place_in(value)}, lambda _: None)
         elif isinstance(value, dict):
             self._contents(value, path, lambda: dict(dict.items(value)), functools.partial(_refill, value), depth)
@@ -154,6 +165,8 @@ class Snapshot:
             self._object(value, path, depth)
             if state is None:
                 self._class(type(value), path)
+        if type(value) in _CONTAINER_KINDS:
+            return
         slots = [n for kind in type(value).__mro__ for n in _words(vars(kind).get("__slots__")) if n[:2] != "__"]
         if slots and not _is_library(type(value).__module__):
             read = functools.partial(_slots, value, slots)
@@ -164,9 +177,10 @@ class Snapshot:
         self._contents(value, path, lambda: dict(own), functools.partial(_refill, own), depth)
 
     def _contents(self, holder: Any, path: str, read: Any, write: Any, depth: int) -> None:
-        self._keep(path, holder, read, write)
-        for key, value in list(read().items()):
-            self._walk(value, f"{path}.{key}".lstrip("."), depth + 1)
+        held = self._keep(path, holder, read, write)
+        for key, value in held.items():
+            if type(value) not in _LEAF_KINDS:
+                self._walk(value, f"{path}.{key}".lstrip("."), depth + 1)
 
     def _all(self, values: Iterable[Any], path: str, depth: int) -> None:
         for value in values:
@@ -230,11 +244,13 @@ class Snapshot:
             ):
                 self._walk(value, name, depth + 1)
 
-    def _keep(self, path: str, holder: Any, read: Any, write: Any) -> None:
-        self.kept.append(_Kept(path, holder, read, write, read()))
+    def _keep(self, path: str, holder: Any, read: Any, write: Any) -> dict[Any, Any]:
+        before: dict[Any, Any] = read()
+        self.kept.append(_Kept(path, holder, read, write, before))
+        return before
 
     def _is_new(self, value: Any) -> bool:
-        is_key = isinstance(value, tuple) and list(map(type, value)) == [str, int]  # what is no object, by its owner
+        is_key = type(value) is tuple and list(map(type, value)) == [str, int]  # what is no object, by its owner
         key = hash(value) if is_key else id(value)
         if key in self._seen:
             return False

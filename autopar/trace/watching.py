@@ -35,13 +35,13 @@ class State:
     """
 
     own: Mapping[str, tuple[str, Tensor]]
-    names: Mapping[int, str]
+    names: dict[int, str]
     seen: list[Tensor]
 
     @property
     def known(self) -> Mapping[int, str]:
         """Names by id, as the block calls them."""
-        return ChainMap({id(x): name for name, x in self.own.values()}, dict(self.names))
+        return ChainMap({id(x): name for name, x in self.own.values()}, self.names)
 
     def twins(self) -> State:
         """With other tensors of the same looks in place of the block's: another that reads those is told apart."""
@@ -221,7 +221,8 @@ def _is_simple(x: Tensor) -> bool:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    return [x._version for x in tensors]
+    with torch._C.DisableTorchFunction():  # as in `State.twins`
+        return [x._version for x in tensors]
 
 
 def _share_memory(made: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -10,7 +10,7 @@ from autopar.zero.recomputation import (
     pinned_modules,
     recomputable,
 )
-from autopar.zero.storage import storage_options, zero_stage
+from autopar.zero.storage import storage_options
 
 __all__ = [
     "KINDS",
@@ -22,5 +22,4 @@ __all__ = [
     "pinned_modules",
     "recomputable",
     "storage_options",
-    "zero_stage",
 ]

@@ -37,12 +37,3 @@ def storage_options(tensor: Tensor, axes: LogicalMesh, microbatches: int = 1) ->
 
 def _fits(shape: tuple[int, ...], placement: Placement, axes: LogicalMesh) -> bool:
     return all(shape[type_.dim] >= num_shards(placement, type_.dim, axes) for type_ in placement if type_.kind == "S")
-
-
-def zero_stage(storage: Storage, used: Placement) -> int:
-    """The ZeRO stage that a storage amounts to for a given use: 0 where nothing more is sharded than used."""
-    if all(kept.kind != "S" or kept == use for kept, use in zip(storage.placement, used, strict=True)):
-        return 0
-    if storage.regather:
-        return 3
-    return 2 if storage.reduce_each_microbatch else 1

@@ -85,22 +85,25 @@ class _Search:
 
     def _tables(self) -> Iterator[_Table]:
         numbers = {name: number for number, name in enumerate(self.names)}
-        for number, names in enumerate(self.ledger.depends_on):
-            decided = tuple(sorted({numbers[name] for name in names}))
+        for group in self.ledger._groups:
+            decided = tuple(sorted({numbers[name] for name in group.decisions[0]}))
             sizes = [len(self.options[n]) for n in decided]
             if math.prod(sizes) > MOST_ENTRIES:
                 continue
             amounts = np.empty((3, *sizes), np.int64)
             for chosen in product(*map(range, sizes)):
                 of = {self.names[n]: self.options[n][at] for n, at in zip(decided, chosen, strict=True)}
-                amounts[(slice(None), *chosen)] = self._amounts(number, of)
+                amounts[(slice(None), *chosen)] = self._amounts(group, of)
             yield _Table(decided, amounts)
 
-    def _amounts(self, number: int, options: Mapping[str, Option]) -> tuple[int, int, int]:
-        row = self.ledger.worth(number, options)
+    def _amounts(self, group: Any, options: Mapping[str, Option]) -> tuple[int, int, int]:
+        """What a group of the ledger, whose members are worth the same, comes to with these options."""
+        codes = tuple([self.ledger._code(options[name]) for name in group.decisions[0]])
+        row, count = self.ledger._worth(group, 0, codes), len(group.members)
         if row is None:
             return NEVER, NEVER, NEVER
-        return self.ledger.microbatches * (row.forward_ns + row.backward_ns), row.inside_ns, row.across_ns
+        busy_ns = self.ledger.microbatches * (row.forward_ns + row.backward_ns)
+        return count * busy_ns, count * row.inside_ns, count * row.across_ns
 
     def _eliminated(self) -> list[_Table]:
         """For so many decisions that are taken, what those left add at least."""
@@ -133,7 +136,7 @@ class _Search:
         self.branches += 1
         after = spent[:, None] + self._next(self.closing[number], chosen)
         least = after + self._next([self.left[number + 1]], chosen)
-        count = self.ledger.num_trained
+        count = sum(self.ledger._counts)
         moves = [moved + int(own) + self.least_moved[number + 1] for own in self.moved[number]]
         updates = [self.ledger.prices.optimizer_ns(num_bytes, count) for num_bytes in moves]
         bound = np.maximum(least[BUSY] + np.array(updates), np.maximum(least[INSIDE], least[ACROSS]))

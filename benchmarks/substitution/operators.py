@@ -23,11 +23,10 @@ import torch
 from torch import Tensor
 
 from autopar import runtime
-from autopar.cost import Profile
+from autopar.cost import Profile, node_time_ns
 from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.structure import constant_tensors
 from autopar.profiler import load_profile
-from autopar.substitute.pricing import Pricer
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record
 from benchmarks.substitution.graphs import build
@@ -72,10 +71,12 @@ class Computed:
 
     def times(self, profile: Profile) -> Iterator[tuple[str, float, float]]:
         """Of each operator its kind, and milliseconds predicted and measured."""
-        pricer = Pricer(profile, trains=False)
+        tensors = self.graph.tensors
         for node in self.nodes:
+            shapes = [tuple([tensors[name].shape for name in names]) for names in (node.operands, node.results)]
+            forward_ns, _ = node_time_ns(node, *shapes, tensors, profile)
             measured = statistics.median(self.taken_ns[node.name])
-            yield node.op.split(".")[1], pricer.of_node_ns(node, self.graph.tensors) / 1e6, measured / 1e6
+            yield node.op.split(".")[1], forward_ns / 1e6, measured / 1e6
 
 
 def rows(name: str, rounds: int, profile: Profile) -> list[dict[str, Any]]:

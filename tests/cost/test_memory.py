@@ -13,7 +13,6 @@ from autopar.cost.memory import (
     Extra,
     optimizer_moved_bytes,
     optimizer_state_bytes,
-    saved_tensors,
     saved_values,
     storage_root,
 )
@@ -70,11 +69,11 @@ def predicted_saved(graph: Graph) -> int:
     own = {*graph.inputs, *(item.tensor for item in graph.stored)}
     total, roots = 0, set()
     for node in graph.nodes:
-        for entry in saved_tensors(node, graph):
-            if isinstance(entry, str):
-                roots.add(entry)
+        for value in saved_values(node, graph):
+            if isinstance(value, Extra):
+                total += value.num_bytes(graph.tensors[value.like].shape)
             else:
-                total += entry[1]
+                roots.add(storage_root(value, graph))
     return total + sum(graph.tensors[name].num_bytes for name in roots - own)
 
 

@@ -11,13 +11,12 @@ from torch import Tensor
 
 from autopar import runtime as rt
 from autopar.emit.calls import CallWriter
-from autopar.ir.placement import gradient_type
 from autopar.ir.statements import Operate
 from autopar.ops.call import Call
 from autopar.ops.communication import count_of_targets, inner_communication
 from autopar.runtime.mesh import RankMesh
 from tests.ops import ranks
-from tests.ops.interpreter import Case, Layout, backward
+from tests.ops.interpreter import Case, Layout, backward, gradient_type
 from tests.ops.shards import Shards, deal
 
 Sent = tuple[Counter[str], Counter[str]]

@@ -19,11 +19,16 @@ from torch import Tensor
 from autopar.emit.calls import LOWERED
 from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
 from autopar.ir.graph import Tensor as Value
-from autopar.ir.placement import Axis, Placement, gradient_type, local_shape
+from autopar.ir.placement import Axis, P, Placement, R, Type, local_shape
 from autopar.ops import overload
 from autopar.ops.lowering import local_arguments
 from autopar.ops.notation import AxisRule
 from tests.ops.shards import Shards, combine, deal, make_axes
+
+
+def gradient_type(type_: Type) -> Type:
+    """The type of the gradient of a tensor of the given type (the table of `autopar.ir.placement`)."""
+    return {"R": P, "P": R}.get(type_.kind, type_)
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ import gzip
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from autopar.errors import PlanError
 from autopar.selection.evaluator import evaluate
-from autopar.selection.problem import INFINITE, Problem, load_problem, save_problem
-from tests.selection.oracle import random_problem
+from autopar.selection.problem import INFINITE, Problem, load_problem
 
 PUBLIC = {
     "problem": {
@@ -52,15 +50,6 @@ def test_evaluator_counts_costs_and_the_peak_of_live_nodes(public_file: Path) ->
     assert (found.cost, found.peak_usage, found.peak_time) == (15 + 65 + 45 + 40 + 84, 45, 3)
     assert found.feasible
     assert not evaluate(problem, (0, 0, 2)).feasible, "a forbidden strategy"
-
-
-def test_save_and_load_round_trip(tmp_path: Path) -> None:
-    problem = random_problem(1)
-    save_problem(problem, tmp_path / "p.json.gz")
-    again = load_problem(tmp_path / "p.json.gz")
-    assert (again.name, again.intervals, again.edges) == (problem.name, problem.intervals, problem.edges)
-    for mine, theirs in zip(problem.edge_costs, again.edge_costs, strict=True):
-        np.testing.assert_array_equal(mine, theirs)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.ir.graph import Graph
+from autopar.cost import node_time_ns
+from autopar.ir.graph import Graph, Node
 from autopar.profiler import load_profile
 from autopar.substitute import load_rules
 from autopar.substitute.backtracking import RESOLUTION, Backtracking, key
@@ -141,8 +142,14 @@ def test_joining_weights_costs_nothing_where_they_can_be_stored_so(trained: int)
     assert len(joined) == 1
     stays = any(node.name == joined[0].name for node in packed(graph).nodes)
     assert stays == (trained == 1)
-    total = sum(pricer.of_node_ns(node, graph.tensors) for node in graph.nodes)
-    assert pricer(merged) == total - (0 if stays else pricer.of_node_ns(joined[0], graph.tensors))
+    total = sum(_time_ns(graph, node) for node in graph.nodes)
+    assert pricer(merged) == total - (0 if stays else _time_ns(graph, joined[0]))
+
+
+def _time_ns(graph: Graph, node: Node) -> int:
+    tensors = graph.tensors
+    shapes = [tuple([tensors[name].shape for name in names]) for names in (node.operands, node.results)]
+    return sum(node_time_ns(node, *shapes, tensors, load_profile("h100")))
 
 
 def test_limits_end_the_search() -> None:
