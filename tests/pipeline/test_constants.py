@@ -16,6 +16,7 @@ from torch import nn
 import autopar
 from autopar.errors import TraceError
 from autopar.program import load_source
+from tests.equivalence.on_threads import planned, program_differences
 
 SPECIAL = [1.0, -0.1, math.inf, -math.inf, math.nan, 1e-40]
 
@@ -103,3 +104,37 @@ def test_constant_that_a_meta_model_lost_is_refused_with_its_line() -> None:
         model, x = Holds([1.0, 2.0]), torch.ones(2)
     with pytest.raises(TraceError, match=r"constant tensor \[2\] that pipeline/test_con.*py:\d+ reads, found none"):
         emitted(model, x)
+
+
+class Layer(nn.Module):
+    """Adds what it makes of positions, times a number of its own, to what a linear layer makes."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.linear, self.factor = nn.Linear(6, 6), factor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positions = torch.arange(6, device=x.device).float()
+        cosines, sines = positions.cos(), positions.sin() * self.factor
+        return self.linear(x) + torch.cat([cosines[:3], cosines[:3]]) + torch.cat([cosines[3:], sines[:3]])
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(0.5), Layer(0.5), Layer(2.0)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("how", ["dp=2", "tp=2"])
+def test_constants_that_layers_have_in_common_are_made_once(how: str) -> None:
+    torch.manual_seed(0)
+    model, batch = Layers(), {"x": torch.randn(4, 6)}
+    program = planned(model, batch, how)
+    source = program.source
+    assert [source.count(f"aten.{name}.") for name in ("arange", "cos", "sin", "cat")] == [1, 1, 1, 3]
+    assert not program_differences(model, batch, program)

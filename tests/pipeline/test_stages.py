@@ -111,9 +111,29 @@ def test_no_attention_to_recompute_is_refused() -> None:
 def test_emitted_source_has_a_class_for_each_stage_and_shares_those_of_equal_blocks() -> None:
     source = emit(graph(), two_stages())
     assert "class Stage0(rt.Stage)" in source and "STAGES = (Stage0, Stage1)" in source
-    assert "self.layers = rt.Numbered(2, *(Layer_1(mesh) for _ in range(2)))" in source
+    assert "self.layers = rt.Numbered(self.FIRST[0], *(Layer_1(mesh) for _ in range(2)))" in source
     assert source.count("class Layer") == 2 and "for block in self.layers:" in source
     assert re.search(r"rt\.Received\('\w+', \(\d+, \d+, \d+\), torch\.float32, '.*', source=0, position=0", source)
+
+
+def emitted(num_layers: int, **choices: Any) -> str:
+    config = gpt.Config(num_layers=num_layers, hidden_size=32, num_heads=2, seq_len=16, vocab_size=64)
+    deep = trace(gpt.build(config), gpt.example_inputs(config))
+    mesh = autopar.Mesh("a100", nodes=2, devices_per_node=4)
+    return emit(deep, template_of_graph(deep, mesh, **choices))
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"pp": 8}, {"pp": 4, "dp": 2, "schedule": "interleaved", "chunks": 4}, {"pp": 8, "recompute": "full"}],
+    ids=["1f1b", "interleaved", "recompute"],
+)
+def test_source_grows_by_a_line_for_each_further_stage_that_does_the_same(choices: dict[str, Any]) -> None:
+    few, many = (emitted(layers, microbatches=4, **choices) for layers in (32, 48))
+    assert abs(len(few.splitlines()) - len(many.splitlines())) <= 2
+    stages = choices["pp"] * choices.get("chunks", 1)
+    assert many.count("(rt.Stage):") == 3 and many.count(".again(") == stages - 3
+    assert len(set(re.findall(r"\.again\(\d+, \d+, (\(\d+,\))", many))) == stages - 3, "each has other layers"
 
 
 def test_printed_plan_names_stages_and_what_is_recomputed() -> None:
