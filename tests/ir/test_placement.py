@@ -16,13 +16,13 @@ from autopar.ir.placement import (
     S,
     chunk_length,
     format_placement,
-    gradient_type,
     is_even,
     local_shape,
     num_shards,
     parse_placement,
     parse_type,
 )
+from tests.ops.interpreter import gradient_type
 
 
 @pytest.mark.parametrize(("size", "parts"), [*itertools.product((0, 1, 2, 5, 6, 7, 12, 50_257), (1, 2, 3, 4, 8))])

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 
-from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, gradient_type
+from autopar.ir.placement import Axis, I, P, Placement, R, S, Type
 from autopar.ir.redistribution import TABLE, Step, apply, cheapest_path, is_legal, transfer_bytes
+from tests.ops.interpreter import gradient_type
 
 AXES = (Axis("x", 2, 2), Axis("y", 2, 1))
 KINDS = (S(0), S(1), R, I, P)
