@@ -155,7 +155,7 @@ def check_schedule(
         microbatches_a_round(schedule, microbatches, num_submeshes)
     if row.splits_backward and recompute:
         raise PlanError(
-            f"expected no recomputation with schedule {schedule!r}, found {len(recompute)} recomputed modules, "
+            f'expected no recomputation with schedule "{schedule}", found {len(recompute)} recomputed modules, '
             "which its backward pass in two parts would run again for each group of parameters' gradients; "
             f'take schedule="{PLAIN}", or recompute="none"'
         )
