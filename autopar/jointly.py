@@ -108,7 +108,7 @@ def _planned_as_one(
     shapes = [axes for axes in every if sizes_text(axes) == setting.mesh]
     if not shapes:
         return None
-    return plan_in(Place(part, shapes[0], again, profile), NEARBY_S, bool(plan.forks))
+    return plan_in(Place(part, shapes[0], again, profile), NEARBY_S)
 
 
 # The choice ----------------------------------------

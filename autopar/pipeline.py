@@ -149,31 +149,45 @@ def planned_jointly(
     passes = passes or Passes(progress)
     searched = placed(graph, request, progress)
     best = graph, with_templates(graph, searched, request)
-    other = None if best[1].nodes is searched.nodes else searched
+    others = _others(graph, searched, best[1], request)
     passes.ended("place", _step_text(best[1]))
     if _looks_for_graphs(request):
         best = _best_graph(*best, request, progress)
         passes.ended("substitute", f"{_step_text(best[1])}, {_graphs_text(best[1])}")
+    best = _refined_best(*best, request, progress, graph, others)
     if request.budget.proposals:
-        best = _refined_best(*best, request, progress, graph, other)
         passes.ended("refine", _step_text(best[1]))
     return best
 
 
-def _refined_best(
-    graph: Graph, plan: Plan, request: Request, progress: Report | None, own_graph: Graph, searched: Plan | None
-) -> tuple[Graph, Plan]:
-    """The plan refined, or what the search had found, where that gets faster: a template leaves less to be changed.
+def _others(graph: Graph, searched: Plan, best: Plan, request: Request) -> list[Plan]:
+    """What refinement tries beside the best, for the graph as it is.
 
-    searched: where a template is faster, the plan for `own_graph` that it won over.
+    What the search had found, where a template is faster, which leaves less to be changed. The plan with branches: they
+    leave less to substitute, too, so that plans without may gain more by that.
     """
+    few = request.budget.proposals < _SEVERAL_STARTS
+    others = [searched] if best.nodes is not searched.nodes and few else []
+    beside = _branched(graph, searched, request)
+    return others if beside is searched else [*others, beside]
+
+
+def _branched(graph: Graph, plan: Plan, request: Request) -> Plan:
+    if not request.mesh.is_homogeneous:
+        return plan
+    return branched(graph, find_blocks(graph, request.constraints), request, load_profile(request.mesh.profile), plan)
+
+
+def _refined_best(
+    graph: Graph, plan: Plan, request: Request, progress: Report | None, own_graph: Graph, others: Sequence[Plan]
+) -> tuple[Graph, Plan]:
+    """The plan refined, or one of others for `own_graph`, where that gets faster."""
     best = graph, _refined(graph, plan, request, progress)
-    if searched is None or request.budget.proposals >= _SEVERAL_STARTS or interrupt.is_asked():
-        return best
-    other = _refined(own_graph, searched, request, progress)
-    if other.predicted.step_time_ns >= best[1].predicted.step_time_ns:
-        return best
-    return own_graph, replace(other, search=replace(other.search, tried=best[1].search.tried))
+    for start in others:
+        other = start if interrupt.is_asked() else _refined(own_graph, start, request, progress)
+        if other.predicted.step_time_ns < best[1].predicted.step_time_ns:
+            best = own_graph, replace(other, search=replace(other.search, tried=best[1].search.tried))
+    return best
 
 
 def _looks_for_graphs(request: Request) -> bool:
@@ -238,10 +252,8 @@ def _step_text(plan: Plan) -> str:
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model as it is. Raises like `parallelize`."""
-    searched = placed(graph, request, progress)
-    plan = with_templates(graph, searched, request)
-    other = None if plan.nodes is searched.nodes else searched
-    return _refined_best(graph, plan, request, progress, graph, other)[1]
+    budget = replace(request.budget, substitutions=False)
+    return planned_jointly(graph, replace(request, budget=budget), progress)[1]
 
 
 def _refined(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> Plan:
@@ -276,7 +288,7 @@ def placed(graph: Graph, request: Request, progress: Report | None = None) -> Pl
         return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
     find = best_staged_plan if _looks_for_stages(request) else best_plan
     profile = load_profile(request.mesh.profile)
-    return branched(graph, blocks, request, profile, find(graph, blocks, request, profile, progress))
+    return find(graph, blocks, request, profile, progress)
 
 
 def _looks_for_stages(request: Request) -> bool:

@@ -256,14 +256,9 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
     return part.on_all_axes(replace(best, search=replace(best.search, tried=plan.search.tried)))
 
 
-def plan_in(place: Place, seconds: float, is_branched: bool) -> Plan:
-    """The best plan of one place, stated for the step. is_branched: operators may run beside each other, too.
-
-    Raises InfeasibleError.
-    """
-    deadline = time.monotonic() + seconds
-    plan = place.fit(seconds)
-    return place.part.on_all_axes(_in_branches(place, plan, deadline) if is_branched else plan)
+def plan_in(place: Place, seconds: float) -> Plan:
+    """The best plan of one place, stated for the step. Raises InfeasibleError."""
+    return place.part.on_all_axes(place.fit(seconds))
 
 
 def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
