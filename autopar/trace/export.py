@@ -44,6 +44,7 @@ from autopar.trace.rows import rows_kept
 from autopar.trace.soft_targets import write_out_soft_targets
 from autopar.trace.structure import Namer, filled, left_out, outputs_in, tensors_in
 from autopar.trace.writes import WRITTEN_ASIDE, untie_written, writes_kept
+from autopar.trace.written_out import functions_written_out
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -238,7 +239,7 @@ def called(
 
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
     with (
-        checks_passed(), rows_kept(), _transforms_left(),
+        checks_passed(), rows_kept(), functions_written_out(), _transforms_left(),
         torch._export.config.patch(error_on_lifted_constant_tensors=False),
     ):  # fmt: skip
         program = torch.export.export(target, args, kwargs, strict=False)
