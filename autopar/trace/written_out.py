@@ -103,7 +103,8 @@ def _batch_norm(own: Callable[[Any, Tensor], Tensor]) -> Callable[[Any, Tensor],
         found = {
             name: torch.zeros(len(old), dtype=old.dtype, device=old.device) for name, old in kept.items()
         }  # reads none
-        made = F.batch_norm(x, *found.values(), module.weight, module.bias, True, 1.0, module.eps)
+        mean, variance = found.values()
+        made = F.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
         with torch.no_grad():
             for name, value in found.items():
                 kept[name].add_((value - kept[name]) / counted)
