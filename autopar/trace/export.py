@@ -17,9 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._export.config
 import torch.export._trace
 from torch import fx, nn
+from torch._C._functorch import get_dynamic_layer_stack_depth, pop_dynamic_layer_stack_and_undo_to_depth
 from torch._ops import HigherOrderOperator
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 
 from autopar.errors import TraceError
@@ -41,6 +44,7 @@ from autopar.trace.rows import rows_kept
 from autopar.trace.soft_targets import write_out_soft_targets
 from autopar.trace.structure import Namer, filled, left_out, outputs_in, tensors_in
 from autopar.trace.writes import WRITTEN_ASIDE, untie_written, writes_kept
+from autopar.trace.written_out import functions_written_out
 
 LossFn = Callable[..., torch.Tensor]
 
@@ -234,9 +238,13 @@ def called(
 
 
 def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ExportedProgram:
-    with checks_passed(), rows_kept():
+    with (
+        checks_passed(), rows_kept(), functions_written_out(), _transforms_left(),
+        torch._export.config.patch(error_on_lifted_constant_tensors=False),
+    ):  # fmt: skip
         program = torch.export.export(target, args, kwargs, strict=False)
         place_hooks(program)
+    _check_constants(program)
     _check_scatters(program.graph)
     untie_written(program, target)
     write_out_dropout(program.graph_module)
@@ -244,6 +252,37 @@ def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     program = decompose(program)
     _check_control_flow(program.graph_module)
     return program
+
+
+@contextmanager
+def _transforms_left() -> Iterator[None]:
+    """Leaves torch.vmap where an error in its function ended it: in 2.13 it goes on, for whatever is called next."""
+    depth = get_dynamic_layer_stack_depth()
+    try:
+        yield
+    finally:
+        pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+def _check_constants(program: ExportedProgram) -> None:
+    """Takes out what torch.vmap leaves behind of products. Raises TraceError where something made while tracing is
+    read as if it were a constant: it would have another step's value, and no gradient."""
+    graph = program.graph
+    strays = [name for name, value in program.constants.items() if isinstance(value, FakeTensor)]
+    named = program.graph_signature.inputs_to_lifted_tensor_constants
+    for node in graph.find_nodes(op="placeholder"):
+        if named.get(node.name) not in strays:
+            continue
+        for user in list(node.users):
+            if not user.users:
+                graph.erase_node(user)
+        for user in node.users:
+            raise TraceError(
+                f"expected operators whose operands torch can follow, found {user.target} of a tensor that is made "
+                f"inside of a function transform at\n{_line_of(user)}\nWrite what torch.vmap or torch.func is given "
+                "there for the whole batch."
+            )
+        program.constants[named[node.name]] = torch.empty(0)
 
 
 def _check_scatters(graph: fx.Graph) -> None:

@@ -40,6 +40,8 @@ def run_graph(
     dead = {} if keep_all else _last_reads(graph)
     for node in graph.nodes:
         args, kwargs = real(map_references((node.args, dict(node.kwargs)), values.__getitem__), device)
+        if node.op == "aten.native_dropout.default":
+            args = [args[0].contiguous(), *args[1:]]  # masks are of elements in order (`trace.dropout`), not of memory
         if node.op in OWN_BACKWARD:
             made: Any = call_own(node, args[0 if node.op == HOOK else 1])
         else:

@@ -53,6 +53,7 @@ class _Matcher:
         """The fused operator's arguments."""
         _require(last.args[1:] == ((1,),) and not last.kwargs)
         grouped = self._made(last.args[0], "aten.reshape.default")
+        _require(len(self._shape(last.args[0])) == 3)
         tokens, choices, width = self._shape(last.args[0])
         gathered = self._made(grouped.args[0], "aten.index.Tensor")
         _require(self._shape(grouped.args[0]) == (tokens * choices, width))

@@ -2,8 +2,9 @@
 
 export (torch.export, functional; of blocks that do the same, one) → convert (plain data, every block)
 → clean (alias, assert and dead nodes removed) → without_counting (indexing that takes all, in order, is a reshape)
-→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean → with_offsets (numbers that are
-added to scalars are tensors) → number (nodes named by their order) → share (one identity node for each tensor with
+→ fuse_routing (tokens' way to their experts and back becomes one operator) → clean → with_leading_batch (a batch that
+is merged behind another dim is parted from it, or turned to its front) → clean → with_offsets (numbers that are added
+to scalars are tensors) → number (nodes named by their order) → share (one identity node for each tensor with
 several consumers)
 """
 
@@ -24,6 +25,7 @@ from autopar.trace.convert import convert
 from autopar.trace.counting import without_counting
 from autopar.trace.export import bind_inputs, check_gradients, export
 from autopar.trace.hooks import parameter_hooks
+from autopar.trace.inner_batch import with_leading_batch
 from autopar.trace.layouts import check_layouts
 from autopar.trace.losses import loss_values, with_loss
 from autopar.trace.model_names import check_names, is_wrapped
@@ -74,5 +76,6 @@ def trace(
     graph = replace(graph, arguments=arguments, starts=loss_values(model, loss_fn), unsaved=unsaved)
     if compute_dtype is not None:
         graph = with_wide_buffers(graph, buffer_dtypes(whole), str(compute_dtype).removeprefix("torch."))
-    graph = share(number(with_offsets(clean(fuse_routing(clean(without_counting(clean(graph))))))))
+    routed = clean(fuse_routing(clean(without_counting(clean(graph)))))
+    graph = share(number(with_offsets(clean(with_leading_batch(routed)))))
     return graph if compute_dtype is None else with_kept_dtypes(graph, whole, names, inputs)

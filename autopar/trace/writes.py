@@ -339,12 +339,18 @@ def _share(node: fx.Node, other: fx.Node) -> bool:
     return not memory(node.meta.get("val")).isdisjoint(memory(other.meta.get("val")))
 
 
+#: of what writes to running statistics, though its schema does not say so: the argument that says whether it does
+_STATISTICS = {torch.ops.aten.batch_norm.default: "training", torch.ops.aten.instance_norm.default: "use_input_stats"}
+
+
 def _written(node: fx.Node) -> list[fx.Node]:
     """The operands that a call writes to."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not schema.is_mutable:
+    if schema is None or not (schema.is_mutable or node.target in _STATISTICS):
         return []
     given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
+    if node.target in _STATISTICS and given.get(_STATISTICS[node.target]):
+        return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), fx.Node)]
     found: list[fx.Node] = []
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.errors import TraceError
 from tests.carried.compared import differences, planned
@@ -65,3 +65,48 @@ def _vmap(net: Net, h: Tensor) -> Tensor:
 
 def test_vmap_is_written_out() -> None:
     assert differences(Net(_vmap), batch(), dp=2) == []
+
+
+class Rows(nn.Module):
+    """A product for each row with what the module stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(6, 6)
+        self.register_buffer("kept", torch.randn(6, 6))
+
+    def forward(self, h: Tensor) -> Tensor:
+        mapped: Tensor = torch.vmap(lambda row: torch.tanh(self.own.weight @ row) + self.kept @ row)(h)
+        return mapped
+
+
+class Blocks(nn.Module):
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(Rows() for _ in range(count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.layers(x).square().mean()
+        return loss
+
+
+@pytest.mark.parametrize("how", [{"dp": 2}, {"tp": 2}, {"pp": 2}, {"dp": 2, "microbatches": 2}])
+def test_vmap_over_products_in_blocks(how: dict[str, int]) -> None:
+    """Torch leaves the product's tensors behind in the graph as constants that nothing reads."""
+    torch.manual_seed(0)
+    assert differences(Blocks(2), (torch.randn(8, 6),), **how) == []
+
+
+def test_tracing_that_ends_within_vmap_leaves_torch_as_it_was() -> None:
+    class Ended(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.own = nn.Linear(6, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            mapped: Tensor = torch.vmap(lambda row: self.own(row) * row.sum().item())(x)
+            return mapped.sum()
+
+    with pytest.raises(TraceError):
+        planned(Ended(), (torch.randn(8, 6),), dp=2)
+    torch.randn(2)

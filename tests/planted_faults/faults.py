@@ -194,8 +194,8 @@ LOWERING = [
           "split = any(type_.kind == \"S\" and type_.dim in dims for type_ in statement.reads[0][1])", "split = False",
           ("op:mean",)),
     Fault("a table split over two axes takes them in the wrong order", CALLS,
-          "rt.embedding({names[1]}, {names[0]}, {_axes(axes)},",
-          "rt.embedding({names[1]}, {names[0]}, {_axes(axes[::-1])},", ("op:embedding",)),
+          "rt.embedding({names[1]}, {names[0]}, {tuple_of(axes)},",
+          "rt.embedding({names[1]}, {names[0]}, {tuple_of(axes[::-1])},", ("op:embedding",)),
     Fault("uneven lengths are not told", CLASSES,
           "if are_alike(tensor.shape, placement, step.before.dim, self.plan.axes):", "if tensor.shape:"),
     Fault("two uses of a parameter read the first", CLASSES,
@@ -214,8 +214,8 @@ LOWERING = [
           "return x if index == 0 else x * 0", "return x", _losses("penalty")),
     Fault("weights of classes are not counted", "autopar/emit/counting.py", "rt.valid_count({counted}, weight=weight)",
           "rt.valid_count({counted})", _losses("class")),
-    Fault("all means of a model divide by one count", CALLS, 'return "self.count" if len(self.means) == 1 else',
-          'return "self.count" if self.means else', _losses("two")),
+    Fault("all means of a model divide by one count", "autopar/emit/plain.py",
+          'return "self.count" if len(self.means) == 1 else', 'return "self.count" if self.means else', _losses("two")),
 ]  # fmt: skip
 
 HALO, WINDOWS = "autopar/runtime/lowering/halo.py", "autopar/runtime/lowering/windows.py"
