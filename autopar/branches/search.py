@@ -166,14 +166,12 @@ def candidates(
     found = []
     for axis in plan.axes:
         for equal in groups.values() if axis.size > 1 else ():
-            candidate = _candidate(graph, plan, times, equal, axis.name, axis.size)
+            candidate = _candidate(graph, times, equal, axis.name, axis.size)
             found += [candidate] if candidate is not None and candidate.gain_ns > 0 else []
     return sorted(found, key=lambda candidate: -candidate.gain_ns)
 
 
-def _candidate(
-    graph: Graph, plan: Plan, times: Times, equal: Sequence[Region], axis: str, size: int
-) -> Candidate | None:
+def _candidate(graph: Graph, times: Times, equal: Sequence[Region], axis: str, size: int) -> Candidate | None:
     alone = [times.alone_ns(branch, axis) for branch in equal[0].branches]
     coordinates = assign(alone, size)
     forks, now = [], 0

@@ -225,7 +225,7 @@ def check_forks(graph: Graph, plan: PlanData) -> None:
         twice = next(name for name in counted if counted.count(name) > 1)
         raise PlanError(f"expected each node in one branch, found {_text(graph, twice)} in several")
     in_order(graph, plan)
-    _check_together(graph, plan)
+    _check_together(plan)
     constant = computed_once(graph, plan)
     for name in counted:
         objection = refusal(graph, graph.node_by_name[name], constant, plan.recompute)
@@ -262,7 +262,7 @@ def _check_fork(graph: Graph, plan: PlanData, fork: Fork) -> None:
         raise PlanError(f"expected branches of nodes of the model, found {sorted(unknown)[:3] or 'an empty one'}")
 
 
-def _check_together(graph: Graph, plan: PlanData) -> None:
+def _check_together(plan: PlanData) -> None:
     """What does not go with what: blocks that gather when they run would do so on some ranks alone."""
     gathered = [name for name, storage in plan.storage.items() if storage.regather]
     if gathered:

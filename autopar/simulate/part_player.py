@@ -292,7 +292,7 @@ class PartPlayer(Player):
             latest = self._run_forward(range(NUM_BEFORE, self.part.end))
         elif self.direction is not None:
             self._run_steps(self.direction)
-        return self._exit(latest, entry)
+        return self._exit(latest)
 
     def _begin(self, entry: Entry) -> None:
         kind, num_shares = entry.kind, len(self.shares)
@@ -330,7 +330,7 @@ class PartPlayer(Player):
         slot = self.program.slots[share.slots[0]]
         return share.is_begun or (is_later and not (slot.shrinks and slot.reduces_each))
 
-    def _exit(self, latest: int, entry: Entry) -> Exit:
+    def _exit(self, latest: int) -> Exit:
         engine, lowered = self.engine, self.part.lowered
         tasks, length, is_forward = engine.tasks, engine.free_ns, self._kind.name == FORWARD
         done = finished(self._kind, engine, dict(self.comm_bytes), self.along)

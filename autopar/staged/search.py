@@ -20,7 +20,7 @@ from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
 from autopar.ir.schedule import PLAIN, SCHEDULES
-from autopar.planning import Place, sizes_text
+from autopar.planning import sizes_text
 from autopar.progress import Report
 from autopar.staged.layered import Layered
 from autopar.staged.ways import (
@@ -256,7 +256,7 @@ class Search:
             floor = min(candidate.step_ns for candidate in found)
             self._hidden = min(self._hidden, floor / in_a_row)
             if floor < _HOPELESS * self._best_ns and self._least(found) == _NEVER:
-                found += self._variants(setting, place, curve, fastest)
+                found += self._variants(setting, curve, fastest)
         except InfeasibleError:
             return _Look(_NEVER, _NEVER, [])
         least = self._least(found)
@@ -282,7 +282,7 @@ class Search:
         """The recomputation that computes least again."""
         return next(iter(self.layered.recomputations))
 
-    def _variants(self, setting: Setting, place: Place, curve: TradeOffs, fastest: TradeOff) -> list[Candidate]:
+    def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[Candidate]:
         """For each recomputation the fastest placements that fit, nothing where others are faster anyway.
 
         What is computed again makes nothing faster: it is looked at where without it too little fits.

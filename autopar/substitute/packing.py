@@ -262,7 +262,7 @@ def _rewritten(graph: Graph, layouts: Mapping[str, Packing], chosen: Mapping[Pac
     renamed = {tensor: names[packing] for packing, ends in chosen.items() for tensor in ends}
     moved = {piece.name for packing in chosen for piece in packing.pieces}
     gone = {tensor for tensor, packing in layouts.items() if packing.pieces[0].name in moved}
-    new = [_stored(graph, packing, name, own) for packing, name in names.items()]
+    new = [_stored(packing, name, own) for packing, name in names.items()]
     stored = _in_place(graph, gone, dict(zip(names, new, strict=True)))
     whole = {item.name: item.packing for item in new if item.packing != Packing(0, (Piece(item.name),))}
     packings = {name: packing for name, packing in graph.packed.items() if packing.pieces[0].name not in moved} | whole
@@ -288,7 +288,7 @@ class _New(NamedTuple):
     kept: str
 
 
-def _stored(graph: Graph, packing: Packing, name: str, own: Mapping[str, Original]) -> _New:
+def _stored(packing: Packing, name: str, own: Mapping[str, Original]) -> _New:
     first = own[packing.pieces[0].name]
     shape = packed_shape(packing, [piece_shape(piece, own[piece.name].kept.shape) for piece in packing.pieces])
     assert shape is not None, "of a tensor of the graph"
