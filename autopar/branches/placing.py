@@ -8,20 +8,17 @@ On the other axes all stays as it is. What enters and leaves is redistributed an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.errors import PlacementError
 from autopar.ir.branches import Home, axis_position, homes, in_order
 from autopar.ir.conversions import needed_conversions
-from autopar.ir.graph import Graph, Tensor
+from autopar.ir.graph import Graph
 from autopar.ir.placement import I, P, Placement, R, Type
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
-from autopar.ir.redistribution import Step
+from autopar.ir.redistribution import Path, Step
 from autopar.ir.verifier import ending
-
-Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
-"""The cheapest steps from one placement of a tensor to another; None where there are none."""
 
 Joins = Mapping[str, str]
 """Operators that read what branches make, and run on summands on the axis."""

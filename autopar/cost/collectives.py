@@ -35,10 +35,9 @@ from typing import NamedTuple
 
 from autopar.cost.profile import CollectivePoints, Link, Profile, Waits, interpolate
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
-from autopar.ir.placement import Axis, Placement
+from autopar.ir.placement import Axis, Placement, Shape
 from autopar.ir.redistribution import ItemSize, Step, apply, cheapest_path, transfer_bytes
 
-Shape = tuple[int, ...]
 LEVELS = INSIDE, ACROSS = "intra_node", "inter_node"
 
 

@@ -18,7 +18,6 @@ from autopar.cost.profile import OperatorCurve, Profile
 from autopar.cost.work import (
     VIEW,
     Call,
-    Shape,
     Work,
     backward_work,
     base_name,
@@ -27,6 +26,7 @@ from autopar.cost.work import (
     operator,
 )
 from autopar.ir.graph import DTYPE_BYTES, Node, Tensor
+from autopar.ir.placement import Shape
 
 
 def node_time_ns(

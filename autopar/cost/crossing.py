@@ -21,11 +21,9 @@ from autopar.cost.collectives import ACROSS, INSIDE, Route, redistribution, send
 from autopar.cost.profile import Profile
 from autopar.cost.routes import routes
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
-from autopar.ir.placement import I, Placement, R, S, leaves_none_empty, local_shape
+from autopar.ir.placement import I, Placement, R, S, Shape, leaves_none_empty, local_shape
 from autopar.runtime.crossing import Crossing, Side, crossing
 from autopar.runtime.placement import parse_type
-
-Shape = tuple[int, ...]
 
 
 class End(NamedTuple):

@@ -23,7 +23,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autopar.cost.work import Call, Shape, base_name, forward_flops, operator
+from autopar.cost.work import Call, base_name, forward_flops, operator
+from autopar.ir.placement import Shape
 
 
 class Kernel(NamedTuple):

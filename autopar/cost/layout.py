@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from autopar.cost.compute import argument
 from autopar.cost.work import base_name
 from autopar.ir.graph import Graph, Node
+from autopar.ir.placement import Shape
 
-Shape = tuple[int, ...]
 Strides = tuple[int, ...]
 
 RESHAPES = frozenset(["view", "reshape", "_unsafe_view", "flatten", "unflatten", "view_as"])

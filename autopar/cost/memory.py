@@ -15,9 +15,7 @@ from autopar.cost.layout import RESHAPES, copied_factors, copied_reshapes, copie
 from autopar.cost.work import base_name
 from autopar.errors import PlanError
 from autopar.ir.graph import DTYPE_BYTES, Graph, Node
-
-Shape = tuple[int, ...]
-
+from autopar.ir.placement import Shape
 
 # Optimizer state ----------------------------------------
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-Shape = tuple[int, ...]
+from autopar.ir.placement import Shape
 
 
 class Call(NamedTuple):

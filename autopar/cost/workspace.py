@@ -13,8 +13,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from autopar.cost.work import base_name
-
-Shape = tuple[int, ...]
+from autopar.ir.placement import Shape
 
 
 class Sizes(NamedTuple):

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.intraop.builder import Built, Representatives
 from autopar.intraop.strategies import Strategy
 from autopar.ir.conversions import needed_conversions
-from autopar.ir.graph import Graph, Tensor
+from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, Placement, R, of_new_value
 from autopar.ir.plan import NodePlan, Redistribute, Storage
-from autopar.ir.redistribution import Step
-
-Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
+from autopar.ir.redistribution import Path
 
 
 def extract(

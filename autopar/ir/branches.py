@@ -26,7 +26,7 @@ from autopar.ir.structure import computed_once, is_random, region_of
 
 #: what may leave a branch: sums over ranks are exact where all but one are zero, and every backend has them
 SUMMED = ("float64", "float32", "float16", "bfloat16")
-_MEAN_LOSSES = ("aten.cross_entropy_loss.default",)  # which count their samples over all ranks
+MEAN_LOSSES = ("aten.cross_entropy_loss.default",)  # which count their samples over all ranks
 
 
 class Home(NamedTuple):
@@ -278,7 +278,7 @@ def refusal(graph: Graph, node: Node, constant: Collection[str], recompute: tupl
     """Why a node must not run on some ranks alone, or None."""
     if is_random(node):
         return "one that draws random numbers, which all ranks must draw in one order"
-    if node.op in _MEAN_LOSSES:
+    if node.op in MEAN_LOSSES:
         return "a loss, whose samples all ranks count"
     if any(name in constant for name in node.results):
         return "a constant, which is computed once, on all ranks"

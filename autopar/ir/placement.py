@@ -69,6 +69,9 @@ def format_placement(placement: Placement) -> str:
     return " ".join(map(str, placement))
 
 
+Shape = tuple[int, ...]
+
+
 class Axis(NamedTuple):
     """One axis of a logical mesh: neighbours along it are `stride` ranks apart.
 

@@ -12,6 +12,7 @@ import heapq
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from autopar.ir.graph import Tensor
 from autopar.ir.placement import Axis, P, Placement, R, Type, longest_part, part_length
 
 
@@ -102,6 +103,9 @@ def _padded(shape: tuple[int, ...], type_: Type, axis: Axis) -> int:
         count *= longest_part(size, axis) * axis.size if type_.kind == "S" and dim == type_.dim else size
     return count
 
+
+Path = Callable[[Tensor, Placement, Placement], tuple[Step, ...] | None]
+"""The cheapest steps from one placement of a tensor to another; None where there are none."""
 
 #: bytes of an element; or forward and backward, where gradients are wider than what they are of (master weights)
 ItemSize = int | tuple[int, int]

@@ -31,6 +31,7 @@ from autopar.cost.work import operator
 from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
+    MEAN_LOSSES,
     Coordinates,
     Home,
     coordinates_of,
@@ -42,7 +43,7 @@ from autopar.ir.branches import (
 )
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
-from autopar.ir.placement import Placement, evenly, format_placement, local_shape
+from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.schedule import SCHEDULES
@@ -53,7 +54,7 @@ from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
 from autopar.simulate.recomputation import Call, call_of, number_calls
-from autopar.simulate.shapes import LocalShapes, Shape
+from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.traffic import inner_collectives
 from autopar.simulate.way import tensors_on_the_way
 
@@ -66,8 +67,6 @@ STEP_COUNT_BYTES = 4  # torch's optimizers with state count steps in a float32 s
 
 COUNT_BYTES = 4  # what a mean over all microbatches divides by: a float32 scalar (`Progress.count`)
 RANK_BYTES = 4  # a DeviceMesh numbers its ranks in int32, in the host's memory
-
-CROSS_ENTROPIES = ("aten.cross_entropy_loss.default",)
 
 
 class Transmission(NamedTuple):
@@ -706,7 +705,7 @@ class Lowering:
     def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
         """What the operator takes for a while, beside its operands and results."""
         values = self.program.values
-        if node.op in CROSS_ENTROPIES:  # sums over samples leave it as it is, those over classes do not
+        if node.op in MEAN_LOSSES:  # sums over samples leave it as it is, those over classes do not
             communicates = values[inputs[0]].shape[1:2] != self.graph.tensors[node.operands[0]].shape[1:2]
         sizes = Sizes(
             tuple([values[value].shape for value in inputs]),

@@ -6,10 +6,8 @@ import math
 
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
-from autopar.ir.placement import Placement, evenly, local_shape
+from autopar.ir.placement import Placement, Shape, evenly, local_shape
 from autopar.ir.plan import Plan
-
-Shape = tuple[int, ...]
 
 
 class LocalShapes:

@@ -13,7 +13,7 @@ brought from one placement to another has no plan.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
@@ -22,14 +22,11 @@ from typing import NamedTuple, Protocol
 from autopar.errors import AutoparError
 from autopar.ir.branches import check_forks, homes, in_order
 from autopar.ir.conversions import needed_conversions
-from autopar.ir.graph import Graph, Tensor
+from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
-from autopar.ir.redistribution import Step
+from autopar.ir.redistribution import Path
 from autopar.ir.verifier import ending, output_placement, update_placement
-
-Path = Callable[[Tensor, Placement, Placement], "tuple[Step, ...] | None"]
-"""The cheapest steps from one placement of a tensor to another; None where there are none."""
 
 Modules = tuple[str, ...]
 

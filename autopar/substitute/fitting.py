@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from autopar.ir.placement import Shape
 from autopar.substitute.rules.terms import Attribute
 
-Shape = tuple[int, ...]
 DIMS = {"row": -2, "col": -1, "batch": 0, "channel": 1, "out": 0, "in": 1}
 """Which dim an axis is."""
 

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Tensor
+from autopar.ir.placement import Shape
 from autopar.substitute.defined import Values
-from autopar.substitute.fitting import Misfit, Shape, dim_of
+from autopar.substitute.fitting import Misfit, dim_of
 from autopar.substitute.rules.expressions import Guard, Symbol, parse_guard, solve, symbols
 from autopar.substitute.rules.terms import Apply, Attribute, Rule, Size, Sort, Term, Unknown, Variable
 
