@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.formatwarning = plain
 
 
-class _Parser(argparse.ArgumentParser):
+class _ArgumentParser(argparse.ArgumentParser):
     """Says what was wrong and where help is, without all options before it."""
 
     def error(self, message: str) -> NoReturn:
@@ -80,7 +80,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="autopar", description="Plans, emits and runs sharded PyTorch programs.")
+    parser = _ArgumentParser(prog="autopar", description="Plans, emits and runs sharded PyTorch programs.")
     parser.add_argument(
         "--version", action="version", version=f"autopar {version('autopar')}, torch {torch.__version__}"
     )

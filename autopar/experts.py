@@ -19,7 +19,7 @@ from autopar import interrupt
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
-from autopar.intraop import SOFT_PENALTY_NS, Kept, Placements, prepare_placements
+from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
 from autopar.ir import verifier
 from autopar.ir.graph import Graph, is_inside
 from autopar.ir.placement import Type
@@ -27,7 +27,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types, divisible
 from autopar.ops import admits
-from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
 from autopar.profiler import load_profile
 from autopar.simulate import Incremental, predict
 from autopar.template import template_axes, template_constraints, template_recompute
@@ -81,10 +81,10 @@ class ShortPlace(Place):
     """A place whose problem is that of a short graph, which costs what the whole one does, and whose plans, of the
     whole one, are played by layers."""
 
-    short: Part = field(kw_only=True)
+    short: DividedGraph = field(kw_only=True)
     simulator: Incremental = field(kw_only=True)
 
-    def placements_with(self, keep: Mapping[str, Kept]) -> Placements:
+    def placements_with(self, keep: Mapping[str, KeptParameter]) -> Placements:
         short, rules = self.short, (*self.request.constraints, *self.short.constraints)
         found = prepare_placements(
             short.graph, short.blocks, self.draft(), self.shared_profile, self._storages, rules, short.whole,
@@ -96,7 +96,7 @@ class ShortPlace(Place):
         return replace(plan, predicted=predict(self.simulator.timeline(plan)))
 
 
-class _Way(NamedTuple):
+class _BlockRecomputation(NamedTuple):
     """To compute blocks again. least_ns: what a step takes so by estimate. first: how many of the groups are tried at
     first; saved: what all save in bytes; own_ns: what each costs; without_ns: what a step takes at least without."""
 
@@ -190,7 +190,7 @@ class Family:
         is_tight = self.searched.microbatches > 1 or bool(self.searched.recompute)
         first = replace(family, microbatches=counts[-1 if is_tight else 0])
         try:
-            known = _Known(self.place(first))
+            known = _KnownTemplate(self.place(first))
         except AutoparError as error:
             self._refuse(first, str(error))
             return 0, 0
@@ -216,7 +216,7 @@ class Family:
         self._refuse(template, f"takes {least_ns:,} ns at least, the best {self.best_ns:,}")
         return True
 
-    def _with_less_sharded(self, one: Template, known: _Known) -> bool:
+    def _with_less_sharded(self, one: Template, known: _KnownTemplate) -> bool:
         """Whether a template fits. Where it does and is near the best, so do others of its family, perhaps."""
         if known.needs(one.microbatches) > self.limit:
             self._refuse(one, f"needs {known.needs(one.microbatches):,} bytes a device at least")
@@ -236,9 +236,9 @@ class Family:
             if self._look(replace(one, zero=zero), beyond if zero else None) is None:
                 break
 
-    def _ways(self, family: Template, counts: Sequence[int], known: _Known) -> list[_Way]:
+    def _ways(self, family: Template, counts: Sequence[int], known: _KnownTemplate) -> list[_BlockRecomputation]:
         """To make a template fit by computing blocks again, the fastest first. known: of it without."""
-        options, found = recomputable(self.graph, self.paths), list[_Way]()
+        options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
             usage = {c: round(known.usage(c) / _USAGE_BELOW) for c in counts}
             most = {c: self._peaks.get(replace(family, microbatches=c), usage[c]) for c in counts}
@@ -247,7 +247,7 @@ class Family:
             if not groups or not fitting:
                 continue
             try:
-                again = _Known(self.place(replace(family, recompute=kind, microbatches=fitting[-1])))
+                again = _KnownTemplate(self.place(replace(family, recompute=kind, microbatches=fitting[-1])))
             except AutoparError as error:
                 self._refuse(replace(family, recompute=kind), str(error))
                 continue
@@ -259,10 +259,10 @@ class Family:
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
                     least_ns = known.least_ns + first * own_ns + round(sent_ns * _EXPOSED)
                     template = replace(family, recompute=kind, microbatches=count)
-                    found.append(_Way(least_ns, template, groups, first, saved, own_ns, known.least_ns))
+                    found.append(_BlockRecomputation(least_ns, template, groups, first, saved, own_ns, known.least_ns))
         return sorted(found, key=lambda way: way.least_ns)
 
-    def _recomputed(self, way: _Way) -> bool:
+    def _recomputed(self, way: _BlockRecomputation) -> bool:
         """Whether a template fits so."""
         try:
             return self._fewest(way)
@@ -270,7 +270,7 @@ class Family:
             self._refuse(way.template, str(error))
             return False
 
-    def _fewest(self, way: _Way) -> bool:
+    def _fewest(self, way: _BlockRecomputation) -> bool:
         """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
         place, every = self.place(way.template), len(way.groups)
         plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), way.first, set[int](), None
@@ -322,7 +322,7 @@ class Family:
 
     # Places ----------------------------------------
 
-    def _parts(self, count: int) -> tuple[Part, Part, Incremental]:
+    def _parts(self, count: int) -> tuple[DividedGraph, DividedGraph, Incremental]:
         """Of the whole graph, of the short one, and what plays plans of one microbatch."""
         whole = divided(self.graph, self.blocks, count)
         short = replace(divided(self.folded.graph, self.blocks, count), copies=self.folded.copies)
@@ -344,7 +344,7 @@ class Family:
         return ShortPlace(whole, axes, request, self.profile, short=short, simulator=simulator)
 
 
-class _Known:
+class _KnownTemplate:
     """What is known of a template in any number of microbatches from one, in which ZeRO is 3: what all of these save
     together is parted among them.
 

@@ -30,7 +30,7 @@ from autopar.microbatch import axes_of_parts
 from autopar.planning import Place, Request, divided, plan_in, sizes_text
 from autopar.rewrites import Rewrites
 from autopar.staged import staged_plan_near
-from autopar.substitute import Candidate
+from autopar.substitute import GraphCandidate
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import Blocks, find_blocks
 
@@ -42,7 +42,7 @@ NEARBY_S = 6.0
 on one device is planned in any case: where finding it took that long, leaving it out would leave all to chance."""
 
 
-class Setting(NamedTuple):
+class SearchSetting(NamedTuple):
     """Where plans are looked for: the logical shape of a stage by its sizes, such as "2x4", the numbers of stages and
     of microbatches."""
 
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
         return text if self.microbatches == 1 else f"{text} in {self.microbatches} microbatches"
 
 
-def settings_near(plan: Plan) -> list[Setting]:
+def settings_near(plan: Plan) -> list[SearchSetting]:
     """The setting of a plan and the next best that fitted when it was looked for, the best first.
 
     Stages that differ are no setting: then the next best with equal ones comes first.
@@ -63,7 +63,7 @@ def settings_near(plan: Plan) -> list[Setting]:
     own = setting_of(plan)
     rows = [row for row in plan.search.tried if _fits(row, plan.memory_limit)]
     others = sorted(
-        (row["step_time_ns"], Setting(row["mesh"], row.get("stages", 1), row["microbatches"])) for row in rows
+        (row["step_time_ns"], SearchSetting(row["mesh"], row.get("stages", 1), row["microbatches"])) for row in rows
     )
     near = [setting for step_ns, setting in others if step_ns <= NEAR * plan.predicted.step_time_ns]
     if own is None:
@@ -71,11 +71,11 @@ def settings_near(plan: Plan) -> list[Setting]:
     return list(dict.fromkeys((own, *near)))[:_MOST_SETTINGS]
 
 
-def setting_of(plan: Plan) -> Setting | None:
+def setting_of(plan: Plan) -> SearchSetting | None:
     """The setting of a plan; None where its stages differ in shape."""
     shapes = {sizes_text(axes) for axes in axes_of_parts(plan)}
     submeshes = len({stage.first_rank for stage in plan.stages}) or 1
-    return Setting(shapes.pop(), submeshes, plan.microbatches) if len(shapes) == 1 else None
+    return SearchSetting(shapes.pop(), submeshes, plan.microbatches) if len(shapes) == 1 else None
 
 
 def _fits(row: Mapping[str, Any], limit: int) -> bool:
@@ -83,7 +83,7 @@ def _fits(row: Mapping[str, Any], limit: int) -> bool:
     return known and " + " not in row["mesh"] and row.get("peak_bytes", 0) <= limit
 
 
-def planned_near(graph: Graph, plan: Plan, setting: Setting, request: Request, profile: Profile) -> Plan | None:
+def planned_near(graph: Graph, plan: Plan, setting: SearchSetting, request: Request, profile: Profile) -> Plan | None:
     """The fastest plan of a graph in a setting; None where there is none that fits.
 
     plan: of an equal graph; its recomputation is taken, and operators run beside each other where some of its do.
@@ -99,7 +99,7 @@ def planned_near(graph: Graph, plan: Plan, setting: Setting, request: Request, p
 
 
 def _planned_as_one(
-    graph: Graph, blocks: Blocks, plan: Plan, setting: Setting, request: Request, profile: Profile
+    graph: Graph, blocks: Blocks, plan: Plan, setting: SearchSetting, request: Request, profile: Profile
 ) -> Plan | None:
     part = divided(graph, blocks, setting.microbatches)
     again = replace(request, recompute=plan.recompute)
@@ -114,11 +114,11 @@ def _planned_as_one(
 # The choice ----------------------------------------
 
 
-class Entry(NamedTuple):
+class PlannedGraph(NamedTuple):
     """A graph with the substitutions that make it, where it was planned, and the plan; None where nothing fitted."""
 
-    candidate: Candidate
-    setting: Setting | None
+    candidate: GraphCandidate
+    setting: SearchSetting | None
     plan: Plan | None
 
     @property
@@ -128,30 +128,30 @@ class Entry(NamedTuple):
 
 
 def entries_near(
-    given: Entry, candidates: Sequence[Candidate], settings: Sequence[Setting],
-    plan_in_setting: Callable[[Candidate, Setting], Plan | None], is_over: Callable[[], bool],
-) -> list[Entry]:  # fmt: skip
+    given: PlannedGraph, candidates: Sequence[GraphCandidate], settings: Sequence[SearchSetting],
+    plan_in_setting: Callable[[GraphCandidate, SearchSetting], Plan | None], is_over: Callable[[], bool],
+) -> list[PlannedGraph]:  # fmt: skip
     """What was planned, that of the model's own graph first: every graph in the first setting, and the fastest of those
     that substitutions make in the others, unless it is far from the given one."""
-    found = list[Entry]()
+    found = list[PlannedGraph]()
     for candidate in candidates if settings else ():
         if not (is_over() if found else interrupt.is_asked()):
-            found.append(Entry(candidate, settings[0], plan_in_setting(candidate, settings[0])))
+            found.append(PlannedGraph(candidate, settings[0], plan_in_setting(candidate, settings[0])))
     best = min(found, key=_step_ns, default=None)
     for setting in settings[1:] if best is not None and best.step_ns <= NEAR * given.step_ns else ():
         if best is not None and not is_over():
-            found.append(Entry(best.candidate, setting, plan_in_setting(best.candidate, setting)))
+            found.append(PlannedGraph(best.candidate, setting, plan_in_setting(best.candidate, setting)))
     return [given, *found]
 
 
-def much_faster(entries: Sequence[Entry]) -> Candidate | None:
+def much_faster(entries: Sequence[PlannedGraph]) -> GraphCandidate | None:
     """The graph of the fastest plan where that is so much faster than the model's own, which comes first, that settings
     near its best say little."""
     given, best = entries[0], min(entries, key=_step_ns)
     return best.candidate if best.step_ns * NEAR < given.step_ns else None
 
 
-def taken(entries: Sequence[Entry]) -> Entry:
+def taken(entries: Sequence[PlannedGraph]) -> PlannedGraph:
     """Of the plans that a profile cannot tell from the fastest, the one of the fewest substitutions, the fastest of
     these.
 
@@ -165,11 +165,11 @@ def taken(entries: Sequence[Entry]) -> Entry:
     )
 
 
-def _step_ns(entry: Entry) -> float:
+def _step_ns(entry: PlannedGraph) -> float:
     return entry.step_ns
 
 
-def reported(entries: Sequence[Entry], best: Entry, found: Rewrites, seconds: float) -> Plan:
+def reported(entries: Sequence[PlannedGraph], best: PlannedGraph, found: Rewrites, seconds: float) -> Plan:
     """The plan of the graph that is taken, which says what else was looked at, and why that lost."""
     given = entries[0].plan
     assert best.plan is not None and given is not None, "the model's own graph has a plan"
@@ -184,14 +184,14 @@ def reported(entries: Sequence[Entry], best: Entry, found: Rewrites, seconds: fl
     return replace(best.plan, substitutions=best.candidate.steps, search=search)
 
 
-def _row(entry: Entry, best: Entry) -> GraphPlan:
-    mesh, stages, microbatches = entry.setting or Setting("", 0, 0)
+def _row(entry: PlannedGraph, best: PlannedGraph) -> GraphPlan:
+    mesh, stages, microbatches = entry.setting or SearchSetting("", 0, 0)
     step_ns = None if entry.plan is None else entry.plan.predicted.step_time_ns
     rules, outcome = rule_counts(entry.candidate.steps), _outcome(entry, best)
     return GraphPlan(rules, entry.candidate.cost_ns, mesh, stages, microbatches, step_ns, outcome)
 
 
-def _outcome(entry: Entry, best: Entry) -> str:
+def _outcome(entry: PlannedGraph, best: PlannedGraph) -> str:
     if entry is best:
         return "taken"
     if entry.plan is None:

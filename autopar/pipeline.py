@@ -32,8 +32,8 @@ from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan, rule_counts
 from autopar.jointly import (
     NEARBY_S,
-    Entry,
-    Setting,
+    PlannedGraph,
+    SearchSetting,
     entries_near,
     much_faster,
     planned_near,
@@ -63,7 +63,7 @@ from autopar.show.text import rules_text
 from autopar.simulate import Timeline, simulate
 from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
-from autopar.substitute import Candidate
+from autopar.substitute import GraphCandidate
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, held_against_eager, trace, with_loss
 from autopar.unequal import UnequalStages
@@ -200,7 +200,7 @@ def _best_graph(graph: Graph, plan: Plan, request: Request, progress: Report | N
     """The graph to take of the model's own, whose plan is given, and those that substitutions make; with its plan."""
     began = time.monotonic()
     found, settings = rewrites(graph, request), settings_near(plan)
-    given = Entry(Candidate(graph, (), found.before_ns), settings[0] if settings else None, plan)
+    given = PlannedGraph(GraphCandidate(graph, (), found.before_ns), settings[0] if settings else None, plan)
     if request.budget.everywhere:
         wanted = takewhile(lambda _: not interrupt.is_asked(), found.candidates)
         entries = [given, *(_placed_anywhere(candidate, request, progress) for candidate in wanted)]
@@ -220,19 +220,21 @@ def _is_over(deadline: float) -> bool:
     return interrupt.is_asked() or time.monotonic() > deadline
 
 
-def _planned_near(plan: Plan, request: Request, report: Report, candidate: Candidate, setting: Setting) -> Plan | None:
+def _planned_near(
+    plan: Plan, request: Request, report: Report, candidate: GraphCandidate, setting: SearchSetting
+) -> Plan | None:
     found = planned_near(candidate.graph, plan, setting, request, load_profile(request.mesh.profile))
     step = "no plan found that fits" if found is None else _step_text(found)
     report(f"{rules_text(rule_counts(candidate.steps))} on {setting}: {step}")
     return found
 
 
-def _placed_anywhere(candidate: Candidate, request: Request, progress: Report | None) -> Entry:
+def _placed_anywhere(candidate: GraphCandidate, request: Request, progress: Report | None) -> PlannedGraph:
     try:
         plan = placed(candidate.graph, request, progress)
     except (InfeasibleError, interrupt.Interrupted):
-        return Entry(candidate, None, None)
-    return Entry(candidate, setting_of(plan), plan)
+        return PlannedGraph(candidate, None, None)
+    return PlannedGraph(candidate, setting_of(plan), plan)
 
 
 def _graphs_text(plan: Plan) -> str:

@@ -20,7 +20,7 @@ from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import (
-    Kept,
+    KeptParameter,
     LeastMemory,
     Options,
     Placements,
@@ -104,7 +104,7 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Part:
+class DividedGraph:
     """The graph of a step, and that of one of its microbatches, which is what is searched and simulated.
 
     cut: makes a plan of `num_submeshes` submeshes of one for the whole graph on one of these. copies: of a graph that
@@ -136,13 +136,13 @@ class Part:
         return replace(full, predicted=replace(full.predicted, comm_bytes=sent))
 
 
-def divided(graph: Graph, blocks: Blocks, microbatches: int) -> Part:
+def divided(graph: Graph, blocks: Blocks, microbatches: int) -> DividedGraph:
     """The step in so many microbatches. Raises PlanError when it cannot be divided so."""
     if microbatches == 1:
-        return Part(graph, graph, blocks, 1, {})
+        return DividedGraph(graph, graph, blocks, 1, {})
     types = microbatch_types(graph, microbatches)
     part = divided_graph(graph, microbatches)
-    return Part(graph, part, blocks, microbatches, types, cut_constraints(graph, types))
+    return DividedGraph(graph, part, blocks, microbatches, types, cut_constraints(graph, types))
 
 
 Fit = Callable[["Place", float], Plan]
@@ -157,7 +157,7 @@ def best_plan(graph: Graph, blocks: Blocks, request: Request, profile: Profile, 
     Where none fits, or memory keeps the fastest from being chosen, plans that compute blocks again compete, with those
     of twice the microbatches, too. Raises InfeasibleError naming the smallest memory limit that can be met.
     """
-    search = _Search(graph, blocks, request, profile, progress)
+    search = _PlaceSearch(graph, blocks, request, profile, progress)
     found = search.run()
     return search.stated(found or [fit_or_refuse_over(search.smallest())])
 
@@ -166,12 +166,12 @@ def faster_plan(
     graph: Graph, blocks: Blocks, request: Request, profile: Profile, progress: Report | None, than_ns: int
 ) -> Plan | None:
     """As `best_plan`, but only where more than `than_ns` a step is not certain; None where no plan fits there."""
-    search = _Search(graph, blocks, request, profile, progress, than_ns)
+    search = _PlaceSearch(graph, blocks, request, profile, progress, than_ns)
     found = search.run()
     return search.stated(found) if found else None
 
 
-class _Search:
+class _PlaceSearch:
     """Over places: logical meshes, in ever more microbatches until something fits."""
 
     def __init__(
@@ -386,7 +386,7 @@ def sizes_text(axes: LogicalMesh) -> str:
 class Place:
     """A logical mesh for the graph of one microbatch. The problem is built once, whatever limits are asked for."""
 
-    part: Part
+    part: DividedGraph
     axes: LogicalMesh
     request: Request
     profile: Profile
@@ -460,7 +460,7 @@ class Place:
         """The intra-op problem."""
         return self.placements_with({})
 
-    def placements_with(self, keep: Mapping[str, Kept]) -> Placements:
+    def placements_with(self, keep: Mapping[str, KeptParameter]) -> Placements:
         """The intra-op problem, in which these options of stored tensors stay though others are better in every way."""
         return prepare_placements(
             self.part.graph, self.part.blocks, self.draft(), self.shared_profile, self._storages,

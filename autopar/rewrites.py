@@ -21,7 +21,7 @@ from autopar.ir.plan import Plan, Substitution
 from autopar.microbatch import divided_graph
 from autopar.planning import Request, pinned_tensors
 from autopar.profiler import load_profile
-from autopar.substitute import Candidate, Substituted, load_rules, replayed, substituted
+from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, substituted
 from autopar.substitute.lifting import lifted
 from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
 from autopar.substitute.pricing import Pricer
@@ -38,7 +38,7 @@ class Rewrites(NamedTuple):
     """Graphs equal to a traced model's that may be faster, the fastest on one device first; what the model's own takes
     there (ns); how many graphs were met, and why the search for more ended."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[GraphCandidate, ...]
     before_ns: int
     seen: int
     stop: str
@@ -109,13 +109,13 @@ def _share(graph: Graph, num_devices: int) -> Graph | None:
         return None
 
 
-def _on_whole(graph: Graph, found: Candidate, pricer: Pricer) -> list[Candidate]:
+def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[GraphCandidate]:
     """What was found for a part of the batch, for all of it; nothing where it speaks of the part's sizes."""
     if not found.steps:
         return []
     with contextlib.suppress(PlanError):
         whole = _replayed(graph, found.steps)
-        return [Candidate(whole, found.steps, pricer(lifted(whole)))]
+        return [GraphCandidate(whole, found.steps, pricer(lifted(whole)))]
     return []
 
 

@@ -28,7 +28,7 @@ from autopar.ir.plan import Plan, SearchReport
 from autopar.ir.shares import alike_ranks, check_shares
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types
-from autopar.planning import Part, Place, Request, divided, microbatch_counts
+from autopar.planning import DividedGraph, Place, Request, divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate
 from autopar.template import check_split, template_recompute
@@ -91,7 +91,7 @@ class SharedBatch:
     rules: what else is to hold, such as a template's constraints. Raises MeshError for axes that mix kinds otherwise.
     """
 
-    part: Part
+    part: DividedGraph
     axes: LogicalMesh
     request: Request
     profiles: Mapping[str, Profile]
@@ -144,7 +144,7 @@ class SharedBatch:
         names = batch_inputs(graph)
         return graph.tensors[names[0]].shape[0] if names else 0
 
-    def place(self, group: DeviceGroup, part: Part) -> Place:
+    def place(self, group: DeviceGroup, part: DividedGraph) -> Place:
         """The problem of as many devices of one kind as there are in all."""
         alike = len({other.devices_per_node for other in self.mesh.groups}) == 1
         nodes = self.mesh.nodes if alike else self.mesh.num_devices
@@ -326,7 +326,7 @@ def best_shared_plan(
     Blocks are computed again where nothing fits otherwise. Raises InfeasibleError when nothing fits at all, PlanError
     where the batch cannot be shared out.
     """
-    search = _Search(graph, blocks, request, profiles)
+    search = _ShareSearch(graph, blocks, request, profiles)
     counts = [*microbatch_counts(graph, request)]
     for recompute in ("none",) if request.mode != "train" else ("none", "full"):
         best: Plan | None = None
@@ -348,7 +348,7 @@ def _is_faster(plan: Plan, other: Plan) -> bool:
     return plan.predicted.step_time_ns < other.predicted.step_time_ns
 
 
-class _Search:
+class _ShareSearch:
     """What was tried on which axes, and why the rest was refused."""
 
     def __init__(self, graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile]) -> None:

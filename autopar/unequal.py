@@ -25,7 +25,7 @@ from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, SearchReport
 from autopar.ir.schedule import PLAIN
 from autopar.microbatch import divisible, one_microbatch_plan, over_microbatches
-from autopar.planning import Part, Place, Request, divided
+from autopar.planning import DividedGraph, Place, Request, divided
 from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate
 from autopar.simulate.segments import block_times_ns
@@ -58,7 +58,7 @@ def sizes_by_speed(times_ns: Sequence[Sequence[int]], most: Sequence[int]) -> tu
 class UnequalStages:
     """Stages on several kinds of devices: each on neighbouring ranks of one kind, on the axes of that kind's stages."""
 
-    part: Part
+    part: DividedGraph
     axes: Mapping[str, LogicalMesh]
     chunks: int  # stages a submesh
     schedule: str
@@ -193,7 +193,7 @@ class UnequalStages:
 
 
 @dataclass(frozen=True)
-class _Setting:
+class _UnequalSetting:
     """What is searched: the axes of each kind's stages, the number of microbatches, what is recomputed."""
 
     axes: tuple[tuple[str, LogicalMesh], ...]
@@ -201,11 +201,11 @@ class _Setting:
     recompute: str
 
 
-_Best = tuple[int, _Setting]
+_Best = tuple[int, _UnequalSetting]
 """Nanoseconds a step, and of what."""
 
 
-class _Search:
+class _UnequalSearch:
     """Descends from the best of equal axes: one kind's axes, or the microbatches, are changed while that is faster."""
 
     def __init__(self, graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile]) -> None:
@@ -215,7 +215,7 @@ class _Search:
         self.shapes = {group.profile: _stage_shapes(request.mesh, group) for group in request.mesh.groups}
         self.divided = cache(lambda count: divided(graph, blocks, count))
         self.known: dict[Hashable, Plan] = {}
-        self.tried: dict[_Setting, Plan | None] = {}
+        self.tried: dict[_UnequalSetting, Plan | None] = {}
         self.refusals: list[Exception] = []
 
     def run(self, report: Report) -> Plan:
@@ -240,7 +240,7 @@ class _Search:
             for kinds in self._alike():
                 last: int | None = None
                 for count in self._counts(self._num_stages(kinds)):
-                    setting = _Setting(tuple(kinds.items()), count, recompute)
+                    setting = _UnequalSetting(tuple(kinds.items()), count, recompute)
                     best, plan = self._better(best, setting, report), self.tried.get(setting)
                     if plan is not None and last is not None and plan.predicted.step_time_ns > last:
                         break
@@ -269,7 +269,7 @@ class _Search:
         powers = [1 << n for n in range(12) if stages <= 1 << n <= 8 * stages]
         return [n for n in pinned or powers if divisible(self.graph, n)]
 
-    def _neighbours(self, setting: _Setting) -> Iterator[_Setting]:
+    def _neighbours(self, setting: _UnequalSetting) -> Iterator[_UnequalSetting]:
         kinds = dict(setting.axes)
         for kind, shapes in self.shapes.items():
             for axes in shapes:
@@ -279,7 +279,7 @@ class _Search:
         for recompute in ("none", "block", "full"):
             yield replace(setting, recompute=recompute)
 
-    def _better(self, best: _Best | None, setting: _Setting, report: Report) -> _Best | None:
+    def _better(self, best: _Best | None, setting: _UnequalSetting, report: Report) -> _Best | None:
         """The better of the best so far and a setting, unless it was tried, or time is over."""
         if setting in self.tried or (best is not None and (time.monotonic() > self.deadline or interrupt.is_asked())):
             return best
@@ -290,7 +290,7 @@ class _Search:
             return best
         return plan.predicted.step_time_ns, setting
 
-    def _planned(self, setting: _Setting) -> Plan | None:
+    def _planned(self, setting: _UnequalSetting) -> Plan | None:
         try:
             again = template_recompute(self.graph, self.paths, setting.recompute)
             request = replace(self.request, recompute=again)
@@ -323,7 +323,7 @@ def best_unequal_plan(
     graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
 ) -> Plan:
     """The fastest plan found for a mesh of several kinds of devices. Raises InfeasibleError when none fits."""
-    search = _Search(graph, blocks, request, profiles)
+    search = _UnequalSearch(graph, blocks, request, profiles)
     with reporting(progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
         return search.run(report)
 
@@ -339,7 +339,7 @@ def _stage_shapes(mesh: Mesh, group: DeviceGroup) -> list[LogicalMesh]:
     return sorted(found, key=lambda axes: (-math.prod(axis.size for axis in axes), len(axes)))
 
 
-def _shown(setting: _Setting) -> str:
+def _shown(setting: _UnequalSetting) -> str:
     kinds = ", ".join(f"{kind} {'x'.join(str(axis.size) for axis in axes) or '1'}" for kind, axes in setting.axes)
     again = "" if setting.recompute == "none" else f", recompute {setting.recompute}"
     return f"stages of {kinds} in {setting.microbatches} microbatches{again}"

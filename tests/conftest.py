@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from autopar.ir.graph import Graph
-    from autopar.jointly import Entry
+    from autopar.jointly import PlannedGraph
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 RANKS_FIXTURE = "rank_pool"
@@ -50,7 +50,7 @@ def _take_substituted_graphs() -> None:
 
     chosen = pipeline.taken
 
-    def taken(entries: Sequence[Entry]) -> Entry:
+    def taken(entries: Sequence[PlannedGraph]) -> PlannedGraph:
         rewritten = [entry for entry in entries if entry.candidate.steps and entry.plan is not None]
         return min(rewritten, key=lambda entry: entry.step_ns, default=chosen(entries))
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from autopar import runtime
+
 ROOT = Path(__file__).parents[1]
 PLANNING_ONLY = {"jsonschema", "ortools", "pytoulbar2", "rich"}
 
@@ -91,6 +93,57 @@ def test_a_planted_circle_of_files_is_found(tmp_path: Path, back: str) -> None:
     assert circle_of_files(tmp_path, "room") == []
     third.write_text(back)
     assert set(circle_of_files(tmp_path, "room")) == {"room.first", "room.second", "room.third"}
+
+
+# Class names that stand twice: once in the runtime, whose name an emitted program is written with (`rt.Piece`), and
+# once in the room given here, for what a plan, or the emitter, calls the same thing. The runtime imports torch only, so
+# that neither can take the other's class.
+ALSO_IN = {"Axis": "ir", "Fields": "ir", "Piece": "ir", "Received": "emit", "Stage": "ir"}
+
+
+def classes_by_name(root: Path, package: str) -> dict[str, set[str]]:
+    """For each class name below a package of `root`, whatever the class stands in, the places where it is defined.
+    A leading underscore makes no other name: who reads `_Search` and `Search` takes the one for the other."""
+    places: dict[str, set[str]] = {}
+    for path in sorted((root / package).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                place = f"{path.relative_to(root).as_posix()}:{node.lineno}"
+                places.setdefault(node.name.lstrip("_"), set()).add(place)
+    return places
+
+
+def doubles(root: Path, package: str) -> dict[str, set[str]]:
+    """The class names below a package that more than one class has."""
+    return {name: places for name, places in classes_by_name(root, package).items() if len(places) > 1}
+
+
+def test_each_class_name_stands_once() -> None:
+    """Besides those of what emitted programs name, which stand once in the runtime and once in another room."""
+    found = doubles(ROOT, "autopar")
+    rooms = {name: sorted(place.split("/")[1] for place in found.pop(name, ())) for name in ALSO_IN}
+    assert found == {}
+    assert rooms == {name: [room, "runtime"] for name, room in ALSO_IN.items()}
+    assert [name for name in ALSO_IN if name not in runtime.__all__] == []
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "class Part: ...",
+        "class _Part: ...",
+        "class Whole:\n    class Part: ...",
+        "def make():\n    class Part: ...",
+        "from typing import NamedTuple\nclass Part(NamedTuple): ...",
+    ],
+)
+def test_a_planted_double_of_a_class_name_is_found(tmp_path: Path, other: str) -> None:
+    (tmp_path / "room").mkdir()
+    (tmp_path / "room" / "first.py").write_text("class Part: ...")
+    (tmp_path / "room" / "second.py").write_text("Part = 3")
+    assert doubles(tmp_path, "room") == {}
+    (tmp_path / "room" / "second.py").write_text(other)
+    assert set(doubles(tmp_path, "room")) == {"Part"}
 
 
 @pytest.mark.skipif(not sources("autopar/runtime"), reason="there is no runtime yet")

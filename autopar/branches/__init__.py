@@ -1,8 +1,8 @@
 """Operators that know nothing of each other run at the same time on disjoint parts of an axis, where that is faster."""
 
-from autopar.branches.finding import Region, find_regions
+from autopar.branches.finding import ForkRegion, find_regions
 from autopar.branches.placing import put_in_branches
 from autopar.branches.search import with_branches
 from autopar.branches.times import Times
 
-__all__ = ["Region", "Times", "find_regions", "put_in_branches", "with_branches"]
+__all__ = ["ForkRegion", "Times", "find_regions", "put_in_branches", "with_branches"]

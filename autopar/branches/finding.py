@@ -23,14 +23,14 @@ _START = ""  # what all operators come from
 
 
 @dataclass(frozen=True)
-class Region:
+class ForkRegion:
     """What stands between a fork and a join: node names of each branch in their order, and the join's name."""
 
     join: str
     branches: tuple[tuple[str, ...], ...]
 
 
-def find_regions(graph: Graph, refuses: Callable[[Node], bool]) -> list[Region]:
+def find_regions(graph: Graph, refuses: Callable[[Node], bool]) -> list[ForkRegion]:
     """The regions of at least two branches, the largest first. refuses: whether a node must not be in a branch; then
     nothing of its branch is in any."""
     order = {node.name: number for number, node in enumerate(graph.nodes)}
@@ -43,7 +43,7 @@ def find_regions(graph: Graph, refuses: Callable[[Node], bool]) -> list[Region]:
             parts = (_without_names(graph, part) for part in _connected(graph, members))
             branches = [part for part in parts if part and not any(refuses(graph.node_by_name[n]) for n in part)]
             if len(branches) > 1:
-                found.append(Region(node.name, tuple(branches)))
+                found.append(ForkRegion(node.name, tuple(branches)))
     return sorted(found, key=lambda region: -sum(map(len, region.branches)))
 
 

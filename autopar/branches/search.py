@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar import interrupt
-from autopar.branches.finding import Region, find_regions
+from autopar.branches.finding import ForkRegion, find_regions
 from autopar.branches.placing import Joins, put_in_branches
 from autopar.branches.times import Times
 from autopar.cost import Profile
@@ -38,7 +38,7 @@ _EXACT = 4096  # assignments that are all looked at; beyond, the longest branch 
 
 
 @dataclass(frozen=True)
-class Candidate:
+class ForkCandidate:
     """Forks of equal regions on one axis; `gain_ns`: what they may spare at most, all together."""
 
     forks: tuple[Fork, ...]
@@ -59,7 +59,7 @@ _FORMS = tuple(itertools.starmap(Form, itertools.product((False, True), repeat=2
 class Taken(NamedTuple):
     """A candidate that made the step shorter, and the plan before it."""
 
-    candidate: Candidate
+    candidate: ForkCandidate
     before: Plan
 
 
@@ -91,14 +91,14 @@ def with_branches(
     return replace(best, choices=(*best.choices, *_choices(taken, best))) if taken else plan
 
 
-def _overlaps(plan: Plan, candidate: Candidate) -> bool:
+def _overlaps(plan: Plan, candidate: ForkCandidate) -> bool:
     known = homes(plan)
     names = {name for fork in candidate.forks for branch in fork.branches for name in branch.nodes}
     return not names.isdisjoint(known)
 
 
 def _best_form(
-    graph: Graph, plan: Plan, candidate: Candidate, times: Times, score: Score, before: Form | None
+    graph: Graph, plan: Plan, candidate: ForkCandidate, times: Times, score: Score, before: Form | None
 ) -> tuple[Form, Plan] | None:  # fmt: skip
     """The fastest form that fits and is faster than the plan; once others were taken in some form (`before`), the first
     that is, beginning with that one: what is best for one region mostly is for others."""
@@ -115,7 +115,7 @@ def _best_form(
 
 
 def _forms(
-    graph: Graph, plan: Plan, candidate: Candidate, times: Times, before: Form | None
+    graph: Graph, plan: Plan, candidate: ForkCandidate, times: Times, before: Form | None
 ) -> Iterator[tuple[Form, Plan]]:
     """The plan with the candidate, in each form that there is and that differs."""
     seen = []
@@ -152,7 +152,7 @@ def _is_well_typed(graph: Graph, plan: Plan, joins: Joins) -> bool:
 
 def candidates(
     graph: Graph, plan: Plan, times: Times, representative: Callable[[str], str], pinned: Collection[str] = ()
-) -> list[Candidate]:  # fmt: skip
+) -> list[ForkCandidate]:  # fmt: skip
     """What may be worth a simulation, the most promising first. pinned: nodes that stay as they are placed."""
     constant = constant_tensors(graph)
 
@@ -160,7 +160,7 @@ def candidates(
         return node.name in pinned or refusal(graph, node, constant, plan.recompute) is not None
 
     regions = [region for region in find_regions(graph, stays) if region.join not in pinned]
-    groups: dict[object, list[Region]] = {}
+    groups: dict[object, list[ForkRegion]] = {}
     for region in regions:
         groups.setdefault((*(tuple(map(representative, branch)) for branch in region.branches),), []).append(region)
     found = []
@@ -171,7 +171,7 @@ def candidates(
     return sorted(found, key=lambda candidate: -candidate.gain_ns)
 
 
-def _candidate(graph: Graph, times: Times, equal: Sequence[Region], axis: str, size: int) -> Candidate | None:
+def _candidate(graph: Graph, times: Times, equal: Sequence[ForkRegion], axis: str, size: int) -> ForkCandidate | None:
     alone = [times.alone_ns(branch, axis) for branch in equal[0].branches]
     coordinates = assign(alone, size)
     forks, now = [], 0
@@ -184,10 +184,10 @@ def _candidate(graph: Graph, times: Times, equal: Sequence[Region], axis: str, s
         forks.append(Fork(axis, tuple(Branch(c, tuple(names)) for c, names in sorted(members.items()))))
         now += times.now_ns([name for branch in region.branches for name in branch])
     loads = [sum(t for t, c in zip(alone, coordinates, strict=True) if c == k) for k in set(coordinates)]
-    return Candidate(tuple(forks), tuple(region.join for region in equal), now - len(equal) * max(loads))
+    return ForkCandidate(tuple(forks), tuple(region.join for region in equal), now - len(equal) * max(loads))
 
 
-def _may_leave(graph: Graph, region: Region) -> bool:
+def _may_leave(graph: Graph, region: ForkRegion) -> bool:
     """Whether everything that leaves the branches is of numbers that ranks can sum."""
     inside = {name for branch in region.branches for name in branch}
     last = {*graph.outputs, *graph.mutations.values()}

@@ -17,8 +17,8 @@ from autopar.cost.kernels import Kernels, backward_kernels, forward_kernels
 from autopar.cost.profile import OperatorCurve, Profile
 from autopar.cost.work import (
     VIEW,
-    Call,
     Work,
+    WorkKey,
     backward_work,
     base_name,
     forward_flops,
@@ -81,7 +81,7 @@ def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Sh
     """Forward floating-point operations of one operator on local shapes."""
     sizes = tuple(4 for _ in operand_shapes), tuple(4 for _ in result_shapes)
     wanted = tuple(True for _ in operand_shapes)
-    call = Call(node.op, operand_shapes, result_shapes, *sizes, wanted, "float32", _detail(node))
+    call = WorkKey(node.op, operand_shapes, result_shapes, *sizes, wanted, "float32", _detail(node))
     return forward_flops(call)
 
 
@@ -127,12 +127,12 @@ def node_call(
     operand_shapes: tuple[Shape, ...],
     result_shapes: tuple[Shape, ...],
     tensors: Mapping[str, Tensor],
-) -> Call:
+) -> WorkKey:
     """Everything that the operator's cost depends on, hashable."""
     operands = [tensors[name] for name in node.operands]
     dtypes = [tensor.dtype for tensor in operands]
     result_dtypes = [tensors[name].dtype for name in node.results]
-    return Call(
+    return WorkKey(
         _name(node),
         operand_shapes,
         result_shapes,
@@ -178,7 +178,7 @@ def argument(node: Node, position: int, name: str, default: Any) -> Any:
 
 
 @lru_cache(maxsize=1 << 18)
-def _call_time_ns(call: Call, profile: Profile) -> tuple[int, int]:
+def _call_time_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
     row = operator(call.op)
     view_forward, view_backward = profile.facts.view_ns
     if row is VIEW:
@@ -189,7 +189,7 @@ def _call_time_ns(call: Call, profile: Profile) -> tuple[int, int]:
 
 
 @lru_cache(maxsize=1 << 18)
-def _call_issue_ns(call: Call, profile: Profile) -> tuple[int, int]:
+def _call_issue_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
     """Views launch nothing; the backward pass launches a kernel for each gradient."""
     host = profile.host
     if host is None or operator(call.op) is VIEW:
@@ -197,7 +197,7 @@ def _call_issue_ns(call: Call, profile: Profile) -> tuple[int, int]:
     return host.operator_ns, backward_work(call).kernels * host.gradient_ns
 
 
-def _work_ns(call: Call, work: Work, family: str, direction: int, profile: Profile) -> int:
+def _work_ns(call: WorkKey, work: Work, family: str, direction: int, profile: Profile) -> int:
     """Gradients that only pass through cost what a view's do."""
     if work.kernels == 0:
         return profile.facts.view_ns[direction]

@@ -23,7 +23,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autopar.cost.work import Call, base_name, forward_flops, operator
+from autopar.cost.work import WorkKey, base_name, forward_flops, operator
 from autopar.ir.placement import Shape
 
 
@@ -58,7 +58,7 @@ class Product(NamedTuple):
         return 2 * self.batch * self.m * self.n * self.k
 
 
-def forward_kernels(call: Call) -> Kernels | None:
+def forward_kernels(call: WorkKey) -> Kernels | None:
     """The kernels of the forward direction; None for a call that no table is made for."""
     family = operator(call.op).family
     if family == "attention":
@@ -72,7 +72,7 @@ def forward_kernels(call: Call) -> Kernels | None:
     return Kernels((_product(product.batch, layout, product.m, product.n, product.k),), 2 * sum(product.copied))
 
 
-def backward_kernels(call: Call) -> Kernels | None:
+def backward_kernels(call: WorkKey) -> Kernels | None:
     """The kernels of the gradients of the differentiable operands."""
     family = operator(call.op).family
     if family == "attention":
@@ -84,7 +84,7 @@ def backward_kernels(call: Call) -> Kernels | None:
     return None if product is None else _product_gradients(call, product)
 
 
-def _product_gradients(call: Call, product: Product) -> Kernels:
+def _product_gradients(call: WorkKey, product: Product) -> Kernels:
     batch, m, n, k, is_transposed, copied = product
     first, last = (1, 2) if base_name(call.op) in ("addmm", "baddbmm", "addmv") else (0, 1)
     kernels, moved = [], 0
@@ -99,7 +99,7 @@ def _product_gradients(call: Call, product: Product) -> Kernels:
     return Kernels(tuple(kernels), moved, _biases(call, bias))
 
 
-def _biases(call: Call, position: int) -> tuple[int, ...]:
+def _biases(call: WorkKey, position: int) -> tuple[int, ...]:
     wanted = len(call.differentiable) > position and call.differentiable[position]
     return (call.result_bytes,) if wanted and len(call.operand_shapes[position]) == 1 else ()
 
@@ -108,7 +108,7 @@ def _product(batch: int, layout: str, m: int, n: int, k: int) -> Kernel:
     return Kernel("batched" if batch > 1 else layout, (m, n, k), 2.0 * batch * m * n * k)
 
 
-def product_of(call: Call) -> Product | None:
+def product_of(call: WorkKey) -> Product | None:
     """The product that a call is; None where it is none, or one that depends on values, as routed experts."""
     name, shapes = base_name(call.op), call.operand_shapes
     if name == "linear":
@@ -131,7 +131,7 @@ def _matmul(left: Shape, right: Shape) -> Product | None:
     return Product(math.prod(right[:-2]), left[-2], right[-1], right[-2])
 
 
-def _einsum(call: Call) -> Product | None:
+def _einsum(call: WorkKey) -> Product | None:
     """Labels in both operands and the result are batch dims; in both but not the result, summed."""
     equation = call.detail.replace(" ", "")
     inputs, _, result = equation.partition("->")
@@ -165,14 +165,14 @@ def _lies_in_groups(labels: str, groups: Sequence[Sequence[str]], sizes: dict[st
     return True
 
 
-def _attention(call: Call, direction: str, flops: int) -> Kernel:
+def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     """Its table counts the forward's operations in both directions."""
     query, key = call.operand_shapes[:2]
     kind = call.detail or "full"
     return Kernel(f"attention {kind} {direction}", (key[-2], query[-1]), flops)
 
 
-def _convolution(call: Call, side: str) -> Kernel:
+def _convolution(call: WorkKey, side: str) -> Kernel:
     image, weight, result = call.operand_shapes[0], call.operand_shapes[1], call.result_shapes[0]
     if "transpose" in base_name(call.op):
         image, result = result, image

@@ -36,7 +36,7 @@ class _Paths(NamedTuple):
     last: Times
 
 
-class _Space:
+class _PlacementSpace:
     """What all tensors of as many dims have alike on axes of these sizes: placements, and the steps between them."""
 
     def __init__(self, types: tuple[Type, ...], sizes: tuple[int, ...]) -> None:
@@ -88,7 +88,7 @@ class _Space:
         return math.prod(size for type_, size in zip(placement, self.sizes, strict=True) if type_.dim == dim)
 
 
-_space = lru_cache(maxsize=256)(_Space)
+_space = lru_cache(maxsize=256)(_PlacementSpace)
 
 
 class Routes:
@@ -136,7 +136,7 @@ class Routes:
 
     @cached_property
     def _step_times(self) -> tuple[Times, Times]:
-        """Nanoseconds forward and backward of the step into each placement from each of `_Space.previous`."""
+        """Nanoseconds forward and backward of the step into each placement from each of `_PlacementSpace.previous`."""
         space = self._space
         possible = np.ones(len(space.placements), dtype=bool)  # no dim is cut into more slices than it is long
         for dim, shards in space.shards.items():

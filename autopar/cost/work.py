@@ -14,7 +14,7 @@ from typing import NamedTuple
 from autopar.ir.placement import Shape
 
 
-class Call(NamedTuple):
+class WorkKey(NamedTuple):
     """All that the cost of an operator depends on: the memo key of `compute`."""
 
     op: str
@@ -59,9 +59,9 @@ class Work(NamedTuple):
 
 NO_WORK = Work(0, 0, 0)
 
-CountFlops = Callable[[Call], int]
-CountBytes = Callable[[Call], int]
-CountWork = Callable[[Call], Work]
+CountFlops = Callable[[WorkKey], int]
+CountBytes = Callable[[WorkKey], int]
+CountWork = Callable[[WorkKey], Work]
 
 
 class Operator(NamedTuple):
@@ -84,7 +84,7 @@ def operator(op: str) -> Operator:
     return OPERATORS.get(base_name(op), POINTWISE)
 
 
-def forward_work(call: Call) -> Work:
+def forward_work(call: WorkKey) -> Work:
     """FLOPs and bytes of the forward direction."""
     row = operator(call.op)
     if row is VIEW:
@@ -92,7 +92,7 @@ def forward_work(call: Call) -> Work:
     return Work(forward_flops(call), (row.moved or _all_bytes)(call), 1)
 
 
-def forward_flops(call: Call) -> int:
+def forward_flops(call: WorkKey) -> int:
     """Floating-point operations; one a result element where the table counts none."""
     row = operator(call.op)
     if row is VIEW or not call.result_shapes:
@@ -100,7 +100,7 @@ def forward_flops(call: Call) -> int:
     return row.flops(call) if row.flops else math.prod(call.result_shapes[0])
 
 
-def backward_work(call: Call) -> Work:
+def backward_work(call: WorkKey) -> Work:
     """FLOPs and bytes of the gradients of the differentiable operands; none when there are none."""
     row = operator(call.op)
     if row is VIEW or not any(call.differentiable):
@@ -108,34 +108,34 @@ def backward_work(call: Call) -> Work:
     return (row.backward or _memory_gradient)(call)
 
 
-def _all_bytes(call: Call) -> int:
+def _all_bytes(call: WorkKey) -> int:
     return sum(call.operand_bytes) + call.result_bytes
 
 
-def _differentiable_bytes(call: Call) -> list[int]:
+def _differentiable_bytes(call: WorkKey) -> list[int]:
     return [size for size, wanted in zip(call.operand_bytes, call.differentiable, strict=True) if wanted]
 
 
 # Matrix products --------------------------------------------------------
 
 
-def _linear_flops(call: Call) -> int:
+def _linear_flops(call: WorkKey) -> int:
     return 2 * math.prod(call.result_shapes[0]) * call.operand_shapes[0][-1]
 
 
-def _addmm_flops(call: Call) -> int:
+def _addmm_flops(call: WorkKey) -> int:
     return 2 * math.prod(call.result_shapes[0]) * call.operand_shapes[1][-1]
 
 
-def _convolution_flops(call: Call) -> int:
+def _convolution_flops(call: WorkKey) -> int:
     return 2 * math.prod(call.result_shapes[0]) * math.prod(call.operand_shapes[1][1:])
 
 
-def _transposed_convolution_flops(call: Call) -> int:
+def _transposed_convolution_flops(call: WorkKey) -> int:
     return 2 * math.prod(call.operand_shapes[0]) * math.prod(call.operand_shapes[1][1:])
 
 
-def _einsum_flops(call: Call) -> int:
+def _einsum_flops(call: WorkKey) -> int:
     """Every index combination once, two operations each: exact for up to two operands."""
     inputs = call.detail.replace(" ", "").split("->")[0].split(",")
     if len(inputs) != len(call.operand_shapes) or "." in call.detail:
@@ -148,7 +148,7 @@ def _einsum_flops(call: Call) -> int:
     return 2 * math.prod(sizes.values())
 
 
-def _matrix_gradient(call: Call) -> Work:
+def _matrix_gradient(call: WorkKey) -> Work:
     """One product like the forward's for each differentiable matrix; a bias is summed from the gradient."""
     wanted = [shape for shape, flag in zip(call.operand_shapes, call.differentiable, strict=True) if flag]
     matrices = sum(not _is_bias(call, shape) for shape in wanted)
@@ -157,18 +157,18 @@ def _matrix_gradient(call: Call) -> Work:
     return Work(matrices * forward_flops(call), matrices * _all_bytes(call), len(wanted), summed)
 
 
-def _is_bias(call: Call, shape: Shape) -> bool:
+def _is_bias(call: WorkKey, shape: Shape) -> bool:
     return len(shape) == 1 and len(call.operand_shapes) > 2
 
 
-def _attention_flops(call: Call) -> int:
+def _attention_flops(call: WorkKey) -> int:
     """Scores and their product with the values; a causal mask leaves half of both to do."""
     query, key, value = call.operand_shapes[:3]
     products = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     return products // 2 if call.detail == "causal" else products
 
 
-def _attention_gradient(call: Call) -> Work:
+def _attention_gradient(call: WorkKey) -> Work:
     """Five products instead of two: the scores are computed again (FlashAttention-2, section 3.1)."""
     return Work(5 * forward_flops(call) // 2, 2 * _all_bytes(call), 1)
 
@@ -176,19 +176,19 @@ def _attention_gradient(call: Call) -> Work:
 # Memory-bound operators -------------------------------------------------
 
 
-def _memory_gradient(call: Call) -> Work:
+def _memory_gradient(call: WorkKey) -> Work:
     """For each differentiable operand a gradient and a saved value are read, a gradient is written."""
     wanted = _differentiable_bytes(call)
     return Work(0, len(wanted) * call.result_bytes + 2 * sum(wanted), len(wanted))
 
 
-def _sum_gradient(call: Call) -> Work:
+def _sum_gradient(call: WorkKey) -> Work:
     """Of an addition: the gradient passes through; only an operand that was broadcast has it summed."""
     summed = [size for size in _differentiable_bytes(call) if size != call.result_bytes]
     return Work(0, len(summed) * call.result_bytes + sum(summed), len(summed))
 
 
-def _normalization_gradient(call: Call) -> Work:
+def _normalization_gradient(call: WorkKey) -> Work:
     """Gradient and input are read for the statistics and again for the result; weight sums take no more.
 
     Where only the weight's gradient is asked for, both are read once.
@@ -197,77 +197,77 @@ def _normalization_gradient(call: Call) -> Work:
     return Work(0, (2 if call.differentiable[0] else 1) * activation + call.result_bytes, 1)
 
 
-def _pool_flops(call: Call) -> int:
+def _pool_flops(call: WorkKey) -> int:
     """One for each element of each window; of an adaptive pool, windows part the operand."""
     made = math.prod(call.result_shapes[0])
     return made * int(call.detail) if call.detail else max(made, math.prod(call.operand_shapes[0]))
 
 
-def _max_pool_gradient(call: Call) -> Work:
+def _max_pool_gradient(call: WorkKey) -> Work:
     """Each result's gradient is added where its largest element was, in zeros of the operand's size."""
     return Work(math.prod(call.result_shapes[0]), sum(_differentiable_bytes(call)) + call.result_bytes, 1)
 
 
-def _avg_pool_gradient(call: Call) -> Work:
+def _avg_pool_gradient(call: WorkKey) -> Work:
     """Each result's gradient is added to all of its window."""
     return Work(_pool_flops(call), sum(_differentiable_bytes(call)) + call.result_bytes, 1)
 
 
-def _reduction_gradient(call: Call) -> Work:
+def _reduction_gradient(call: WorkKey) -> Work:
     """The gradient is expanded to the operand."""
     return Work(0, sum(_differentiable_bytes(call)) + call.result_bytes, 1)
 
 
-def _row_bytes(call: Call) -> int:
+def _row_bytes(call: WorkKey) -> int:
     """Only the rows that are looked up are read, not the table."""
     return 2 * call.result_bytes
 
 
-def _lookup_bytes(call: Call) -> int:
+def _lookup_bytes(call: WorkKey) -> int:
     """As much is read as is written, and the indices."""
     return 2 * call.result_bytes + sum(call.operand_bytes[1:])
 
 
-def _lookup_gradient(call: Call) -> Work:
+def _lookup_gradient(call: WorkKey) -> Work:
     """The table's gradient is cleared and the looked-up rows are added to it."""
     return Work(0, sum(_differentiable_bytes(call)) + 3 * call.result_bytes, 2)
 
 
-def _slice_gradient(call: Call) -> Work:
+def _slice_gradient(call: WorkKey) -> Work:
     """A slice's gradient is written into zeros of the operand's size."""
     return Work(0, 2 * call.result_bytes + sum(_differentiable_bytes(call)), 2)
 
 
-def _cross_entropy_bytes(call: Call) -> int:
+def _cross_entropy_bytes(call: WorkKey) -> int:
     """Logits are read and log-probabilities written; the rest is a row's scalar."""
     return 2 * call.operand_bytes[0]
 
 
-def _cross_entropy_gradient(call: Call) -> Work:
+def _cross_entropy_gradient(call: WorkKey) -> Work:
     """A sparse gradient is written dense, and read with the log-probabilities to write the logits'."""
     return Work(0, 5 * call.operand_bytes[0], 2)
 
 
-def _writes(call: Call) -> int:
+def _writes(call: WorkKey) -> int:
     return call.result_bytes
 
 
-def _copy_gradient(call: Call) -> Work:
+def _copy_gradient(call: WorkKey) -> Work:
     return Work(0, 2 * sum(_differentiable_bytes(call)), 1)
 
 
-def _no_gradient(call: Call) -> Work:
+def _no_gradient(call: WorkKey) -> Work:
     return NO_WORK
 
 
-def _experts_flops(call: Call) -> int:
+def _experts_flops(call: WorkKey) -> int:
     """Each token's choices go through two products each; a slice of the experts gets its share of the choices."""
     ids, up, down = call.operand_shapes[1], call.operand_shapes[3], call.operand_shapes[4]
     share = up[0] / int(call.detail or up[0])
     return int(2 * math.prod(ids) * (up[1] * up[2] + down[1] * down[2]) * share)
 
 
-def _experts_gradient(call: Call) -> Work:
+def _experts_gradient(call: WorkKey) -> Work:
     """Two products for each of the forward's, group by group."""
     return Work(2 * forward_flops(call), 2 * _all_bytes(call), 4 * call.operand_shapes[3][0])
 

@@ -247,7 +247,7 @@ def _until(values: Int64Array) -> Int64Array:
     return np.concatenate([[0], np.cumsum(values)])
 
 
-class _Table(NamedTuple):
+class _StageTable(NamedTuple):
     """For one number of stages and of devices, by first layer: the least sum, and the kind that gives it."""
 
     total: Int64Array
@@ -325,33 +325,33 @@ class _Search:
         total = self._total(tables, count)
         return None if total >= NEVER else _Under(*self._read(tables, under, count), total)
 
-    def _total(self, tables: list[dict[int, _Table]], count: int) -> int:
+    def _total(self, tables: list[dict[int, _StageTable]], count: int) -> int:
         table = tables[count].get(self.num_devices)
         return int(NEVER) if table is None else int(table.total[0])
 
-    def _tables(self, under: Sequence[_Bounds]) -> list[dict[int, _Table]]:
+    def _tables(self, under: Sequence[_Bounds]) -> list[dict[int, _StageTable]]:
         """F(s, ·, d) within bounds of the first of so many stages, by number of stages and by devices."""
         end = np.full(self.num_layers + 1, NEVER)
         end[-1] = 0
-        tables: list[dict[int, _Table]] = [{0: _Table(end, np.zeros(0, np.int64))}]
+        tables: list[dict[int, _StageTable]] = [{0: _StageTable(end, np.zeros(0, np.int64))}]
         for count in range(1, self.max_stages + 1):
             tables.append(self._extended(tables[-1], under[count], self.reachable[count]))
         return tables
 
-    def _extended(self, behind: dict[int, _Table], under: _Bounds, reachable: set[int]) -> dict[int, _Table]:
+    def _extended(self, behind: dict[int, _StageTable], under: _Bounds, reachable: set[int]) -> dict[int, _StageTable]:
         """One stage more, in front of those that are there."""
-        found: dict[int, _Table] = {}
+        found: dict[int, _StageTable] = {}
         for devices, table in behind.items():
             for kind, ranges in enumerate(self.ranges):
                 total = devices + ranges.kind.num_devices
                 if total in reachable:
                     least = np.append(ranges.least_ahead(table.total, under), NEVER)
-                    new = _Table(least, np.full(self.num_layers, kind))
+                    new = _StageTable(least, np.full(self.num_layers, kind))
                     found[total] = _cheaper(found[total], new) if total in found else new
         return found
 
     def _read(
-        self, tables: list[dict[int, _Table]], under: Sequence[_Bounds], count: int
+        self, tables: list[dict[int, _StageTable]], under: Sequence[_Bounds], count: int
     ) -> tuple[StageChoice, int]:  # fmt: skip
         """The stages behind an entry of the table, and their bottleneck."""
         stages: list[ChosenStage] = []
@@ -407,10 +407,10 @@ def _reachable(sizes: set[int], num_devices: int, max_stages: int) -> list[set[i
     return [{total for total in totals if num_devices - total in rest} for totals in forward]
 
 
-def _cheaper(one: _Table, other: _Table) -> _Table:
+def _cheaper(one: _StageTable, other: _StageTable) -> _StageTable:
     """Of two tables the cheaper entry for each first layer."""
     better = other.total < one.total
-    return _Table(
+    return _StageTable(
         np.where(better, other.total, one.total),
         np.where(better[:-1], other.kind, one.kind),
     )

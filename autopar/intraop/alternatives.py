@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.intraop.builder import Built, Kept, Variable
+from autopar.intraop.builder import Built, ChoiceVariable, KeptParameter
 from autopar.intraop.strategies import Strategy
 from autopar.ir.labels import bracketed, storage_text, strategy_text
 from autopar.ir.plan import Alternative, Choice
@@ -38,7 +38,7 @@ class _Priced:
 
 
 @dataclass(frozen=True, eq=False)
-class _Follower:
+class _GroupParameter:
     """A parameter of an operator's group: costs of its best option for each of the operator's, and which that is."""
 
     variable: int
@@ -103,12 +103,12 @@ def _group(
     return priced
 
 
-def _follower(variable: int, edge: Int64Array, rest: Int64Array) -> _Follower:
+def _follower(variable: int, edge: Int64Array, rest: Int64Array) -> _GroupParameter:
     table = np.minimum(rest[:, None] + edge, INFINITE)
-    return _Follower(variable, edge, table.min(axis=0), table.argmin(axis=0))
+    return _GroupParameter(variable, edge, table.min(axis=0), table.argmin(axis=0))
 
 
-def _following(problem: Problem, follower: _Follower, group: _Priced, rest: Int64Array) -> _Priced:
+def _following(problem: Problem, follower: _GroupParameter, group: _Priced, rest: Int64Array) -> _Priced:
     """The parameter's options: the operator takes its best one for each, and its other parameters go along."""
     others = np.where(group.costs >= INFINITE, INFINITE, group.costs - follower.best_costs)
     table = np.minimum(rest[:, None] + np.minimum(follower.edge + others[None, :], INFINITE), INFINITE)
@@ -118,7 +118,7 @@ def _following(problem: Problem, follower: _Follower, group: _Priced, rest: Int6
     return _Priced(table.min(axis=1), usages, group.compute[best])
 
 
-def _choice(variable: Variable, priced: _Priced, chosen: int) -> Choice:
+def _choice(variable: ChoiceVariable, priced: _Priced, chosen: int) -> Choice:
     order = [option for option in np.argsort(priced.costs, kind="stable").tolist() if option != chosen]
     real = [option for option in order if priced.costs[option] < NO_PATH_NS][:MAX_ALTERNATIVES]
     alternatives = tuple(
@@ -136,7 +136,7 @@ def _choice(variable: Variable, priced: _Priced, chosen: int) -> Choice:
 
 
 def _text(option: Any) -> str:
-    if isinstance(option, Kept):
+    if isinstance(option, KeptParameter):
         return f"stored {storage_text(option.storage)}, used {bracketed((option.use,))}"
     if isinstance(option, Strategy):
         return strategy_text(option)

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from autopar.errors import InfeasibleError
 from autopar.intraop.strategies import Strategies, Strategy, enumerate_strategies, permitted
-from autopar.ir.constraint import Constraint, Rules
+from autopar.ir.constraint import Constraint, ConstraintIndex
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty, of_new_value
@@ -55,7 +55,7 @@ class Representatives(Protocol):
     def representative_tensor(self, name: str) -> str: ...
 
 
-class Kept(NamedTuple):
+class KeptParameter(NamedTuple):
     """How a parameter is stored, and the placement that its first reader uses it in."""
 
     storage: Storage
@@ -66,7 +66,7 @@ StorageOptions = Callable[[Tensor, LogicalMesh], list[Storage]]
 
 
 @dataclass(frozen=True)
-class Variable:
+class ChoiceVariable:
     """One choice: a node's strategy, a stored tensor's storage, an input's placement, or an output's placement."""
 
     name: str
@@ -80,7 +80,7 @@ class Built:
     """The problem, and what each of its variables means."""
 
     problem: Problem
-    variables: tuple[Variable, ...]
+    variables: tuple[ChoiceVariable, ...]
     index: dict[tuple[str, str], int]  # (kind, representative name) -> variable
     compute_ns: tuple[Matrix, ...]  # of the options of each variable, what operators take themselves
 
@@ -95,7 +95,7 @@ def build(
     memory_limit: int | None = None,
     whole: Graph | None = None,
     copies: Mapping[str, int] | None = None,
-    keep: Mapping[str, Kept] | None = None,
+    keep: Mapping[str, KeptParameter] | None = None,
 ) -> Built:
     """Raises InfeasibleError naming the node whose strategies the shapes or constraints leave none of.
 
@@ -134,12 +134,12 @@ class _Builder:
     def __init__(
         self, graph: Graph, blocks: Representatives, axes: LogicalMesh, costs: Costs,
         storage_options: StorageOptions, constraints: Sequence[Constraint], whole: Graph | None,
-        copies: Mapping[str, int], keep: Mapping[str, Kept],
+        copies: Mapping[str, int], keep: Mapping[str, KeptParameter],
     ) -> None:  # fmt: skip
         self.whole, self.copies, self.keep = whole, copies, keep
         self.graph, self.blocks, self.axes, self.costs = graph, blocks, axes, costs
-        self.storage_options, self.rules = storage_options, Rules(constraints)
-        self.variables: list[Variable] = []
+        self.storage_options, self.rules = storage_options, ConstraintIndex(constraints)
+        self.variables: list[ChoiceVariable] = []
         self.strategies: dict[str, tuple[Strategies, list[int]]] = {}
         self._alike: dict[Hashable, Strategies] = {}
         self.index: dict[tuple[str, str], int] = {}
@@ -187,7 +187,7 @@ class _Builder:
 
     def _add(self, kind: str, name: str, options: Sequence[Any], count: int, cost: list[int], usage: list[int]) -> None:
         self.index[kind, name] = len(self.variables)
-        self.variables.append(Variable(name, kind, tuple(options), count))
+        self.variables.append(ChoiceVariable(name, kind, tuple(options), count))
         self.unary.append(np.array(cost, dtype=np.int64))
         self.compute_ns.append(self.unary[-1] if kind == "node" else np.zeros(len(cost), dtype=np.int64))
         self.usage.append(np.array(usage, dtype=np.int64))
@@ -206,7 +206,7 @@ class _Builder:
 
     def _kept(
         self, tensor: Tensor, storages: list[Storage], penalties: list[int]
-    ) -> tuple[list[Kept], list[int], list[int]]:
+    ) -> tuple[list[KeptParameter], list[int], list[int]]:
         """Storages with each use of the first reader: what is dearer and larger than another of the same use goes."""
         options, costs, usages = [], [], []
         uses = self._uses(tensor.name) or list(dict.fromkeys(storage.placement for storage in storages))
@@ -214,9 +214,9 @@ class _Builder:
         sizes = self.costs.state_bytes(tensor, storages, uses)
         for column, use in enumerate(uses):
             rows = list(zip(prices[:, column].tolist(), sizes[:, column].tolist(), range(len(storages)), strict=True))
-            kept = [row for row in rows if self.keep.get(tensor.name) == Kept(storages[row[2]], use)]
+            kept = [row for row in rows if self.keep.get(tensor.name) == KeptParameter(storages[row[2]], use)]
             for cost, usage, row in sorted({*_undominated(rows), *kept}):
-                options.append(Kept(storages[row], use))
+                options.append(KeptParameter(storages[row], use))
                 costs.append(cost)
                 usages.append(usage)
         return options, costs, usages
@@ -375,10 +375,12 @@ class _Builder:
         """The placement that an option takes a tensor in; that of a parameter which becomes it, as it is stored."""
         if isinstance(option, Strategy):
             return option.operands[operand]
-        wanted: Placement = of_new_value(option.storage.placement, self.axes) if isinstance(option, Kept) else option
+        wanted: Placement = (
+            of_new_value(option.storage.placement, self.axes) if isinstance(option, KeptParameter) else option
+        )
         return wanted
 
-    def _is_first_reader(self, tensor: str, variable: Variable, operand: int) -> bool:
+    def _is_first_reader(self, tensor: str, variable: ChoiceVariable, operand: int) -> bool:
         node, position = self.graph.consumers[tensor][0]
         return (self.blocks.representative_node(node.name), position) == (variable.name, operand)
 
@@ -415,7 +417,7 @@ def _left(option: Any, result: int) -> Any:
     """What an option leaves for readers: a placement, or a parameter's storage."""
     if isinstance(option, Strategy):
         return option.results[result]
-    return option.storage if isinstance(option, Kept) else option
+    return option.storage if isinstance(option, KeptParameter) else option
 
 
 def _undominated(rows: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:

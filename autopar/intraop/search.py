@@ -11,7 +11,7 @@ import numpy as np
 
 from autopar.cost import Profile
 from autopar.intraop.alternatives import explain_choices
-from autopar.intraop.builder import Built, Kept, Representatives, StorageOptions, Variable, build
+from autopar.intraop.builder import Built, ChoiceVariable, KeptParameter, Representatives, StorageOptions, build
 from autopar.intraop.costs import ProfiledCosts, Sends
 from autopar.intraop.extract import extract
 from autopar.intraop.recomputed import RecomputedShares
@@ -40,7 +40,7 @@ class LeastMemory:
 def prepare_placements(
     graph: Graph, blocks: Representatives, draft: Plan, profile: Profile, storage_options: StorageOptions,
     constraints: Sequence[Constraint] = (), whole: Graph | None = None, copies: Mapping[str, int] | None = None,
-    sends: Sends | None = None, keep: Mapping[str, Kept] | None = None,
+    sends: Sends | None = None, keep: Mapping[str, KeptParameter] | None = None,
 ) -> Placements:  # fmt: skip
     """The problem of choosing every placement for the draft (mesh, axes, microbatches, mode, optimizer).
 
@@ -179,7 +179,7 @@ class Placements:
         return [int(usage[option]) for usage, option in zip(self.built.problem.usages, choice, strict=True)]
 
 
-def _option_of(graph: Graph, plan: Plan, variable: Variable) -> Any:
+def _option_of(graph: Graph, plan: Plan, variable: ChoiceVariable) -> Any:
     """What a plan says of a decision."""
     name = variable.name
     if variable.kind == "node":
@@ -189,13 +189,13 @@ def _option_of(graph: Graph, plan: Plan, variable: Variable) -> Any:
     return plan.inputs[name] if variable.kind == "input" else variable.options[0]
 
 
-def kept_in(graph: Graph, plan: Plan, tensor: str) -> Kept:
+def kept_in(graph: Graph, plan: Plan, tensor: str) -> KeptParameter:
     """How a plan keeps a stored tensor, and what its first reader uses it as."""
     storage, readers = plan.storage[tensor], graph.consumers[tensor]
     if not readers:
-        return Kept(storage, storage.placement)
+        return KeptParameter(storage, storage.placement)
     node, position = readers[0]
-    return Kept(storage, plan.nodes[node.name].operands[position])
+    return KeptParameter(storage, plan.nodes[node.name].operands[position])
 
 
 def _usage_alone(problem: Problem) -> Problem:

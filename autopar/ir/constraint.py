@@ -71,7 +71,7 @@ class Constraint:
         return not self.allow or any(text in (str(type_), type_.kind) for text in self.allow)
 
 
-class Rules:
+class ConstraintIndex:
     """Constraints by what they speak of: those of one name are found by it, as there may be one for each tensor."""
 
     def __init__(self, rules: Iterable[Constraint]) -> None:

@@ -225,7 +225,7 @@ class Stage:
         return range(self.first_rank, self.first_rank + self.num_ranks)
 
 
-class Timeline(Protocol):
+class PlanTimeline(Protocol):
     """What `Plan.timeline` returns, as far as a plan knows of it: one simulated step (`autopar.simulate.Timeline`)."""
 
     @property
@@ -338,7 +338,7 @@ class Plan:
     substitutions: tuple[Substitution, ...] = ()  # in order: they make the graph that the plan is for of the model's
     #: whether the graph was seen to compute what the model does: "yes", or "no, WHY"
     checked_against_eager: str = field(default="no, it was planned from a graph", compare=False)
-    simulator: Callable[[Plan], Timeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON
+    simulator: Callable[[Plan], PlanTimeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
     @cached_property
     def parts(self) -> tuple[Plan, ...]:
@@ -407,7 +407,7 @@ class Plan:
             raise PlanError(f"{path}: {error}") from error
 
     @faults_told()
-    def timeline(self) -> Timeline:
+    def timeline(self) -> PlanTimeline:
         """The simulated step, event by event. Raises PlanError for a plan that was only read from a file: simulating
         needs the model's graph, which `autopar.parallelize(model, mesh, inputs, plan=plan).plan` has."""
         if self.simulator is None:

@@ -16,20 +16,20 @@ from autopar.ir.graph import Tensor
 from autopar.ir.placement import Axis, P, Placement, R, Type, longest_part, part_length
 
 
-class Transfer(NamedTuple):
+class RowCollective(NamedTuple):
     """One collective: its name in torch.distributed, or None where nothing is sent."""
 
     collective: str | None
 
 
-NOTHING = Transfer(None)
-ALL_REDUCE = Transfer("all_reduce")
-ALL_GATHER = Transfer("all_gather")
-REDUCE_SCATTER = Transfer("reduce_scatter")
-ALL_TO_ALL = Transfer("all_to_all")
+NOTHING = RowCollective(None)
+ALL_REDUCE = RowCollective("all_reduce")
+ALL_GATHER = RowCollective("all_gather")
+REDUCE_SCATTER = RowCollective("reduce_scatter")
+ALL_TO_ALL = RowCollective("all_to_all")
 
 #: (kind before, kind after) -> (forward, backward)
-TABLE: dict[tuple[str, str], tuple[Transfer, Transfer]] = {
+TABLE: dict[tuple[str, str], tuple[RowCollective, RowCollective]] = {
     ("I", "R"): (NOTHING, ALL_REDUCE),
     ("R", "I"): (NOTHING, NOTHING),  # backward: one rank keeps the gradient
     ("I", "S"): (NOTHING, ALL_GATHER),
@@ -53,7 +53,7 @@ class Step(NamedTuple):
     after: Type
 
     @property
-    def transfers(self) -> tuple[Transfer, Transfer]:
+    def transfers(self) -> tuple[RowCollective, RowCollective]:
         return TABLE[self.before.kind, self.after.kind]
 
 

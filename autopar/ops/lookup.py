@@ -101,7 +101,7 @@ def _user_rules(entry: Entry, call: Call) -> list[AxisRule]:
     return entry(call)
 
 
-class Rules:
+class NodeRules:
     """The rules of one node on one mesh axis, and where they come from."""
 
     def __init__(self, graph: Graph, node: Node) -> None:
@@ -166,13 +166,13 @@ def _sensible(call: Call, rule: AxisRule) -> bool:
     )
 
 
-def _rules(graph: Graph, node: Node) -> Rules:
-    known: Rules | None = graph.found.get(("rules", node.name))
+def _rules(graph: Graph, node: Node) -> NodeRules:
+    known: NodeRules | None = graph.found.get(("rules", node.name))
     if known is None:
         alike = graph.found.setdefault(("rules", ""), {})  # by key of the call: layers are mostly equal
         key = call_key(graph, node)
         if key not in alike:
-            alike[key] = Rules(graph, node)
+            alike[key] = NodeRules(graph, node)
         known = graph.found["rules", node.name] = alike[key]
     return known
 

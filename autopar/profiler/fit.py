@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost.profile import FORMAT, NO_OVERLAP
-from autopar.cost.work import Call, backward_work, forward_flops, forward_work
+from autopar.cost.work import WorkKey, backward_work, forward_flops, forward_work
 
 RESERVE_BYTES = 512 << 20
 LEAST_SHARE = 0.1  # of a measured time that is left after call costs: below it lies noise
@@ -67,13 +67,13 @@ def _by_family(raw: Mapping[str, Any]) -> dict[str, list[Mapping[str, Any]]]:
     return found
 
 
-def _call(point: Mapping[str, Any]) -> Call:
+def _call(point: Mapping[str, Any]) -> WorkKey:
     shapes, itemsizes, gradients = zip(*point["operands"], strict=True)
     shape, itemsize = point["result"]
     results = ((tuple(shape),), (itemsize,))
     operands = tuple(map(tuple, shapes))
     op = f"aten.{point['op']}.default"
-    return Call(op, operands, results[0], tuple(itemsizes), results[1], gradients, "float32", point["detail"])
+    return WorkKey(op, operands, results[0], tuple(itemsizes), results[1], gradients, "float32", point["detail"])
 
 
 def _flops(point: Mapping[str, Any]) -> int:

@@ -572,7 +572,7 @@ def measure_dtype(dtype: torch.dtype, clock: Clock, size: int = 384) -> int:
 # The sweep ----------------------------------------
 
 
-class Kept:
+class KeptPoints:
     """Points that are measured already, by key; each new one is appended to the file, if there is one.
 
     Lines that cannot be read, as a run that was stopped may leave one, are measured again.
@@ -633,12 +633,12 @@ def keep_freed_memory() -> None:
         mallopt(ctypes.c_int(number), ctypes.c_int(value))
 
 
-def measure_operators(kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
+def measure_operators(kept: KeptPoints, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
     """Every operator point of one rank: of each number the median over the rounds."""
     return median_of([_measure_round(number, kept, clock, report) for number in range(ROUNDS)])  # type: ignore[no-any-return]
 
 
-def _measure_round(number: int, kept: Kept, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
+def _measure_round(number: int, kept: KeptPoints, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
     """Every point once."""
 
     def get(key: str, measure: Callable[..., Any], *arguments: Any) -> Any:
@@ -676,9 +676,9 @@ def median_of(results: Sequence[Any]) -> Any:
     return median_high(results) if isinstance(first, int | float) and not isinstance(first, bool) else first
 
 
-def measure_together(count: int, kept: Kept, report: Callable[[str], None]) -> list[dict[str, Any]]:
+def measure_together(count: int, kept: KeptPoints, report: Callable[[str], None]) -> list[dict[str, Any]]:
     """What each of `count` processes finds that measure at the same time; the first one's points are kept."""
-    others = Kept(None, kept.host)
+    others = KeptPoints(None, kept.host)
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{rank}.json" for rank in range(count)]
         children = [
@@ -691,7 +691,7 @@ def measure_together(count: int, kept: Kept, report: Callable[[str], None]) -> l
         return [json.loads(file.read_text()) for file in files]
 
 
-def _fork(file: Path, kept: Kept, report: Callable[[str], None]) -> int:
+def _fork(file: Path, kept: KeptPoints, report: Callable[[str], None]) -> int:
     child = os.fork()
     if child:
         return child
@@ -723,7 +723,7 @@ def main() -> None:
     warnings.simplefilter("ignore", FutureWarning)
     report = _report if sys.stderr.isatty() else (lambda text: None)
     host = host_facts(options.device)
-    kept = Kept(options.points, host)
+    kept = KeptPoints(options.points, host)
     if options.device == "cuda":
         torch.set_default_device("cuda")
         ranks = [measure_operators(kept, Clock("cuda"), report)]

@@ -40,14 +40,14 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Span(NamedTuple):
+class GroupSpan(NamedTuple):
     """Over which links a group goes: the nodes that it spans, and its ranks in each."""
 
     nodes: int
     inside: int
 
 
-class World(NamedTuple):
+class RankWorld(NamedTuple):
     """Where this process is among the ranks: its device, the node of each rank, and ranks in its own node."""
 
     device: torch.device
@@ -58,9 +58,9 @@ class World(NamedTuple):
     def rank(self) -> int:
         return dist.get_rank()
 
-    def span(self, ranks: Sequence[int]) -> Span:
+    def span(self, ranks: Sequence[int]) -> GroupSpan:
         nodes = [self.node_of[rank] for rank in ranks]
-        return Span(len({*nodes}), len(ranks) // len({*nodes}))
+        return GroupSpan(len({*nodes}), len(ranks) // len({*nodes}))
 
     def agree(self, value: float, how: Any) -> float:
         """The same number on every rank, so that all go on or stop."""
@@ -69,7 +69,7 @@ class World(NamedTuple):
         return float(tensor.item())
 
 
-def join() -> World:
+def join() -> RankWorld:
     """Joins the other ranks. Raises SystemExit where no torchrun started this process."""
     if "RANK" not in os.environ or int(os.environ.get("WORLD_SIZE", "1")) < 2:
         raise SystemExit(
@@ -86,7 +86,7 @@ def join() -> World:
         dist.init_process_group("nccl" if is_cuda else "gloo")
     nodes: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(nodes, int(os.environ.get("GROUP_RANK", "0")))
-    return World(device, tuple(nodes), local)
+    return RankWorld(device, tuple(nodes), local)
 
 
 # Groups ----------------------------------------
@@ -110,9 +110,9 @@ def parse_mesh(text: str) -> tuple[int, ...]:
     return shape
 
 
-def groups(world: World, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[Span, Any]]:
+def groups(world: RankWorld, meshes: Sequence[tuple[int, ...]]) -> Iterator[tuple[GroupSpan, Any]]:
     """This rank's group along each axis that goes over links which no axis before it does, with its span."""
-    known: set[Span] = set()
+    known: set[GroupSpan] = set()
     for shape in meshes:
         mesh = init_device_mesh(world.device.type, shape)
         for axis, size in enumerate(shape):
@@ -165,7 +165,7 @@ def _there_and_back(buffer: torch.Tensor, group: Any) -> None:
 class Stopwatch:
     """Nanoseconds that a call takes in a row of calls."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: RankWorld) -> None:
         self._world = world
         self._operands = (torch.ones(256, 512), torch.ones(512, 512)) if world.device.type == "cpu" else None
 
@@ -199,7 +199,7 @@ class Stopwatch:
             torch.cuda.synchronize()
 
 
-def most_bytes(world: World) -> float:
+def most_bytes(world: RankWorld) -> float:
     """What a buffer may take: three of them, of each rank of a node, in a share of the free memory."""
     if world.device.type == "cuda":
         free = torch.cuda.mem_get_info()[0] / 1.0
@@ -211,7 +211,7 @@ def most_bytes(world: World) -> float:
 # The sweep ----------------------------------------
 
 
-class Kept:
+class KeptLinkPoints:
     """Points by key that are measured already, on rank 0 in a file if one is named; the same on every rank."""
 
     def __init__(self, path: Path | None, host: dict[str, Any], rank: int) -> None:
@@ -256,7 +256,11 @@ def _parsed(line: str) -> Any:
 
 
 def measure(
-    world: World, meshes: Sequence[tuple[int, ...]], seconds: float, kept: Kept, report: Callable[[str], None]
+    world: RankWorld,
+    meshes: Sequence[tuple[int, ...]],
+    seconds: float,
+    kept: KeptLinkPoints,
+    report: Callable[[str], None],
 ) -> list[dict[str, Any]]:
     """Points of each collective over each kind of group. Every rank calls it, with equal arguments."""
     watch, most, found = Stopwatch(world), most_bytes(world), []
@@ -277,7 +281,7 @@ def measure(
     return found
 
 
-def _is_first(span: Span, spans: Sequence[tuple[Span, Any]]) -> bool:
+def _is_first(span: GroupSpan, spans: Sequence[tuple[GroupSpan, Any]]) -> bool:
     """Whether a message over this level of links is measured here: between neighbours of the first group of its kind,
     all in one node or all in nodes of their own."""
     same = [other for other, _ in spans if (other.nodes == 1) == (span.nodes == 1) and 1 in other]
@@ -285,7 +289,7 @@ def _is_first(span: Span, spans: Sequence[tuple[Span, Any]]) -> bool:
 
 
 def _points(
-    world: World, kind: str, group: Any, most: float, seconds: float, watch: Stopwatch
+    world: RankWorld, kind: str, group: Any, most: float, seconds: float, watch: Stopwatch
 ) -> list[list[int]]:  # fmt: skip
     """(bytes, ns) by size, at least two; until the next size, which takes in proportion, would go beyond the time."""
     points: list[list[int]] = []
@@ -304,7 +308,7 @@ def _points(
     return points
 
 
-def host_facts(world: World) -> dict[str, Any]:
+def host_facts(world: RankWorld) -> dict[str, Any]:
     """What points must agree in to be of one profile."""
     is_cuda = world.device.type == "cuda"
     name = torch.cuda.get_device_name() if is_cuda else _cpu_name()
@@ -329,7 +333,7 @@ def run(meshes: Sequence[tuple[int, ...]], seconds: float, points: Path | None) 
         host = host_facts(world)
         wanted = list(meshes) or default_meshes(dist.get_world_size(), world.local)
         report = _report if world.rank == 0 and sys.stderr.isatty() else (lambda text: None)
-        found = measure(world, wanted, seconds, Kept(points, host, world.rank), report)
+        found = measure(world, wanted, seconds, KeptLinkPoints(points, host, world.rank), report)
         report("")
         return {"host": host, "collectives": found} if world.rank == 0 else None
     finally:

@@ -21,7 +21,7 @@ from autopar.progress import Report, reporting
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.shortened import shortened
 from autopar.refinement.worlds import Worlds, space_of
-from autopar.soap import Budget, Found, Start, Watch, refine, refined_elsewhere
+from autopar.soap import Budget, RefinedPlan, Start, Watch, refine, refined_elsewhere
 from autopar.trace import Blocks
 
 _SAID_EVERY = 500  # proposals
@@ -63,7 +63,9 @@ def refined(
     return replace(stated, search=replace(plan.search, refinement=report))
 
 
-def _found(worlds: Worlds, starts: Sequence[Start], budget: SearchBudget, watch: Watch) -> tuple[Found, Refinement]:
+def _found(
+    worlds: Worlds, starts: Sequence[Start], budget: SearchBudget, watch: Watch
+) -> tuple[RefinedPlan, Refinement]:
     """What chains find; where one begins at the plan alone, and its model is deep, on few blocks (`shortened`)."""
     chances = Budget(budget.proposals, budget.refine_seconds, budget.seed)
     short = shortened(worlds, starts[0]) if len(starts) == 1 else None

@@ -22,7 +22,7 @@ from autopar.runtime import comm
 from autopar.runtime.declare import Parameters, Pipeline, Program
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis, RankMesh
-from autopar.runtime.placement import Type, local_slices, parse_placement
+from autopar.runtime.placement import AxisType, local_slices, parse_placement
 from autopar.runtime.state import StoredBuffer
 from autopar.runtime.stored import StoredParameter
 
@@ -92,7 +92,7 @@ def check_stored(stored: Iterable[StoredParameter | StoredBuffer], num_ranks: in
     check_equal("parameters and buffers", own, num_ranks, "Set them alike on all ranks, or load them (init_from)")
 
 
-def part_name(name: str, shape: Sequence[int], types: Sequence[Type], axes: Sequence[Axis]) -> str:
+def part_name(name: str, shape: Sequence[int], types: Sequence[AxisType], axes: Sequence[Axis]) -> str:
     """The name of a tensor, or of the part that this rank has of it, such as w[0:4, :]."""
     parts = local_slices(shape, types, axes)
     texts = [

@@ -48,7 +48,7 @@ def owned(
     leaves = [leaf for item in uses for leaf in _leaves(item)]
     owner = getattr(run, "__self__", None)
     device = owner.mesh.device if isinstance(owner, Block) else inputs[0].device
-    branch = _Branch(run if axis.index == coordinate else None, len(inputs), tuple(makes), device)
+    branch = _LocalBranch(run if axis.index == coordinate else None, len(inputs), tuple(makes), device)
     tensors = (*inputs, *leaves)
     if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
         made: tuple[Tensor, ...] = _Owned.apply(branch, *tensors)  # type: ignore[no-untyped-call] # torch's
@@ -67,7 +67,7 @@ def _leaves(item: Tensor | nn.Module) -> Iterator[Tensor]:
 
 
 @dataclass(frozen=True, eq=False)
-class _Branch:
+class _LocalBranch:
     """`run` is None on the ranks that do not run it."""
 
     run: Run | None
@@ -81,7 +81,7 @@ class _Branch:
 
 class _Owned(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, branch: _Branch, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, branch: _LocalBranch, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
         if branch.run is None:
             ctx.inside, ctx.sizes = None, [(tensor.shape, tensor.dtype, tensor.device) for tensor in tensors]
@@ -126,7 +126,7 @@ class _Inside:
 
 
 def _run_inside(
-    branch: _Branch, tensors: Sequence[Tensor], needed: Sequence[bool]
+    branch: _LocalBranch, tensors: Sequence[Tensor], needed: Sequence[bool]
 ) -> tuple[_Inside, tuple[Tensor, ...]]:  # fmt: skip
     """Runs a branch on copies of its inputs that its own graph begins with; parameters are their own beginnings."""
     assert branch.run is not None

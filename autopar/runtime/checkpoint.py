@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from autopar.runtime import comm, randomness
 from autopar.runtime.errors import ProgramError
-from autopar.runtime.folder import Found, Manifest, Writing, checkpoints, damage, digest, newest_manifest
+from autopar.runtime.folder import FoundCheckpoint, Manifest, Writing, checkpoints, damage, digest, newest_manifest
 from autopar.runtime.saved import SavedState
 from autopar.runtime.slices import SlicesReader, SlicesWriter
 from autopar.runtime.unpickling import SafeReader
@@ -126,11 +126,11 @@ def _warn(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
 
-def _is_later(found: Found, left: list[Found]) -> bool:
+def _is_later(found: FoundCheckpoint, left: list[FoundCheckpoint]) -> bool:
     return not left or found.step > left[-1].step
 
 
-def _key(found: Found) -> tuple[str, str]:
+def _key(found: FoundCheckpoint) -> tuple[str, str]:
     return found.path.name, found.manifest.save if found.manifest is not None else ""
 
 
@@ -182,7 +182,7 @@ def _digests(part: Path, number: int) -> dict[str, tuple[int, str]]:
     return {path.name: digest(path) for path in names}
 
 
-def _check_data(rank: Rank, found: Found) -> None:
+def _check_data(rank: Rank, found: FoundCheckpoint) -> None:
     """Raises _Unreadable, on all ranks, for a checkpoint that is damaged; each rank reads a part of the files."""
     files = sorted(found.manifest.files) if found.manifest is not None else []
     every = _on_each(rank, lambda: damage(found, files[_number(rank) :: rank.num_ranks]))

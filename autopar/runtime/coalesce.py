@@ -23,7 +23,7 @@ Results = Callable[[], list[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class CutTensor:
     """A tensor that an axis cuts: the dim, and the dim's length before the axis cuts it."""
 
     tensor: Tensor
@@ -54,7 +54,7 @@ def all_reduce(tensors: Sequence[Tensor], axis: Axis, *, owned: bool = False) ->
     return results
 
 
-def all_gather(pieces_: Sequence[Piece], outputs: Sequence[Tensor], axis: Axis) -> Results:
+def all_gather(pieces_: Sequence[CutTensor], outputs: Sequence[Tensor], axis: Axis) -> Results:
     """Gathers each piece into its output, a contiguous tensor that is the whole along the piece's dim."""
     lone = [_is_direct(piece, output, axis) for piece, output in zip(pieces_, outputs, strict=True)]
     waits = [
@@ -125,7 +125,7 @@ def _columns(matrix: Tensor | None, shapes: Sequence[torch.Size]) -> list[Tensor
     ]
 
 
-def _is_direct(piece: Piece, output: Tensor, axis: Axis) -> bool:
+def _is_direct(piece: CutTensor, output: Tensor, axis: Axis) -> bool:
     """Whether the shards lie in `output` one after the other, and are worth a collective of their own."""
     leading = math.prod(output.shape[: piece.dim])
     return leading == 1 and piece.size % axis.size == 0 and output.nbytes >= LONE_BYTES

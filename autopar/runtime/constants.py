@@ -36,16 +36,16 @@ def _kept(method: Method, made_of: Callable[[Any], list[Tensor]]) -> Method:
     @wraps(method)
     def once(module: Any) -> tuple[Tensor, ...]:
         all_kept = module.__dict__.setdefault(_KEPT, {})
-        kept: _Kept | None = all_kept.get(name)
+        kept: _FoldedConstants | None = all_kept.get(name)
         if kept is None or kept.versions != [tensor._version for tensor in kept.made_of]:
             with torch.no_grad():
-                kept = all_kept[name] = _Kept(method(module), made_of(module))
+                kept = all_kept[name] = _FoldedConstants(method(module), made_of(module))
         return kept.values
 
     return once
 
 
-class _Kept:
+class _FoldedConstants:
     def __init__(self, values: tuple[Tensor, ...], made_of: list[Tensor]) -> None:
         self.values, self.made_of = values, made_of
         self.versions = [tensor._version for tensor in made_of]

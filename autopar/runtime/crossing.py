@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
-from autopar.runtime.placement import Type, local_slices, parse_placement
+from autopar.runtime.placement import AxisType, local_slices, parse_placement
 
 Range = tuple[int, int]
 Box = tuple[Range, ...]
@@ -35,7 +35,7 @@ class Side(NamedTuple):
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
-    types: tuple[Type, ...]
+    types: tuple[AxisType, ...]
 
     @classmethod
     def of(cls, first_rank: int, sizes: Sequence[int], placement: str) -> Side:
@@ -44,7 +44,7 @@ class Side(NamedTuple):
         return cls(ranks, tuple(sizes), parse_placement(placement, len(sizes)))
 
 
-class Move(NamedTuple):
+class PeerMove(NamedTuple):
     """A part of this rank's own local tensor that goes to, or comes from, a peer (a global rank)."""
 
     peer: int
@@ -61,14 +61,14 @@ class Crossing:
     """The moves of every rank. Two ranks have at most one move between them, so that nothing but the tensor's name
     is needed to match what is sent with what is received."""
 
-    sent: dict[int, tuple[Move, ...]]
-    received: dict[int, tuple[Move, ...]]
+    sent: dict[int, tuple[PeerMove, ...]]
+    received: dict[int, tuple[PeerMove, ...]]
 
-    def sends(self, rank: int) -> tuple[Move, ...]:
+    def sends(self, rank: int) -> tuple[PeerMove, ...]:
         """What the rank sends: parts of its tensor as the sending side holds it."""
         return self.sent.get(rank, ())
 
-    def receives(self, rank: int) -> tuple[Move, ...]:
+    def receives(self, rank: int) -> tuple[PeerMove, ...]:
         """What the rank receives: together all of its tensor as the receiving side wants it."""
         return self.received.get(rank, ())
 
@@ -107,10 +107,10 @@ def _check(sender: Side, receiver: Side) -> None:
 
 def _rank_to_rank(shape: tuple[int, ...], sender: Side, receiver: Side) -> Crossing:
     parts = [_relative(box, box) for box in _box_of_each(shape, sender)]
-    rows = [row for row in zip(sender.ranks, receiver.ranks, parts, strict=True) if Move(0, row[2]).num_elements]
+    rows = [row for row in zip(sender.ranks, receiver.ranks, parts, strict=True) if PeerMove(0, row[2]).num_elements]
     return Crossing(
-        {by: (Move(to, part),) for by, to, part in rows},
-        {to: (Move(by, part),) for by, to, part in rows},
+        {by: (PeerMove(to, part),) for by, to, part in rows},
+        {to: (PeerMove(by, part),) for by, to, part in rows},
     )
 
 
@@ -118,11 +118,11 @@ def _crossing(shape: tuple[int, ...], sender: Side, receiver: Side, moves: Seque
     """Moves (from, to, tile) in the order of ranks, in terms of what each rank holds."""
     here = dict(zip(sender.ranks, _box_of_each(shape, sender), strict=True))
     there = dict(zip(receiver.ranks, _box_of_each(shape, receiver), strict=True))
-    sent: dict[int, list[Move]] = {}
-    received: dict[int, list[Move]] = {}
+    sent: dict[int, list[PeerMove]] = {}
+    received: dict[int, list[PeerMove]] = {}
     for by, to, tile in sorted(moves):
-        sent.setdefault(by, []).append(Move(to, _relative(tile, here[by])))
-        received.setdefault(to, []).append(Move(by, _relative(tile, there[to])))
+        sent.setdefault(by, []).append(PeerMove(to, _relative(tile, here[by])))
+        received.setdefault(to, []).append(PeerMove(by, _relative(tile, there[to])))
     return Crossing(
         {rank: tuple(own) for rank, own in sent.items()}, {rank: tuple(own) for rank, own in received.items()}
     )

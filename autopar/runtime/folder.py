@@ -50,7 +50,7 @@ class Manifest:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundCheckpoint:
     """A checkpoint by its name. Without a manifest that can be read, it was not written by this, or is damaged."""
 
     path: Path
@@ -75,10 +75,10 @@ class Found:
         return all(_length(self.path / name) == length for name, (length, _) in self.manifest.files.items())
 
 
-def checkpoints(folder: Path) -> list[Found]:
+def checkpoints(folder: Path) -> list[FoundCheckpoint]:
     """Those that have a checkpoint's name, in the order in which they were saved."""
     paths = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted((Found(path, _read_manifest(path)) for path in paths), key=lambda found: found.order)
+    return sorted((FoundCheckpoint(path, _read_manifest(path)) for path in paths), key=lambda found: found.order)
 
 
 def digest(path: Path) -> tuple[int, str]:
@@ -87,7 +87,7 @@ def digest(path: Path) -> tuple[int, str]:
         return _length(path), hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def damage(found: Found, names: Iterable[str]) -> list[str]:
+def damage(found: FoundCheckpoint, names: Iterable[str]) -> list[str]:
     """What of these files is not as it was written."""
     files = found.manifest.files if found.manifest else {}
     return [problem for name in names if (problem := _damage(found.path / name, files[name]))]
@@ -178,7 +178,7 @@ def _settle(folder: Path) -> None:
     for path in folder.glob(f"step_*{_AGAIN}"):
         older = path.with_suffix("")
         if older.exists():
-            _drop([older if Found(path, _read_manifest(path)).stands else path])
+            _drop([older if FoundCheckpoint(path, _read_manifest(path)).stands else path])
         if path.exists() and not older.exists():
             path.rename(older)
 

@@ -69,7 +69,7 @@ def _read_again() -> Iterator[None]:
         yield
 
 
-class _Hooked(torch.autograd.Function):
+class _HookedFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, hook: Callable[..., Tensor], *others: Tensor) -> Tensor:
         ctx.hook = hook
@@ -84,7 +84,7 @@ class _Hooked(torch.autograd.Function):
 
 def hooked(x: Tensor, hook: Callable[..., Tensor], *others: Tensor) -> Tensor:
     """Passes a tensor on; its gradient is what the model's hook makes of it and of other tensors."""
-    made: Tensor = _Hooked.apply(x, hook, *others)  # type: ignore[no-untyped-call] # torch's
+    made: Tensor = _HookedFunction.apply(x, hook, *others)  # type: ignore[no-untyped-call] # torch's
     return made
 
 

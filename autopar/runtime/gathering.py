@@ -21,17 +21,17 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from autopar.runtime import coalesce
-from autopar.runtime.coalesce import Piece
+from autopar.runtime.coalesce import CutTensor
 from autopar.runtime.declare import Block
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.redistribute import forward_step
-from autopar.runtime.stored import SizedStep, Slot
+from autopar.runtime.stored import ParameterUse, SizedStep
 
 
 class Unit:
     """The converted parameters of one block, and which of them are under way or in place."""
 
-    def __init__(self, block: Block, slots: Sequence[Slot], is_root: bool) -> None:
+    def __init__(self, block: Block, slots: Sequence[ParameterUse], is_root: bool) -> None:
         self.block, self.is_root = block, is_root
         self.kept = [slot for slot in slots if not slot.parameter.declared.regather]
         self.regathered = [slot for slot in slots if slot.parameter.declared.regather]
@@ -40,7 +40,7 @@ class Unit:
         self.awaits_backward = False  # in this backward pass
         self.runs_backward = False  # seen in the microbatch before: it is prefetched for the backward pass
         self.undone = 0  # regathered leaves whose gradient is still to come in this backward pass
-        self.read_outside: dict[Slot, None] = {}  # regathered, asked for by something outside, in that order
+        self.read_outside: dict[ParameterUse, None] = {}  # regathered, asked for by something outside, in that order
         self._under_way: list[Callable[[], None]] = []
 
     def launch_kept(self) -> None:
@@ -74,7 +74,7 @@ class Unit:
                 slot.is_pinned = False
                 slot.free()
 
-    def fetch(self, slot: Slot) -> Tensor:
+    def fetch(self, slot: ParameterUse) -> Tensor:
         """Brings one leaf into place for a reader outside the unit; it stays until the microbatch ends."""
         self.finish()
         if not slot.is_live:
@@ -195,7 +195,7 @@ class Gatherer:
                 neighbour.launch()
 
 
-def start_conversion(slots: Iterable[Slot]) -> Callable[[], None]:
+def start_conversion(slots: Iterable[ParameterUse]) -> Callable[[], None]:
     """Starts to convert stored shards into leaves; returns a function that waits until they are in place."""
     finishes = []
     ordered = sorted(slots, key=_lane)
@@ -209,13 +209,13 @@ def start_conversion(slots: Iterable[Slot]) -> Callable[[], None]:
     return finish
 
 
-def _lane(slot: Slot) -> str:
+def _lane(slot: ParameterUse) -> str:
     """Slots with equal steps and dtypes travel together."""
     return f"{[(s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps]} {slot.leaf.dtype}"
 
 
 @torch.no_grad()
-def _start_lane(slots: list[Slot]) -> Callable[[], None]:
+def _start_lane(slots: list[ParameterUse]) -> Callable[[], None]:
     mesh = slots[0].parameter.mesh
     for slot in slots:
         slot.allocate()
@@ -234,7 +234,7 @@ def _start_lane(slots: list[Slot]) -> Callable[[], None]:
     return finish
 
 
-def _cast_lane(slots: list[Slot]) -> Callable[[], None]:
+def _cast_lane(slots: list[ParameterUse]) -> Callable[[], None]:
     """Slots that are what is stored, in another dtype."""
     for slot in slots:
         slot.target.copy_(slot.parameter.local)
@@ -254,7 +254,7 @@ def _convert(tensors: list[Tensor], steps: list[SizedStep], mesh: RankMesh) -> l
     ]
 
 
-def _start_last(tensors: list[Tensor], slots: list[Slot], mesh: RankMesh) -> Callable[[], object]:
+def _start_last(tensors: list[Tensor], slots: list[ParameterUse], mesh: RankMesh) -> Callable[[], object]:
     steps = [slot.steps[-1] for slot in slots]
     step = steps[0].step
     targets = [slot.target for slot in slots]
@@ -265,15 +265,15 @@ def _start_last(tensors: list[Tensor], slots: list[Slot], mesh: RankMesh) -> Cal
     return lambda: None
 
 
-def _gather_pieces(tensors: list[Tensor], steps: list[SizedStep]) -> list[Piece]:
+def _gather_pieces(tensors: list[Tensor], steps: list[SizedStep]) -> list[CutTensor]:
     pieces = []
     for tensor, sized in zip(tensors, steps, strict=True):
         assert sized.sizes[0] is not None, "a gather starts from a sharded dim"
-        pieces.append(Piece(tensor, sized.step.source.dim, sized.sizes[0]))
+        pieces.append(CutTensor(tensor, sized.step.source.dim, sized.sizes[0]))
     return pieces
 
 
-def _whole_shape(piece: Piece) -> tuple[int, ...]:
+def _whole_shape(piece: CutTensor) -> tuple[int, ...]:
     shape = piece.tensor.shape
     return (*shape[: piece.dim], piece.size, *shape[piece.dim + 1 :])
 

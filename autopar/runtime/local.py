@@ -18,7 +18,7 @@ from autopar.runtime.declare import Block, Parameters, Program
 from autopar.runtime.gathering import Gatherer, Unit
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.reducing import Reducer, on_gradient
-from autopar.runtime.stored import Slot, StoredParameter, slot_names
+from autopar.runtime.stored import ParameterUse, StoredParameter, slot_names
 
 Stored = TypeVar("Stored")
 
@@ -50,7 +50,7 @@ class Local:
         self._watch_units(slots, owner)
         self._backward_passes = 0
 
-    def _watch_units(self, slots: list[Slot], owner: Mapping[Slot, Unit]) -> None:
+    def _watch_units(self, slots: list[ParameterUse], owner: Mapping[ParameterUse, Unit]) -> None:
         """After the reducer's hooks, so that a leaf's gradient is sent before its memory is given back."""
         for slot in slots:
             unit = owner.get(slot)
@@ -58,9 +58,9 @@ class Local:
                 done = self.gatherer.gradient_done
                 on_gradient(slot.leaf, partial(done, unit))
 
-    def _materialise(self, others: Sequence[Local], tied: Container[str]) -> list[Slot]:
+    def _materialise(self, others: Sequence[Local], tied: Container[str]) -> list[ParameterUse]:
         """Makes this rank's tensors for all that the program declares, or takes those that others have made."""
-        slots: list[Slot] = []
+        slots: list[ParameterUse] = []
         for name, holder, attribute in declared_tensors(self.program):
             self._holders[holder] = None
             if attribute in holder.declared_buffers:
@@ -75,7 +75,7 @@ class Local:
             parameter = shared or StoredParameter(name, declared, self.mesh, is_tied=name in tied)
             self.parameters[name] = self._targets[holder, attribute] = holder.stored_parameters[attribute] = parameter
             uses = zip(declared.uses, slot_names(attribute, len(declared.uses)), strict=True)
-            slots += [Slot(parameter, use, holder, named) for use, named in uses]
+            slots += [ParameterUse(parameter, use, holder, named) for use, named in uses]
         return slots
 
     def refresh_buffers(self) -> None:
@@ -177,7 +177,7 @@ def _declared_in(module: nn.Module, prefix: str) -> Iterator[tuple[str, Paramete
         yield from _declared_in(child, f"{prefix}{names.get(attribute, attribute)}.")
 
 
-def _units(program: Program, slots: list[Slot]) -> list[Unit]:
+def _units(program: Program, slots: list[ParameterUse]) -> list[Unit]:
     """One unit for each block with a forward of its own, each slot in the innermost that encloses it."""
     owner: dict[nn.Module, Block] = {}
     for module in program.modules():  # parents come before children

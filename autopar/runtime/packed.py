@@ -18,7 +18,7 @@ Slices = tuple[slice, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PackedPart:
     """Where a piece lies: `source` in the model's parameter of this name and shape, `target` in what is stored."""
 
     name: str
@@ -38,7 +38,7 @@ class Part:
         return piece.t() if self.transposed else piece
 
 
-def parts_of(name: str, declared: Parameter | Buffer) -> Iterator[Part]:
+def parts_of(name: str, declared: Parameter | Buffer) -> Iterator[PackedPart]:
     """The pieces of a stored parameter of this name; none for one of the model's own."""
     if isinstance(declared, Buffer):
         return
@@ -51,7 +51,7 @@ def parts_of(name: str, declared: Parameter | Buffer) -> Iterator[Part]:
             length = (lengths[::-1] if piece.transposed else lengths)[declared.packed_dim]
             target[declared.packed_dim] = slice(start, start + length)
             start += length
-        yield Part(absolute_name(name, piece.name), piece.shape, source, tuple(target), piece.transposed)
+        yield PackedPart(absolute_name(name, piece.name), piece.shape, source, tuple(target), piece.transposed)
 
 
 def _source(piece: Piece) -> Slices:

@@ -18,7 +18,7 @@ from autopar.runtime.declare import Buffer, Parameter, Pipeline, Stage
 from autopar.runtime.local import Local, declared_tensors
 from autopar.runtime.mesh import Axis, RankMesh, own_group
 from autopar.runtime.placement import local_slices
-from autopar.runtime.state import State, combination, spread, total_power, whole_tensor
+from autopar.runtime.state import ProgramState, combination, spread, total_power, whole_tensor
 from autopar.runtime.stored import StoredParameter, gathered
 from autopar.runtime.transport import num_ranks
 
@@ -60,7 +60,7 @@ def make_catalog(pipeline: type[Pipeline], device: torch.device) -> Catalog:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Tie:
+class TiedTensor:
     """A tied tensor, and the ranks that sum its gradient: those that hold equal parts of it, one of each submesh.
 
     Where submeshes store it unequally, its whole is summed over their first ranks. axis: None where this rank has no
@@ -72,7 +72,7 @@ class Tie:
     axis: Axis | None
 
 
-def find_ties(pipeline: type[Pipeline], catalog: Catalog, timeout_s: float) -> list[Tie]:
+def find_ties(pipeline: type[Pipeline], catalog: Catalog, timeout_s: float) -> list[TiedTensor]:
     """All ties, with their groups, which all ranks make in the same order."""
     found = []
     for name, numbers in catalog.tied_stages.items():
@@ -80,7 +80,7 @@ def find_ties(pipeline: type[Pipeline], catalog: Catalog, timeout_s: float) -> l
         placed = {(tuple(stage.AXES.values()), _stored(stage, name)) for stage in stages}
         count = num_ranks(stages[0]) if len(placed) == 1 else 1
         rows = tuple(tuple(stage.FIRST_RANK + k for stage in stages) for k in range(count))
-        found.append(Tie(name, len(placed) == 1, _axis(rows, timeout_s)))
+        found.append(TiedTensor(name, len(placed) == 1, _axis(rows, timeout_s)))
     return found
 
 
@@ -98,11 +98,11 @@ def _axis(rows: tuple[tuple[int, ...], ...], timeout_s: float) -> Axis | None:
     return Axis("stages", len(rows[0]), dist.get_group_rank(group, dist.get_rank()), group, is_gloo, timeout_s)
 
 
-class PipelineState(State):
+class PipelineState(ProgramState):
     """All tensors of a pipeline's stages on this rank; whole ones come from the first stage that stores them."""
 
     def __init__(
-        self, parts: Mapping[int, Local], catalog: Catalog, tied: Mapping[str, str], ties: Sequence[Tie],
+        self, parts: Mapping[int, Local], catalog: Catalog, tied: Mapping[str, str], ties: Sequence[TiedTensor],
         world: dist.ProcessGroup, device: torch.device,
     ) -> None:  # fmt: skip
         parameters = {name: item for part in reversed(list(parts.values())) for name, item in part.parameters.items()}
@@ -180,7 +180,7 @@ class PipelineState(State):
 
 
 @torch.no_grad()
-def _sum(parameter: StoredParameter, local: Tensor, tie: Tie) -> None:
+def _sum(parameter: StoredParameter, local: Tensor, tie: TiedTensor) -> None:
     """Sums what stages hold of a parameter or its gradient, in place.
 
     Where they store it unequally, the whole is summed, then each takes its part.

@@ -18,7 +18,7 @@ from autopar.runtime.mesh import Axis
 
 
 @dataclass(frozen=True, slots=True)
-class Type:
+class AxisType:
     """One of S, R, I, P on one axis; `dim` is meaningful for S alone."""
 
     kind: str
@@ -33,26 +33,26 @@ class Type:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class TypeChange:
     """A change of type on one axis (given by its position among the axes of the mesh)."""
 
     axis: int
-    source: Type
-    target: Type
+    source: AxisType
+    target: AxisType
 
 
 @cache
-def parse_type(text: str) -> Type:
+def parse_type(text: str) -> AxisType:
     """Reads "S(1)", "R", "I" or "P"."""
     if text in ("R", "I", "P"):
-        return Type(text)
+        return AxisType(text)
     if text.startswith("S(") and text.endswith(")") and text[2:-1].isdecimal():
-        return Type("S", int(text[2:-1]))
+        return AxisType("S", int(text[2:-1]))
     raise ProgramError(f"expected a placement type S(d), R, I or P; found {text!r}")
 
 
 @cache
-def parse_placement(text: str, num_axes: int) -> tuple[Type, ...]:
+def parse_placement(text: str, num_axes: int) -> tuple[AxisType, ...]:
     """Reads one type for each axis, separated by spaces. An empty mesh has the empty placement."""
     types = tuple(parse_type(word) for word in text.split())
     if len(types) != num_axes:
@@ -60,7 +60,7 @@ def parse_placement(text: str, num_axes: int) -> tuple[Type, ...]:
     return types
 
 
-def parse_way(text: str, num_axes: int) -> list[tuple[Type, ...]]:
+def parse_way(text: str, num_axes: int) -> list[tuple[AxisType, ...]]:
     """Reads placements joined by "->", as in "S(0) R -> R R": a conversion passes through them to the last."""
     return [parse_placement(part, num_axes) for part in text.split("->")]
 
@@ -103,17 +103,17 @@ def longest_part(size: int, axis: Axis) -> int:
     return size * max(axis.shares) // sum(axis.shares) if axis.shares else -(-size // axis.size)
 
 
-def shard_axes(types: Sequence[Type], dim: int, axes: Sequence[Axis]) -> list[Axis]:
+def shard_axes(types: Sequence[AxisType], dim: int, axes: Sequence[Axis]) -> list[Axis]:
     """The axes that shard `dim`, outermost first."""
     return [axis for axis, kind in zip(axes, types, strict=True) if kind.is_shard and kind.dim == dim]
 
 
-def local_shape(shape: Sequence[int], types: Sequence[Type], axes: Sequence[Axis]) -> tuple[int, ...]:
+def local_shape(shape: Sequence[int], types: Sequence[AxisType], axes: Sequence[Axis]) -> tuple[int, ...]:
     """Shape that this rank holds of a tensor of the given global shape."""
     return tuple(local_size(size, *shard_axes(types, dim, axes)) for dim, size in enumerate(shape))
 
 
-def local_slices(shape: Sequence[int], types: Sequence[Type], axes: Sequence[Axis]) -> tuple[slice, ...]:
+def local_slices(shape: Sequence[int], types: Sequence[AxisType], axes: Sequence[Axis]) -> tuple[slice, ...]:
     """Where this rank's part lies in the whole tensor."""
     slices = []
     for dim, size in enumerate(shape):
@@ -123,14 +123,14 @@ def local_slices(shape: Sequence[int], types: Sequence[Type], axes: Sequence[Axi
     return tuple(slices)
 
 
-def conversion_way(stored: Sequence[Type], use: str) -> list[Step]:
+def conversion_way(stored: Sequence[AxisType], use: str) -> list[TypeChange]:
     """The steps from the stored placement to a use: those that the use names, or the usual ones to its placement."""
     placements = parse_way(use, len(stored))
     if len(placements) == 1:
         return conversion_steps(stored, placements[0])
     steps = []
     for before, after in pairwise([tuple(stored), *placements]):
-        changes = [Step(axis, *types) for axis, types in enumerate(zip(before, after, strict=True))]
+        changes = [TypeChange(axis, *types) for axis, types in enumerate(zip(before, after, strict=True))]
         changed = [step for step in changes if step.source != step.target]
         if len(changed) != 1 or _blocker(changed[0], list(before)) is not None:
             raise ProgramError(
@@ -141,7 +141,7 @@ def conversion_way(stored: Sequence[Type], use: str) -> list[Step]:
     return steps
 
 
-def conversion_steps(stored: Sequence[Type], used: Sequence[Type]) -> list[Step]:
+def conversion_steps(stored: Sequence[AxisType], used: Sequence[AxisType]) -> list[TypeChange]:
     """Lists the single-axis steps from one placement to another, in the order in which they are taken.
 
     Cheap steps come first, so that the dear ones move fewer bytes, forward and backward (backward runs the
@@ -157,31 +157,31 @@ def conversion_steps(stored: Sequence[Type], used: Sequence[Type]) -> list[Step]
     return steps
 
 
-def _next_step(now: list[Type], used: Sequence[Type]) -> Step:
-    wanted = [Step(axis, now[axis], used[axis]) for axis in range(len(now)) if now[axis] != used[axis]]
+def _next_step(now: list[AxisType], used: Sequence[AxisType]) -> TypeChange:
+    wanted = [TypeChange(axis, now[axis], used[axis]) for axis in range(len(now)) if now[axis] != used[axis]]
     possible = [step for step in wanted if _blocker(step, now) is None and not _comes_too_early(step, wanted)]
     if possible:
         step = min(possible, key=lambda step: (_cost_class(step), -step.axis))
         by_way_of_r = step.source.is_shard and step.target.kind == "P"
-        return Step(step.axis, step.source, Type("R")) if by_way_of_r else step
+        return TypeChange(step.axis, step.source, AxisType("R")) if by_way_of_r else step
     blocker = max(axis for step in wanted if (axis := _blocker(step, now)) is not None)
-    return Step(blocker, now[blocker], Type("R"))
+    return TypeChange(blocker, now[blocker], AxisType("R"))
 
 
-def _blocker(step: Step, now: list[Type]) -> int | None:
+def _blocker(step: TypeChange, now: list[AxisType]) -> int | None:
     """The innermost axis inside the step's own that shards a dim which the step cuts or joins."""
     dims = {kind.dim for kind in (step.source, step.target) if kind.is_shard}
     inner = [axis for axis in range(step.axis + 1, len(now)) if now[axis].is_shard and now[axis].dim in dims]
     return max(inner, default=None)
 
 
-def _comes_too_early(step: Step, wanted: list[Step]) -> bool:
+def _comes_too_early(step: TypeChange, wanted: list[TypeChange]) -> bool:
     """Whether the step would cut a dim that an axis outside its own has yet to cut or join."""
     outer = [kind for other in wanted if other.axis < step.axis for kind in (other.source, other.target)]
     return step.target.is_shard and step.target in outer
 
 
-def _cost_class(step: Step) -> int:
+def _cost_class(step: TypeChange) -> int:
     if step.target.is_shard:
         return 2 if step.source.is_shard else 0
     return 3 if step.source.is_shard else 1

@@ -30,13 +30,15 @@ class Rank(nn.Module):
     def __init__(self, program: Program, mesh: RankMesh) -> None:
         super().__init__()
         local = Local(program, mesh)
-        self._take([local], state.State(local.parameters, local.buffers, program.TIED, mesh), mesh, program.TRAINING)
+        self._take(
+            [local], state.ProgramState(local.parameters, local.buffers, program.TIED, mesh), mesh, program.TRAINING
+        )
 
     _locals: list[Local]  # the program, or this rank's stages of it
-    _state: state.State
+    _state: state.ProgramState
     _mesh: RankMesh
 
-    def _take(self, parts: list[Local], state: state.State, mesh: RankMesh, training: bool) -> None:
+    def _take(self, parts: list[Local], state: state.ProgramState, mesh: RankMesh, training: bool) -> None:
         self.__dict__.update(_locals=parts, _state=state, _mesh=mesh)  # not as submodules: names are the model's
         self.training = training
         places: dict[str, tuple[dict[str, Any], str]] = {}

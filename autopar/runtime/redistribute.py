@@ -18,13 +18,13 @@ from torch import Tensor
 from autopar.runtime import pieces
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
-from autopar.runtime.placement import Type, parse_type
+from autopar.runtime.placement import AxisType, parse_type
 
 Size = int | tuple[int | None, int | None] | None
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Resharding:
     """One redistribution of one tensor: the dims sharded before and after it, and their whole lengths."""
 
     axis: Axis
@@ -35,7 +35,7 @@ class Move:
     wait: bool = True
 
 
-Rule = Callable[[Move, Tensor], Tensor]
+Rule = Callable[[Resharding, Tensor], Tensor]
 TABLE: dict[tuple[str, str], tuple[Rule, Rule]] = {
     # from, to: (what happens to the tensor, what happens to its gradient)
     ("I", "R"): (lambda m, x: x, lambda m, g: pieces.sum_over(g, m.axis)),
@@ -88,27 +88,29 @@ def redistribute(x: Tensor, axis: Axis, change: str, size: Size = None, *, wait:
         return x
     move = _plan_move(x, axis, source, target, size, wait)
     if x.requires_grad and torch.is_grad_enabled():
-        result: Tensor = _Redistribute.apply(x, source.kind, target.kind, move)  # type: ignore[no-untyped-call]
+        result: Tensor = _RedistributeFunction.apply(x, source.kind, target.kind, move)  # type: ignore[no-untyped-call]
         return result
     return TABLE[source.kind, target.kind][0](move, x)
 
 
-def forward_step(x: Tensor, axis: Axis, source: Type, target: Type, size: Size = None) -> Tensor:
+def forward_step(x: Tensor, axis: Axis, source: AxisType, target: AxisType, size: Size = None) -> Tensor:
     """What `redistribute` computes, outside autograd."""
     if axis.size == 1:
         return x
     return TABLE[source.kind, target.kind][0](_plan_move(x, axis, source, target, size), x)
 
 
-def backward_step(grad: Tensor, axis: Axis, source: Type, target: Type, sizes: tuple[int | None, int | None]) -> Tensor:
+def backward_step(
+    grad: Tensor, axis: Axis, source: AxisType, target: AxisType, sizes: tuple[int | None, int | None]
+) -> Tensor:
     """What the backward pass of `redistribute` computes; `sizes` are the whole lengths before and after."""
     if axis.size == 1:
         return grad
-    return TABLE[source.kind, target.kind][1](Move(axis, source.dim, target.dim, *sizes), grad)
+    return TABLE[source.kind, target.kind][1](Resharding(axis, source.dim, target.dim, *sizes), grad)
 
 
 @cache
-def _parse_change(change: str) -> tuple[Type, Type]:
+def _parse_change(change: str) -> tuple[AxisType, AxisType]:
     source_text, arrow, target_text = change.partition("->")
     source, target = parse_type(source_text.strip()), parse_type(target_text.strip())
     if not arrow or (source != target and (source.kind, target.kind) not in TABLE):
@@ -116,17 +118,17 @@ def _parse_change(change: str) -> tuple[Type, Type]:
     return source, target
 
 
-def _plan_move(x: Tensor, axis: Axis, source: Type, target: Type, size: Size, wait: bool = True) -> Move:
+def _plan_move(x: Tensor, axis: Axis, source: AxisType, target: AxisType, size: Size, wait: bool = True) -> Resharding:
     source_size = size[0] if isinstance(size, tuple) else size
     if source.is_shard and source_size is None:
         source_size = x.size(source.dim) * axis.size
     target_size = x.size(target.dim) if target.is_shard else None
-    return Move(axis, source.dim, target.dim, source_size, target_size, wait)
+    return Resharding(axis, source.dim, target.dim, source_size, target_size, wait)
 
 
-class _Redistribute(torch.autograd.Function):
+class _RedistributeFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source: str, target: str, move: Move) -> Tensor:
+    def forward(ctx: Any, x: Tensor, source: str, target: str, move: Resharding) -> Tensor:
         ctx.kinds, ctx.move = (source, target), move
         result = TABLE[source, target][0](move, x)
         return result.view_as(result) if result is x else result

@@ -22,13 +22,13 @@ from autopar.runtime import coalesce, comm
 from autopar.runtime.mesh import Axis, RankMesh
 from autopar.runtime.packing import MAX_IN_FLIGHT, pack_gradients
 from autopar.runtime.redistribute import backward_step
-from autopar.runtime.stored import SizedStep, Slot
+from autopar.runtime.stored import ParameterUse, SizedStep
 
 
-class Bucket:
+class GradientBucket:
     """Slots whose gradients take the same way home, and the gradients that have come so far."""
 
-    def __init__(self, slots: Sequence[Slot]) -> None:
+    def __init__(self, slots: Sequence[ParameterUse]) -> None:
         self.slots = list(slots)
         self.missing = len(self.slots)
         declared = slots[0].parameter.declared
@@ -36,11 +36,11 @@ class Bucket:
         self.dtype, self.is_cast = declared.dtype, slots[0].is_cast
         self.has_buffer = is_summed_first(slots[0])
         self._offsets = dict(zip(slots, accumulate((s.leaf.numel() for s in slots), initial=0), strict=False))
-        self._gradients: dict[Slot, Tensor] = {}
+        self._gradients: dict[ParameterUse, Tensor] = {}
         self._buffer: Tensor | None = None
 
     @torch.no_grad()
-    def collect(self, slot: Slot) -> None:
+    def collect(self, slot: ParameterUse) -> None:
         """Takes the leaf's gradient: into the bucket's buffer, if it has one; added to what it has of the leaf."""
         gradient = _take_gradient(slot)
         if slot in self._gradients:
@@ -52,7 +52,7 @@ class Bucket:
         else:
             self._gradients[slot] = gradient.to(self.dtype)
 
-    def hand_over(self) -> tuple[list[Slot], list[Tensor], Tensor | None]:
+    def hand_over(self) -> tuple[list[ParameterUse], list[Tensor], Tensor | None]:
         """Hands out the slots that have a gradient, the gradients, and the buffer that these fill."""
         found = [slot for slot in self.slots if slot in self._gradients]
         tensors, buffer = [self._gradients[slot] for slot in found], self._buffer
@@ -71,10 +71,10 @@ class Bucket:
         return self._buffer
 
 
-class Journey:
+class GradientReduction:
     """A bucket's gradients on their way home: transposed steps, each started, then awaited."""
 
-    def __init__(self, bucket: Bucket, mesh: RankMesh) -> None:
+    def __init__(self, bucket: GradientBucket, mesh: RankMesh) -> None:
         self.slots, self.tensors, self.buffer = bucket.hand_over()
         self.mesh = mesh
         self.owned = False  # whether the tensors are ours to overwrite
@@ -140,13 +140,15 @@ class Journey:
 class Reducer:
     """Watches the leaves' gradients and sends complete buckets home."""
 
-    def __init__(self, slots: Iterable[Slot], mesh: RankMesh, unit_of: Callable[[Slot], object]) -> None:
+    def __init__(
+        self, slots: Iterable[ParameterUse], mesh: RankMesh, unit_of: Callable[[ParameterUse], object]
+    ) -> None:
         self.mesh = mesh
         self.is_last_microbatch = True
         self._converted = [s for s in slots if s.leaf.requires_grad and s.leaf is not s.parameter.tensor]
         self._local = [slot for slot in self._converted if not slot.steps]
         self.buckets = make_buckets([slot for slot in self._converted if slot.steps], unit_of)
-        self._in_flight: list[Journey] = []
+        self._in_flight: list[GradientReduction] = []
         for bucket in self.buckets:
             for slot in bucket.slots:
                 on_gradient(slot.leaf, partial(self._gradient_done, bucket, slot))
@@ -187,7 +189,7 @@ class Reducer:
             if slot.leaf.grad is not None:
                 _keep_gradient(slot)
 
-    def _gradient_done(self, bucket: Bucket, slot: Slot) -> None:
+    def _gradient_done(self, bucket: GradientBucket, slot: ParameterUse) -> None:
         bucket.missing -= 1
         # Microbatches add up where the sum is sent from, so that it is held once, and in the dtype that is stored.
         if self._is_due(bucket) or bucket.has_buffer or bucket.is_cast:
@@ -195,10 +197,10 @@ class Reducer:
         if self._is_due(bucket) and bucket.missing == 0:
             self._send(bucket)
 
-    def _is_due(self, bucket: Bucket) -> bool:
+    def _is_due(self, bucket: GradientBucket) -> bool:
         return self.is_last_microbatch or bucket.each_microbatch
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: GradientBucket) -> None:
         if not bucket.has_gradients:
             return
         for journey in self._in_flight:
@@ -208,25 +210,25 @@ class Reducer:
         for journey in shrinking[: max(0, len(shrinking) - MAX_IN_FLIGHT + 1)]:
             journey.finish()
             self._in_flight.remove(journey)
-        self._in_flight.append(Journey(bucket, self.mesh))
+        self._in_flight.append(GradientReduction(bucket, self.mesh))
 
 
-def make_buckets(slots: Sequence[Slot], unit_of: Callable[[Slot], object]) -> list[Bucket]:
+def make_buckets(slots: Sequence[ParameterUse], unit_of: Callable[[ParameterUse], object]) -> list[GradientBucket]:
     """Groups slots by their way home, in reverse order of declaration: about the order of their gradients."""
     groups = pack_gradients(
         reversed(slots), lambda slot: _way_home(slot, unit_of), lambda slot: slot.gradient_bytes, is_summed_first
     )
-    return [Bucket(group) for group in groups]
+    return [GradientBucket(group) for group in groups]
 
 
-def _way_home(slot: Slot, unit_of: Callable[[Slot], object]) -> Hashable:
+def _way_home(slot: ParameterUse, unit_of: Callable[[ParameterUse], object]) -> Hashable:
     declared = slot.parameter.declared
     steps = tuple((s.step.axis, str(s.step.source), str(s.step.target)) for s in slot.steps)
     unit = id(unit_of(slot)) if declared.regather else None
     return steps, slot.dtype, declared.dtype, declared.regather or declared.reduce_each_microbatch, unit
 
 
-def is_summed_first(slot: Slot) -> bool:
+def is_summed_first(slot: ParameterUse) -> bool:
     """Whether the gradient's first step home is a sum over an axis that leaves its shape."""
     step = slot.steps[-1].step
     return (step.source.kind, step.target.kind) == ("I", "R")
@@ -242,12 +244,12 @@ def _without_rest(part: Tensor) -> Tensor:
     return part.clone() if part.untyped_storage().nbytes() > part.nbytes else part
 
 
-def _keep_gradient(slot: Slot) -> None:
+def _keep_gradient(slot: ParameterUse) -> None:
     """Of a leaf that is what is stored, but for its dtype: its gradient is at home."""
     slot.parameter.add_gradient(_take_gradient(slot).to(slot.parameter.declared.dtype))
 
 
-def _take_gradient(slot: Slot) -> Tensor:
+def _take_gradient(slot: ParameterUse) -> Tensor:
     gradient, slot.leaf.grad = slot.leaf.grad, None
     assert gradient is not None, f"{slot.parameter.name} has no gradient to send"
     return gradient

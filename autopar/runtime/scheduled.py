@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, Sched
 from autopar.runtime.arrivals import BACKWARD, BACKWARD_WEIGHT, FORWARD, Arrivals, Turn, Wait
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.local import Local
-from autopar.runtime.splitting import Outline, Root, SplitBackward
+from autopar.runtime.splitting import BackwardOutline, Root, SplitBackward
 from autopar.runtime.transport import Channel, Transport
 
 
@@ -49,7 +49,7 @@ class ScheduledStage:
         self.stage_index_to_group_rank: dict[int, int] = {}
         self.args_recv_info: dict[int, tuple[()]] = {0: ()}
         self.act_send_info: dict[int, list[int]] = {}
-        self._outlines: list[Outline] = []
+        self._outlines: list[BackwardOutline] = []
         self.clear_runtime_states()
 
     def begin_step(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:

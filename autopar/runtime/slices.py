@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, ReadItem, SavePlan, T
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autopar.runtime.errors import ProgramError
-from autopar.runtime.packed import Part, parts_of
+from autopar.runtime.packed import PackedPart, parts_of
 from autopar.runtime.placement import local_slices
 from autopar.runtime.stored import StoredParameter, local_part
 from autopar.runtime.unpickling import unpickled
@@ -59,7 +59,7 @@ def slices_of(parameter: StoredParameter, tensor: Tensor) -> Iterator[tuple[str,
         yield part.name, sliced
 
 
-def _slice(part: Part, own: tuple[slice, ...], local: Tensor) -> tuple[torch.Size, Tensor] | None:
+def _slice(part: PackedPart, own: tuple[slice, ...], local: Tensor) -> tuple[torch.Size, Tensor] | None:
     """What a rank has of a part, as the model has it, and its offset there; None where it has none."""
     starts, lengths = [], []
     for target, here in zip(part.target, own, strict=True):

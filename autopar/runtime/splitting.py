@@ -35,13 +35,13 @@ class SplitBackward:
 
     def __init__(
         self, roots: Sequence[Root], received: Sequence[Tensor], leaves: Sequence[Tensor],
-        outlines: list[Outline] | None = None,
+        outlines: list[BackwardOutline] | None = None,
     ) -> None:  # fmt: skip
         self._roots, self._received = list(roots), list(received)
         self._leaves = [leaf for leaf in leaves if leaf.requires_grad]
         self._outlines = [] if outlines is None else outlines
         self._aside: list[tuple[Tensor, Tensor | None]] = []  # leaves on the way, with their gradients
-        self._kept: list[tuple[Branch, tuple[Tensor | None, ...]]] = []  # the gradients that came by at each
+        self._kept: list[tuple[BackwardBranch, tuple[Tensor | None, ...]]] = []  # the gradients that came by at each
 
     def first(self) -> None:
         """The gradients of what was received, as their `grad`."""
@@ -72,24 +72,24 @@ class SplitBackward:
                 starts, gradients = zip(*came, strict=True)
                 torch.autograd.backward(starts, gradients, inputs=branch.leaves)
 
-    def _branches(self, ends: Sequence[GradientEdge]) -> tuple[list[Branch], list[Tensor]]:
+    def _branches(self, ends: Sequence[GradientEdge]) -> tuple[list[BackwardBranch], list[Tensor]]:
         """The branches, and the leaves on the way: read off an outline that the graph has."""
         for outline in self._outlines:
             nodes = outline.matched(ends, self._received, self._leaves)
             if nodes is not None:
                 return outline.branches(nodes, self._leaves), [self._leaves[n] for n in outline.aside]
-        self._outlines.append(Outline(ends, self._received, self._leaves))
+        self._outlines.append(BackwardOutline(ends, self._received, self._leaves))
         return self._branches(ends)
 
 
-class Branch(NamedTuple):
+class BackwardBranch(NamedTuple):
     """Where the gradients come by that a branch starts from, and the leaves that it leads to."""
 
     edges: tuple[GradientEdge, ...]
     leaves: list[Tensor]
 
 
-class Outline:
+class BackwardOutline:
     """The form of a graph, and where its branches are: nodes by number, leaves by their place among those of the stage.
 
     A stage runs one program, so the graphs of its microbatches have one form: branches are searched for once, and a
@@ -131,10 +131,10 @@ class Outline:
             return None
         return nodes if _ends(nodes, received, leaves) == self._ends else None
 
-    def branches(self, nodes: Sequence[Node], leaves: Sequence[Tensor]) -> list[Branch]:
+    def branches(self, nodes: Sequence[Node], leaves: Sequence[Tensor]) -> list[BackwardBranch]:
         """The branches of a graph that is alike."""
         return [
-            Branch(tuple([GradientEdge(nodes[start], n) for n in range(count)]), [leaves[n] for n in led])
+            BackwardBranch(tuple([GradientEdge(nodes[start], n) for n in range(count)]), [leaves[n] for n in led])
             for start, count, led in self._branches
         ]
 

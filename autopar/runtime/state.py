@@ -17,7 +17,7 @@ from autopar.runtime.declare import Buffer, Parameter, Parameters
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.packed import Packings
-from autopar.runtime.placement import Type, local_shape, local_slices, parse_placement
+from autopar.runtime.placement import AxisType, local_shape, local_slices, parse_placement
 from autopar.runtime.stored import StoredParameter, local_part, unset_tensor, wrap
 
 
@@ -30,7 +30,7 @@ class StoredBuffer:
 
     name: str
     declared: Buffer
-    types: tuple[Type, ...]
+    types: tuple[AxisType, ...]
     mesh: RankMesh
     holder: Parameters
     attribute: str
@@ -87,7 +87,7 @@ def make_buffer(
     return StoredBuffer(name, declared, types, mesh, holder, attribute, local, tensor, used, -1, unset_version)
 
 
-class State:
+class ProgramState:
     """All parameters and buffers of a program by single-device name."""
 
     def __init__(

@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from autopar.runtime.declare import Parameter, Parameters
 from autopar.runtime.mesh import RankMesh
 from autopar.runtime.placement import (
-    Step,
-    Type,
+    AxisType,
+    TypeChange,
     conversion_way,
     local_shape,
     local_size,
@@ -36,7 +36,7 @@ from autopar.runtime.redistribute import forward_step
 class SizedStep:
     """A step, with the lengths over its axis of the dims that are sharded before and after it."""
 
-    step: Step
+    step: TypeChange
     sizes: tuple[int | None, int | None]
 
     @property
@@ -143,7 +143,7 @@ def _hooks(tensor: Tensor) -> tuple[dict[int, Any], dict[int, Any]]:
     return ({} if on_gradient is None else on_gradient), ({} if on_accumulated is None else on_accumulated)
 
 
-class Slot:
+class ParameterUse:
     """One use of a parameter: the leaf, and the steps that lead from the stored shard to it."""
 
     def __init__(self, parameter: StoredParameter, use: str, holder: Parameters, attribute: str) -> None:
@@ -213,7 +213,9 @@ def slot_names(name: str, num_uses: int) -> list[str]:
     return [name if use == 0 else f"{name}_{use}" for use in range(num_uses)]
 
 
-def sized_steps(shape: Sequence[int], stored: Sequence[Type], way: Sequence[Step], mesh: RankMesh) -> list[SizedStep]:
+def sized_steps(
+    shape: Sequence[int], stored: Sequence[AxisType], way: Sequence[TypeChange], mesh: RankMesh
+) -> list[SizedStep]:
     """The steps that start at a placement, on axes that really split, with the lengths of their dims."""
     now, steps = list(stored), []
     for step in way:
@@ -225,9 +227,9 @@ def sized_steps(shape: Sequence[int], stored: Sequence[Type], way: Sequence[Step
     return steps
 
 
-def gathered(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: RankMesh) -> Tensor:
+def gathered(local: Tensor, shape: Sequence[int], types: Sequence[AxisType], mesh: RankMesh) -> Tensor:
     """The whole of what each rank has a part of, as a tensor of its own; gathered from the inner axis out."""
-    cut = [Step(axis, kind, Type("R")) for axis, kind in enumerate(types) if kind.is_shard]
+    cut = [TypeChange(axis, kind, AxisType("R")) for axis, kind in enumerate(types) if kind.is_shard]
     whole = local.detach()
     steps = sized_steps(shape, types, cut[::-1], mesh)
     for item in steps:
@@ -236,7 +238,7 @@ def gathered(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: R
     return whole.contiguous() if steps else whole.clone()
 
 
-def _length(shape: Sequence[int], types: Sequence[Type], axis: int, kind: Type, mesh: RankMesh) -> int | None:
+def _length(shape: Sequence[int], types: Sequence[AxisType], axis: int, kind: AxisType, mesh: RankMesh) -> int | None:
     """Length of the dim that `kind` shards, as split by the axes outside `axis`."""
     if not kind.is_shard:
         return None
@@ -250,7 +252,7 @@ def unset_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device)
     return torch.full(tuple(shape), fill, dtype=dtype, device=device)
 
 
-def wrap(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: RankMesh) -> Tensor:
+def wrap(local: Tensor, shape: Sequence[int], types: Sequence[AxisType], mesh: RankMesh) -> Tensor:
     """The DTensor of a local part; the tensor itself where there is no device mesh."""
     if mesh.device_mesh is None:
         return local
@@ -266,7 +268,7 @@ def wrap(local: Tensor, shape: Sequence[int], types: Sequence[Type], mesh: RankM
 
 
 @cache
-def _torch_placements(types: tuple[Type, ...]) -> tuple[Placement, ...]:
+def _torch_placements(types: tuple[AxisType, ...]) -> tuple[Placement, ...]:
     return tuple(Shard(kind.dim) if kind.is_shard else Replicate() for kind in types)
 
 

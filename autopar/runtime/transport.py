@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.runtime import comm
-from autopar.runtime.crossing import Crossing, Move, Side, crossing
+from autopar.runtime.crossing import Crossing, PeerMove, Side, crossing
 from autopar.runtime.declare import Received, Stage
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_shape
@@ -127,7 +127,7 @@ class Transport:
         self._microbatches, self._device, self._timeout_s = microbatches, device, timeout_s
         self._rank = dist.get_rank()
         self._outbox = Outbox()
-        self._kept: dict[tuple[int, bool, int], tuple[Move, Tensor]] = {}  # from one stage of this rank to another
+        self._kept: dict[tuple[int, bool, int], tuple[PeerMove, Tensor]] = {}  # from one stage of this rank to another
 
     def send(self, channel: Channel, tensor: Tensor, microbatch: int, is_forward: bool) -> None:
         """Starts to send this rank's part of a tensor."""
@@ -145,8 +145,8 @@ class Transport:
         side = channel.here if is_forward else channel.there
         shape = local_part_shape(channel.received.shape, side, self._rank)
         whole = torch.empty(shape, dtype=channel.received.dtype, device=self._device)
-        parts: list[tuple[comm.Sending, Tensor, Move]] = []
-        kept: list[Move] = []
+        parts: list[tuple[comm.Sending, Tensor, PeerMove]] = []
+        kept: list[PeerMove] = []
         for move in channel.route(is_forward).receives(self._rank):
             if move.peer == self._rank:
                 kept.append(move)

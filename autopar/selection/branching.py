@@ -26,7 +26,7 @@ _ACTIVE = 4
 
 
 @dataclass(eq=False)
-class Node:
+class SearchNode:
     """A restriction under evaluation."""
 
     search: PriceSearch
@@ -38,8 +38,8 @@ class PriceBranching:
 
     def __init__(self, root: PriceSearch) -> None:
         self._open: list[tuple[int, int, PriceSearch]] = []
-        self._waiting: deque[Node] = deque()
-        self._running: list[Node] = []
+        self._waiting: deque[SearchNode] = deque()
+        self._running: list[SearchNode] = []
         self._unsplittable = INFINITE
         self._count = 0
         self._push(root)
@@ -55,7 +55,7 @@ class PriceBranching:
         """Whether nothing is left to split or to evaluate."""
         return not (self._open or self._waiting or self._running)
 
-    def next_node(self, upper_bound: int) -> Node | None:
+    def next_node(self, upper_bound: int) -> SearchNode | None:
         """Hands out a node to minimise; None when all that are left are handed out already."""
         self._waiting = deque(node for node in self._waiting if node.search.lower_bound < upper_bound)
         while not self._waiting and self._open:
@@ -68,7 +68,7 @@ class PriceBranching:
         self._running.append(node)
         return node
 
-    def learn(self, node: Node, result: Result, upper_bound: int) -> list[int] | None:
+    def learn(self, node: SearchNode, result: Result, upper_bound: int) -> list[int] | None:
         """Takes in the minimum of a node's network; returns the choice."""
         self._running.remove(node)
         values = node.search.learn(result)
@@ -91,7 +91,7 @@ class PriceBranching:
         for side in sides or ():
             fitting = without_what_cannot_fit(search, side)
             if fitting is not None:
-                self._waiting.append(Node(search.restricted(fitting)))
+                self._waiting.append(SearchNode(search.restricted(fitting)))
 
 
 def split(search: PriceSearch) -> tuple[Mask, Mask] | None:

@@ -29,7 +29,7 @@ _ROWS_A_ROUND = 4
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExactOutcome:
     """What an exact search found."""
 
     values: list[int] | None
@@ -53,7 +53,7 @@ class RowsAsNeeded:
         self.network = network
         self.usage = Usage(network)
         self.lower_bound = 0
-        self.outcome = Outcome(None, INFINITE, 0)
+        self.outcome = ExactOutcome(None, INFINITE, 0)
         self._rows = {row_time: self.usage.row(row_time) for row_time in times}
 
     @property
@@ -74,20 +74,20 @@ class RowsAsNeeded:
             violated = self.usage.violated_times(result["choice"], _ROWS_A_ROUND)
             if not violated:
                 cost = self.network.cost(result["choice"])
-                self.outcome = Outcome(result["choice"], cost, self.lower_bound, tuple(self._rows))
+                self.outcome = ExactOutcome(result["choice"], cost, self.lower_bound, tuple(self._rows))
         self._rows.update((row_time, self.usage.row(row_time)) for row_time in violated)
         return not violated
 
-    def finish(self) -> Outcome:
+    def finish(self) -> ExactOutcome:
         """Returns the choice that fits, if one was met, with what is proven."""
         bound = INFINITE if self.impossible else self.lower_bound
-        return Outcome(self.outcome.values, self.outcome.cost, bound, tuple(self._rows))
+        return ExactOutcome(self.outcome.values, self.outcome.cost, bound, tuple(self._rows))
 
 
 def search_exactly(
     network: Network, deadline: float, seed: int, *, upper_bound: int = INFINITE, backtracks: int = _BACKTRACKS,
     times: Iterable[int] = (), small_entries: int = SMALL_ENTRIES,
-) -> Outcome:  # fmt: skip
+) -> ExactOutcome:  # fmt: skip
     """Searches for the cheapest choice below `upper_bound`, until it is found or a limit is met.
 
     The limits are the deadline (of time.monotonic) and, on networks of no more than `small_entries`, the backtracks of

@@ -11,9 +11,9 @@ import math
 import time
 from dataclasses import dataclass
 
-from autopar.selection.branching import Node, PriceBranching
+from autopar.selection.branching import PriceBranching, SearchNode
 from autopar.selection.duals import PriceSearch
-from autopar.selection.exact import Outcome
+from autopar.selection.exact import ExactOutcome
 from autopar.selection.neighbourhood import NeighbourhoodSearch
 from autopar.selection.network import Network
 from autopar.selection.problem import INFINITE
@@ -42,7 +42,7 @@ _STAGNANT_REST = 10.0
 """It then rests this many times as long as it works."""
 
 
-def search_hard(network: Network, known: Outcome, deadline: float, seed: int, gap_limit: float) -> Outcome:
+def search_hard(network: Network, known: ExactOutcome, deadline: float, seed: int, gap_limit: float) -> ExactOutcome:
     """Searches until the deadline (of time.monotonic), a proof, or (cost − bound) / cost ≤ gap_limit."""
     seconds = max(0.0, deadline - time.monotonic())
     deadline -= min(_CLOSING_S, _CLOSING_SHARE * seconds)
@@ -61,7 +61,7 @@ def search_hard(network: Network, known: Outcome, deadline: float, seed: int, ga
             choices.consider(offer, deadline, mend=False)
     finally:
         bounds.cancel()
-    return Outcome(choices.values, choices.cost, bounds.lower_bound)
+    return ExactOutcome(choices.values, choices.cost, bounds.lower_bound)
 
 
 def _close_enough(cost: int, lower_bound: int, gap_limit: float) -> bool:
@@ -73,7 +73,7 @@ class _Job:
     """One minimisation in another process."""
 
     search: SearchApart | SearchHere
-    node: Node | None
+    node: SearchNode | None
     """Whose network it minimises; None for the prices before branching."""
     until: float
 
@@ -81,7 +81,7 @@ class _Job:
 class _BoundSearch:
     """Keeps the other process busy and collects what it proves: prices first, then branching on them."""
 
-    def __init__(self, network: Network, known: Outcome, seed: int, most_s: float) -> None:
+    def __init__(self, network: Network, known: ExactOutcome, seed: int, most_s: float) -> None:
         self.lower_bound = known.lower_bound
         self._seed = seed
         self._prices = PriceSearch(network)
@@ -135,7 +135,7 @@ class _BoundSearch:
         self._minimise(self._prices.next_network(), None, thoroughly=self._prices.settled)
         return True
 
-    def _minimise(self, network: Network, node: Node | None, *, thoroughly: bool = False) -> None:
+    def _minimise(self, network: Network, node: SearchNode | None, *, thoroughly: bool = False) -> None:
         backtracks = NO_BACKTRACK_LIMIT if thoroughly else max(1, _EFFORT // max(1, network.num_entries))
         search: SearchApart | SearchHere
         if network.num_entries <= _TINY_ENTRIES:
@@ -160,7 +160,7 @@ class _BoundSearch:
 class _ChoiceSearch:
     """Holds the best choice that fits."""
 
-    def __init__(self, network: Network, known: Outcome, seed: int) -> None:
+    def __init__(self, network: Network, known: ExactOutcome, seed: int) -> None:
         self.cost = INFINITE
         self._started = self._improved = self._next_try = time.monotonic()
         self._parts = Subproblems(network)

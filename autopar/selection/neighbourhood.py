@@ -24,7 +24,7 @@ _MOST_TIMES = 24
 
 
 @dataclass
-class _Size:
+class _SizeWorth:
     """What parts of one size have been worth."""
 
     seconds: float
@@ -44,7 +44,7 @@ class NeighbourhoodSearch:
         self._random = random.Random(seed)
         self._times = dict.fromkeys(times)
         most = -(-parts.network.num_variables // 2)
-        self._sizes: dict[int, _Size | None] = dict.fromkeys(sorted({min(size, most) for size in _SIZES if most}))
+        self._sizes: dict[int, _SizeWorth | None] = dict.fromkeys(sorted({min(size, most) for size in _SIZES if most}))
 
     def adopt(self, values: Sequence[int]) -> None:
         """Goes on from another choice that fits."""
@@ -77,7 +77,7 @@ class NeighbourhoodSearch:
         self.cost -= current - outcome.cost
         return current - outcome.cost
 
-    def _choose(self, sizes: dict[int, _Size | None]) -> int:
+    def _choose(self, sizes: dict[int, _SizeWorth | None]) -> int:
         """Returns a size not yet tried, else any, with time shared in proportion to gain per second."""
         for size, known in sizes.items():
             if known is None:
@@ -89,7 +89,7 @@ class NeighbourhoodSearch:
         return self._random.choices(list(tried), weights)[0]
 
     def _remember(self, size: int, seconds: float, gain: int) -> None:
-        known = self._sizes[size] or _Size(seconds, gain)
+        known = self._sizes[size] or _SizeWorth(seconds, gain)
         kept = _MEMORY ** max(1.0, seconds / _MEMORY_S)
         known.seconds = kept * known.seconds + (1 - kept) * seconds
         known.gain = kept * known.gain + (1 - kept) * gain

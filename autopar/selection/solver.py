@@ -14,7 +14,7 @@ from dataclasses import replace
 from autopar.errors import InfeasibleError
 from autopar.selection.elimination import SUMS_PER_S
 from autopar.selection.evaluator import evaluate
-from autopar.selection.exact import SMALL_ENTRIES, Outcome, search_exactly
+from autopar.selection.exact import SMALL_ENTRIES, ExactOutcome, search_exactly
 from autopar.selection.hard import search_hard
 from autopar.selection.network import Network
 from autopar.selection.peak import minimise_peak
@@ -59,7 +59,7 @@ def solve(problem: Problem, time_limit_s: float = 10.0, seed: int = 0, gap_limit
     )  # fmt: skip
 
 
-def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[Outcome, str]:
+def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> tuple[ExactOutcome, str]:
     """Returns what was found, and by which search."""
     outcome = _without_rows(network, seed)
     if outcome.complete:
@@ -71,17 +71,17 @@ def _search(network: Network, deadline: float, seed: int, gap_limit: float) -> t
     return search_hard(network, outcome, deadline, seed, gap_limit), "prices and neighbourhoods"
 
 
-def _without_rows(network: Network, seed: int) -> Outcome:
+def _without_rows(network: Network, seed: int) -> ExactOutcome:
     """The optimum without memory rows, where elimination leaves little to search: often it fits, and is the optimum.
 
     Where more is left, `search_hard` begins with it.
     """
     if network.core.num_entries > SMALL_ENTRIES:
-        return Outcome(None, INFINITE, 0)
+        return ExactOutcome(None, INFINITE, 0)
     result = minimise_here(network, (), INFINITE, _CORE_BACKTRACKS, seed)
     if result["choice"] is None or Usage(network).violated_times(result["choice"], 1):
-        return Outcome(None, INFINITE, result["lower_bound"])
-    return Outcome(result["choice"], network.cost(result["choice"]), result["lower_bound"])
+        return ExactOutcome(None, INFINITE, result["lower_bound"])
+    return ExactOutcome(result["choice"], network.cost(result["choice"]), result["lower_bound"])
 
 
 def _stop_reason(cost: int, lower_bound: int, gap_limit: float) -> str:

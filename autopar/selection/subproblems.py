@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autopar.selection.exact import Outcome, search_exactly
+from autopar.selection.exact import ExactOutcome, search_exactly
 from autopar.selection.network import Network, Use
 from autopar.selection.problem import INFINITE, Int64Array
 from autopar.selection.usage import Usage
@@ -28,7 +28,7 @@ _MOST_S = 5.0
 
 def search_part(
     part: Network, deadline: float, seed: int, times: Iterable[int], upper_bound: int = INFINITE
-) -> Outcome:
+) -> ExactOutcome:
     """Searches a part for the cheapest choice below `upper_bound`, for a few seconds at most."""
     return search_exactly(
         part, min(deadline, time.monotonic() + _MOST_S), seed, upper_bound=upper_bound, backtracks=_BACKTRACKS,

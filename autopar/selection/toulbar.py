@@ -20,7 +20,7 @@ from autopar.selection import toulbar_worker
 from autopar.selection.elimination import Core
 from autopar.selection.network import Network
 from autopar.selection.problem import INFINITE
-from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Request, Result
+from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, NetworkRequest, Result
 from autopar.selection.usage import Row
 
 _GRACE_S = 0.5
@@ -133,12 +133,12 @@ class SearchApart:
         return self._process.poll() is not None
 
 
-def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int) -> tuple[Request, Core | None]:
+def _request(network: Network, rows: Sequence[Row], upper_bound: int, seed: int) -> tuple[NetworkRequest, Core | None]:
     core = None if rows else network.core
     pairs = network.pairs if core is None else core.pairs
     if core is not None and upper_bound < INFINITE:
         upper_bound = max(0, upper_bound - core.constant)
-    request = Request(
+    request = NetworkRequest(
         unary=list(network.unary if core is None else core.unary),
         pairs=[(i, j, matrix) for (i, j), matrix in pairs.items()],
         rows=[(row.slack, row.usages) for row in rows],

@@ -24,7 +24,7 @@ _A_LONG_TIME_S = 10**6
 NO_BACKTRACK_LIMIT = 2**62
 
 
-class Request(TypedDict):
+class NetworkRequest(TypedDict):
     """A network to minimise: Σ unary + Σ pairs, with Σ usages ≤ slack for each row."""
 
     unary: list[Int64Array]
@@ -53,7 +53,7 @@ class Result(TypedDict):
     """Whether the search ended by itself."""
 
 
-def run(request: Request) -> Result:
+def run(request: NetworkRequest) -> Result:
     """Minimises; deterministic unless a signal strikes."""
     top = min(request["upper_bound"], _most(request) + 1)
     # Costs are rounded down where they must be, so that a bound stays a bound.
@@ -75,7 +75,7 @@ def _whole(bound: float) -> int:
     return max(0, int(bound))
 
 
-def _new(top: int, request: Request) -> Any:
+def _new(top: int, request: NetworkRequest) -> Any:
     from pytoulbar2 import CFN, tb2  # no stubs; lazy: only solvers pay for it
 
     # Options, and more that no option shows, are globals of the library that outlive a network: a search that met its
@@ -88,14 +88,14 @@ def _new(top: int, request: Request) -> Any:
     return cfn
 
 
-def _most(request: Request) -> int:
+def _most(request: NetworkRequest) -> int:
     """Bounds the cost of every choice that takes no forbidden entry."""
     tables = [*request["unary"], *(matrix for _, _, matrix in request["pairs"])]
     finite = (table[table < request["infinite"]] for table in tables)
     return sum(int(entries.max()) for entries in finite if entries.size)
 
 
-def _post(cfn: Any, request: Request, scale: int, top: int) -> None:
+def _post(cfn: Any, request: NetworkRequest, scale: int, top: int) -> None:
     network = cfn.CFN.wcsp
     for variable, costs in enumerate(request["unary"]):
         network.makeEnumeratedVariable(f"x{variable}", 0, len(costs) - 1)

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from autopar.simulate.engine import Task
-from autopar.simulate.timeline import Lane, Piece, Timeline
+from autopar.simulate.timeline import Lane, Timeline, TimelinePiece
 
 MEMORY_SAMPLES = 800  # of each lane: about a pixel each
 
@@ -27,7 +27,7 @@ def picture(timeline: Timeline, most_samples: int = MEMORY_SAMPLES) -> dict[str,
     lanes: ranks (first, last), passes as columns (begin, likewise added; which of `passes`; label), memory at moments
     (`Lane.memory_samples`), peak_bytes, breakdown, exposed, and what it sent (axis, kind, count, bytes, ns).
     """
-    streams, names, kinds, labels = _Numbered(), _Numbered(), _Numbered(), _Numbered()
+    streams, names, kinds, labels = _TextNumbers(), _TextNumbers(), _TextNumbers(), _TextNumbers()
     known: dict[int, int] = {}  # by identity, for most passes are the same object
     passes: dict[tuple[Task, ...], int] = {}
     lanes = []
@@ -50,18 +50,18 @@ def picture(timeline: Timeline, most_samples: int = MEMORY_SAMPLES) -> dict[str,
     }
 
 
-class _Numbered(dict[str, int]):
+class _TextNumbers(dict[str, int]):
     """Numbers for texts, in the order in which they are asked for."""
 
     def __missing__(self, text: str) -> int:
         return self.setdefault(text, len(self))
 
 
-def _begin_ns(piece: Piece) -> int:
+def _begin_ns(piece: TimelinePiece) -> int:
     return piece.begin_ns
 
 
-def _columns(tasks: Iterable[Task], streams: _Numbered, names: _Numbered, kinds: _Numbered) -> list[list[int]]:
+def _columns(tasks: Iterable[Task], streams: _TextNumbers, names: _TextNumbers, kinds: _TextNumbers) -> list[list[int]]:
     rows = sorted((task for task in tasks if task[3] > task[2]), key=lambda task: task[2])
     return [
         [streams[row[0]] for row in rows],

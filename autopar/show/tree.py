@@ -35,19 +35,19 @@ PLACEMENT_FIELDS = (
 
 
 @dataclass(eq=False)
-class _Module:
+class _TreeModule:
     """A module while the tree is made. rows: by kind, name and placements, so that equal ones of stages are one."""
 
     path: str
-    children: dict[str, _Module] = field(default_factory=dict)
+    children: dict[str, _TreeModule] = field(default_factory=dict)
     rows: dict[Hashable, Data] = field(default_factory=dict)
 
-    def below(self, path: str) -> _Module:
+    def below(self, path: str) -> _TreeModule:
         """The module at a dotted path below this one, made if it is not there."""
         module = self
         for name in path.split(".") if path else ():
             child = f"{module.path}.{name}" if module.path else name
-            module = module.children.setdefault(name, _Module(child))
+            module = module.children.setdefault(name, _TreeModule(child))
         return module
 
     def add(self, row: Data, stage: int) -> None:
@@ -84,15 +84,15 @@ def model_tree(plan: Plan, layouts: list[Any]) -> Data:
     Rows are inputs, parameters and operators with placements as text, redistributions (`moves`), and the decision of
     the search behind it, if it is known (`choice`). layouts: the plan's distinct logical meshes.
     """
-    root = _Module("")
+    root = _TreeModule("")
     for stage, part in enumerate(plan.parts):
-        view = _Part(with_own_choices(part, plan.parts[0]), layouts.index(part.axes))
+        view = _StageRows(with_own_choices(part, plan.parts[0]), layouts.index(part.axes))
         for path, row in view.rows():
             root.below(path).add({**row, "stages": []}, stage)
     return _folded(root, plan.model, 1, root.stages, set(plan.recompute))
 
 
-def _folded(module: _Module, name: str, count: int, stages: frozenset[int], recomputed: set[str]) -> Data:
+def _folded(module: _TreeModule, name: str, count: int, stages: frozenset[int], recomputed: set[str]) -> Data:
     """The module as data, with the stages of all that it stands for."""
     groups: dict[Hashable, list[str]] = {}
     for child_name, child in module.children.items():
@@ -134,7 +134,7 @@ def spans(names: list[str]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
 
 
-class _Part:
+class _StageRows:
     """A stage's rows. layout: the number of its logical mesh."""
 
     def __init__(self, part: Plan, layout: int) -> None:

@@ -41,7 +41,7 @@ from autopar.simulate.traffic import reached_tensors
 ENDLESS = 1 << 50  # bytes: more than any bucket has
 
 
-class Work(NamedTuple):
+class WorkTimes(NamedTuple):
     """Nanoseconds: of a microbatch on the compute stream, forward and backward, with what it must wait for; of a step
     on links inside nodes, and between them; of an operator each time that it is computed again."""
 
@@ -52,14 +52,14 @@ class Work(NamedTuple):
     again_ns: int = 0
 
 
-NONE = Work()
+NONE = WorkTimes()
 
 
 Way = tuple[Placement, tuple[Step, ...], bool]
 """How a tensor is brought to a placement that it is read in; whether a gradient comes back from there."""
 
 
-class Prices:
+class SeparatePrices:
     """The work of each operator, activation and stored tensor by itself, whatever else a plan has."""
 
     def __init__(self, graph: Graph, plan: Plan, lowering: PartLowering, is_staged: bool = False) -> None:
@@ -110,7 +110,7 @@ class Prices:
         """Whether a gradient of the tensor comes back from a node that reads it."""
         return self.graph.tensors[tensor].differentiable and self._goes_back[reader]
 
-    def node(self, node: Node, placed: NodePlan) -> Work:
+    def node(self, node: Node, placed: NodePlan) -> WorkTimes:
         """An operator, with what it sends inside."""
         if node.results and self._facts.folded.issuperset(node.results):
             return NONE
@@ -148,12 +148,12 @@ class Prices:
             for name in node.operands
         )  # fmt: skip
 
-    def _work(self, forward_ns: int, backward_ns: int, sent: Sequence[Transmission], times: int) -> Work:
+    def _work(self, forward_ns: int, backward_ns: int, sent: Sequence[Transmission], times: int) -> WorkTimes:
         inside = sum([one.duration_ns for one in sent if one.level == INSIDE])
         across = sum([one.duration_ns for one in sent]) - inside
-        return Work(forward_ns, backward_ns, times * inside, times * across)
+        return WorkTimes(forward_ns, backward_ns, times * inside, times * across)
 
-    def activation(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> Work:
+    def activation(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> WorkTimes:
         """The conversions of a tensor that each microbatch makes. placed: of its readers that count."""
         if name in self._facts.folded:
             return NONE
@@ -201,7 +201,7 @@ class Prices:
 
     def stored(
         self, name: str, storage: Storage, ways: Sequence[Way], placed: Mapping[str, NodePlan]
-    ) -> Work:  # fmt: skip
+    ) -> WorkTimes:  # fmt: skip
         """Collectives of a stored tensor: to each placement that it is used in, and of its gradient on the way home;
         what is waited for of them at the ends of the step. placed: of its readers that count."""
         stored, lowering = self.graph.stored_by_tensor[name], self._lowering
@@ -225,7 +225,7 @@ class Prices:
                     spent = sent.duration_ns if is_alone[direction] else sent.num_bytes * self._rate(sent)
                     total[sent.level != INSIDE] += times[direction] * spent
         forward, backward = (amount // self._count for amount in waited)
-        return Work(forward, backward, int(total[0]), int(total[1]))
+        return WorkTimes(forward, backward, int(total[0]), int(total[1]))
 
     def _targets_at_ends(self, name: str, placed: Mapping[str, NodePlan]) -> list[set[Placement]]:
         """As what the step's first operator reads a tensor, and the last one of the backward pass."""
@@ -258,14 +258,14 @@ class Prices:
         return self._lowering.optimizer_ns(moved_bytes, tensors) if moved_bytes else 0
 
 
-def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int, is_staged: bool = False) -> Prices:
+def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int, is_staged: bool = False) -> SeparatePrices:
     """The prices of plans like this one: on its axes, with its microbatches. per_node: devices of a stage in a node;
     is_staged: stages are made of the graph."""
     batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     facts = graph_facts(graph, profile.device_type)
     stored = {item.tensor: Storage((), False, False) for item in graph.stored}  # which are stored is all that is asked
     plan = replace(plan, storage=stored)
-    return Prices(graph, plan, PartLowering(graph, plan, profile, per_node, facts, batched), is_staged)
+    return SeparatePrices(graph, plan, PartLowering(graph, plan, profile, per_node, facts, batched), is_staged)
 
 
 def _spent(sent: Sequence[Transmission]) -> int:

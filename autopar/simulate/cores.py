@@ -25,7 +25,7 @@ from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
 from autopar.simulate.engine import COMPUTE, Sent, Task
 from autopar.simulate.memory import Numbers
-from autopar.simulate.timeline import Lane, Piece
+from autopar.simulate.timeline import Lane, TimelinePiece
 
 SEND = "send"
 Spans = Sequence[tuple[int, int]]
@@ -49,7 +49,7 @@ def sharing_of(profiles: Iterable[Profile]) -> Sharing | None:
     return max(found, key=lambda one: one.ranks / one.cores, default=None)
 
 
-class Clock:
+class SharedCoreClock:
     """From the time in which all ranks are always slowed, to that which passes."""
 
     def __init__(self, sharing: Sharing, busy: Sequence[tuple[Spans, Mapping[int, float]]]) -> None:
@@ -101,7 +101,9 @@ class Beside(NamedTuple):
     carrying_ns: int
 
 
-def clock_of(lanes: Sequence[Lane], beside: Sequence[Beside], sharing: Sharing, devices_per_node: int) -> Clock:
+def clock_of(
+    lanes: Sequence[Lane], beside: Sequence[Beside], sharing: Sharing, devices_per_node: int
+) -> SharedCoreClock:
     """Of a step in which each lane stands for all of its ranks."""
     busy: list[tuple[Spans, Mapping[int, float]]] = []
     for lane, more in zip(lanes, beside, strict=True):
@@ -118,10 +120,10 @@ def clock_of(lanes: Sequence[Lane], beside: Sequence[Beside], sharing: Sharing, 
         if travelling_ns:
             share = more.carrying_ns / travelling_ns
             busy.append((sends, {node: share * ranks for node, ranks in count.items()}))
-    return Clock(sharing, busy)
+    return SharedCoreClock(sharing, busy)
 
 
-def in_time(lane: Lane, clock: Clock, step_time_ns: int) -> Lane:
+def in_time(lane: Lane, clock: SharedCoreClock, step_time_ns: int) -> Lane:
     """The lane as time passes. step_time_ns: of the whole step, as it passes.
 
     What compute's tasks take is looked at one by one; what it stands still is divided as before: each kind of waiting
@@ -149,7 +151,7 @@ def in_time(lane: Lane, clock: Clock, step_time_ns: int) -> Lane:
     return replace(lane, pieces=pieces, breakdown=breakdown, exposed=exposed, along=along)
 
 
-def _piece_in_time(piece: Piece, clock: Clock) -> Piece:
+def _piece_in_time(piece: TimelinePiece, clock: SharedCoreClock) -> TimelinePiece:
     begin, tasks, changes = piece.begin_ns, piece.tasks, piece.changes
     now = clock.at(begin)
     times = clock([begin + time for task in tasks for time in task[2:4]]) - now
@@ -159,7 +161,7 @@ def _piece_in_time(piece: Piece, clock: Clock) -> Piece:
         for task, (start, end) in zip(tasks, times.reshape(-1, 2).tolist(), strict=True)
     ]
     changed = [(time, *change[1:]) for time, change in zip(moments.tolist(), changes, strict=True)]
-    return Piece(now, piece.label, moved, changed)
+    return TimelinePiece(now, piece.label, moved, changed)
 
 
 # An estimate ----------------------------------------
@@ -178,7 +180,7 @@ def part_of_step(
     orders = turns(schedule, rows, microbatches, trains)
     spans = _played(orders, times)
     each = {0: max(1, sharing.ranks // submeshes)}
-    clock, end = Clock(sharing, [(one, each) for one in spans]), max(end for one in spans for _, end in one)
+    clock, end = SharedCoreClock(sharing, [(one, each) for one in spans]), max(end for one in spans for _, end in one)
     return clock.at(end) / end
 
 

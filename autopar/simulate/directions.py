@@ -8,7 +8,7 @@ from typing import NamedTuple
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
 from autopar.simulate.lifetime import Lifetimes
 from autopar.simulate.orders import Orders
-from autopar.simulate.program import Item, Program, Transmission
+from autopar.simulate.program import Item, LocalProgram, Transmission
 
 
 class BackwardStep(NamedTuple):
@@ -45,7 +45,7 @@ class Direction:
     ends_microbatch: bool
 
 
-def find_directions(program: Program, orders: Orders, lifetimes: Lifetimes) -> dict[str, Direction]:
+def find_directions(program: LocalProgram, orders: Orders, lifetimes: Lifetimes) -> dict[str, Direction]:
     """The whole backward pass, or its two parts where the program has them."""
     if program.splits:
         led, own = (sorted(numbers, reverse=True) for numbers in (program.led, program.own))
@@ -58,7 +58,7 @@ def find_directions(program: Program, orders: Orders, lifetimes: Lifetimes) -> d
 
 
 def direction_of(
-    program: Program, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
+    program: LocalProgram, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
 ) -> Direction:
     """What these items do, in the order of the pass. Units and regions are for the first part to enter, if it
     has anything in them (`before`: its items)."""
@@ -81,7 +81,7 @@ def direction_of(
 class _Reader:
     """Reads the steps of one direction."""
 
-    def __init__(self, program: Program, orders: Orders, lifetimes: Lifetimes, name: str) -> None:
+    def __init__(self, program: LocalProgram, orders: Orders, lifetimes: Lifetimes, name: str) -> None:
         self._program, self._orders, self._name = program, orders, name
         self._activations, self._gradients = lifetimes.backward[name], lifetimes.gradients[name]
         self._part = {BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: 1}[name]

@@ -18,7 +18,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.part_player import Unsupported
-from autopar.simulate.parted import Beyond, Step
+from autopar.simulate.parted import Beyond, PartedStep
 from autopar.simulate.schedule import profiles_of_stages
 from autopar.simulate.step import ranks_differ, simulate
 from autopar.simulate.timeline import Timeline
@@ -36,7 +36,7 @@ class Incremental:
 
     def __init__(self, graph: Graph, profile: Profile | Mapping[str, Profile]) -> None:
         self._graph, self._profile = graph, profile
-        self._played: OrderedDict[int, tuple[Plan, Step | Timeline]] = OrderedDict()
+        self._played: OrderedDict[int, tuple[Plan, PartedStep | Timeline]] = OrderedDict()
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
         self.num_whole = 0  # of plans that were simulated as a whole
 
@@ -46,7 +46,7 @@ class Incremental:
             played = self._play(plan, until_ns)
         except Beyond as beyond:
             return beyond.least_ns
-        return played.end_ns if isinstance(played, Step) else played.step_time_ns
+        return played.end_ns if isinstance(played, PartedStep) else played.step_time_ns
 
     def peak_bytes(self, plan: Plan) -> int:
         """As `simulate(graph, plan, profile).peak_bytes`."""
@@ -55,16 +55,16 @@ class Incremental:
     def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
         """How much the peak is above a limit; where it is far below, memory is not added up moment by moment."""
         played = self._play(plan)
-        if isinstance(played, Step) and played.most_bytes() <= limit_bytes:
+        if isinstance(played, PartedStep) and played.most_bytes() <= limit_bytes:
             return 0
         return max(0, self.peak_bytes(plan) - limit_bytes)
 
     def timeline(self, plan: Plan) -> Timeline:
         """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
         played = self._play(plan)
-        return played.timeline() if isinstance(played, Step) else played
+        return played.timeline() if isinstance(played, PartedStep) else played
 
-    def _play(self, plan: Plan, until_ns: float = math.inf) -> Step | Timeline:
+    def _play(self, plan: Plan, until_ns: float = math.inf) -> PartedStep | Timeline:
         known = self._played.get(id(plan))
         if known is None:
             known = self._played[id(plan)] = plan, self._played_now(plan, until_ns)
@@ -72,7 +72,7 @@ class Incremental:
                 self._played.popitem(last=False)
         return known[1]
 
-    def _played_now(self, plan: Plan, until_ns: float) -> Step | Timeline:
+    def _played_now(self, plan: Plan, until_ns: float) -> PartedStep | Timeline:
         if not _is_whole(plan):
             try:
                 return self._step(plan, until_ns)
@@ -81,9 +81,9 @@ class Incremental:
         self.num_whole += 1
         return simulate(self._graph, plan, self._profile)
 
-    def _step(self, plan: Plan, until_ns: float) -> Step:
+    def _step(self, plan: Plan, until_ns: float) -> PartedStep:
         with without_collector():
-            return Step(self._variants_of(plan), plan, until_ns)
+            return PartedStep(self._variants_of(plan), plan, until_ns)
 
     def _variants_of(self, plan: Plan) -> Variants:
         key = plan.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks

@@ -24,7 +24,7 @@ from autopar.simulate.timeline import Timeline
 KEPT_STAGES = 12  # of each place in the row
 
 
-class _Known(NamedTuple):
+class _KnownStage(NamedTuple):
     """A stage that was lowered: all that its program depends on, and what plays it."""
 
     stage: Stage
@@ -38,7 +38,7 @@ class IncrementalStages:
 
     def __init__(self, graph: Graph, profile: Profile | Mapping[str, Profile]) -> None:
         self._graph, self._profile = graph, profile
-        self._known: dict[int, list[_Known]] = {}
+        self._known: dict[int, list[_KnownStage]] = {}
         self.num_lowered = 0
 
     def timeline(self, plan: Plan) -> Timeline:
@@ -63,7 +63,7 @@ class IncrementalStages:
                 return known.player
         program = lower_stage(self._graph, plan, index, profile, 0, prices)
         player = Player(program, profile, plan.mode == "train" and self._graph.loss is not None)
-        kept.insert(0, _Known(stage, leaving, rest, player))
+        kept.insert(0, _KnownStage(stage, leaving, rest, player))
         del kept[KEPT_STAGES:]
         self.num_lowered += 1
         return player

@@ -18,8 +18,8 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Turn
 from autopar.simulate.engine import COMPUTE, Change
 from autopar.simulate.player import Pass, PassKind, Player
-from autopar.simulate.program import Program, lower_stages
-from autopar.simulate.schedule import Progress, Submesh
+from autopar.simulate.program import LocalProgram, lower_stages
+from autopar.simulate.schedule import StageProgress, Submesh
 from autopar.simulate.transfers import Transfers, find_transfers
 
 _IN_TWO = next(row.name for row in SCHEDULES.values() if row.splits_backward)
@@ -91,7 +91,7 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
 
 
 def _cost(
-    program: Program, player: Player, microbatches: int, receive_ns: int, constants_once: bool
+    program: LocalProgram, player: Player, microbatches: int, receive_ns: int, constants_once: bool
 ) -> LayerCost:  # fmt: skip
     """Plays a step of at most three microbatches: the first, one of those between, and the last."""
     alone = _Alone(player)
@@ -124,7 +124,7 @@ def _cost(
     )
 
 
-def _with_two_parts(cost: LayerCost, program: Program, profile: Profile) -> LayerCost:
+def _with_two_parts(cost: LayerCost, program: LocalProgram, profile: Profile) -> LayerCost:
     """Plays two microbatches, of which the second holds what every other does."""
     alone = _Alone(Player(program, profile, trains=True))
     kinds = [PassKind(name) for name in ("begin", FORWARD, FORWARD, BACKWARD_INPUT, BACKWARD_INPUT)]
@@ -138,7 +138,7 @@ def _with_two_parts(cost: LayerCost, program: Program, profile: Profile) -> Laye
     )
 
 
-def _num_branches(program: Program) -> int:
+def _num_branches(program: LocalProgram) -> int:
     """The items that gradients go through to what was received, and to other tensors, too."""
     way, found = set(program.receives.values()), 0
     for item in program.items:
@@ -153,7 +153,7 @@ class _Alone:
     """A stage that waits for no other."""
 
     def __init__(self, player: Player) -> None:
-        self.submesh, self.progress = Submesh(range(1), [0]), Progress(player)
+        self.submesh, self.progress = Submesh(range(1), [0]), StageProgress(player)
 
     def play(self, kind: PassKind) -> Pass:
         begin = self.submesh.free_ns

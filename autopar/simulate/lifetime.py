@@ -18,7 +18,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
-from autopar.simulate.program import Item, Program
+from autopar.simulate.program import Item, LocalProgram
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ Buffers = dict[int, list[int]]
 
 
 def find_lifetimes(
-    program: Program, trains: bool, buffers: Buffers | None = None, own: Collection[int] | None = None
+    program: LocalProgram, trains: bool, buffers: Buffers | None = None, own: Collection[int] | None = None
 ) -> Lifetimes:
     """Plans the memory of one microbatch. own: the items of a part of a program, whose others stand for what is outside
     of it; buffers: of gradients when the part's backward pass begins, and after the call when it has ended."""
@@ -81,7 +81,7 @@ def find_lifetimes(
 class Frames:
     """When the functions of an emitted program return, each the forward of a unit: until then they keep variables."""
 
-    def __init__(self, program: Program) -> None:
+    def __init__(self, program: LocalProgram) -> None:
         self._unit_of = [item.unit for item in program.items]
         self._enclosing = program.around()
         self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
@@ -106,7 +106,7 @@ class Frames:
         return self._ends[units]
 
 
-def _entries(program: Program) -> dict[int, int]:
+def _entries(program: LocalProgram) -> dict[int, int]:
     """For each recomputed region, the first item that saves something: its backward pass is the last that needs it."""
     found: dict[int, int] = {}
     for number, item in enumerate(program.items):
@@ -115,7 +115,7 @@ def _entries(program: Program) -> dict[int, int]:
     return found
 
 
-def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
+def _place_workspace(program: LocalProgram, lifetimes: Lifetimes) -> None:
     """What an item takes and gives back itself."""
     directions = (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,)
     places = (lifetimes.forward, lifetimes.recompute), tuple(lifetimes.gradients[name] for name in directions)
@@ -126,7 +126,7 @@ def _place_workspace(program: Program, lifetimes: Lifetimes) -> None:
                 changes.given[number] += size
 
 
-def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+def _uses(program: LocalProgram, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
     """By storage: the items that read or make it, and those whose backward pass needs it."""
     readers: dict[int, list[int]] = defaultdict(list)
     savers: dict[int, list[int]] = defaultdict(list)
@@ -142,7 +142,7 @@ def _uses(program: Program, trains: bool) -> tuple[dict[int, list[int]], dict[in
 
 
 def _place(
-    lifetimes: Lifetimes, program: Program, entries: dict[int, int], owner: int, size: int, readers: list[int],
+    lifetimes: Lifetimes, program: LocalProgram, entries: dict[int, int], owner: int, size: int, readers: list[int],
     savers: list[int], returned: int,
 ) -> None:  # fmt: skip
     """One piece of memory: kept from the forward pass, or made again in its region, or both.
@@ -171,7 +171,7 @@ def _place(
         lifetimes.recompute.given[max(held)] += size
 
 
-def _place_number(lifetimes: Lifetimes, program: Program, number: int, size: int, ends: Mapping[int, int]) -> None:
+def _place_number(lifetimes: Lifetimes, program: LocalProgram, number: int, size: int, ends: Mapping[int, int]) -> None:
     """A saved number is kept from the forward pass, and in a region once more while that runs again.
 
     ends: the last item of each region.
@@ -184,7 +184,7 @@ def _place_number(lifetimes: Lifetimes, program: Program, number: int, size: int
         lifetimes.recompute.given[ends[region]] += size
 
 
-def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[int]) -> None:
+def _give_back(lifetimes: Lifetimes, program: LocalProgram, size: int, needing: list[int]) -> None:
     """After the backward of all items that need it. Of a pass in two parts, autograd keeps for the second what it keeps
     at all: then with the next item from there on that runs in it."""
     if not program.splits:
@@ -196,7 +196,7 @@ def _give_back(lifetimes: Lifetimes, program: Program, size: int, needing: list[
 
 
 def _place_gradients(
-    program: Program, numbers: Collection[int], lifetimes: Lifetimes, direction: str, buffer: Buffers
+    program: LocalProgram, numbers: Collection[int], lifetimes: Lifetimes, direction: str, buffer: Buffers
 ) -> None:
     """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on.
 
@@ -224,7 +224,7 @@ def _place_gradients(
 
 
 def _receive(
-    program: Program, item: Item, number: int, buffer: Buffers, changes: Changes, stays: bool
+    program: LocalProgram, item: Item, number: int, buffer: Buffers, changes: Changes, stays: bool
 ) -> int:  # fmt: skip
     """The gradient of what was sent, which takes nothing but what has come. Returns its bytes, if the pass's end gives
     them back, and not, as those of what the second part may read (`stays`), its last reader."""
@@ -238,7 +238,7 @@ def _receive(
 
 
 def _contribute(
-    program: Program,
+    program: LocalProgram,
     item: Item,
     number: int,
     value: int,

@@ -21,7 +21,7 @@ Numbers = np.ndarray[Any, np.dtype[np.int64]]
 STRETCH = 1 << 17  # changes that are put in order at once, about
 
 
-class Piece(Protocol):
+class MemoryPiece(Protocol):
     """Changes whose times count from `begin_ns`; the same list may stand in several pieces."""
 
     @property
@@ -69,7 +69,7 @@ class Memory:
     """The changes of some pieces: at equal times they go by their moments, at equal moments memory is given back before
     more is taken. kinds: by number."""
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[MemoryPiece]) -> None:
         kinds: dict[str, int] = {}
         number_of: dict[int, int] = {}
         self._lists: list[Columns] = []

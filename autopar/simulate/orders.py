@@ -9,7 +9,7 @@ from functools import cache
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
 from autopar.ir.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT
-from autopar.simulate.program import Bucket, Program, Slot
+from autopar.simulate.program import Bucket, LocalProgram, Slot
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class Orders:
         return each, self.kept_ns.get(number, 0), self.home_last_ns.get(number, 0)
 
 
-def find_orders(program: Program, profile: Profile) -> Orders:
+def find_orders(program: LocalProgram, profile: Profile) -> Orders:
     """Reads the orders off a lowered program."""
     around, converting = program.around(), {slot.unit for slot in program.slots if not slot.is_alias} - {0}
     orders = Orders([tuple([unit for unit in units if unit in converting]) for units in around])
@@ -64,7 +64,7 @@ def find_orders(program: Program, profile: Profile) -> Orders:
     return orders
 
 
-def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None:
+def _order_gradients(program: LocalProgram, profile: Profile, orders: Orders) -> None:
     readers = _backward_readers(program)
     adding_ns = cache(lambda num_bytes: pointwise_time_ns(3 * num_bytes, profile))
     for value, items in readers.items():
@@ -98,7 +98,7 @@ def _order_gradients(program: Program, profile: Profile, orders: Orders) -> None
         buckets.sort(key=lambda bucket: -first_operand(program, number, bucket))
 
 
-def first_operand(program: Program, number: int, bucket: Bucket) -> int:
+def first_operand(program: LocalProgram, number: int, bucket: Bucket) -> int:
     """The place among an item's operands of the last slot of a bucket that has its gradient there: a bias, the last
     operand, has it before the weight, whose gradient autograd still transposes."""
     inputs = program.items[number].inputs
@@ -106,7 +106,7 @@ def first_operand(program: Program, number: int, bucket: Bucket) -> int:
     return min(places, default=0)
 
 
-def _backward_readers(program: Program) -> dict[int, list[int]]:
+def _backward_readers(program: LocalProgram) -> dict[int, list[int]]:
     """For each value with a gradient, the items that contribute to it, in forward order."""
     readers: dict[int, list[int]] = defaultdict(list)
     for number, item in enumerate(program.items):

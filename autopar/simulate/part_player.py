@@ -1,6 +1,6 @@
 """Plays one part of a pass on from where the parts before have left the device's streams.
 
-All times count from the part's begin. What a part depends on is its `Entry`; equal parts with equal entries do the
+All times count from the part's begin. What a part depends on is its `PartEntry`; equal parts with equal entries do the
 same, which makes of a model of many equal layers a few that are played.
 """
 
@@ -19,7 +19,7 @@ from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Mome
 from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing, meets
-from autopar.simulate.program import Bucket, Program, Slot, Transmission, is_summed_first
+from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first
 from autopar.simulate.sharing import Share
 
 Ends = tuple[tuple[int, str], ...]
@@ -87,7 +87,7 @@ class Travelling(NamedTuple):
     has_buffer: bool
 
 
-class Entry(NamedTuple):
+class PartEntry(NamedTuple):
     """All that a part of a pass depends on.
 
     last_ns: when the compute stream's latest task ended; host_ns: until when the host is busy; waiting: the kind of
@@ -279,7 +279,7 @@ class PartPlayer(Player):
             buckets.sort(key=lambda bucket: -first_operand(self.program, number, bucket))
         return found
 
-    def play_part(self, entry: Entry) -> Exit:
+    def play_part(self, entry: PartEntry) -> Exit:
         """The part of the pass that begins so."""
         self._begin(entry)
         latest = LAST
@@ -294,7 +294,7 @@ class PartPlayer(Player):
             self._run_steps(self.direction)
         return self._exit(latest)
 
-    def _begin(self, entry: Entry) -> None:
+    def _begin(self, entry: PartEntry) -> None:
         kind, num_shares = entry.kind, len(self.shares)
         self.engine = engine = Engine(
             self._slowdown, Carried(entry.links, entry.in_flight, unmet_ns=entry.unmet_ns), entry.host_ns, entry.waiting
@@ -477,7 +477,7 @@ def ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Chan
 class Begin(Player):
     """The begin of a step: parameters that are gathered once. units: those that something runs in."""
 
-    def __init__(self, program: Program, profile: Profile, units: set[int]) -> None:
+    def __init__(self, program: LocalProgram, profile: Profile, units: set[int]) -> None:
         self.program, self._meet = program, None
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdown = profile.facts.overlap_slowdown

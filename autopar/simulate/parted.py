@@ -17,9 +17,9 @@ from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
     Ends,
-    Entry,
     Exit,
     LooksBack,
+    PartEntry,
     PartPlayer,
     Travelling,
     ending,
@@ -28,7 +28,7 @@ from autopar.simulate.part_player import (
 from autopar.simulate.parts import Part
 from autopar.simulate.player import Pass, PassKind
 from autopar.simulate.schedule import Submesh, lane_of
-from autopar.simulate.timeline import Piece, Timeline
+from autopar.simulate.timeline import Timeline, TimelinePiece
 from autopar.simulate.variants import Variants
 
 LONG_AGO = -(1 << 62)
@@ -36,7 +36,7 @@ FORWARD_KIND = PassKind(FORWARD)
 NOTHING: frozenset[int] = frozenset()
 
 _Streams = tuple[int, int, str, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
-"""`Entry`'s fields from last_ns to in_flight."""
+"""`PartEntry`'s fields from last_ns to in_flight."""
 
 _Coming = tuple[tuple[int, int, str], ...]
 
@@ -63,7 +63,7 @@ class Beyond(Exception):
         self.least_ns = least_ns
 
 
-class Step:
+class PartedStep:
     """One step in absolute time. Raises Beyond as soon as it must take longer than `until_ns`."""
 
     def __init__(self, variants: Variants, plan: Plan, until_ns: float = math.inf) -> None:
@@ -157,7 +157,7 @@ class Step:
         memory = player.forward.known if kind is FORWARD_KIND else player.known
         known = memory.get(key)
         if known is None:
-            entry = Entry(
+            entry = PartEntry(
                 kind, *streams, ready, *backward[:4], *gathering[:3], backward[4], *gathering[3:], *backward[5:],
                 unmet_ns,
             )  # fmt: skip
@@ -286,7 +286,7 @@ class Step:
             before_ns = unmet_ns if player.meets else 0
             known = player.forward.calm.get(before_ns)
             if known is None and not player.looks_back[FORWARD]:
-                entry = Entry(FORWARD_KIND, unmet_ns=before_ns)
+                entry = PartEntry(FORWARD_KIND, unmet_ns=before_ns)
                 with suppress(LooksBack):
                     known = player.forward.calm[before_ns] = player.play_part(entry)
             if known is None:  # it asks for the past of the links, which is not followed here
@@ -462,7 +462,7 @@ class Step:
         resident = [
             (0, size, kind, Moment.START) for size, kind in self.variants.residents(self.plan, self.parts) if size
         ]
-        submesh.pieces.append(Piece(0, "", [], [*resident, *self.changes]))
+        submesh.pieces.append(TimelinePiece(0, "", [], [*resident, *self.changes]))
         submesh.free_ns = self.now
         submesh.links = self.links
         lane = lane_of(submesh, self.end_ns)

@@ -35,11 +35,11 @@ from autopar.simulate.orders import Orders, find_orders
 from autopar.simulate.program import (
     Bucket,
     Item,
+    LocalMemory,
+    LocalProgram,
     Lowering,
-    Memory,
     OperatorPrice,
     PriceTable,
-    Program,
     StoredPrice,
     Transmission,
     Value,
@@ -54,7 +54,7 @@ BEFORE, EARLIER = 0, 1  # the items that stand for what is before
 NUM_BEFORE = 2
 
 
-class Crossing(NamedTuple):
+class CrossingValue(NamedTuple):
     """A value that comes into a part: of which tensor, by its place among those that do; as what; in what memory.
 
     is_made: by an operator that runs in each microbatch, or a conversion. steps: of a stored tensor, from where it is
@@ -73,7 +73,7 @@ class Arriving(NamedTuple):
     """What comes into a part: where each tensor was made, values, and memory: its bytes and whether an item made it."""
 
     bases: tuple[Placement, ...] = ()
-    values: tuple[Crossing, ...] = ()
+    values: tuple[CrossingValue, ...] = ()
     memory: tuple[tuple[int, bool], ...] = ()
 
 
@@ -87,7 +87,7 @@ class Wanted(NamedTuple):
     kept: tuple[bool, ...] = ()
 
 
-class Kept(NamedTuple):
+class KeptBefore(NamedTuple):
     """What earlier parts do: of each piece of memory, whether one keeps it for the backward pass; of each value,
     whether one reads it there."""
 
@@ -107,7 +107,7 @@ class Lowered:
     """A part as lowered. leaving: by value that the next begins with, its number here; storages: by piece of memory
     that does, its number here; constants: bytes of what is computed once and read here."""
 
-    program: Program
+    program: LocalProgram
     calls: list[tuple[int, Call | None]]
     before: Arriving
     leaving: tuple[int, ...]
@@ -133,7 +133,7 @@ class Marked:
     """A part with gradients marked. kept: the memory that its own items keep."""
 
     lowered: Lowered
-    program: Program
+    program: LocalProgram
     wanted: Wanted
     before: Wanted
     kept: frozenset[int]
@@ -147,7 +147,7 @@ class Part:
     """A part as it is played. freed_bytes: given back where the forward pass ends; end: one past its last item;
     work_ns: of the compute stream, forward and backward, without what is computed again."""
 
-    program: Program
+    program: LocalProgram
     orders: Orders
     lifetimes: Lifetimes
     direction: Direction | None
@@ -207,7 +207,7 @@ class PartLowering(Lowering):
     ) -> Lowered:
         """The segment's part. steps: of the plan's conversions by tensor and target."""
         self.plan, self.steps = plan, steps
-        self.program = program = Program()
+        self.program = program = LocalProgram()
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls = {}, []
         self._unit("")
@@ -260,7 +260,7 @@ class PartLowering(Lowering):
             placement = before.values[n].placement if n < len(before.values) else self._placement_of(n)
             steps = program.slots[value.slot].steps if value.slot >= 0 else None
             values.append(
-                Crossing(
+                CrossingValue(
                     places[value.tensor], placement, number_of[value.storage], value.item >= 0, value.num_bytes, steps
                 )
             )
@@ -282,7 +282,7 @@ class PartLowering(Lowering):
             known = self._operators[key] = super()._operator_price(node, placements, inputs, outputs)
         return known
 
-    def _own_gathers(self, program: Program, num_entering: int) -> list[Bucket]:
+    def _own_gathers(self, program: LocalProgram, num_entering: int) -> list[Bucket]:
         """Regathered slots of the part's units."""
         around = program.around()
         units = {unit for item in program.items for unit in around[item.unit]}
@@ -297,7 +297,7 @@ class PartLowering(Lowering):
         known = self._operators.get((self.twins.get(node.name, node.name), placed))
         if known is not None:
             return known
-        self.program, self.known = Program(), {}
+        self.program, self.known = LocalProgram(), {}
         constants, producers = self.facts.constants, self.graph.producers
         inputs = []
         for name, placement in zip(node.operands, placed.operands, strict=True):
@@ -342,7 +342,7 @@ class PartLowering(Lowering):
         views = self.profile.facts.view_ns
         return self._handling_ns(steps, sizes, direction) if sent else views[direction], sent
 
-    def gathers_of(self, program: Program) -> list[Bucket]:
+    def gathers_of(self, program: LocalProgram) -> list[Bucket]:
         """The buckets that a program's slots are gathered in."""
         self.program = program
         return self._buckets(forward=True)
@@ -371,14 +371,14 @@ class PartLowering(Lowering):
         read = tuple(n for n, count in enumerate(_backward_reads(program, lowered.num_entering)) if count)
         return Marked(lowered, program, wanted, _before(program, lowered, wanted, kept), kept, read)
 
-    def finish(self, marked: Marked, kept: Kept, gradients: Gradients) -> Part:
+    def finish(self, marked: Marked, kept: KeptBefore, gradients: Gradients) -> Part:
         """The part with all that is derived of it."""
         lowered, program = marked.lowered, copy.copy(marked.program)
         end = len(program.items)
         earlier = Item("earlier", tuple(n for n, read in enumerate(kept.read) if read), (), runs_backward=True)
         program.items = [program.items[BEFORE], earlier, *program.items[NUM_BEFORE:], *_later(lowered, marked.wanted)]
         program.memory = [
-            Memory(size if is_made and storage in marked.kept and not kept.memory[storage] else 0, memory.owner)
+            LocalMemory(size if is_made and storage in marked.kept and not kept.memory[storage] else 0, memory.owner)
             for storage, ((size, is_made), memory) in enumerate(
                 zip(lowered.before.memory, program.memory, strict=False)
             )
@@ -397,7 +397,7 @@ class PartLowering(Lowering):
         return Part(program, orders, lifetimes, direction, marked, end, freed, _gradients(lowered, buffers))
 
 
-def _unmarked(program: Program) -> tuple[list[Value], list[Item]]:
+def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:
     """Values and items as they were lowered; the first to mark them takes the originals."""
     values = [copy.copy(value) for value in program.values]
     items = [copy.copy(item) for item in program.items]
@@ -420,7 +420,7 @@ def _later(lowered: Lowered, wanted: Wanted) -> list[Item]:
     return items
 
 
-def _backward_reads(program: Program, num_entering: int) -> list[int]:
+def _backward_reads(program: LocalProgram, num_entering: int) -> list[int]:
     counts = [0] * num_entering
     for item in program.items:
         if item.runs_backward:
@@ -430,7 +430,7 @@ def _backward_reads(program: Program, num_entering: int) -> list[int]:
     return counts
 
 
-def _kept(program: Program, trains: bool) -> frozenset[int]:
+def _kept(program: LocalProgram, trains: bool) -> frozenset[int]:
     """Memory that is kept from the forward pass, as far as the part's own items keep it (see `lifetime`)."""
     entries = {item.region for item in program.items if item.needs_saved}
     found = set[int]()
@@ -443,12 +443,12 @@ def _kept(program: Program, trains: bool) -> frozenset[int]:
     return frozenset(found)
 
 
-def _region_of(program: Program, storage: int) -> int:
+def _region_of(program: LocalProgram, storage: int) -> int:
     owner = program.memory[storage].owner
     return program.items[owner].region if owner >= 0 else -1
 
 
-def _before(program: Program, lowered: Lowered, wanted: Wanted, kept: frozenset[int]) -> Wanted:
+def _before(program: LocalProgram, lowered: Lowered, wanted: Wanted, kept: frozenset[int]) -> Wanted:
     """What this part and later ones do with what comes in."""
     count, local = lowered.num_entering, _backward_reads(program, lowered.num_entering)
     place_of = {n: place for place, n in enumerate(lowered.leaving)}
@@ -466,7 +466,7 @@ def _before(program: Program, lowered: Lowered, wanted: Wanted, kept: frozenset[
     )  # fmt: skip
 
 
-def kept_after(marked: Marked, before: Kept) -> Kept:
+def kept_after(marked: Marked, before: KeptBefore) -> KeptBefore:
     """What this part and earlier ones do with what leaves it."""
     lowered, readers = marked.lowered, set(marked.read)
     memory = tuple([
@@ -474,12 +474,14 @@ def kept_after(marked: Marked, before: Kept) -> Kept:
         for storage in lowered.storages
     ])  # fmt: skip
     if not any(before.read) and not readers and not any(n >= lowered.num_entering for n in lowered.leaving):
-        return Kept(memory, (False,) * len(lowered.leaving))
+        return KeptBefore(memory, (False,) * len(lowered.leaving))
     own = {
         value for item in marked.program.items[NUM_BEFORE:] if item.runs_backward for value in item.inputs
         if marked.program.values[value].wants_gradient
     }  # fmt: skip
-    return Kept(memory, tuple([n in own or (n < lowered.num_entering and before.read[n]) for n in lowered.leaving]))
+    return KeptBefore(
+        memory, tuple([n in own or (n < lowered.num_entering and before.read[n]) for n in lowered.leaving])
+    )
 
 
 def _buffers(lowered: Lowered, gradients: Gradients) -> Buffers:

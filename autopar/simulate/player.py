@@ -27,7 +27,7 @@ from autopar.simulate.directions import BackwardStep, Direction, find_directions
 from autopar.simulate.engine import LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
-from autopar.simulate.program import Bucket, Item, Program, Slot, Transmission
+from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 
 UNDER_WAY = "gradients under way"
 STOPPING = ("activation", "operator")  # purposes of collectives that the rank does not go on beside
@@ -117,7 +117,7 @@ class Player:
     """One stage's state while its program is played."""
 
     def __init__(
-        self, program: Program, profile: Profile, trains: bool, sums_early: bool = True
+        self, program: LocalProgram, profile: Profile, trains: bool, sums_early: bool = True
     ) -> None:  # fmt: skip
         self.program, self.trains, self.sums_early = program, trains, sums_early
         self._pass_ns = profile.host.pass_ns if profile.host else 0

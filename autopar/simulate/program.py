@@ -98,7 +98,7 @@ class Value:
 
 
 @dataclass(slots=True)
-class Memory:
+class LocalMemory:
     """A piece of local memory. `owner` is the item that allocates it, −1 for none."""
 
     num_bytes: int
@@ -195,11 +195,11 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Program:
+class LocalProgram:
     """Everything that `schedule` plays."""
 
     values: list[Value] = field(default_factory=list)
-    memory: list[Memory] = field(default_factory=list)
+    memory: list[LocalMemory] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
     units: list[str] = field(default_factory=list)
@@ -231,7 +231,7 @@ class Program:
 
 def lower_stages(
     graph: Graph, plan: Plan, profiles: Sequence[Profile], rank: int = 0, prices: Prices | None = None
-) -> list[Program]:
+) -> list[LocalProgram]:
     """The program of each stage's first rank, priced by its own profile; or of another rank of a plan of one stage.
     prices: what other ranks of the plan have been priced at.
 
@@ -242,7 +242,7 @@ def lower_stages(
     return [lower_stage(graph, plan, index, profile, rank, prices) for index, profile in enumerate(profiles)]
 
 
-def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: int, prices: Prices) -> Program:
+def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: int, prices: Prices) -> LocalProgram:
     """The program of one stage's rank, as `lower_stages`."""
     part, per_node = plan.parts[index], _devices_per_node(plan, index)
     batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
@@ -311,7 +311,7 @@ class PriceTable:
     stored: dict[Hashable, StoredPrice] = field(default_factory=dict)
 
 
-class _Branch:
+class _BranchBorder:
     """What a branch reads of others and leaves to them, and by node the conversions of its own that come before it.
 
     first: the number of its first item.
@@ -353,12 +353,12 @@ class Lowering:
         coordinates: Coordinates,
     ) -> None:  # fmt: skip
         self.homes, self.entering, self.coordinates = homes(plan), entering(graph, plan), coordinates
-        self.branches: dict[Home, _Branch] = {}
+        self.branches: dict[Home, _BranchBorder] = {}
         self.graph, self.plan, self.profile, self.per_node = graph, plan, profile, per_node
         self.facts, self.prices, self.leaving, self.batched = facts, prices, leaving, batched
         self.twins = facts.twins(plan.blocks)
         self.shapes = LocalShapes(graph, plan)
-        self.program = Program(is_stage=graph.ends is not None)
+        self.program = LocalProgram(is_stage=graph.ends is not None)
         self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self.steps = {(r.tensor, r.target): r.steps for r in plan.redistributes}
         self.transmissions: dict[tuple[str, int, int], Transmission] = {}
@@ -377,7 +377,7 @@ class Lowering:
         self.batch = next(iter(batched.values()), 0)  # of the whole graph: a stage may read no input of the model
         self.calls: list[tuple[int, Call | None]] = []  # items that run each microbatch, where they are recomputed
 
-    def run(self) -> Program:
+    def run(self) -> LocalProgram:
         program = self.program
         self._unit("")
         for name in self.graph.inputs:
@@ -419,7 +419,7 @@ class Lowering:
         self._value(tensor, placement, self.shapes.local(tensor, placement), self._memory(0, -1))
 
     def _memory(self, num_bytes: int, owner: int) -> int:
-        self.program.memory.append(Memory(num_bytes, owner))
+        self.program.memory.append(LocalMemory(num_bytes, owner))
         return len(self.program.memory) - 1
 
     def _value(
@@ -748,7 +748,7 @@ class Lowering:
         items, begin = self.program.items, len(self.program.items)
         is_first = home not in self.branches
         if is_first:
-            self.branches[home] = _Branch(self.graph, self.plan, home, begin)
+            self.branches[home] = _BranchBorder(self.graph, self.plan, home, begin)
         branch = self.branches[home]
         if is_idle(home, self.coordinates):
             self._idle(node, branch)
@@ -758,7 +758,7 @@ class Lowering:
         if is_first and self.trains:
             self._call_function(items[begin], branch, is_idle(home, self.coordinates))
 
-    def _call_function(self, item: Item, branch: _Branch, idle: bool) -> None:
+    def _call_function(self, item: Item, branch: _BranchBorder, idle: bool) -> None:
         """What autograd's function adds to a branch's first item: it reads all that the branch reads of others, and
         hands each of these a gradient, if only zeros."""
         if not idle:
@@ -770,7 +770,7 @@ class Lowering:
             item.forward_ns += self.profile.runtime.function_ns[0]
             item.backward_ns += self.profile.runtime.function_ns[1]
 
-    def _idle(self, node: Node, branch: _Branch) -> None:
+    def _idle(self, node: Node, branch: _BranchBorder) -> None:
         """An operator of a branch that other ranks run: items that do nothing, but for the first, which makes zeros of
         all that leaves the branch, and of the gradients of all that it reads."""
         program, unit, number = self.program, self._place(node.scope.module), len(self.program.items)
@@ -971,7 +971,7 @@ def is_summed_first(slot: Slot) -> bool:
     return (step.before.kind, step.after.kind) == ("I", "R")
 
 
-def mark_gradients(program: Program, ends: list[int]) -> None:
+def mark_gradients(program: LocalProgram, ends: list[int]) -> None:
     """Which values have a gradient: those that an end (the loss, what is sent) depends on and that lead to a parameter
     or input. A branch's first item hands out gradients where any of its items has some."""
     called: set[int] = set()
@@ -989,7 +989,7 @@ def mark_gradients(program: Program, ends: list[int]) -> None:
             called.add(program.first_of[number])
 
 
-def _mark_parts(program: Program) -> None:
+def _mark_parts(program: LocalProgram) -> None:
     """Which items run in which part of the backward pass, by the gradients that come from them."""
     led: set[int] = set()
     own: set[int] = set()

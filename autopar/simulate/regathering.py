@@ -23,7 +23,7 @@ from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.way import tensors_on_the_way
 
 
-class Span(NamedTuple):
+class StatementSpan(NamedTuple):
     """Consecutive statements: the first of them, and the first that is none of them."""
 
     start: int
@@ -76,17 +76,17 @@ class Regathering:
         return found
 
     @cached_property
-    def _spans(self) -> dict[str, Span]:
+    def _spans(self) -> dict[str, StatementSpan]:
         """Where the forward of each block runs: the first of its pieces."""
-        blocks, found = block_paths(self.graph, self.plan.recompute), dict[str, Span]()
+        blocks, found = block_paths(self.graph, self.plan.recompute), dict[str, StatementSpan]()
         for position, statement in enumerate(self._flat.statements):
             for path in {path for path, _ in statement.scope.path} & blocks:
                 start, end = found.get(path, (position, position))
                 if end == position:
-                    found[path] = Span(start, position + 1)
+                    found[path] = StatementSpan(start, position + 1)
         return found
 
-    def _span_of(self, name: str) -> Span | None:
+    def _span_of(self, name: str) -> StatementSpan | None:
         """That of the innermost block that a parameter is in."""
         end = name.rfind(".")
         while end > 0:
@@ -95,7 +95,7 @@ class Regathering:
             end = name.rfind(".", 0, end)
         return None
 
-    def _is_visited_again(self, span: Span) -> bool:
+    def _is_visited_again(self, span: StatementSpan) -> bool:
         """Whether the backward pass needs the block in place: it runs again, or a gradient reaches its outputs."""
         if span not in self._visits:
             statements = self._flat.statements[slice(*span)]
@@ -103,7 +103,7 @@ class Regathering:
             self._visits[span] = runs_again or self._gets_gradient(span, statements)
         return self._visits[span]
 
-    def _gets_gradient(self, span: Span, statements: Sequence[Statement]) -> bool:
+    def _gets_gradient(self, span: StatementSpan, statements: Sequence[Statement]) -> bool:
         """Whether a gradient reaches what the statements leave to others, in the first part if there are two."""
         made = {value for statement in statements for value in statement.makes}
         if self._has_second_part:
@@ -114,7 +114,7 @@ class Regathering:
         )
 
     @cached_property
-    def _visits(self) -> dict[Span, bool]:
+    def _visits(self) -> dict[StatementSpan, bool]:
         return {}
 
     @cached_property

@@ -26,7 +26,7 @@ from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
 from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
-from autopar.simulate.timeline import BETWEEN, Lane, Piece, Timeline
+from autopar.simulate.timeline import BETWEEN, Lane, Timeline, TimelinePiece
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers, way_of
 
 WORK = DIRECTIONS
@@ -36,7 +36,7 @@ ON_ITS_WAY = "between stages"
 
 def play_stages(graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> Timeline:
     """One step of a plan whose stages are lowered: a player for each of them, which may have played before."""
-    step = _Step(graph, plan, players, profiles)
+    step = _StagedStep(graph, plan, players, profiles)
     step.run()
     return step.timeline()
 
@@ -76,7 +76,7 @@ class _Arrival(NamedTuple):
         """The sender keeps what has not left."""
         size, under_way = self.transfer.held_bytes, self.time_ns - self.left_ns
         if size and under_way:
-            self.sender.pieces.append(Piece(self.left_ns, "", [], _held(size, under_way)))
+            self.sender.pieces.append(TimelinePiece(self.left_ns, "", [], _held(size, under_way)))
 
 
 @dataclass(eq=False)
@@ -92,7 +92,7 @@ class Submesh:
     links: dict[str, int] = field(default_factory=dict)
     sends: dict[str, int] = field(default_factory=dict)
     in_flight: list[tuple[int, int]] = field(default_factory=list)
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[TimelinePiece] = field(default_factory=list)
     spent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
@@ -121,7 +121,7 @@ class Submesh:
         self.unmet_ns = done.unmet_after(self.unmet_ns)
         self.links.update((link, begin + end) for link, end in done.links.items())
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
-        self.pieces.append(Piece(begin, label, done.tasks, done.allocations))
+        self.pieces.append(TimelinePiece(begin, label, done.tasks, done.allocations))
         for total, part in ((self.spent, done.spent), (self.waited, done.waited), (self.sent, done.sent)):
             for kind, amount in part.items():
                 total[kind] += amount
@@ -145,7 +145,7 @@ class Submesh:
     def keep(self, now: int, num_bytes: int) -> None:
         """Takes memory for what is to come, or gives it back."""
         if num_bytes:
-            self.pieces.append(Piece(now, "", [], _change(num_bytes)))
+            self.pieces.append(TimelinePiece(now, "", [], _change(num_bytes)))
 
     def hand(self, collective: str, num_bytes: int) -> None:
         """Counts what is for other submeshes, but for sends, which `departed` has."""
@@ -174,7 +174,7 @@ class Submesh:
 
 
 @dataclass(eq=False)
-class Progress:
+class StageProgress:
     """How far a stage is: what it has under way in absolute time, in how many passes it has made gradients."""
 
     player: Player
@@ -202,7 +202,7 @@ class Progress:
         self.standing = new._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
 
 
-def pass_kind(turn: Turn, stage: Progress, microbatches: int) -> PassKind:
+def pass_kind(turn: Turn, stage: StageProgress, microbatches: int) -> PassKind:
     """What pass a turn is, which counts those that make gradients."""
     if turn.direction in LEAVE_GRADIENTS:
         return PassKind(turn.direction)
@@ -210,12 +210,12 @@ def pass_kind(turn: Turn, stage: Progress, microbatches: int) -> PassKind:
     return PassKind(turn.direction, stage.num_made == 1, stage.num_made == microbatches)
 
 
-class _Step:
+class _StagedStep:
     def __init__(self, graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> None:
         self.plan, self.sharing = plan, sharing_of(profiles) if plan.stages else None
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = [player.program for player in players]
-        self.stages = [Progress(player) for player in players]
+        self.stages = [StageProgress(player) for player in players]
         self.submeshes = _submeshes(plan)
         self.transfers = find_transfers(graph, plan, programs, profiles)
         self.ties = find_ties(graph, plan, profiles) if self.trains else []
@@ -331,7 +331,7 @@ class _Step:
             start = max(ready, submesh.sends.get(transfer.link, 0))
             end = submesh.sends[transfer.link] = start + transfer.duration_ns
             task = (transfer.link, ", ".join(transfer.names), 0, transfer.duration_ns, "send")
-            submesh.pieces.append(Piece(start, label, [task], []))
+            submesh.pieces.append(TimelinePiece(start, label, [task], []))
             submesh.departed[transfer.sent_bytes] += 1
             submesh.note("send", Sent(1, 0, transfer.duration_ns))  # bytes: `departed`
         self.arrived[transfer.target, transfer.direction, microbatch].append(_Arrival(transfer, submesh, ready, end))
@@ -360,7 +360,7 @@ class _Step:
             submesh.waited[TIED] += tie.duration_ns
             submesh.free_ns = submesh.links[tie.link] = start + tie.duration_ns
             task = (tie.link, f"gradient of {tie.tensor}", 0, tie.duration_ns, TIED)
-            submesh.pieces.append(Piece(start, "", [task], []))
+            submesh.pieces.append(TimelinePiece(start, "", [task], []))
             submesh.hand("all_reduce", tie.num_bytes)
             submesh.note(TIED, Sent(1, tie.num_bytes, tie.duration_ns))
 
@@ -425,7 +425,7 @@ def lane_of(submesh: Submesh, makespan: int) -> Lane:
     )
 
 
-def _last_kind(pieces: Sequence[Piece]) -> str:
+def _last_kind(pieces: Sequence[TimelinePiece]) -> str:
     """The kind of the task that ends last."""
     ends = ((piece.begin_ns + task[3], -number, task[4]) for number, piece in enumerate(pieces) for task in piece.tasks)
     return max(ends)[2]

@@ -64,7 +64,7 @@ class Open(NamedTuple):
     is_later: bool
 
 
-class Group(NamedTuple):
+class BucketSlots(NamedTuple):
     """A part's slots in one bucket. before: what later parts have in it; own: what these are."""
 
     slots: tuple[int, ...]
@@ -117,19 +117,19 @@ class OnWay:
         self.is_packed = self.crosses and all(self._is_packed(moving) for moving in moved)
         self._is_touched = any(self._is_packed(moving) for moving in moved)
         self._passing: tuple[Share, ...] = ()
-        self._known: dict[Open | None, tuple[tuple[Group, ...], Open | None]] = {}
+        self._known: dict[Open | None, tuple[tuple[BucketSlots, ...], Open | None]] = {}
         self._shared: dict[tuple[int, Load | None], tuple[tuple[Share, ...], Load | None]] = {}  # by identity of groups
         self._kept: set[int] = set()  # identities of groups that are kept in `_known`
 
     def _is_packed(self, moving: Moving) -> bool:
         return self.has_buffer or moving.slot.gradient_bytes < LONE_BYTES
 
-    def fill(self, before: Open | None) -> tuple[tuple[Group, ...], Open | None]:
+    def fill(self, before: Open | None) -> tuple[tuple[BucketSlots, ...], Open | None]:
         """Packs them into the bucket that later parts have left open, and new ones; and which is left open."""
         if before is not None and self.is_packed:
             limit = BUCKET_BYTES if before.is_later else FIRST_BUCKET_BYTES
             if before.load.whole_bytes + self.own.whole_bytes <= limit:
-                group = Group(self.slots, before.load, self.own, True)
+                group = BucketSlots(self.slots, before.load, self.own, True)
                 return (group,), Open(before.load.plus(self.own), before.is_later)
         known = self._known.get(before)
         if known is None:
@@ -137,14 +137,14 @@ class OnWay:
             self._kept.add(id(known[0]))
         return known
 
-    def _filled(self, before: Open | None) -> tuple[tuple[Group, ...], Open | None]:
-        groups, current = list[Group](), list[Moving]()
+    def _filled(self, before: Open | None) -> tuple[tuple[BucketSlots, ...], Open | None]:
+        groups, current = list[BucketSlots](), list[Moving]()
         load, is_later = (before.load, before.is_later) if before is not None else (None, False)
         filled = load.whole_bytes if load is not None else 0
         for moving in self.moved:
             size = moving.slot.gradient_bytes
             if not self._is_packed(moving):
-                groups.append(Group((moving.number,), None, _load(moving), False))
+                groups.append(BucketSlots((moving.number,), None, _load(moving), False))
                 continue
             if filled and filled + size > (BUCKET_BYTES if is_later else FIRST_BUCKET_BYTES):
                 groups += _closed(current, load, False)
@@ -158,7 +158,7 @@ class OnWay:
         return tuple(groups), Open(_together([load, *own] if load is not None else own), is_later)
 
     def share(
-        self, groups: Sequence[Group], rest: Load | None, ways: Ways, send: Send
+        self, groups: Sequence[BucketSlots], rest: Load | None, ways: Ways, send: Send
     ) -> tuple[tuple[Share, ...], Load | None]:
         """The part's shares, and what it and earlier ones, which add `rest`, add to the bucket of later parts. send: a
         bucket's collectives."""
@@ -174,7 +174,7 @@ class OnWay:
         return known
 
     def _shares(
-        self, groups: Sequence[Group], rest: Load | None, ways: Ways, send: Send
+        self, groups: Sequence[BucketSlots], rest: Load | None, ways: Ways, send: Send
     ) -> tuple[tuple[Share, ...], Load | None]:
         shares, added = list[Share](), None if self._is_touched else rest
         for group in groups:
@@ -184,12 +184,12 @@ class OnWay:
                 added = group.own if more is None else group.own.plus(more)
         return tuple(shares), added
 
-    def _only_passes(self, group: Group, rest: Load | None) -> bool:
+    def _only_passes(self, group: BucketSlots, rest: Load | None) -> bool:
         """Whether other parts begin and complete the bucket that all of this part's gradients are in."""
         begun = group.before is not None and group.before.has_gradient
         return begun and rest is not None and rest.has_gradient and group.stays_open and self.own.has_gradient
 
-    def _share(self, group: Group, rest: Load | None, ways: Ways, send: Send) -> Share:
+    def _share(self, group: BucketSlots, rest: Load | None, ways: Ways, send: Send) -> Share:
         before = group.own if group.before is None else group.before.plus(group.own)
         total = before if rest is None else before.plus(rest)
         items = [self.ended_at[n] for n in group.slots if self.ended_at[n] >= 0]
@@ -204,11 +204,11 @@ class OnWay:
         )  # fmt: skip
 
 
-def _closed(current: Sequence[Moving], before: Load | None, stays_open: bool) -> list[Group]:
+def _closed(current: Sequence[Moving], before: Load | None, stays_open: bool) -> list[BucketSlots]:
     if not current:
         return []
     own = _together([_load(moving) for moving in current])
-    return [Group(tuple([moving.number for moving in current]), before, own, stays_open)]
+    return [BucketSlots(tuple([moving.number for moving in current]), before, own, stays_open)]
 
 
 def _together(loads: Sequence[Load]) -> Load:

@@ -32,7 +32,7 @@ class Event(NamedTuple):
     kind: str
 
 
-class Piece(NamedTuple):
+class TimelinePiece(NamedTuple):
     """Tasks and changes of memory whose times count from `begin_ns`; the same lists may stand for several pieces."""
 
     begin_ns: int
@@ -49,7 +49,7 @@ class Lane:
     """
 
     ranks: range
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TimelinePiece, ...]
     breakdown: Breakdown
     exposed: Mapping[str, int]
     comm_bytes: Mapping[str, int]

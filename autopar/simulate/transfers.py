@@ -24,7 +24,7 @@ from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
 from autopar.runtime.arrivals import Turn
 from autopar.runtime.crossing import Side, crossing
-from autopar.simulate.program import Program
+from autopar.simulate.program import LocalProgram
 
 
 class Transfer(NamedTuple):
@@ -110,7 +110,9 @@ def way_of(turn: Turn) -> tuple[int, str]:
     return turn.stage, BACKWARD if turn.direction == BACKWARD_INPUT else turn.direction
 
 
-def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profiles: Sequence[Profile]) -> Transfers:
+def find_transfers(
+    graph: Graph, plan: Plan, programs: Sequence[LocalProgram], profiles: Sequence[Profile]
+) -> Transfers:
     """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
     found = Transfers({}, {}, {}, {}, [profile.runtime if plan.stages else None for profile in profiles])
     kept = [_kept(program) for program in programs]
@@ -140,14 +142,14 @@ def find_transfers(graph: Graph, plan: Plan, programs: Sequence[Program], profil
     return found
 
 
-def _kept(program: Program) -> set[str]:
+def _kept(program: LocalProgram) -> set[str]:
     """What is sent of the tensors that autograd keeps anyway, or that are stored."""
     saved = {storage for item in program.items if item.runs_backward for storage in item.saved}
     sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
     return {name for name, storage in sent if storage in saved or program.memory[storage].owner < 0}
 
 
-class _Way(NamedTuple):
+class _StageRoute(NamedTuple):
     """A tensor between two stages: its shape, bytes an element, and both sides; the first one sends."""
 
     shape: tuple[int, ...]
@@ -189,16 +191,18 @@ class _Way(NamedTuple):
         return math.prod(local_shape(self.shape, tuple(types), tuple(axes), coordinate)) * self.itemsize
 
 
-def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_forward: bool) -> _Way:
+def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_forward: bool) -> _StageRoute:
     """The way of a tensor from the stage `source` to `target`, or of its gradient back."""
     maker, reader, tensor = plan.stages[source], plan.stages[target], graph.tensors[name]
     leaving = side(maker.ranks, maker.axes, leaving_placement(graph, plan, target, name))
     arriving = side(reader.ranks, reader.axes, reader.inputs[name])
-    return _Way(graph.made_shape(name), tensor.itemsize, *((leaving, arriving) if is_forward else (arriving, leaving)))
+    return _StageRoute(
+        graph.made_shape(name), tensor.itemsize, *((leaving, arriving) if is_forward else (arriving, leaving))
+    )
 
 
 def _sending(
-    plan: Plan, source: int, target: int, ways: Sequence[_Way], profiles: Sequence[Profile]
+    plan: Plan, source: int, target: int, ways: Sequence[_StageRoute], profiles: Sequence[Profile]
 ) -> tuple[tuple[int, ...], str, int]:
     """Bytes that each rank sends, the link that the busiest does on, and nanoseconds."""
     if ways[0].is_rank_to_rank:

@@ -23,19 +23,19 @@ from autopar.ir.shares import alike_ranks, seen_from
 from autopar.simulate.engine import Carried
 from autopar.simulate.meeting import Key, Meeting
 from autopar.simulate.player import Meet, Pass, PassKind, Player, Standing
-from autopar.simulate.program import Bucket, Item, Program, Transmission, lower_stages
-from autopar.simulate.schedule import Progress, Submesh, lane_of, pass_kind
+from autopar.simulate.program import Bucket, Item, LocalProgram, Transmission, lower_stages
+from autopar.simulate.schedule import StageProgress, Submesh, lane_of, pass_kind
 from autopar.simulate.timeline import Timeline
 
 SENT = ("forward", "backward", "inner", "inner_backward")
 
 
 @dataclass(frozen=True)
-class Lane:
+class UnlikeLane:
     """Ranks that do the same, on devices of one kind."""
 
     ranks: range
-    program: Program
+    program: LocalProgram
     profile: Profile
 
 
@@ -46,7 +46,7 @@ Keys = dict[int, list[Key]]
 def play_unlike(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool) -> Timeline:
     """One step of a plan of one stage on ranks that are unlike. profiles: by the mesh's names for its devices."""
     lanes, keys = (lanes_of_branches if plan.forks else lanes_of_shares)(graph, plan, profiles)
-    step = _Step(graph, plan, lanes, keys, sums_early)
+    step = _UnlikeStep(graph, plan, lanes, keys, sums_early)
     try:
         step.run()
     finally:
@@ -54,12 +54,12 @@ def play_unlike(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_
     return step.timeline()
 
 
-class _Step:
-    def __init__(self, graph: Graph, plan: Plan, lanes: Sequence[Lane], keys: Keys, sums_early: bool) -> None:
+class _UnlikeStep:
+    def __init__(self, graph: Graph, plan: Plan, lanes: Sequence[UnlikeLane], keys: Keys, sums_early: bool) -> None:
         self.plan, self.trains = plan, plan.mode == "train" and graph.loss is not None
         self.meeting = Meeting(keys)
         self.submeshes = [Submesh(lane.ranks, [number]) for number, lane in enumerate(lanes)]
-        self.stages = [Progress(Player(lane.program, lane.profile, self.trains, sums_early)) for lane in lanes]
+        self.stages = [StageProgress(Player(lane.program, lane.profile, self.trains, sums_early)) for lane in lanes]
         self._known: dict[Any, list[Pass]] = {}
 
     def run(self) -> None:
@@ -103,13 +103,13 @@ def _played(player: Player, state: tuple[PassKind, Carried, Standing], meet: Mee
 # Lanes ----------------------------------------
 
 
-def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[Lane], Keys]:
+def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[UnlikeLane], Keys]:
     """A lane for the first of each set of ranks that run the same operators; it stands for those like it."""
     ranks, (profile,) = unlike_ranks(plan), profiles.values()
     shared = profile.shared_by(plan.mesh.devices_per_node)
     places = [coordinates_of(plan, rank) for rank in ranks]
     lanes = [
-        Lane(range(rank, rank + 1), lower_stages(graph, plan, [shared], rank)[0], shared) for rank in ranks
+        UnlikeLane(range(rank, rank + 1), lower_stages(graph, plan, [shared], rank)[0], shared) for rank in ranks
     ]  # fmt: skip
     keys = {
         axis_position(plan.axes, name): [tuple(n for other, n in place.items() if other != name) for place in places]
@@ -118,7 +118,7 @@ def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile])
     return lanes, keys
 
 
-def lanes_of_shares(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[Lane], Keys]:
+def lanes_of_shares(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[UnlikeLane], Keys]:
     """A lane for neighbouring ranks of one kind with equal shares; what they send each other lasts as long on all."""
     every = alike_ranks(plan.mesh, plan.axes)
     joined = _joining_axes(plan, every)
@@ -128,7 +128,7 @@ def lanes_of_shares(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -
         profile = profiles[group.profile].shared_by(group.devices_per_node)
         part = Mesh(group.profile, plan.mesh.nodes, group.devices_per_node)
         seen = replace(plan, mesh=part, axes=seen_from(plan.axes, ranks.start))
-        lanes.append(Lane(ranks, lower_stages(graph, seen, [profile])[0], profile))
+        lanes.append(UnlikeLane(ranks, lower_stages(graph, seen, [profile])[0], profile))
     _agree([lane.program for lane in lanes], joined)
     return lanes, {axis: [()] * len(lanes) for axis in joined}
 
@@ -145,7 +145,7 @@ def _joining_axes(plan: Plan, lanes: Sequence[range]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _agree(programs: Sequence[Program], joined: frozenset[int]) -> None:
+def _agree(programs: Sequence[LocalProgram], joined: frozenset[int]) -> None:
     """Makes what lanes send each other last as long on all of them: as long as on the slowest."""
     for items in zip(*(program.items for program in programs), strict=True):
         for field in SENT:

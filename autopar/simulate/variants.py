@@ -19,9 +19,9 @@ from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
 from autopar.simulate.parts import (
     Arriving,
-    Crossing,
+    CrossingValue,
     Gradients,
-    Kept,
+    KeptBefore,
     Lowered,
     Marked,
     Part,
@@ -31,7 +31,7 @@ from autopar.simulate.parts import (
     ways_of,
 )
 from autopar.simulate.player import Pass
-from autopar.simulate.program import STEP_COUNT_BYTES, Program, Transmission
+from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, Transmission
 from autopar.simulate.repeats import segments_of
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
@@ -112,7 +112,7 @@ class Variants:
         lowered = self._lowered_parts(plan)
         marked = self._marked_parts(lowered)
         first = marked[0].lowered
-        before = self._number(Kept((False,) * first.num_memory, (False,) * first.num_entering))
+        before = self._number(KeptBefore((False,) * first.num_memory, (False,) * first.num_entering))
         keeping = []
         for one in marked:
             keeping.append(before)
@@ -147,7 +147,7 @@ class Variants:
         names = self.segments[0].enters
         bases = tuple([plan.inputs[name] for name in names])
         values = tuple([
-            Crossing(n, base, n, False, self.lowering.shapes.local(name, base)[1], None)
+            CrossingValue(n, base, n, False, self.lowering.shapes.local(name, base)[1], None)
             for n, (name, base) in enumerate(zip(names, bases, strict=True))
         ])  # fmt: skip
         return Arriving(bases, values, tuple([(value.num_bytes, False) for value in values]))
@@ -303,7 +303,7 @@ class Variants:
         if len(set(members)) < len(members):
             raise Unsupported("equal parts have parameters of no block")
         place, units = {number: at for at, number in enumerate(numbers)}, dict[tuple[int, int], int]()
-        program = self.lowering.program = Program()
+        program = self.lowering.program = LocalProgram()
         for at, (number, n) in enumerate(found):
             slot = parts[number].program.slots[n]
             unit = (number, slot.unit) if slot.unit else (0, 0)
@@ -322,7 +322,7 @@ class Variants:
         """Plays the begin of the step, without what stays."""
         if not any(part.first_sent for part in parts):
             sizes = sum(part.first_bytes for part in parts)
-            begin = Begin(Program(), self.profile, set())
+            begin = Begin(LocalProgram(), self.profile, set())
             begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
             return Gathered({}, {}, begin.result(), 0)
         key = tuple([self._first_form(part) for part in parts])
@@ -350,7 +350,7 @@ class Variants:
 
     def _played_gathers(self, parts: Sequence[Part]) -> Gathered:
         """As `Gathered`, but slots by number."""
-        places, program = list[tuple[int, int]](), Program()
+        places, program = list[tuple[int, int]](), LocalProgram()
         units: dict[tuple[int, int], int] = {(0, 0): 0}
         is_plain = self.profile.runtime is None  # then what sends nothing is there at once
         for number, part in enumerate(parts):
@@ -423,7 +423,7 @@ class Variants:
 
     def _place_residents(self, plan: Plan, parts: Sequence[Part]) -> None:
         lowering, loss = self.lowering, self.graph.loss
-        lowering.plan, lowering.program = plan, Program()
+        lowering.plan, lowering.program = plan, LocalProgram()
         lowering.placements = {} if loss is None else {loss: ()}
         constants: dict[object, int] = {}
         entering: list[object] = [(-1, n) for n in range(parts[0].lowered.num_memory)]

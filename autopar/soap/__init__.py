@@ -3,7 +3,7 @@
 from autopar.soap.annealing import Jump, Score, Watch, World
 from autopar.soap.ledger import NEVER, Ledger, Stages
 from autopar.soap.proposals import INPUT, STORAGE, Proposals
-from autopar.soap.refining import Budget, Found, Start, refine, refined_elsewhere
+from autopar.soap.refining import Budget, RefinedPlan, Start, refine, refined_elsewhere
 from autopar.soap.space import Space
 
 __all__ = [
@@ -11,10 +11,10 @@ __all__ = [
     "NEVER",
     "STORAGE",
     "Budget",
-    "Found",
     "Jump",
     "Ledger",
     "Proposals",
+    "RefinedPlan",
     "Score",
     "Space",
     "Stages",

@@ -3,9 +3,10 @@
 least = max over stages of   microbatches · (forward + backward) + optimizer + what runs before and after on others
                              link work, of each level
 
-Operators and tensors that stand in the same place of equal blocks, and are placed alike, are priced once (`_Group`), so
-what a change of all of them takes does not grow with the number of blocks. What crosses a border between stages is left
-out. Of what is computed again, operators count that save something for their own backward pass: they surely are.
+Operators and tensors that stand in the same place of equal blocks, and are placed alike, are priced once
+(`_EqualWorth`), so what a change of all of them takes does not grow with the number of blocks. What crosses a border
+between stages is left out. Of what is computed again, operators count that save something for their own backward pass:
+they surely are.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ Way = tuple[Placement, tuple[Step, ...], bool]
 """How a tensor is brought to a placement; whether a gradient comes back from there."""
 
 
-class Prices(Protocol):
+class LedgerPrices(Protocol):
     """What operators and tensors take by themselves, on the plans' axes and with their microbatches."""
 
     @property
@@ -99,7 +100,7 @@ class _Alike(NamedTuple):
     num_again: int
 
 
-class _Group:
+class _EqualWorth:
     """Tensors, or operators, that are worth the same wherever decisions of the same names are.
 
     decisions: by member, what its worth depends on: who makes it, then who reads it; shared: these by representative.
@@ -118,7 +119,7 @@ class _Group:
 class Ledger:
     """What a draft comes to, and what it would with a change. stages: where the plans are cut into such."""
 
-    def __init__(self, space: Space, prices: Prices, microbatches: int, stages: Stages | None = None) -> None:
+    def __init__(self, space: Space, prices: LedgerPrices, microbatches: int, stages: Stages | None = None) -> None:
         self.space, self.prices, self.microbatches, self.stages = space, prices, microbatches, stages
         graph = space.graph
         self.num_stages = len(stages.submesh_of) if stages else 1
@@ -126,7 +127,7 @@ class Ledger:
         self._numbers: dict[Option, int] = {}
         self._options: list[Option] = []
         self._kept: list[Option] = []
-        groups: dict[Hashable, _Group] = {}
+        groups: dict[Hashable, _EqualWorth] = {}
         for node in graph.nodes:
             self._join(groups, node.name, NODE, self._stage_of(node.name), (node.name,))
         for name in graph.tensors:
@@ -149,14 +150,14 @@ class Ledger:
     # Groups ----------------------------------------
 
     def _join(
-        self, groups: dict[Hashable, _Group], name: str, kind: Hashable, stage: int, decisions: tuple[str, ...]
+        self, groups: dict[Hashable, _EqualWorth], name: str, kind: Hashable, stage: int, decisions: tuple[str, ...]
     ) -> None:  # fmt: skip
         """Adds a member to its group; what is in no one stage is left out."""
         if stage < 0:
             return
         shared = tuple([self._representative(one) for one in decisions])
         key = kind, stage, shared, self._places(name, kind)
-        group = groups.setdefault(key, _Group(stage, shared, kind == NODE))
+        group = groups.setdefault(key, _EqualWorth(stage, shared, kind == NODE))
         group.members.append(name)
         group.decisions.append(decisions)
 
@@ -217,7 +218,7 @@ class Ledger:
 
     # Worth ----------------------------------------
 
-    def _worth(self, group: _Group, place: int, codes: Codes) -> Worth | None:
+    def _worth(self, group: _EqualWorth, place: int, codes: Codes) -> Worth | None:
         """Of a member whose decisions have these options; None where it cannot be brought to where it is read."""
         known = group.known.get(codes, _NOTHING)
         if known is not _NOTHING:
@@ -347,7 +348,7 @@ class Ledger:
                 found[group.stage] += row.again_ns if row is not None else 0
         return found
 
-    def _ways(self, group: _Group) -> list[_Alike]:
+    def _ways(self, group: _EqualWorth) -> list[_Alike]:
         """How the members are decided, each way once."""
         alike, now = self._alike, self._now
         codes = tuple([alike[name] for name in group.shared])
@@ -358,7 +359,7 @@ class Ledger:
             places.setdefault(tuple([now[name] for name in names]), []).append(place)
         return [_Alike(own, at[0], len(at), len(group.again.intersection(at))) for own, at in places.items()]
 
-    def _group_row(self, group: _Group, options: Mapping[str, int]) -> Sequence[int] | None:
+    def _group_row(self, group: _EqualWorth, options: Mapping[str, int]) -> Sequence[int] | None:
         """What a whole group comes to. options: what is set, by representative."""
         total: list[int] | None = None
         for codes, place, num_members, num_again in group.ways:

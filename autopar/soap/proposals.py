@@ -25,7 +25,7 @@ from random import Random
 from autopar.ir.graph import is_inside
 from autopar.ir.placement import Placement, Type
 from autopar.ir.plan import NodePlan, Plan, Storage
-from autopar.soap.space import Change, Draft, End, Link, Modules, Option, Space, option_of
+from autopar.soap.space import Change, DecisionLink, Draft, LinkEnd, Modules, Option, Space, option_of
 
 SAMPLE, ATTRIBUTE, PARAMETER = "sample", "attribute", "parameter"
 STORAGE, INPUT, RECOMPUTE, AXES = "storage", "input", "recompute", "axes"
@@ -41,7 +41,7 @@ class Proposals:
 
     def __init__(self, space: Space) -> None:
         self.space = space
-        self._matching: dict[tuple[str, End, Placement], tuple[Option, ...]] = {}
+        self._matching: dict[tuple[str, LinkEnd, Placement], tuple[Option, ...]] = {}
         self._same: dict[str, dict[Option, Option]] = {}
         self._others: dict[tuple[str, int], tuple[Option, list[Option]]] = {}  # by name and identity of what is kept
 
@@ -136,7 +136,7 @@ class Proposals:
             known = self._others[name, id(now)] = now, [option for option in self._options(name) if option != now]
         return known[1]
 
-    def _agreeing(self, name: str, end: End, placement: Placement) -> tuple[Option, ...]:
+    def _agreeing(self, name: str, end: LinkEnd, placement: Placement) -> tuple[Option, ...]:
         """The options of a neighbour that meet a placement without a redistribution."""
         key = (name if end.kind == "input" else self.space.representative(name)), end, placement
         if key not in self._matching:
@@ -169,7 +169,7 @@ class Proposals:
                     waiting.append(link.other)
         return changed
 
-    def _may_follow(self, link: Link, held: frozenset[str]) -> bool:
+    def _may_follow(self, link: DecisionLink, held: frozenset[str]) -> bool:
         key = link.other if link.end.kind == "input" else self.space.representative(link.other)
         return key in self._open and (not held or held.isdisjoint(self.space.equals.get(key, (key,))))
 
@@ -193,13 +193,13 @@ class Proposals:
         most = max(agreeing)
         return random.choice([option for option, count in zip(looked_at, agreeing, strict=True) if count == most])
 
-    def _links(self, name: str, together: bool) -> Sequence[Link]:
+    def _links(self, name: str, together: bool) -> Sequence[DecisionLink]:
         return self._shared_links(name) if together else self.space.links(name)
 
-    def _shared_links(self, name: str) -> Sequence[Link]:
+    def _shared_links(self, name: str) -> Sequence[DecisionLink]:
         """What all that a representative stands for meet, by representatives."""
         if name not in self._shared:
-            found: dict[Link, None] = {}
+            found: dict[DecisionLink, None] = {}
             for equal in self.space.equals.get(name, (name,)):
                 for link in self.space.links(equal):
                     other = link.other if link.end.kind == "input" else self.space.representative(link.other)
@@ -209,7 +209,7 @@ class Proposals:
         return self._shared[name]
 
     @cached_property
-    def _shared(self) -> dict[str, Sequence[Link]]:
+    def _shared(self) -> dict[str, Sequence[DecisionLink]]:
         return {}
 
     # Changes ----------------------------------------
@@ -240,7 +240,7 @@ class Proposals:
         return Change(RECOMPUTE, modules[0], recompute=kept)
 
 
-def placement_at(option: Option, end: End) -> Placement:
+def placement_at(option: Option, end: LinkEnd) -> Placement:
     """What an option leaves, reads, stores or feeds there."""
     if isinstance(option, NodePlan):
         return (option.results if end.kind == "result" else option.operands)[end.position]
@@ -259,7 +259,7 @@ def _permuted(option: Option, order: Sequence[int]) -> Option:
     return replace(option, placement=along(option.placement)) if isinstance(option, Storage) else along(option)
 
 
-def _fits(option: Option, end: End, placement: Placement) -> bool:
+def _fits(option: Option, end: LinkEnd, placement: Placement) -> bool:
     """Whether it meets a placement: what is stored whole is read as I or R alike."""
     own = placement_at(option, end)
     return own == placement or (end.kind == "stored" and all(map(_is_whole_alike, own, placement)))

@@ -45,7 +45,7 @@ class Start:
     plan: Plan
 
 
-class Found(NamedTuple):
+class RefinedPlan(NamedTuple):
     """The best plan, and the world that it is of."""
 
     world: World
@@ -55,7 +55,7 @@ class Found(NamedTuple):
 def refine(
     starts: Sequence[Start], budget: Budget, jumps: Mapping[str, Jump] | None = None,
     watch: Watch | None = None,
-) -> tuple[Found, Refinement]:  # fmt: skip
+) -> tuple[RefinedPlan, Refinement]:  # fmt: skip
     """The best plan that chains from the starts find, and how; the first start's plan, where none is faster.
 
     The budget is shared equally. What the best differs in from the first start is in the report. jumps: further
@@ -72,14 +72,14 @@ def refine(
             break
     ends = [chains[0].first, *(chain.best for chain in chains)]
     number = min(range(len(ends)), key=lambda n: (not ends[n].fits, ends[n].cost_ns, n))
-    simplest = _Differences(ends[0], ends[number])
+    simplest = _DecisionDifferences(ends[0], ends[number])
     plan, moves = simplest.taken_back()
     seconds = time.monotonic() - began
     report = _report(starts, chains, max(0, number - 1), simplest.best, moves, budget, seconds)
-    return Found(simplest.best.world, plan), report
+    return RefinedPlan(simplest.best.world, plan), report
 
 
-def refined_elsewhere(start: Start, other: Start, report: Refinement) -> tuple[Found, Refinement]:
+def refined_elsewhere(start: Start, other: Start, report: Refinement) -> tuple[RefinedPlan, Refinement]:
     """As `refine`, where the chains ran on a model with fewer equal blocks and found what, done in all, is the other.
 
     report: of that search. Its steps are told in proportion to the whole model's; what each decision gains is simulated
@@ -87,7 +87,7 @@ def refined_elsewhere(start: Start, other: Start, report: Refinement) -> tuple[F
     """
     began = time.monotonic()
     first, second = _scored_at(start), _scored_at(other)
-    simplest = _Differences(first, min((first, second), key=lambda one: (not one.fits, one.cost_ns)))
+    simplest = _DecisionDifferences(first, min((first, second), key=lambda one: (not one.fits, one.cost_ns)))
     plan, moves = simplest.taken_back()
     whole = first.cost_ns / report.before_ns
     report = replace(
@@ -96,7 +96,7 @@ def refined_elsewhere(start: Start, other: Start, report: Refinement) -> tuple[F
         starts={start.name: (first.cost_ns, simplest.best.cost_ns)},
         trace=tuple((count, round(now * whole), round(best_ns * whole)) for count, now, best_ns in report.trace),
     )  # fmt: skip
-    return Found(simplest.best.world, plan), report
+    return RefinedPlan(simplest.best.world, plan), report
 
 
 def _scored_at(start: Start) -> Scored:
@@ -129,7 +129,7 @@ def _report(
 
 
 @dataclass
-class _Differences:
+class _DecisionDifferences:
     """Decisions in which the best plan differs from the first: each is taken back where that loses next to nothing."""
 
     first: Scored

@@ -48,19 +48,19 @@ class Twins(Protocol):
     def representative_tensor(self, name: str) -> str: ...
 
 
-class End(NamedTuple):
+class LinkEnd(NamedTuple):
     """A place at which a decision touches a tensor: which result or operand of a node; or what is stored, or fed."""
 
     kind: str  # "result", "operand", "stored" or "input"
     position: int
 
 
-class Link(NamedTuple):
+class DecisionLink(NamedTuple):
     """Two decisions that meet at a tensor: own end, the other's name (a node or tensor) and its end."""
 
-    own: End
+    own: LinkEnd
     other: str
-    end: End
+    end: LinkEnd
 
 
 @dataclass(frozen=True)
@@ -152,36 +152,36 @@ class Space:
             for tensor in node.results:
                 yield from (reader.name for reader, _ in self.graph.consumers[tensor])
 
-    def links(self, name: str) -> tuple[Link, ...]:
+    def links(self, name: str) -> tuple[DecisionLink, ...]:
         """What a node, stored tensor or input meets at the tensors that it makes or reads."""
         if name not in self._links:
             self._links[name] = tuple(self._find_links(name))
         return self._links[name]
 
     @cached_property
-    def _links(self) -> dict[str, tuple[Link, ...]]:
+    def _links(self) -> dict[str, tuple[DecisionLink, ...]]:
         return {}
 
-    def _find_links(self, name: str) -> Iterable[Link]:
+    def _find_links(self, name: str) -> Iterable[DecisionLink]:
         node = self.graph.node_by_name.get(name)
         if node is None:
-            own = End("input" if name in self.graph.inputs else "stored", 0)
+            own = LinkEnd("input" if name in self.graph.inputs else "stored", 0)
             yield from self._read_by(name, own, name)
             return
         for position, tensor in enumerate(node.results):
-            yield from self._read_by(tensor, End("result", position), name)
+            yield from self._read_by(tensor, LinkEnd("result", position), name)
         for position, tensor in enumerate(node.operands):
-            own = End("operand", position)
+            own = LinkEnd("operand", position)
             producer = self.graph.producers.get(tensor)
             if producer is not None:
-                yield Link(own, producer.name, End("result", producer.results.index(tensor)))
+                yield DecisionLink(own, producer.name, LinkEnd("result", producer.results.index(tensor)))
             else:
-                yield Link(own, tensor, End("input" if tensor in self.graph.inputs else "stored", 0))
+                yield DecisionLink(own, tensor, LinkEnd("input" if tensor in self.graph.inputs else "stored", 0))
 
-    def _read_by(self, tensor: str, own: End, name: str) -> Iterable[Link]:
+    def _read_by(self, tensor: str, own: LinkEnd, name: str) -> Iterable[DecisionLink]:
         for reader, position in self.graph.consumers[tensor]:
             if reader.name != name:
-                yield Link(own, reader.name, End("operand", position))
+                yield DecisionLink(own, reader.name, LinkEnd("operand", position))
 
     # Plans ----------------------------------------
 

@@ -27,7 +27,7 @@ from autopar.progress import Report, reporting
 from autopar.staged.finalists import Finalists
 from autopar.staged.layered import Layered
 from autopar.staged.mixing import mixed
-from autopar.staged.search import Search
+from autopar.staged.search import StagedSearch
 from autopar.trace import Blocks
 
 _FEW_DEVICES = 8
@@ -43,12 +43,12 @@ def best_staged_plan(
     Raises InfeasibleError naming the smallest memory limit that can be met.
     """
     with without_collector():
-        search = Search(Layered(graph, blocks, request, profile))
+        search = StagedSearch(Layered(graph, blocks, request, profile))
         with reporting(progress, len(search.shapes)) as report:
             found = search.run(report)
             if all(candidate.peak_bytes > search.admitted for candidate in found) and not interrupt.is_asked():
                 # What all layers read, such as a mask, may be what does not fit when it is counted with each of them.
-                search = Search(Layered(graph, blocks, request, profile, constants_once=True))
+                search = StagedSearch(Layered(graph, blocks, request, profile, constants_once=True))
                 found = search.run(report)
             found += mixed(search.layered, found, search.started)
         finalists = Finalists(search, found)
@@ -61,7 +61,7 @@ def staged_plan_near(
     """The fastest plan that fits, of stages on submeshes of so many devices seen as one logical shape, such as "2x4",
     in so many microbatches; None where none was found."""
     with without_collector():
-        search = Search(Layered(graph, blocks, request, profile))
+        search = StagedSearch(Layered(graph, blocks, request, profile))
         found = search.near(size, mesh, microbatches)
         found += mixed(search.layered, found, search.started)
         finalists = Finalists(search, found)

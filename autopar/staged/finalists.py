@@ -15,12 +15,12 @@ from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.microbatch import one_microbatch_plan, over_microbatches
-from autopar.planning import Part, Place
+from autopar.planning import DividedGraph, Place
 from autopar.refusal import most_of
 from autopar.simulate import Incremental, Timeline, predict, simulate, traffic_by_submesh
 from autopar.staged.mixing import keeping_more
-from autopar.staged.search import Search
-from autopar.staged.ways import Candidate, Way
+from autopar.staged.search import StagedSearch
+from autopar.staged.ways import Candidate, StageStrategy
 from autopar.staging import cut
 
 FINALISTS = 3
@@ -34,7 +34,7 @@ _BORDERS = 0.01
 class Finalists:
     """What a search found, the fastest by estimate first."""
 
-    def __init__(self, search: Search, found: Sequence[Candidate]) -> None:
+    def __init__(self, search: StagedSearch, found: Sequence[Candidate]) -> None:
         self.search, self.layered, self.request = search, search.layered, search.request
         self.found = sorted(found, key=lambda candidate: candidate.step_ns)
         self.tried: list[dict[str, Any]] = []
@@ -154,7 +154,7 @@ class Finalists:
 
     # Plans ----------------------------------------
 
-    def _part(self, candidate: Candidate) -> Part:
+    def _part(self, candidate: Candidate) -> DividedGraph:
         return self.layered.part(candidate.microbatches)
 
     def _built(self, candidate: Candidate) -> Plan:
@@ -173,7 +173,7 @@ class Finalists:
                 made[way.setting, way.choice] = self._placed_as(way, again)
         return [made[way.setting, way.choice] for way in candidate.ways]
 
-    def _placed_as(self, way: Way, again: tuple[str, ...]) -> Plan:
+    def _placed_as(self, way: StageStrategy, again: tuple[str, ...]) -> Plan:
         place = Place(
             self.layered.part(way.setting.microbatches), way.setting.axes, self.request, self.layered.profile
         )  # fmt: skip
@@ -207,7 +207,7 @@ class Finalists:
         most = max(by_submesh, key=lambda counts: sum(counts.values()))
         return replace(plan, predicted=replace(plan.predicted, comm_bytes=most))
 
-    def _explained(self, way: Way) -> tuple[Choice, ...]:
+    def _explained(self, way: StageStrategy) -> tuple[Choice, ...]:
         """Each decision against all others that the user allows, also where a template's were searched alone."""
         setting, own = way.setting, self.layered.place_of(way.setting).placements
         if setting.zero is None:

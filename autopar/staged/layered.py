@@ -18,10 +18,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.microbatch import batch_types
-from autopar.planning import Part, Place, Request, divided, microbatch_counts
+from autopar.planning import DividedGraph, Place, Request, divided, microbatch_counts
 from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.simulate.layers import LayerCost, layer_costs
-from autopar.staged.ways import Candidate, Setting, Way
+from autopar.staged.ways import Candidate, Setting, StageStrategy
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
@@ -68,10 +68,10 @@ class Layered:
             found[node.name] = sum(node_time_ns(node, operands, results, tensors, self.shared))
         return found
 
-    def _short_part(self, microbatches: int) -> Part:
+    def _short_part(self, microbatches: int) -> DividedGraph:
         return replace(divided(self.folded.graph, self.blocks, microbatches), copies=self.folded.copies)
 
-    def _part(self, microbatches: int) -> Part:
+    def _part(self, microbatches: int) -> DividedGraph:
         return divided(self.graph, self.blocks, microbatches)
 
     def _short_place(self, axes: LogicalMesh, microbatches: int, zero: int | None) -> Place:
@@ -190,7 +190,7 @@ class Layered:
             if f"{module}.".startswith(f"{path}.")
         )
 
-    def _kind(self, way: Way) -> StageKind:
+    def _kind(self, way: StageStrategy) -> StageKind:
         """What each layer of the whole model costs when it is run so."""
         short, setting, place = self.folded, way.setting, self.place_of(way.setting)
         part = place.part

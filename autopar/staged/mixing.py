@@ -16,7 +16,7 @@ from autopar.errors import InfeasibleError
 from autopar.interop import ChosenStage, StageKind, best_stages
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight
 from autopar.staged.layered import Layered
-from autopar.staged.ways import Candidate, Way, hidden_bubble, in_two_parts, largest_peak
+from autopar.staged.ways import Candidate, StageStrategy, hidden_bubble, in_two_parts, largest_peak
 
 _COUNTS = 2
 """Numbers of microbatches that are looked at, the best first."""
@@ -65,13 +65,13 @@ def _of_count(layered: Layered, found: Sequence[Candidate]) -> Iterator[Candidat
             yield from _candidates(layered, own, choice.stages, choice.step_ns, best.lower_bound_ns)
 
 
-def _ways(layered: Layered, found: Sequence[Candidate]) -> list[Way]:
+def _ways(layered: Layered, found: Sequence[Candidate]) -> list[StageStrategy]:
     """Of each submesh the placements of its best candidate that fits, with every recomputation; the best of all first.
 
     One choice of placements for each logical shape.
     """
     fitting = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)
-    best: dict[int, Way] = {}
+    best: dict[int, StageStrategy] = {}
     for candidate in fitting:
         best.setdefault(candidate.ways[0].setting.num_devices, candidate.ways[0])
     size = next(iter(best), 1)
@@ -107,7 +107,7 @@ def _candidates(
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _MixedStage:
     """A stage of layers [begin, end), of which the last are kept: what it costs when they are, and when none is."""
 
     again: StageKind
@@ -165,10 +165,10 @@ def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candi
     )  # fmt: skip
 
 
-def _stages(layered: Layered, candidate: Candidate) -> list[_Stage]:
+def _stages(layered: Layered, candidate: Candidate) -> list[_MixedStage]:
     of_layer, count = candidate.stage_of_layer, len(candidate.ways)
     return [
-        _Stage(
+        _MixedStage(
             layered.kind(way), layered.kind(replace(way, recompute="none")), of_layer.index(number),
             of_layer.index(number) + of_layer.count(number),
             in_flight(candidate.schedule, count - number, candidate.microbatches),

@@ -26,7 +26,7 @@ from autopar.staged.layered import Layered
 from autopar.staged.ways import (
     Candidate,
     Setting,
-    Way,
+    StageStrategy,
     chunked_estimate,
     hidden_bubble,
     in_two_parts,
@@ -77,7 +77,7 @@ class _Look(NamedTuple):
         return not self.found
 
 
-class Search:
+class StagedSearch:
     """Looks at settings, and keeps what the best estimate is and why it stopped."""
 
     def __init__(self, layered: Layered) -> None:
@@ -317,10 +317,10 @@ class Search:
 
     def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[Candidate]:
         """The best stages of one way under each schedule."""
-        way = Way(setting, choice, recompute)
+        way = StageStrategy(setting, choice, recompute)
         return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._chunked(way))]
 
-    def _of_schedules(self, way: Way) -> Iterator[Candidate]:
+    def _of_schedules(self, way: StageStrategy) -> Iterator[Candidate]:
         """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
 
         With borders that are estimated to be little worse: messages that wait are estimated to hide nothing.
@@ -356,7 +356,7 @@ class Search:
         equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
         return [] if equal is None or equal.stages == best.stages else [equal]
 
-    def _chunked(self, way: Way) -> Iterator[Candidate]:
+    def _chunked(self, way: StageStrategy) -> Iterator[Candidate]:
         """Equal chunks, each submesh with several in turn."""
         kind, layers = self.layered.kind(way), self.layered.layers.count
         stages, count = way.setting.num_stages, way.setting.microbatches

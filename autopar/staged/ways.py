@@ -31,7 +31,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Way:
+class StageStrategy:
     """How a stage runs: placements on a submesh, and what of its layers is computed again (a name)."""
 
     setting: Setting
@@ -46,7 +46,7 @@ class Candidate:
     ways: of each stage. recompute: of each layer, what is computed again (a name).
     """
 
-    ways: tuple[Way, ...]
+    ways: tuple[StageStrategy, ...]
     schedule: str
     stage_of_layer: tuple[int, ...]
     recompute: tuple[str, ...]

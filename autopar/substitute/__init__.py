@@ -5,9 +5,9 @@ parts where it is large, by cost-based backtracking) → lower (ATen operators a
 (what only moves parameters is how they are stored)
 """
 
-from autopar.substitute.joint import Candidate, Substituted, substituted
+from autopar.substitute.joint import GraphCandidate, Substituted, substituted
 from autopar.substitute.packing import packed
 from autopar.substitute.replay import replayed
 from autopar.substitute.rules.rulefile import load_rules
 
-__all__ = ["Candidate", "Substituted", "load_rules", "packed", "replayed", "substituted"]
+__all__ = ["GraphCandidate", "Substituted", "load_rules", "packed", "replayed", "substituted"]

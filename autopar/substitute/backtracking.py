@@ -30,7 +30,7 @@ GIVEN_UP = 0.1
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundGraph:
     """A graph, the substitutions that lead to it, each with what it gained then, and its cost (ns)."""
 
     values: Values
@@ -46,14 +46,14 @@ class Outcome:
     cheapest: by the profile. best: of the graphs that are as good, that of the fewest substitutions (`simplest`).
     """
 
-    best: Found
-    cheapest: Found
+    best: FoundGraph
+    cheapest: FoundGraph
     stop: str
     seen: int
     seconds: float
 
 
-class _Limits(NamedTuple):
+class _BacktrackingLimits(NamedTuple):
     """When a search ends before it has looked at every graph within the threshold."""
 
     begin: float
@@ -85,11 +85,11 @@ class Backtracking:
 
         seconds: of time. most: of graphs met. patience: of substitutions tried since the best graph was met.
         """
-        return self.on(Found(values, (), (), self.cost(values)), seconds, most, patience)
+        return self.on(FoundGraph(values, (), (), self.cost(values)), seconds, most, patience)
 
-    def on(self, start: Found, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
+    def on(self, start: FoundGraph, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached from one that was found before."""
-        values, limits = start.values, _Limits(time.monotonic(), seconds, most, patience)
+        values, limits = start.values, _BacktrackingLimits(time.monotonic(), seconds, most, patience)
         seen, found, tried, last, stop = {key(values)}, [start], 0, 0, ""
         best = start.cost_ns
         queue = [(start.cost_ns, 0, start, self._next(start, seen))]
@@ -112,7 +112,7 @@ class Backtracking:
         stop = stop or "every graph within the threshold was looked at"
         return Outcome(simplest(found), min(found, key=cheaper), stop, len(seen), time.monotonic() - limits.begin)
 
-    def _next(self, now: Found, seen: set[int]) -> Iterator[Found | None]:
+    def _next(self, now: FoundGraph, seen: set[int]) -> Iterator[FoundGraph | None]:
         """The graphs that one substitution makes; None for one that was met before.
 
         The rule that was applied last comes first: what it gained at one place it mostly gains at the next, too.
@@ -132,15 +132,15 @@ class Backtracking:
                 if cost_ns is None:
                     cost_ns = self.known[form] = self.cost(values)
                 gains = (*now.gains_ns, now.cost_ns - cost_ns)
-                yield Found(values, (*now.matches, match), gains, cost_ns)
+                yield FoundGraph(values, (*now.matches, match), gains, cost_ns)
 
 
-def cheaper(found: Found) -> tuple[int, int]:
+def cheaper(found: FoundGraph) -> tuple[int, int]:
     """What graphs are compared by: cost, then how many substitutions it takes."""
     return found.cost_ns, len(found.matches)
 
 
-def simplest(found: Sequence[Found]) -> Found:
+def simplest(found: Sequence[FoundGraph]) -> FoundGraph:
     """Of the graphs that are as good as the cheapest, the one of the fewest substitutions, the cheapest of these."""
     most = as_good_ns(found[0].cost_ns + sum(found[0].gains_ns), min(item.cost_ns for item in found))
     return min((item for item in found if item.cost_ns <= most), key=lambda item: (len(item.matches), item.cost_ns))

@@ -20,7 +20,7 @@ import networkx
 
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph, Node
-from autopar.substitute.backtracking import Found, Outcome
+from autopar.substitute.backtracking import FoundGraph, Outcome
 from autopar.substitute.defined import Values
 from autopar.substitute.matching import COMMUTATIVE, Match, Matcher
 from autopar.substitute.regions import subgraph
@@ -87,19 +87,19 @@ def _cut(nodes: list[Node], flow: networkx.DiGraph, most: int) -> list[list[Node
     return _cut(first, flow, most) + _cut(second, flow, most)
 
 
-class Part(NamedTuple):
+class CutPart(NamedTuple):
     """The values of a part as given, and what its search came to."""
 
     values: Values
     outcome: Outcome
 
 
-def together(values: Values, found: Sequence[Part], cost: Callable[[Values], int]) -> Found:
+def together(values: Values, found: Sequence[CutPart], cost: Callable[[Values], int]) -> FoundGraph:
     """What was found best for parts, as substitutions of the whole.
 
     A substitution that does not apply to the whole is left out: an operator that looks through one of another part.
     """
-    now = Found(values, (), (), cost(values))
+    now = FoundGraph(values, (), (), cost(values))
     for part, outcome in found:
         names: dict[str, str] = {}
         before = part
@@ -111,7 +111,7 @@ def together(values: Values, found: Sequence[Part], cost: Callable[[Values], int
                 whole, made = step
                 names.update(_same_place(match, made, after, whole))
                 cost_ns = cost(whole)
-                now = Found(whole, (*now.matches, made), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns)
+                now = FoundGraph(whole, (*now.matches, made), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns)
             before = after
     return now
 

@@ -15,14 +15,14 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Substitution
 from autopar.ir.sharing import share, unshared
-from autopar.substitute.backtracking import ALPHA, Found, Outcome, as_good_ns
+from autopar.substitute.backtracking import ALPHA, FoundGraph, Outcome, as_good_ns
 from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import PARTS
 from autopar.substitute.matching import Match, Matcher
 from autopar.substitute.packing import packed
 from autopar.substitute.pricing import Pricer
-from autopar.substitute.regions import Twins, find_regions
+from autopar.substitute.regions import EqualRegions, find_regions
 from autopar.substitute.replay import as_step, redone_as, spliced
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.terms import Apply, Rule, Term, subterms, variables
@@ -33,7 +33,7 @@ SEARCHING = 0.8
 
 
 @dataclass(frozen=True)
-class Candidate:
+class GraphCandidate:
     """A graph equal to the model's, the substitutions that make it of that, and its cost on one device (ns)."""
 
     graph: Graph
@@ -45,14 +45,14 @@ class Candidate:
 class Substituted:
     """What the search found: candidates, the fastest on one device first; the given graph's cost; how it went."""
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[GraphCandidate, ...]
     before_ns: int
     seconds: float
     seen: int
     stop: str
 
     @property
-    def best(self) -> Candidate:
+    def best(self) -> GraphCandidate:
         """Of those that are as good as the fastest, the one of the fewest substitutions: the given graph where nothing
         gains what a profile can tell."""
         most = as_good_ns(self.before_ns, self.candidates[0].cost_ns)
@@ -76,18 +76,20 @@ def substituted(
     rules = [rule for rule in rules if rule.status == "proved" and not (trains and rule.inference)]
     if any(graph.tensors[item.tensor].dtype in ("bfloat16", "float16") for item in graph.parameters):
         rules = [rule for rule in rules if not sums_weights(rule)]
-    search = _Search(unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, limits)
+    search = _RegionSearch(
+        unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, limits
+    )
     outcomes = search.outcomes(begin + SEARCHING * seconds)
     best = search.candidate(search.worth_while([outcome.best for outcome in outcomes]))
     apart = search.candidate([search.apart(twins) for twins in search.regions])
-    given = Candidate(graph, (), search.cost(search.plain))
+    given = GraphCandidate(graph, (), search.cost(search.plain))
     found = {candidate.graph.fingerprint: candidate for candidate in (apart, best, given)}
     candidates = tuple(sorted(found.values(), key=lambda item: item.cost_ns))
     seen, stops = sum(outcome.seen for outcome in outcomes), dict.fromkeys(outcome.stop for outcome in outcomes)
     return Substituted(candidates, given.cost_ns, time.monotonic() - begin, seen, "; ".join(stops))
 
 
-class _Search:
+class _RegionSearch:
     """The regions of one graph without identity nodes, and the rules for them."""
 
     def __init__(
@@ -115,7 +117,7 @@ class _Search:
             found.append(self.searcher.run(self._values(twins), seconds, most))
         return found
 
-    def worth_while(self, found: Sequence[Found]) -> list[Found]:
+    def worth_while(self, found: Sequence[FoundGraph]) -> list[FoundGraph]:
         """What was found for each region, but for those without which the whole graph is as good: much of a small
         region can be little of the whole."""
         gains_ns = [sum(own.gains_ns) * len(twins.regions) for twins, own in zip(self.regions, found, strict=True)]
@@ -129,20 +131,20 @@ class _Search:
                 kept[number] = self._as_given(self.regions[number])
         return kept
 
-    def _as_given(self, twins: Twins) -> Found:
+    def _as_given(self, twins: EqualRegions) -> FoundGraph:
         values = self._values(twins)
-        return Found(values, (), (), self.pricer(values))
+        return FoundGraph(values, (), (), self.pricer(values))
 
-    def _values(self, twins: Twins) -> Values:
+    def _values(self, twins: EqualRegions) -> Values:
         return lifted(twins.first.graph(self.plain))
 
-    def apart(self, twins: Twins) -> Found:
+    def apart(self, twins: EqualRegions) -> FoundGraph:
         """Every splitting of fused weights that is possible, one after the other."""
         now = self._as_given(twins)
         while (step := next(self._splittings(now.values), None)) is not None:
             match, after = step
             cost_ns = self.pricer(after)
-            now = Found(after, (*now.matches, match), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns)
+            now = FoundGraph(after, (*now.matches, match), (*now.gains_ns, now.cost_ns - cost_ns), cost_ns)
         return now
 
     def _splittings(self, values: Values) -> Iterator[tuple[Match, Values]]:
@@ -152,7 +154,7 @@ class _Search:
                 if after is not None:
                     yield match, after
 
-    def candidate(self, found: Sequence[Found]) -> Candidate:
+    def candidate(self, found: Sequence[FoundGraph]) -> GraphCandidate:
         """The whole graph after what was found for each region."""
         changes, steps = [], list[Substitution]()
         for twins, own in zip(self.regions, found, strict=True):
@@ -161,7 +163,7 @@ class _Search:
                 steps += [as_step(self.plain, twins, match, gain_ns) for match, gain_ns in pairs]
                 changes.append(redone_as(self.plain, twins, own.matches, self.rules))
         plain = spliced(self.plain, changes)
-        return Candidate(share(packed(plain)), tuple(steps), self.cost(plain))
+        return GraphCandidate(share(packed(plain)), tuple(steps), self.cost(plain))
 
 
 def is_splitting(rule: Rule) -> bool:

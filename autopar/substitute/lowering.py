@@ -20,7 +20,7 @@ from autopar.substitute.fitting import dim_of, pair
 PARTS = ("first", "second")
 
 
-class Written(NamedTuple):
+class WrittenCall(NamedTuple):
     """An ATen call, among whose arguments may be others, with the shapes that these make."""
 
     op: str
@@ -28,7 +28,7 @@ class Written(NamedTuple):
     shape: tuple[int, ...] = ()
 
 
-class Part(NamedTuple):
+class ValueSlice(NamedTuple):
     """A value as the elements [start, stop) of another one along a dim."""
 
     base: str
@@ -37,7 +37,7 @@ class Part(NamedTuple):
     stop: int
 
 
-class Lowering:
+class AtenLowering:
     """The ATen nodes that compute the values of interest.
 
     placed: new nodes get the scope and source line of what they serve, which a price does not need.
@@ -82,7 +82,7 @@ class Lowering:
             else:
                 yield operand
 
-    def part(self, name: str) -> Part:
+    def part(self, name: str) -> ValueSlice:
         """A part by the value that it is cut from in the end."""
         made = self.values.definitions[name]
         (operand,), (axis, size) = made.operands, made.attributes
@@ -94,8 +94,8 @@ class Lowering:
         if inner is not None and inner.op in PARTS and self._only_cut(operand):
             outer = self.part(operand)
             if outer.dim == dim:
-                return Part(outer.base, dim, outer.start + start, outer.start + stop)
-        return Part(operand, dim, start, stop)
+                return ValueSlice(outer.base, dim, outer.start + start, outer.start + stop)
+        return ValueSlice(operand, dim, start, stop)
 
     def _only_cut(self, name: str) -> bool:
         """Whether a part is there for the sake of its own parts alone."""
@@ -111,7 +111,7 @@ class Lowering:
     def nodes(self) -> Iterable[Node]:
         """The nodes, in any order."""
         given: dict[str, tuple[Node, set[str]]] = {}
-        cuts: dict[tuple[str, int], list[tuple[Part, str]]] = {}
+        cuts: dict[tuple[str, int], list[tuple[ValueSlice, str]]] = {}
         for name in self.needed:
             made = self.values.definitions.get(name)
             if made is None:
@@ -145,11 +145,13 @@ class Lowering:
         nodes.append(Node(plain_name(name), op, args, (), (name,), scope, source))
         return nodes
 
-    def _written(self, name: str, made: Definition, written: Written, nodes: list[Node]) -> tuple[str, tuple[Any, ...]]:
+    def _written(
+        self, name: str, made: Definition, written: WrittenCall, nodes: list[Node]
+    ) -> tuple[str, tuple[Any, ...]]:
         """A call whose inner calls are nodes of their own."""
         args = []
         for item in written.args:
-            if isinstance(item, Written):
+            if isinstance(item, WrittenCall):
                 op, inner = self._written(name, made, item, nodes)
                 new = f"{name}~i{len(nodes) + 1}"
                 tensor = Tensor(new, item.shape, made.tensor.dtype, made.tensor.differentiable)
@@ -164,7 +166,7 @@ class Lowering:
         """What a node makes."""
         return self.inner[name][1] if name in self.inner else self.values.tensor(name)
 
-    def _cut(self, found: list[tuple[Part, str]]) -> Iterable[Node]:
+    def _cut(self, found: list[tuple[ValueSlice, str]]) -> Iterable[Node]:
         """Parts of one tensor along one dim: one split where they do not overlap."""
         base, dim = found[0][0][:2]
         length = self.values.tensor(base).shape[dim]
@@ -187,7 +189,7 @@ class Lowering:
         args = (Ref(base), tuple(sizes), dim)
         yield Node(name, "aten.split_with_sizes.default", args, (), tuple(outputs), scope, source)
 
-    def _slice(self, found: tuple[Part, str]) -> Node:
+    def _slice(self, found: tuple[ValueSlice, str]) -> Node:
         part, name = found
         scope, source = self._origin((name,))
         args = (Ref(part.base), part.dim, part.start, part.stop)
@@ -228,7 +230,7 @@ class Lowering:
 
 def lowered(values: Values) -> Graph:
     """The graph of the values, without identity nodes. Tensors that rules made are named after those they serve."""
-    lowering = Lowering(values)
+    lowering = AtenLowering(values)
     nodes = lowering.ordered()
     graph = values.graph
     names = _names(values, nodes)
@@ -301,73 +303,73 @@ def _ordered(nodes: list[Node], place: Mapping[str, int]) -> list[Node]:
     return order
 
 
-def _same(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], Written]:
-    return lambda made, operands, values: Written(op, operands)
+def _same(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], WrittenCall]:
+    return lambda made, operands, values: WrittenCall(op, operands)
 
 
-def _matmul(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+def _matmul(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
     first, second = (len(values.tensor(operand.tensor).shape) for operand in operands)
     known = {2: "aten.mm.default", 3: "aten.bmm.default"} if first == second else {}
-    return Written(known.get(first, "aten.matmul.default"), operands)
+    return WrittenCall(known.get(first, "aten.matmul.default"), operands)
 
 
-def _concat(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+def _concat(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
     dim = dim_of(made.attributes[0], made.tensor.shape)
-    return Written("aten.cat.default", (operands, dim))
+    return WrittenCall("aten.cat.default", (operands, dim))
 
 
-def _transpose(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+def _transpose(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
     rank = len(made.tensor.shape)
-    return Written("aten.transpose.int", (*operands, rank - 2, rank - 1))
+    return WrittenCall("aten.transpose.int", (*operands, rank - 2, rank - 1))
 
 
-def _map(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+def _map(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
     """The attribute holds the operator, and further arguments as Python writes them."""
     op, _, rest = str(made.attributes[0]).partition(" ")
     more = ast.literal_eval(rest)[0] if rest else ()
-    return Written(op, (*operands, *more))
+    return WrittenCall(op, (*operands, *more))
 
 
-def _reduce(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], Written]:
-    def write(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
-        return Written(op, (*operands, (dim_of(made.attributes[0], made.tensor.shape),), True))
+def _reduce(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], WrittenCall]:
+    def write(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
+        return WrittenCall(op, (*operands, (dim_of(made.attributes[0], made.tensor.shape),), True))
 
     return write
 
 
-def _conv(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+def _conv(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
     stride, padding, dilation, groups = made.attributes
     biased = operands if len(operands) == 3 else (*operands, None)
-    return Written("aten.conv2d.default", (*biased, *map(pair, (stride, padding, dilation)), groups))
+    return WrittenCall("aten.conv2d.default", (*biased, *map(pair, (stride, padding, dilation)), groups))
 
 
-def _along(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], Written]:
+def _along(op: str) -> Callable[[Definition, tuple[Ref, ...], Values], WrittenCall]:
     """A vector on one dim of a tensor: it gets dims of one element behind its own."""
 
-    def write(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
+    def write(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
         shape = made.tensor.shape
         dim = dim_of(made.attributes[0], shape)
         upright = (shape[dim], *(1 for _ in shape[dim + 1 :]))
         if len(upright) == 1:
-            return Written(op, operands)
-        return Written(op, (operands[0], Written("aten.reshape.default", (operands[1], upright), upright)))
+            return WrittenCall(op, operands)
+        return WrittenCall(op, (operands[0], WrittenCall("aten.reshape.default", (operands[1], upright), upright)))
 
     return write
 
 
-def _rsqrt(made: Definition, operands: tuple[Ref, ...], values: Values) -> Written:
-    summed = Written("aten.add.Tensor", (*operands, made.attributes[0]), made.tensor.shape)
-    return Written("aten.rsqrt.default", (summed,))
+def _rsqrt(made: Definition, operands: tuple[Ref, ...], values: Values) -> WrittenCall:
+    summed = WrittenCall("aten.add.Tensor", (*operands, made.attributes[0]), made.tensor.shape)
+    return WrittenCall("aten.rsqrt.default", (summed,))
 
 
-WRITERS: dict[str, Callable[[Definition, tuple[Ref, ...], Values], Written]] = {
+WRITERS: dict[str, Callable[[Definition, tuple[Ref, ...], Values], WrittenCall]] = {
     "linear": _same("aten.linear.default"),
     "affine": _same("aten.linear.default"),
     "matmul": _matmul,
     "add": _same("aten.add.Tensor"),
     "sub": _same("aten.sub.Tensor"),
     "mul": _same("aten.mul.Tensor"),
-    "scale": lambda made, operands, values: Written("aten.mul.Tensor", (*operands, made.attributes[0])),
+    "scale": lambda made, operands, values: WrittenCall("aten.mul.Tensor", (*operands, made.attributes[0])),
     "neg": _same("aten.neg.default"),
     "relu": _same("aten.relu.default"),
     "map": _map,

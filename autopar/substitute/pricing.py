@@ -16,7 +16,7 @@ from autopar.cost.compute import pointwise_time_ns
 from autopar.ir.graph import Node, Tensor
 from autopar.ir.structure import made_once
 from autopar.substitute.defined import Values
-from autopar.substitute.lowering import Lowering
+from autopar.substitute.lowering import AtenLowering
 
 REARRANGING = frozenset({
     "aten.cat.default", "aten.split_with_sizes.default", "aten.slice.Tensor", "aten.transpose.int", "aten.t.default",
@@ -35,7 +35,7 @@ class Pricer:
 
     def __call__(self, values: Values) -> int:
         """Nanoseconds of a step of what the values are computed with."""
-        lowering = Lowering(values, placed=False)
+        lowering = AtenLowering(values, placed=False)
         nodes = list(lowering.nodes()) if self.trains else lowering.ordered()
         reads = Counter(name for node in nodes for name in node.operands)
         reads.update(values.ends)
@@ -43,7 +43,7 @@ class Pricer:
         total = sum(self._node_ns(node, lowering) for node in nodes if node.name not in free)
         return total + (self._sums_ns(lowering, reads) if self.trains else 0)
 
-    def _rearranged(self, lowering: Lowering, nodes: list[Node], reads: Counter[str]) -> set[str]:
+    def _rearranged(self, lowering: AtenLowering, nodes: list[Node], reads: Counter[str]) -> set[str]:
         """Nodes that move elements of parameters alone, which nothing else reads: all trained, or all frozen."""
         updated = lowering.values.graph.mutations
         stored = {s.tensor for s in lowering.values.graph.parameters if s.name not in updated}
@@ -64,7 +64,7 @@ class Pricer:
             free.update(node.name for node in found)
             stored.update(name for node in found for name in node.results)
 
-    def _made_once(self, lowering: Lowering, nodes: list[Node]) -> set[str]:
+    def _made_once(self, lowering: AtenLowering, nodes: list[Node]) -> set[str]:
         """In inference, nodes whose results are kept from one step to the next."""
         values, graph = lowering.values, lowering.values.graph
         parameters = {item.tensor for item in graph.stored if item.kind == "parameter"}
@@ -72,7 +72,7 @@ class Pricer:
         once = made_once(nodes, given, parameters, lambda name: lowering.tensor(name).num_bytes, values.ends)
         return {node.name for node in nodes if once.issuperset(node.results)}
 
-    def _sums_ns(self, lowering: Lowering, reads: Counter[str]) -> int:
+    def _sums_ns(self, lowering: AtenLowering, reads: Counter[str]) -> int:
         """Time to add up the gradients of what several nodes read."""
         return sum((count - 1) * self.sum_ns(lowering.tensor(name)) for name, count in reads.items() if count > 1)
 
@@ -80,7 +80,7 @@ class Pricer:
         """Time to add up two gradients of a tensor."""
         return pointwise_time_ns(3 * tensor.num_bytes, self.profile) if tensor.differentiable else 0
 
-    def _node_ns(self, node: Node, lowering: Lowering) -> int:
+    def _node_ns(self, node: Node, lowering: AtenLowering) -> int:
         known = self._given.get(id(node))
         if known is not None:
             return known[1]

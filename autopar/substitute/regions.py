@@ -21,7 +21,7 @@ SIGN = "~"
 
 
 @dataclass(frozen=True)
-class Region:
+class RewriteRegion:
     """Nodes `start` to `stop` of a graph, and where they run: the path of a block, or "" between blocks."""
 
     path: str
@@ -60,13 +60,13 @@ def subgraph(whole: Graph, nodes: Sequence[Node]) -> Graph:
 
 
 @dataclass(frozen=True)
-class Twins:
+class EqualRegions:
     """Equal regions; the first stands for all."""
 
-    regions: tuple[Region, ...]
+    regions: tuple[RewriteRegion, ...]
 
     @cached_property
-    def first(self) -> Region:
+    def first(self) -> RewriteRegion:
         return self.regions[0]
 
     @property
@@ -75,21 +75,23 @@ class Twins:
         return tuple(region.path for region in self.regions)
 
 
-def find_regions(graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str]) -> list[Twins]:
+def find_regions(
+    graph: Graph, paths: Sequence[Sequence[str]], representatives: Mapping[str, str]
+) -> list[EqualRegions]:
     """The regions of a graph without identity nodes, those that are equal together.
 
     paths: of equal blocks. representatives: for a node of a block, that of the first equal block.
     """
     sizes = Counter(path for node in graph.nodes for path, _ in node.scope.path)
     blocks = {path for group in paths if len(group) > 1 for path in group if sizes[path] >= FEWEST_NODES}
-    found: dict[tuple[str, ...], list[Region]] = {}
+    found: dict[tuple[str, ...], list[RewriteRegion]] = {}
     place = [node.scope.outermost(blocks) or "" for node in graph.nodes]
     for path, run in groupby(range(len(place)), key=place.__getitem__):
         numbers = list(run)
-        region = Region(path, numbers[0], numbers[-1] + 1)
+        region = RewriteRegion(path, numbers[0], numbers[-1] + 1)
         names = [node.name for node in region.nodes(graph)]
         found.setdefault(tuple(representatives.get(name, name) for name in names), []).append(region)
-    return [Twins(tuple(regions)) for regions in found.values()]
+    return [EqualRegions(tuple(regions)) for regions in found.values()]
 
 
 def names_in(first: Sequence[Node], twin: Sequence[Node]) -> dict[str, str]:

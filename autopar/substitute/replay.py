@@ -14,7 +14,7 @@ from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import lowered
 from autopar.substitute.matching import Match, Matcher
 from autopar.substitute.packing import packed
-from autopar.substitute.regions import Region, Twins, find_regions, in_twin, names_in
+from autopar.substitute.regions import EqualRegions, RewriteRegion, find_regions, in_twin, names_in
 from autopar.substitute.rewriting import rewritten
 from autopar.substitute.rules.terms import Rule
 
@@ -49,11 +49,11 @@ def _check(step: Substitution, known: Mapping[str, Rule]) -> None:
         raise PlanError(f"expected the rule {step.rule}: {step.statement}; found {found}; plan again")
 
 
-Redone = list[tuple[Region, Values]]
+Redone = list[tuple[RewriteRegion, Values]]
 """Regions, and what computes their results now."""
 
 
-def _redone(graph: Graph, twins: Twins, steps: Sequence[Substitution], known: Mapping[str, Rule]) -> Redone:
+def _redone(graph: Graph, twins: EqualRegions, steps: Sequence[Substitution], known: Mapping[str, Rule]) -> Redone:
     first = twins.first.nodes(graph)
     found = []
     for region in twins.regions:
@@ -90,13 +90,13 @@ def _has(values: Values, name: str) -> bool:
     return name in values.definitions or (name in values.graph.tensors and name not in values.renamed)
 
 
-def redone_as(graph: Graph, twins: Twins, matches: Sequence[Match], known: Mapping[str, Rule]) -> Redone:
+def redone_as(graph: Graph, twins: EqualRegions, matches: Sequence[Match], known: Mapping[str, Rule]) -> Redone:
     """The regions after what was found for the first of them."""
     steps = [as_step(graph, twins, match, 0) for match in matches]
     return _redone(graph, twins, steps, known)
 
 
-def as_step(graph: Graph, twins: Twins, match: Match, gain_ns: int) -> Substitution:
+def as_step(graph: Graph, twins: EqualRegions, match: Match, gain_ns: int) -> Substitution:
     """A match as a plan states it. gain_ns: in one of the twins."""
     nodes = twins.first.nodes(graph)
     return Substitution(

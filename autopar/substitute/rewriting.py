@@ -12,12 +12,12 @@ from autopar.substitute.rules.terms import Apply, Attribute, Term, Variable
 def rewritten(values: Values, match: Match) -> Values | None:
     """The values after a substitution; None where its target does not apply to these shapes, or changes nothing."""
     try:
-        return _Rewriting(values, match).result()
+        return _MatchRewriting(values, match).result()
     except Misfit:
         return None
 
 
-class _Rewriting:
+class _MatchRewriting:
     """The definitions that one match brings."""
 
     def __init__(self, values: Values, match: Match) -> None:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.ir.graph import Graph, Ref, map_references
-from autopar.substitute.backtracking import ALPHA, Backtracking, Found, Outcome, cheaper, simplest
-from autopar.substitute.cutting import MOST_NODES, Part, parts, renamed_match, together
+from autopar.substitute.backtracking import ALPHA, Backtracking, FoundGraph, Outcome, cheaper, simplest
+from autopar.substitute.cutting import MOST_NODES, CutPart, parts, renamed_match, together
 from autopar.substitute.defined import Values
 from autopar.substitute.lifting import lifted
 from autopar.substitute.matching import Matcher
@@ -64,7 +64,7 @@ class Searcher:
     def run(self, values: Values, seconds: float, most: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached in some seconds, and when at most so many are met."""
         begin = time.monotonic()
-        given = Found(values, (), (), self.cost(values))
+        given = FoundGraph(values, (), (), self.cost(values))
         cuts = parts(values, self.matchers, self.limits.most_nodes)
         if len(cuts) == 1:
             return self._small(given, seconds, self.limits.patience, most)
@@ -80,7 +80,7 @@ class Searcher:
             seconds=time.monotonic() - begin,
         )
 
-    def _small(self, start: Found, seconds: float, patience: int, most: int) -> Outcome:
+    def _small(self, start: FoundGraph, seconds: float, patience: int, most: int) -> Outcome:
         """By backtracking with the rules in both orders, unless the first finds no gain at all."""
         begin = time.monotonic()
         outcomes = [self.orders[0].on(start, seconds * SHARE_OF_ORDER, most, patience)]
@@ -93,9 +93,9 @@ class Searcher:
             sum(outcome.seen for outcome in outcomes), time.monotonic() - begin,
         )  # fmt: skip
 
-    def _parts(self, cuts: Sequence[Graph], deadline: float, most: int) -> list[Part]:
+    def _parts(self, cuts: Sequence[Graph], deadline: float, most: int) -> list[CutPart]:
         """What is found for each part; equal ones are searched once."""
-        known: dict[object, Part] = {}
+        known: dict[object, CutPart] = {}
         found = []
         distinct = {self._form(graph): graph for graph in cuts}
         for graph in cuts:
@@ -104,10 +104,10 @@ class Searcher:
                 parts_left = len(distinct) - len(known)
                 seconds = max(0.0, deadline - time.monotonic()) / parts_left
                 values = lifted(graph)
-                start = Found(values, (), (), self.cost(values))
+                start = FoundGraph(values, (), (), self.cost(values))
                 met = sum(part.outcome.seen for part in known.values())
                 outcome = self._small(start, seconds, self.limits.part_patience, (most - met) // parts_left)
-                known[form] = Part(values, outcome)
+                known[form] = CutPart(values, outcome)
             found.append(_for_twin(known[form], graph))
         return found
 
@@ -136,7 +136,7 @@ def _operators(rule: Rule) -> int:
     return sum(isinstance(term, Apply) for source in rule.source for term in subterms(source))
 
 
-def _for_twin(part: Part, graph: Graph) -> Part:
+def _for_twin(part: CutPart, graph: Graph) -> CutPart:
     """What was found for a part, for one that differs in names alone."""
     first = part.values.graph
     if graph is first:
@@ -144,4 +144,4 @@ def _for_twin(part: Part, graph: Graph) -> Part:
     names = names_in(first.nodes, graph.nodes)
     best = part.outcome.best
     matches = tuple(renamed_match(match, lambda name: in_twin(name, names)) for match in best.matches)
-    return Part(lifted(graph), replace(part.outcome, best=replace(best, matches=matches), seen=0))
+    return CutPart(lifted(graph), replace(part.outcome, best=replace(best, matches=matches), seen=0))

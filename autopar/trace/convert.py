@@ -25,7 +25,7 @@ from autopar.trace.evidence import is_own
 from autopar.trace.gradients import differentiable_results, is_view, saves
 from autopar.trace.layouts import check_layout
 from autopar.trace.markers import CALLED, HOOKED, entered, function, hooked, left, repeated
-from autopar.trace.regions import Region, regions
+from autopar.trace.regions import BlockRegion, regions
 from autopar.trace.saved import written_while_kept
 from autopar.trace.tied import tied_names
 from autopar.trace.writes import WRITTEN_ASIDE, Aside
@@ -185,7 +185,7 @@ class _Converter:
         self.rename, self.copy = outer, None
         self.rename.update({user.name: results[cast(int, user.args[1])] for user in node.users})
 
-    def _own_state(self, region: Region, copy: _Copy) -> dict[str, str]:
+    def _own_state(self, region: BlockRegion, copy: _Copy) -> dict[str, str]:
         """What the copy reads in place of what is stored for the block itself: its parameters, and its constants."""
         own = {}
         for fx_name in region.read:

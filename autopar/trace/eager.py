@@ -26,7 +26,7 @@ from autopar.trace.interpreter import run_graph
 from autopar.trace.losses import with_loss
 from autopar.trace.originals import Originals, same_bits
 from autopar.trace.smaller import Sizes
-from autopar.trace.snapshot import Change, Snapshot
+from autopar.trace.snapshot import Snapshot, StateChange
 from autopar.trace.structure import outputs_in
 
 
@@ -103,7 +103,7 @@ class Held:
     python: Snapshot
     values: Originals
     flags: list[tuple[Tensor, bool, Tensor | None]]
-    changes: list[Change]
+    changes: list[StateChange]
 
     def restore(self) -> None:
         self.python.restore()

@@ -97,7 +97,7 @@ def _marked(cls: Any, args: tuple[Any, ...], call: Callable[..., Any]) -> Any:
     if torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda"):
         _refuse(cls, "expected a call outside of autocast", "Cast its inputs, and call it with autocast disabled")
     tracked = {id(value) for value in args if isinstance(value, Tensor) and value.requires_grad}
-    aside = _Aside(cls, call, args, tracked)
+    aside = _OutsideCall(cls, call, args, tracked)
     _check_settings(cls)  # it may have changed them itself
     operands = [x if id(x) in aside.reached else x.detach() for x in tensors]
     called = aside.called(text)
@@ -116,7 +116,7 @@ def _check_settings(cls: Any) -> None:
         )
 
 
-class _Aside:
+class _OutsideCall:
     """One call made outside of the exported graph. reached: ids of the arguments that get a gradient.
 
     output: what it returned.
@@ -141,7 +141,7 @@ class _Aside:
             return set()
         if self.on_numbers:
             return tracked
-        watch = _Watch(self.cls, [], checks_reads=False)
+        watch = _OperatorWatch(self.cls, [], checks_reads=False)
         try:
             with watch:
                 found = torch.autograd.grad(
@@ -167,7 +167,7 @@ class _Aside:
         args = _mapped(self.args, other)
         given = list(others.values())
         versions = [x._version for x in given]
-        watch = _Watch(self.cls, given)
+        watch = _OperatorWatch(self.cls, given)
         try:
             with watch:
                 self.output = self.call(*args)
@@ -212,7 +212,7 @@ class _Aside:
         return Called(f"{self.cls.__module__}:{self.cls.__qualname__}", text, flags, self.draws, looks)
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
+class _OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
     """Sees each operator that a Function calls: whether one draws random numbers, or reads what it was not given."""
 
     def __init__(self, cls: Any, given: list[Tensor], checks_reads: bool = True) -> None:

@@ -47,7 +47,7 @@ from autopar.trace.trace import trace
 
 
 @dataclass(frozen=True)
-class _Scope:
+class _ComparedScope:
     """What is compared. share: of the time for all; steps, backward, largest: as in `trace.eager`."""
 
     what: str
@@ -58,9 +58,9 @@ class _Scope:
 
 
 _SCOPES = (
-    _Scope("", 1.0, steps=2, backward=None),
-    _Scope("one step, with gradients of parameters of at most 65,536 elements", 0.5, largest=1 << 16),
-    _Scope("outputs and buffers of one step", 0.25, backward=0),
+    _ComparedScope("", 1.0, steps=2, backward=None),
+    _ComparedScope("one step, with gradients of parameters of at most 65,536 elements", 0.5, largest=1 << 16),
+    _ComparedScope("outputs and buffers of one step", 0.25, backward=0),
 )
 """From all to less, where that would take too long."""
 _WHOLE_S = 1.0

@@ -201,7 +201,9 @@ def _before_module(own: BackwardHook, args: Any) -> Any:
         places = [isinstance(x, Tensor) and x.requires_grad for x in args]
 
         def of_input(gradient: Tensor, hook: Any = hook, places: list[bool] = places) -> Any:
-            return _only(hook(own.module, tuple(gradient if here else None for here in places), _Unknown()), places)
+            return _only(
+                hook(own.module, tuple(gradient if here else None for here in places), _UnknownGradients()), places
+            )
 
         args = tuple(_marked(x, of_input, where, hook) if here else x for x, here in zip(args, places, strict=True))
     return args
@@ -228,7 +230,7 @@ def _only(returned: Any, places: list[bool]) -> Any:
     return items[places.index(True)]
 
 
-class _Unknown(tuple[Any, ...]):
+class _UnknownGradients(tuple[Any, ...]):
     """Stands for the gradients of a module's outputs, which hooks cannot look at here."""
 
     def __getitem__(self, key: Any) -> NoReturn:

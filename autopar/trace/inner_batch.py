@@ -61,7 +61,7 @@ class Batch(NamedTuple):
 
 def with_leading_batch(graph: Graph) -> Graph:
     """The graph with such tensors parted or turned; equal to the given one, which is left as it is."""
-    return _Rewriting(graph).run()
+    return _InnerBatchRewriting(graph).run()
 
 
 def landing(before: Sequence[int], dim: int, after: Sequence[int]) -> Batch | None:
@@ -76,7 +76,7 @@ def landing(before: Sequence[int], dim: int, after: Sequence[int]) -> Batch | No
     return None
 
 
-class _Rewriting:
+class _InnerBatchRewriting:
     """The nodes so far, and of each tensor where its batch is and the forms that it is made in."""
 
     def __init__(self, graph: Graph) -> None:

@@ -22,7 +22,7 @@ from autopar.trace.interpreter import run_graph
 _NEAR = 1e-3  # of the largest element
 
 
-class _Seen:
+class _SeenTensor:
     """A tensor that the model made. module: by its path; line: file and number."""
 
     def __init__(self, module: str, line: tuple[str, int], tensor: Tensor) -> None:
@@ -35,12 +35,12 @@ class _Seen:
         return self.module, f"{'/'.join(Path(self.line[0]).parts[-2:])}:{self.line[1]}"
 
 
-class _Watch(TorchFunctionMode):
+class _LineWatch(TorchFunctionMode):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.paths = {id(module): name for name, module in model.named_modules()}
         self.stack = [""]
-        self.seen: list[_Seen] = []
+        self.seen: list[_SeenTensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -49,7 +49,7 @@ class _Watch(TorchFunctionMode):
             with torch._C.DisableTorchFunction():
                 for x in result if isinstance(result, (tuple, list)) else [result]:
                     if isinstance(x, Tensor) and getattr(func, "__name__", "") != "__get__":
-                        self.seen.append(_Seen(self.stack[-1], line, x))
+                        self.seen.append(_SeenTensor(self.stack[-1], line, x))
         return result
 
     @contextmanager
@@ -81,7 +81,7 @@ def first_parting(subject: Subject, kept: Held, key: Key) -> str:
 
 def _found(subject: Subject, kept: Held, key: Key) -> str | None:
     run_model(subject, kept, key.step)
-    watch = _Watch(subject.model)
+    watch = _LineWatch(subject.model)
     loss = call(subject, watch.following())[0]
     wanted = [item for item in watch.seen if item.tensor.requires_grad] if key.kind == "gradient" else []
     gradients = torch.autograd.grad(loss, [item.tensor for item in wanted], allow_unused=True) if wanted else ()
@@ -137,7 +137,7 @@ def _near(left: Tensor, right: Tensor) -> bool:
     return bool(torch.isclose(left, right, rtol=_NEAR, atol=_NEAR * scale, equal_nan=True).all())
 
 
-def _place(subject: Subject, item: _Seen) -> str:
+def _place(subject: Subject, item: _SeenTensor) -> str:
     module = subject.model.get_submodule(item.module)
     name = f"module {item.module!r} ({type(module).__name__})" if item.module else type(module).__name__
     return f"{name} at\n  {item.line[0]}:{item.line[1]}: {linecache.getline(*item.line).strip()}"

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.ir.structure import RANDOM
 from autopar.trace.evidence import place_of
-from autopar.trace.snapshot import MISSING, Change, Snapshot
+from autopar.trace.snapshot import MISSING, Snapshot, StateChange
 
 _RUNS = 3
 """So many calls in a row must do the same."""
@@ -52,7 +52,7 @@ def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
     something else, naming what changed, the module and the source line."""
     roots = [target, *(x for x in vars(target).values() if callable(x))]
     before = Snapshot(*roots, random._inst, np.random.mtrand._rand)
-    changes: list[Change] = []
+    changes: list[StateChange] = []
 
     def left(*_: Any) -> None:
         changes[:] = [change for change in before.changes() if not _is_exports(change)]
@@ -78,7 +78,7 @@ def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         before.restore()
 
 
-def _is_exports(change: Change) -> bool:
+def _is_exports(change: StateChange) -> bool:
     return not _OTHERS.isdisjoint((change.key, *change.path.split(".")[-2:]))
 
 
@@ -149,7 +149,7 @@ class _Refusing(TorchFunctionMode):
 # Once more ----------------------------------------
 
 
-class _Made(NamedTuple):
+class _MadeTensor(NamedTuple):
     expression: int
     is_random: bool
     tensor: Tensor  # alive, so that no id is given twice
@@ -162,19 +162,19 @@ def _memory(x: Tensor) -> int:
         return id(x)
 
 
-class _Tape(TorchFunctionMode):
+class _ExpressionTape(TorchFunctionMode):
     """What forward computes: of each tensor the expression that makes it, down to inputs and what is stored.
 
     known: expressions of tensors that earlier calls made, by id, which a cache may hold: the same where nothing random
     is in them.
     """
 
-    def __init__(self, target: nn.Module, known: dict[int, _Made]) -> None:
+    def __init__(self, target: nn.Module, known: dict[int, _MadeTensor]) -> None:
         super().__init__()
         self.paths = {id(module): name for name, module in target.named_modules()}
         self.stack: list[str] = [""]
         self.rows: list[tuple[int, str, Any]] = []  # expression, module path and place of each call
-        self.known, self.own = known, dict[int, _Made]()
+        self.known, self.own = known, dict[int, _MadeTensor]()
         self.written: dict[int, int] = {}  # what was written in place, by storage
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -195,20 +195,20 @@ class _Tape(TorchFunctionMode):
             results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
             for place, x in enumerate(results):
                 if not any(x is other for other in given):
-                    self.own[id(x)] = _Made(hash((place, call)), drawn, x)
+                    self.own[id(x)] = _MadeTensor(hash((place, call)), drawn, x)
             self.rows.append((hash(call), self.stack[-1], place_of(sys._getframe(1))))
         return result
 
     def name(self, x: Tensor, name: Any) -> None:
         """Of an input or a stored tensor."""
-        self.own[id(x)] = _Made(hash(name), False, x)
+        self.own[id(x)] = _MadeTensor(hash(name), False, x)
 
-    def _made(self, x: Tensor) -> _Made:
+    def _made(self, x: Tensor) -> _MadeTensor:
         made = self.own.get(id(x))
         if made is None:
             old = self.known.get(id(x))
             expression = hash(("kept", id(x))) if old is None or old.is_random else old.expression
-            self.own[id(x)] = made = _Made(expression, False, x)
+            self.own[id(x)] = made = _MadeTensor(expression, False, x)
         return made
 
     def _value(self, value: Any) -> Any:
@@ -244,15 +244,15 @@ class _Tape(TorchFunctionMode):
 
 
 def _check_again(
-    before: Snapshot, changes: list[Change], target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    before: Snapshot, changes: list[StateChange], target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Runs forward from where it was before, and after that; of numbers that grow, from where they will be.
 
     A call that fails says nothing: on shapes alone not all can run, and the comparison with the model is left.
     """
-    began, known, runs = time.monotonic(), dict[int, _Made](), _DRAWING_RUNS if _draws(changes) else _RUNS
-    call = _Call(target, args, kwargs)
-    with suppress(_UnclearError):
+    began, known, runs = time.monotonic(), dict[int, _MadeTensor](), _DRAWING_RUNS if _draws(changes) else _RUNS
+    call = _ShapeCall(target, args, kwargs)
+    with suppress(_ShapesAloneError):
         first, made = call.recorded(known)
         for ahead in (*[None] * (runs - 1), *_FURTHER):
             if time.monotonic() - began > _LONGEST_S:
@@ -271,14 +271,14 @@ def _check_again(
                 known.update(again.own)
 
 
-def _growing(once: list[Change], later: list[Change], runs: int) -> list[Change]:
+def _growing(once: list[StateChange], later: list[StateChange], runs: int) -> list[StateChange]:
     """Numbers that change by as much in each of so many calls."""
     ends = {(id(change.holder), change.key): change.after for change in later}
     numbers = [c for c in once if type(c.before) in (int, float) and type(c.after) is type(c.before)]
     return [c for c in numbers if ends.get((id(c.holder), c.key)) == c.before + (c.after - c.before) * runs]
 
 
-def _first_other(first: _Tape, again: _Tape) -> tuple[str, str]:
+def _first_other(first: _ExpressionTape, again: _ExpressionTape) -> tuple[str, str]:
     """Module and line of the first call that only one of the two has."""
     for tape, other in ((again, first), (first, again)):
         known = {expression for expression, _, _ in other.rows}
@@ -301,11 +301,11 @@ def _place_of_attribute(target: nn.Module, path: str) -> tuple[str, str]:
     return module, "an unknown line"
 
 
-class _UnclearError(Exception):
+class _ShapesAloneError(Exception):
     """A call that cannot be made on shapes alone."""
 
 
-class _Call:
+class _ShapeCall:
     """A call of forward on shapes alone."""
 
     def __init__(self, target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -318,9 +318,9 @@ class _Call:
     def _fake(self, x: Tensor) -> Tensor:
         return self.mode.from_tensor(x, static_shapes=True)
 
-    def recorded(self, known: dict[int, _Made]) -> tuple[_Tape, Any]:
+    def recorded(self, known: dict[int, _MadeTensor]) -> tuple[_ExpressionTape, Any]:
         """Makes it: what it computes, and all that it leaves behind."""
-        tape = _Tape(self.target, known)
+        tape = _ExpressionTape(self.target, known)
         for name, x in (*self.stored.items(), *enumerate(pytree.tree_leaves(self.given))):
             if isinstance(x, Tensor):
                 tape.name(x, name)
@@ -328,16 +328,16 @@ class _Call:
             with self.mode, tape.running():
                 output = torch.func.functional_call(self.target, self.stored, *self.given)
         except Exception as error:
-            raise _UnclearError from error
+            raise _ShapesAloneError from error
         return tape, tape.result(output, list(self.stored.values()))
 
 
-def _draws(changes: list[Change]) -> bool:
+def _draws(changes: list[StateChange]) -> bool:
     """Whether Python's or numpy's own generator was drawn from."""
     return any(isinstance(change.holder, (random.Random, np.random.RandomState)) for change in changes)
 
 
-def _refusal(changes: list[Change], target: nn.Module, module: str, where: str) -> TraceError:
+def _refusal(changes: list[StateChange], target: nn.Module, module: str, where: str) -> TraceError:
     kind = type(target.get_submodule(module)).__name__
     inside = f"module {module!r} ({kind})" if module else "forward"
     if _draws(changes):

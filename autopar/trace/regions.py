@@ -18,7 +18,7 @@ _STATE = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 @dataclass
-class Region:
+class BlockRegion:
     """A block's inputs (the markers of those that are read, by position), its operators in order, and its results."""
 
     inputs: dict[int, fx.Node] = field(default_factory=dict)
@@ -33,13 +33,13 @@ class Region:
         return list(dict.fromkeys(source.name for source in sources if source not in inside))
 
 
-def regions(program: ExportedProgram) -> dict[str, Region]:
+def regions(program: ExportedProgram) -> dict[str, BlockRegion]:
     """By the block's path."""
-    found: dict[str, Region] = {}
-    current: Region | None = None
+    found: dict[str, BlockRegion] = {}
+    current: BlockRegion | None = None
     for node in program.graph.nodes:
         if node.target is entered:
-            current = found.setdefault(str(node.args[1]), Region())
+            current = found.setdefault(str(node.args[1]), BlockRegion())
             current.inputs[cast(int, node.args[2])] = node
         elif node.target is left:
             found[str(node.args[1])].results[cast(int, node.args[2])] = node

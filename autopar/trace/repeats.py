@@ -29,7 +29,7 @@ from autopar.trace.evidence import Follower, Recorder, Row
 from autopar.trace.hidden import hidden
 from autopar.trace.snapshot import Snapshot
 from autopar.trace.tied import tied_names
-from autopar.trace.watching import Call, State, Tape, export_between_markers, run_aside
+from autopar.trace.watching import BlockCall, ModelState, Tape, export_between_markers, run_aside
 
 FEWEST = 4
 """So many blocks that look alike are worth a look at each."""
@@ -113,7 +113,7 @@ class Repeats:
 
         @wraps(own)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            call = Call(block, path, own, args, kwargs)
+            call = BlockCall(block, path, own, args, kwargs)
             return self._export(kind, call) if is_exported else self._watch(kind, call)
 
         block.__dict__["forward"] = forward
@@ -150,7 +150,7 @@ class Repeats:
         if self.is_running:
             self._again(kind, path)
 
-    def _export(self, kind: _Kind, call: Call) -> Any:
+    def _export(self, kind: _Kind, call: BlockCall) -> Any:
         if call.path in kind.tapes or self.recorder is not None:
             return call.own(*call.args, **call.kwargs)  # once more: as any other module
         try:
@@ -162,7 +162,7 @@ class Repeats:
         kind.tapes[call.path] = tape
         return returned
 
-    def _watch(self, kind: _Kind, call: Call) -> Any:
+    def _watch(self, kind: _Kind, call: BlockCall) -> Any:
         tapes = list(kind.tapes.values())
         try:
             return run_aside(call, self._state(tapes[0].block), partial(self._record, call), tapes)
@@ -173,7 +173,7 @@ class Repeats:
 
     def _record(
         self,
-        call: Call,
+        call: BlockCall,
         write: Callable[[Row], None],
         inputs: Sequence[Tensor],
         state: Mapping[int, str],
@@ -184,7 +184,7 @@ class Repeats:
         self.recorder = Recorder(*told) if ahead is None else Follower(ahead, *told)
         return self.recorder
 
-    def _state(self, path: str) -> State:
+    def _state(self, path: str) -> ModelState:
         """Of an exported block."""
 
         def name(stored: str) -> str:
@@ -193,7 +193,7 @@ class Repeats:
 
         inside = {stored: x for stored, x in self.state.items() if stored.startswith(path + ".")}
         own = {stored[len(path) + 1 :]: (name(stored), x) for stored, x in inside.items()}
-        return State(own, self.names, list(self.state.values()))
+        return ModelState(own, self.names, list(self.state.values()))
 
     def _again(self, kind: _Kind, path: str | None = None) -> NoReturn:
         """Lets this attempt go; in the next, the block is exported for itself, or all of its kind."""

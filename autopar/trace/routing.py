@@ -26,7 +26,7 @@ _ACTIVATIONS = {"silu", "gelu", "relu", "sigmoid", "tanh", "mish", "softplus"}
 
 def fuse_routing(graph: Graph) -> Graph:
     """Replaces each such group of operators; those that are no longer read are left for `clean`."""
-    matcher = _Matcher(graph)
+    matcher = _RoutingMatcher(graph)
     nodes = tuple(matcher.fused(node) or node for node in graph.nodes)
     return replace(graph, nodes=nodes)
 
@@ -35,7 +35,7 @@ class _Mismatch(Exception):
     """This is no routing."""
 
 
-class _Matcher:
+class _RoutingMatcher:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 

@@ -21,7 +21,7 @@ from autopar.ops.writes import overwritten
 from autopar.trace.markers import hooked
 
 
-class Step:
+class ExportedCall:
     """One call of the exported graph, as it is now. passes: operands by which a gradient passes to what came before;
     aside: the memory of activations that it writes to by `x.data` or `x.detach()`."""
 
@@ -30,14 +30,14 @@ class Step:
         self.args, self.kwargs, self.operands = node.args, node.kwargs, node.all_input_nodes
 
 
-def written_while_kept(steps: Sequence[Step], returned: set[int]) -> tuple[fx.Node, fx.Node] | None:
+def written_while_kept(steps: Sequence[ExportedCall], returned: set[int]) -> tuple[fx.Node, fx.Node] | None:
     """The first call that writes to what an earlier one, also found, keeps for the backward pass of what is returned.
 
     returned: the memory of outputs with a gradient.
     """
     if not any(step.aside for step in steps):
         return None
-    leading, readers = _leading(steps, returned), dict[int, list[Step]]()
+    leading, readers = _leading(steps, returned), dict[int, list[ExportedCall]]()
     for step in steps:
         for earlier in dict.fromkeys(earlier for own in step.aside for earlier in readers.get(own, ())):
             if not step.aside.isdisjoint(_kept(earlier)):
@@ -47,9 +47,9 @@ def written_while_kept(steps: Sequence[Step], returned: set[int]) -> tuple[fx.No
     return None
 
 
-def _leading(steps: Sequence[Step], returned: set[int]) -> set[Step]:
+def _leading(steps: Sequence[ExportedCall], returned: set[int]) -> set[ExportedCall]:
     """Calls through which a gradient of what is returned passes."""
-    reached, found = set(returned), set[Step]()
+    reached, found = set(returned), set[ExportedCall]()
     for step in reversed(steps):
         made = _near(step) if _writes(step.node) else memory(step.node.meta.get("val"))
         if step.passes and not reached.isdisjoint(made):
@@ -63,12 +63,12 @@ def _writes(node: fx.Node) -> bool:
     return schema is not None and bool(schema.is_mutable)
 
 
-def _near(step: Step) -> set[int]:
+def _near(step: ExportedCall) -> set[int]:
     """The memory of a call's operands and results."""
     return memory(step.node.meta.get("val")).union(*(memory(x.meta.get("val")) for x in step.operands))
 
 
-def _kept(step: Step) -> set[int]:
+def _kept(step: ExportedCall) -> set[int]:
     """The memory that a call keeps for its backward pass: of its operands and of its results."""
     node = step.node
     if node.target in (hooked, overwritten):

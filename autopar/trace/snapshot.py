@@ -46,7 +46,7 @@ MISSING = object()
 
 
 @dataclass(frozen=True)
-class Change:
+class StateChange:
     """path: "layers.0.count". holder: the object whose attribute, item or state `key` changed, as it was before."""
 
     path: str
@@ -62,7 +62,7 @@ class Change:
         return isinstance(self.holder, _ITERATORS)
 
 
-class _Kept(NamedTuple):
+class _StatePlace(NamedTuple):
     """One place that holds values. read: what it holds now, by key; write: puts that back."""
 
     path: str
@@ -81,7 +81,7 @@ class Snapshot:
     """Taken when made. roots: a model, and what else runs with it, such as a loss function."""
 
     def __init__(self, *roots: Any) -> None:
-        self.kept: list[_Kept] = []
+        self.kept: list[_StatePlace] = []
         self.tensors: list[Tensor] = []  # of modules and what they hold, parameters too
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # so that no id is given twice
@@ -92,7 +92,7 @@ class Snapshot:
             else:
                 self._walk(root, getattr(root, "__name__", type(root).__name__), 0)
 
-    def changes(self) -> list[Change]:
+    def changes(self) -> list[StateChange]:
         """Where something else is held now."""
         found = []
         for kept in self.kept:
@@ -105,7 +105,7 @@ class Snapshot:
                         if key == "" or isinstance(kept.holder, (list, deque))
                         else f"{kept.path}.{key}".lstrip(".")
                     )
-                    found.append(Change(path, kept.holder, key, before, after, functools.partial(_put, kept, key)))
+                    found.append(StateChange(path, kept.holder, key, before, after, functools.partial(_put, kept, key)))
         return found
 
     def restore(self) -> None:
@@ -246,7 +246,7 @@ class Snapshot:
 
     def _keep(self, path: str, holder: Any, read: Any, write: Any) -> dict[Any, Any]:
         before: dict[Any, Any] = read()
-        self.kept.append(_Kept(path, holder, read, write, before))
+        self.kept.append(_StatePlace(path, holder, read, write, before))
         return before
 
     def _is_new(self, value: Any) -> bool:
@@ -312,7 +312,7 @@ def _slots(value: Any, names: list[str]) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _put(kept: _Kept, key: Any, value: Any) -> None:
+def _put(kept: _StatePlace, key: Any, value: Any) -> None:
     kept.write({**kept.read(), key: value})
 
 
@@ -396,4 +396,4 @@ def _same(before: Any, after: Any) -> bool:
     return isinstance(before, (*_PLAIN, set, frozenset)) and (before == after or repr(before) == repr(after))
 
 
-__all__ = ["MISSING", "Change", "Snapshot"]
+__all__ = ["MISSING", "Snapshot", "StateChange"]

@@ -27,7 +27,7 @@ class Tape:
 
 
 @dataclass(frozen=True)
-class State:
+class ModelState:
     """Parameters and buffers of a model. own: of one block, by name in it, with the names that stand for them.
 
     names: of all that export sees, by id, as the model calls them. seen: these tensors. Where a block's own name begins
@@ -43,7 +43,7 @@ class State:
         """Names by id, as the block calls them."""
         return ChainMap({id(x): name for name, x in self.own.values()}, self.names)
 
-    def twins(self) -> State:
+    def twins(self) -> ModelState:
         """With other tensors of the same looks in place of the block's: another that reads those is told apart."""
         made: dict[str, Tensor] = {}
         with torch._C.DisableTorchFunction():  # export's modes look at each call and attribute
@@ -51,10 +51,10 @@ class State:
                 if name.startswith(".") and name not in made:
                     made[name] = _twin(x)
         own = {path: (name, made.get(name, x)) for path, (name, x) in self.own.items()}
-        return State(own, self.names, [*self.seen, *made.values()])
+        return ModelState(own, self.names, [*self.seen, *made.values()])
 
 
-class Call:
+class BlockCall:
     """A call of a block: `inputs` are the different tensors among its arguments, alone or in tuples."""
 
     def __init__(self, block: nn.Module, path: str, own: Callable[..., Any], args: Any, kwargs: Any) -> None:
@@ -141,7 +141,7 @@ class Record(Protocol):
     ) -> Recorder: ...
 
 
-def export_between_markers(call: Call, state: State, record: Record) -> tuple[Any, Tape]:
+def export_between_markers(call: BlockCall, state: ModelState, record: Record) -> tuple[Any, Tape]:
     """What the block returns, and what it did. Raises UnclearError where a marker cannot stand for such a block."""
     if not call.inputs or any(id(x) in state.names or not _is_simple(x) for x in call.inputs):
         raise UnclearError("expected tensors in dense memory that are no parameters as its inputs")
@@ -159,7 +159,7 @@ def export_between_markers(call: Call, state: State, record: Record) -> tuple[An
     return outputs.replaced(call.inputs, made), Tape(call.path, rows, made)
 
 
-def run_aside(call: Call, pattern: State, record: Record, tapes: Iterable[Tape]) -> Any:
+def run_aside(call: BlockCall, pattern: ModelState, record: Record, tapes: Iterable[Tape]) -> Any:
     """What the block returns, made by a marker, after it was seen to do what one of the exported blocks did.
 
     pattern: the state of such a block. Raises DiffersError where it does something else.
@@ -221,7 +221,7 @@ def _is_simple(x: Tensor) -> bool:
 
 
 def _versions(tensors: Iterable[Tensor]) -> list[int]:
-    with torch._C.DisableTorchFunction():  # as in `State.twins`
+    with torch._C.DisableTorchFunction():  # as in `ModelState.twins`
         return [x._version for x in tensors]
 
 

@@ -8,8 +8,8 @@ written to a tensor's memory is its value from then on, for all that share the m
 made it as if nothing had happened (`ops.writes`). What is made there has no gradient; a view that is taken there is of
 the same memory, but has none either. A plain write needs no care: torch's functionalization knows what it does.
 
-So each tensor of the graph is known by a node whose gradient is the memory's (`_Known.live`), and by whether it is cut
-off from it (`_Known.cut`): read, such a tensor is detached; written to, it is `live` that is written to.
+So each tensor of the graph is known by a node whose gradient is the memory's (`_KnownTensor.live`), and by whether it
+is cut off from it (`_KnownTensor.cut`): read, such a tensor is detached; written to, it is `live` that is written to.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.ops.writes import overwritten
 from autopar.trace.markers import repeated
-from autopar.trace.saved import Step, memory
+from autopar.trace.saved import ExportedCall, memory
 from autopar.trace.tied import tied_names
 
 aten = torch.ops.aten
@@ -45,7 +45,7 @@ class Aside:
     activations. returned: the memory of what is returned with a gradient."""
 
     buffers: set[str] = field(default_factory=set)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ExportedCall] = field(default_factory=list)
     returned: set[int] = field(default_factory=set)
 
 
@@ -75,7 +75,7 @@ def writes_kept(model: nn.Module) -> Iterator[Aside]:
             for spec in signature.input_specs
             if spec.kind == InputKind.BUFFER
         }
-        _Writer(module, trained_names, constants, buffers, aside).run()
+        _GraphRewriter(module, trained_names, constants, buffers, aside).run()
         outputs: Any = module.graph.output_node().args[0]
         for argument, spec in zip(outputs, signature.output_specs, strict=True):
             if isinstance(argument, fx.Node):
@@ -156,14 +156,14 @@ class _Unseen(TorchFunctionMode):
 
 
 @dataclass(frozen=True)
-class _Known:
+class _KnownTensor:
     """A tensor of the model: the node of its memory's gradient, and whether it is cut off from that."""
 
     live: fx.Node
     cut: bool = False
 
 
-class _Writer:
+class _GraphRewriter:
     """Rewrites one graph in place. trained: names of placeholders that have a gradient; constants: of tensors that are
     neither parameters nor buffers; buffers: their names in the model, by placeholder. aside: takes the names of those
     that are written to by a tensor cut off from them, and all calls."""
@@ -174,12 +174,12 @@ class _Writer:
     ) -> None:  # fmt: skip
         self.aside, self.buffers = aside, dict[int, str]()  # by memory
         self.module, self.graph = module, module.graph
-        self.known: dict[fx.Node, _Known] = {}
+        self.known: dict[fx.Node, _KnownTensor] = {}
         self.detached: dict[fx.Node, fx.Node] = {}
         self.trained: set[int] = set()  # memory of tensors with a gradient
         self.constants: set[int] = set()  # memory of constants
         self.stored: set[int] = set()  # memory of parameters, buffers, constants and inputs
-        self.steps: list[Step] = []
+        self.steps: list[ExportedCall] = []
         for node in self.graph.find_nodes(op="placeholder"):
             self.stored.update(memory(node.meta.get("val")))
             if node.name in buffers:
@@ -213,8 +213,8 @@ class _Writer:
 
     # Reading ----------------------------------------
 
-    def _of(self, node: fx.Node) -> _Known:
-        return self.known.get(node, _Known(node))
+    def _of(self, node: fx.Node) -> _KnownTensor:
+        return self.known.get(node, _KnownTensor(node))
 
     def _has_gradient(self, node: fx.Node) -> bool:
         """Whether what a node stands for is part of memory with a gradient."""
@@ -265,21 +265,23 @@ class _Writer:
             self.constants.difference_update(memory(node.meta.get("val")))
         if node.target is aten.detach_.default:  # from now on, what is written there has a history of its own
             with self.graph.inserting_before(node):
-                self.known[node] = _Known(self._copy(node, self._of(written[0]).live))
+                self.known[node] = _KnownTensor(self._copy(node, self._of(written[0]).live))
         elif written:
             self._write(node, written)
         elif node.target is not operator.getitem:
             viewed = [operand for operand in node.all_input_nodes if _share(operand, node)]
             passes_on = any(self._passes_on(operand) for operand in node.all_input_nodes if operand not in viewed)
-            self.steps.append(Step(node, self._read(node, {operand: self._of(operand).live for operand in viewed})))
+            self.steps.append(
+                ExportedCall(node, self._read(node, {operand: self._of(operand).live for operand in viewed}))
+            )
             if passes_on:
                 self.trained.update(memory(node.meta.get("val")))
             for result in _results(node):
                 source = next((self._of(operand) for operand in viewed if _share(operand, result)), None)
                 if source is not None and node.target is aten.detach.default:
-                    self.known[result] = _Known(source.live, cut=True)
+                    self.known[result] = _KnownTensor(source.live, cut=True)
                 elif source is not None:
-                    self.known[result] = _Known(result, cut=source.cut or not self.enabled)
+                    self.known[result] = _KnownTensor(result, cut=source.cut or not self.enabled)
 
     def _write(self, node: fx.Node, written: list[fx.Node]) -> None:
         if str(node.target).startswith(("aten.set_", "aten.resize")):
@@ -307,7 +309,7 @@ class _Writer:
         with self.graph.inserting_before(node):
             copies = {target: self._copy(node, targets[target]) for target in unseen}
         passes = self._read(node, {**targets, **copies})
-        self.steps.append(Step(node, passes, frozenset(own - self.stored)))
+        self.steps.append(ExportedCall(node, passes, frozenset(own - self.stored)))
         with self.graph.inserting_after(node):
             for target in unseen:
                 self._put(node, targets[target], copies[target])

@@ -22,7 +22,7 @@ from typing import Any
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
 from autopar.profiler import load_profile
 from autopar.simulate.cores import sharing_of
 from autopar.template import template_axes, template_ranks, template_recompute
@@ -54,7 +54,7 @@ class Bound:
             return int(in_a_row or shared)
         return int(max(shared, in_a_row * self.sharing.cores / self.sharing.ranks))
 
-    def _divided(self, microbatches: int) -> Part:
+    def _divided(self, microbatches: int) -> DividedGraph:
         return divided(self.graph, self.blocks, microbatches)
 
     def _compute_ns(self, dp: int, tp: int, pp: int, microbatches: int, recompute: str) -> tuple[float, float]:

@@ -14,7 +14,7 @@ from autopar.cost.profile import Host, Provenance, Waits
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
-from autopar.planning import Part, divided
+from autopar.planning import DividedGraph, divided
 from autopar.profiler import load_profile
 from autopar.trace import find_blocks, trace
 from models import bert, gpt, llama, mlp, moe, unet, wide_resnet
@@ -74,7 +74,7 @@ CASES: dict[str, Case] = {
 class Start(NamedTuple):
     """One microbatch's graph with its parts, a plan for it, and the devices."""
 
-    part: Part
+    part: DividedGraph
     plan: Plan
     profile: Profile
 

@@ -19,7 +19,7 @@ from autopar.ir.redistribution import Step as Step
 from autopar.ir.redistribution import cheapest_path, transfer_bytes
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
-from autopar.planning import Part
+from autopar.planning import DividedGraph
 from autopar.simulate.facts import graph_facts
 from autopar.zero import recomputable
 
@@ -29,7 +29,7 @@ _TRIES = 20
 class Proposer:
     """Proposals for plans of one microbatch of a part. equal: what changes does in all equal layers at once."""
 
-    def __init__(self, part: Part, plan: Plan, seed: int = 0) -> None:
+    def __init__(self, part: DividedGraph, plan: Plan, seed: int = 0) -> None:
         self.part, self.graph, self.axes, self._rng = part, part.graph, plan.axes, random.Random(seed)
         self._twins = _twins(part.graph, plan)
         self._known: dict[tuple[str, Placement, Placement], Redistribute | None] = {}

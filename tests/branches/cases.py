@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.branches import Region, Times, find_regions, put_in_branches
+from autopar.branches import ForkRegion, Times, find_regions, put_in_branches
 from autopar.ir.branches import refusal
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Branch, Fork, Plan
@@ -64,7 +64,7 @@ def case(name: str) -> tuple[nn.Module, dict[str, torch.Tensor], Graph]:
     return model, batch, trace(model, batch)
 
 
-def regions(graph: Graph) -> list[Region]:
+def regions(graph: Graph) -> list[ForkRegion]:
     """Those that do not overlap, the largest first."""
     constant, taken = constant_tensors(graph), set[str]()
     found = []

@@ -274,11 +274,11 @@ def test_an_optimizer_of_dtensors_costs_more_a_parameter() -> None:
 def test_points_of_another_machine_do_not_mix(tmp_path: Path) -> None:
     """A run that was stopped goes on, with what it has measured; a file of another torch is refused."""
     file, host = tmp_path / "points", {"torch": "2.13", "node": "here"}
-    first = measure.Kept(file, host)
+    first = measure.KeptPoints(file, host)
     assert first.get("a", lambda: 1) == 1
-    assert measure.Kept(file, host).get("a", lambda: 2) == 1
+    assert measure.KeptPoints(file, host).get("a", lambda: 2) == 1
     with pytest.raises(SystemExit, match=r"do not mix; name another file"):
-        measure.Kept(file, {**host, "torch": "2.10"})
+        measure.KeptPoints(file, {**host, "torch": "2.10"})
 
 
 def test_all_is_measured_in_rounds_of_which_medians_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,12 +304,12 @@ def test_all_is_measured_in_rounds_of_which_medians_count(tmp_path: Path, monkey
     monkeypatch.setattr(measure, "measure_optimizer", timed("optimizer"))
     monkeypatch.setattr(measure, "measure_dtype", timed("dtype"))
     monkeypatch.setattr(measure, "measure_type", lambda *_: asked.append("typed") or [])
-    found = measure.measure_operators(measure.Kept(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
+    found = measure.measure_operators(measure.KeptPoints(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
     assert found["launch"] == [1000, 2000, 0]
     assert [(p["forward_ns"], p["backward_ns"]) for p in found["points"]] == [(100, 300)] * len(cases)
     assert found["dtypes"]["float32"] == [384, 8000]
     asked.clear()
-    again = measure.measure_operators(measure.Kept(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
+    again = measure.measure_operators(measure.KeptPoints(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
     assert not asked, "a run that was stopped goes on where it was"
     assert json.dumps(again) == json.dumps(found)
 

@@ -9,8 +9,8 @@ import autopar
 from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
 from autopar.staged.layered import Layered
-from autopar.staged.search import Search
-from autopar.staged.ways import Setting, Way
+from autopar.staged.search import StagedSearch
+from autopar.staged.ways import Setting, StageStrategy
 from autopar.trace import find_blocks, trace
 
 LENGTH, WIDTH, LAYERS = 512, 8, 6
@@ -47,10 +47,10 @@ def test_a_mask_that_all_layers_read_counts_once() -> None:
         for once in (True, False)
     )
     assert layered.layers.count == LAYERS
-    for num_devices, axes in Search(layered).shapes:
+    for num_devices, axes in StagedSearch(layered).shapes:
         setting = Setting(axes, num_devices, 2 // num_devices, layered.counts[0])
         choice = layered.place_of(setting).placements.trade_offs(1).fastest()
-        kind = layered.kind(Way(setting, choice, "none"))
+        kind = layered.kind(StageStrategy(setting, choice, "none"))
         assert kind.resident_bytes.sum() < MASK_BYTES / 2, "not with each layer"
         assert kind.workspace_bytes.max() >= MASK_BYTES, "but beside them"
-        assert safe.kind(Way(setting, choice, "none")).resident_bytes.sum() > LAYERS * MASK_BYTES
+        assert safe.kind(StageStrategy(setting, choice, "none")).resident_bytes.sum() > LAYERS * MASK_BYTES

@@ -15,8 +15,8 @@ import autopar
 from autopar import Constraint, Plan, SearchBudget
 from autopar.ir.graph import Graph
 from autopar.jointly import (
-    Entry,
-    Setting,
+    PlannedGraph,
+    SearchSetting,
     entries_near,
     much_faster,
     planned_near,
@@ -29,7 +29,7 @@ from autopar.pipeline import placed, planned_jointly, with_templates
 from autopar.planning import Request
 from autopar.profiler import load_profile
 from autopar.rewrites import Rewrites, rewrites
-from autopar.substitute import Candidate
+from autopar.substitute import GraphCandidate
 from autopar.trace import trace
 from models import llama
 
@@ -59,11 +59,13 @@ def request(rules: tuple[Constraint, ...] = (), budget: SearchBudget = BUDGET) -
     return Request(MESH, "train", "adamw", None, rules, budget)
 
 
-def entry(num_steps: int, step_ns: int | None) -> Entry:
+def entry(num_steps: int, step_ns: int | None) -> PlannedGraph:
     """A plan of so long a step, or none, for a graph of so many substitutions."""
     steps: Any = (None,) * num_steps
     predicted = replace(plan().predicted, step_time_ns=step_ns or 0)
-    return Entry(Candidate(graph(), steps, 0), None, replace(plan(), predicted=predicted) if step_ns else None)
+    return PlannedGraph(
+        GraphCandidate(graph(), steps, 0), None, replace(plan(), predicted=predicted) if step_ns else None
+    )
 
 
 def test_the_simplest_graph_is_taken_of_those_that_a_profile_cannot_tell_apart() -> None:
@@ -110,7 +112,7 @@ def test_settings_near_are_the_plan_s_own_and_the_next_best_that_fitted() -> Non
         row("5", step_ns + 4),
     )
     found = settings_near(replace(one, search=replace(one.search, tried=rows)))
-    assert found == [own, Setting("7", 1, 1), Setting("2", 2, 1)]
+    assert found == [own, SearchSetting("7", 1, 1), SearchSetting("2", 2, 1)]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
@@ -121,7 +123,7 @@ def test_what_is_planned_near_a_plan_is_no_slower_than_it_for_the_same_graph(sta
     assert setting is not None and setting.stages == stages
     again = planned_near(graph(), found, setting, request(rules), load_profile("h100"))
     assert again is not None and again.predicted.step_time_ns <= found.predicted.step_time_ns
-    nowhere = Setting("64", 64, 1)
+    nowhere = SearchSetting("64", 64, 1)
     assert planned_near(graph(), found, nowhere, request(rules), load_profile("h100")) is None
 
 

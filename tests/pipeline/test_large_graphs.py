@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.interop import block_layers, fold
-from autopar.ir.constraint import Constraint, Rules
+from autopar.ir.constraint import Constraint, ConstraintIndex
 from autopar.ir.graph import Graph
 from autopar.ir.stages import leaving_values, maker_of, stage_graph
 from autopar.pipeline import planned, template_of_graph
@@ -97,4 +97,4 @@ def test_rules_are_found_by_name_and_by_pattern_in_their_order() -> None:
     for what in ("output", "tensor", "stored"):
         for names in (("a",), ("b", "a"), ("a", "a"), ("c",)):
             wanted = [rule for rule in rules if rule.what == what and rule.matches(*names)]
-            assert Rules(rules).matching(what, names) == wanted
+            assert ConstraintIndex(rules).matching(what, names) == wanted

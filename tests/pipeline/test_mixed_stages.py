@@ -20,7 +20,7 @@ from autopar.profiler import load_profile
 from autopar.staged.finalists import Finalists, first_ranks
 from autopar.staged.layered import Layered
 from autopar.staged.mixing import _candidates, keeping_more, mixed
-from autopar.staged.search import Search
+from autopar.staged.search import StagedSearch
 from autopar.trace import find_blocks, trace
 from models import gpt
 
@@ -35,9 +35,9 @@ def graph() -> Graph:
     return trace(model, {name: tensor.to("meta") for name, tensor in gpt.example_inputs(config).items()})
 
 
-def searched(limit: int | None = None) -> Search:
+def searched(limit: int | None = None) -> StagedSearch:
     request = Request(MESH, "train", "adamw", limit, (autopar.Constraint(microbatches=8),), SearchBudget(60.0))
-    return Search(Layered(graph(), find_blocks(graph()), request, load_profile("cpu")))
+    return StagedSearch(Layered(graph(), find_blocks(graph()), request, load_profile("cpu")))
 
 
 def stated(finalists: Finalists, candidate: object) -> Plan:

@@ -20,7 +20,7 @@ from autopar.pipeline import planned, simulated_step, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.profiler.library import template_profile
 from autopar.staged.layered import Layered
-from autopar.staged.search import Search
+from autopar.staged.search import StagedSearch
 from autopar.staged.ways import Setting
 from autopar.trace import find_blocks, trace
 from models import gpt, mlp, wide_resnet
@@ -85,7 +85,7 @@ def test_templates_near_the_best_have_all_their_microbatches_looked_at_where_ran
     facts = replace(template_profile().facts, cores=2)
     request = Request(autopar.Mesh("cpu", devices_per_node=4), "train", "adamw", None, (), SearchBudget(60.0))
     profile = replace(template_profile(), facts=facts, _shared={})
-    search = Search(Layered(graph(4), find_blocks(graph(4)), request, profile))
+    search = StagedSearch(Layered(graph(4), find_blocks(graph(4)), request, profile))
     candidates = search.run(lambda line: None)
     best_ns = min(c.step_ns for c in candidates if c.peak_bytes <= search.admitted)
     least_ns: dict[Setting, int] = {}

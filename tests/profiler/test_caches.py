@@ -104,19 +104,19 @@ def test_points_of_a_run_that_was_stopped_while_it_wrote_go_on(
     cut: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file, machine = tmp_path / "points", {"cpu": "one"}
-    kept = measure.Kept(file, machine)
+    kept = measure.KeptPoints(file, machine)
     for key in ("a", "b", "c"):
         kept.get(key, lambda: [1, 2])
     file.write_bytes(file.read_bytes()[:-cut])
-    again = measure.Kept(file, machine)
+    again = measure.KeptPoints(file, machine)
     assert ("cannot be read" in capsys.readouterr().err) == (cut > 1)
     assert [again.get(key, lambda: [3, 4]) for key in "abc"] == [[1, 2], [1, 2], [1, 2] if cut == 1 else [3, 4]]
-    assert measure.Kept(file, machine).points.keys() == {"a", "b", "c"}
+    assert measure.KeptPoints(file, machine).points.keys() == {"a", "b", "c"}
 
 
 def test_another_file_is_not_taken_for_points(tmp_path: Path) -> None:
     file = tmp_path / "thesis.txt"
     file.write_bytes(b"\xff not points\n")
     with pytest.raises(SystemExit, match=r"expected .*thesis\.txt to hold points of"):
-        measure.Kept(file, {"cpu": "one"})
+        measure.KeptPoints(file, {"cpu": "one"})
     assert file.read_bytes() == b"\xff not points\n"

@@ -41,10 +41,10 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 def measure_on(rank: int, world: int, per_node: int, folder: str, torch_version: str) -> list[dict[str, Any]] | str:
     """A short sweep of ranks that take themselves for those of several nodes; or why it is refused."""
     measure_links.WINDOWS, measure_links.NS_A_WINDOW = 1, 1e6
-    here = measure_links.World(torch.device("cpu"), tuple(n // per_node for n in range(world)), per_node)
+    here = measure_links.RankWorld(torch.device("cpu"), tuple(n // per_node for n in range(world)), per_node)
     host = {**measure_links.host_facts(here), "torch": torch_version}
     try:
-        kept = measure_links.Kept(Path(folder) / "kept", host, rank)
+        kept = measure_links.KeptLinkPoints(Path(folder) / "kept", host, rank)
     except SystemExit as refused:
         return str(refused)
     meshes = default_meshes(world, per_node)

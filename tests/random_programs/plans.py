@@ -19,7 +19,7 @@ from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
-from autopar.planning import Part, Place, Request, SearchBudget, divided
+from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
 from autopar.profiler import load_profile
 from autopar.simulate import traffic
 from autopar.trace import find_blocks
@@ -66,7 +66,7 @@ def random_choices(
     return Choices(sizes, part.microbatches, inputs, storage, nodes, ways)
 
 
-def _part(graph: Graph, microbatches: int) -> Part:
+def _part(graph: Graph, microbatches: int) -> DividedGraph:
     try:
         return divided(graph, find_blocks(graph), microbatches)
     except PlanError:
@@ -90,7 +90,12 @@ def _random_storage(graph: Graph, name: str, axes: LogicalMesh, rng: random.Rand
 
 
 def _random_node(
-    part: Part, node: Node, axes: LogicalMesh, current: Mapping[str, Placement], rng: random.Random, follow: float
+    part: DividedGraph,
+    node: Node,
+    axes: LogicalMesh,
+    current: Mapping[str, Placement],
+    rng: random.Random,
+    follow: float,
 ) -> NodePlan:
     """A random rule on each axis; rather one that takes the operands as they are, with probability `follow`."""
     if not node.operands or not axes:
@@ -121,7 +126,7 @@ def _node_plan(rules: list[AxisRule]) -> NodePlan:
     return NodePlan(operands, results)
 
 
-def _fits(part: Part, node: Node, plan: NodePlan, axes: LogicalMesh) -> bool:
+def _fits(part: DividedGraph, node: Node, plan: NodePlan, axes: LogicalMesh) -> bool:
     """Whether the shapes of a step and of one microbatch admit the node's placements."""
     for name, placement in zip(node.results, plan.results, strict=True):
         constraints = [c for c in part.constraints if c.matches(name)]
@@ -143,7 +148,7 @@ def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan
     return whole, dict(whole.predicted.comm_bytes)
 
 
-def draft_plan(part: Part, choices: Choices, mode: str = "train") -> Plan:
+def draft_plan(part: DividedGraph, choices: Choices, mode: str = "train") -> Plan:
     """The plan of the choices for one microbatch, with the bytes of its first rank; not verified."""
     axes = make_axes(choices.sizes)
     graph = part.whole

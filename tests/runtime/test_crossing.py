@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from autopar.runtime.crossing import Crossing, Side, crossing
 from autopar.runtime.errors import ProgramError
 from autopar.runtime.mesh import Axis
-from autopar.runtime.placement import Type, local_slices
+from autopar.runtime.placement import AxisType, local_slices
 
 SHAPES = st.lists(st.integers(0, 7), min_size=0, max_size=3).map(tuple)
 SIZES = st.lists(st.integers(1, 4), min_size=0, max_size=2).map(tuple)
@@ -19,7 +19,7 @@ SIZES = st.lists(st.integers(1, 4), min_size=0, max_size=2).map(tuple)
 @st.composite
 def sides(draw, shape, first_rank, kinds=("I", "R")):
     sizes = draw(SIZES)
-    options = [*map(Type, kinds), *(Type("S", dim) for dim in range(len(shape)))]
+    options = [*map(AxisType, kinds), *(AxisType("S", dim) for dim in range(len(shape)))]
     types = tuple(draw(st.sampled_from(options)) for _ in sizes)
     return Side(tuple(range(first_rank, first_rank + math.prod(sizes))), sizes, types)
 

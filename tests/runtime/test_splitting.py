@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from autopar.runtime.splitting import Outline, SplitBackward
+from autopar.runtime.splitting import BackwardOutline, SplitBackward
 
 
 def plain(x: Tensor, p: list[Tensor]) -> list[Tensor]:
@@ -128,7 +128,7 @@ def with_a_shared_factor(x: Tensor, first: Tensor, second: Tensor) -> Tensor:
 def test_an_outline_serves_graphs_of_one_form_that_lead_to_the_same_leaves() -> None:
     torch.manual_seed(0)
     one, other = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
-    outlines: list[Outline] = []
+    outlines: list[BackwardOutline] = []
     runs = [(twice, one, other), (twice, one, other), (twice, other, one), (with_a_shared_factor, one, other)]
     for (run, *weights), known in zip(runs, (1, 1, 2, 3), strict=True):
         x = torch.randn(4, 4, requires_grad=True)

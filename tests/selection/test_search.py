@@ -16,7 +16,7 @@ from autopar.selection import hard, solver
 from autopar.selection.branching import PriceBranching, split, without_what_cannot_fit
 from autopar.selection.duals import PriceSearch
 from autopar.selection.evaluator import evaluate
-from autopar.selection.exact import Outcome, search_exactly
+from autopar.selection.exact import ExactOutcome, search_exactly
 from autopar.selection.neighbourhood import NeighbourhoodSearch
 from autopar.selection.network import Network, Use
 from autopar.selection.problem import INFINITE, Problem
@@ -30,7 +30,7 @@ from autopar.selection.toulbar_worker import NO_BACKTRACK_LIMIT, Result
 from autopar.selection.usage import Usage
 from tests.selection.oracle import every_value, least_cost, least_peak, random_problem, reducible_problem
 
-UNKNOWN = Outcome(None, INFINITE, 0)
+UNKNOWN = ExactOutcome(None, INFINITE, 0)
 
 
 def later(seconds: float = 20.0) -> float:

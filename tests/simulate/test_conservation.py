@@ -19,7 +19,7 @@ from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
-from autopar.simulate.program import Program, lower_stages
+from autopar.simulate.program import LocalProgram, lower_stages
 from autopar.trace import trace
 from models import gpt
 
@@ -119,7 +119,7 @@ def critical_path_ns(case: Case, profile: Profile) -> int:
     return end
 
 
-def _forward_ns(program: Program, arrived: dict[str, int]) -> int:
+def _forward_ns(program: LocalProgram, arrived: dict[str, int]) -> int:
     ready: dict[int, int] = {value: arrived[name] for name, value in program.receives.items()}
     for item in program.items:
         begin = max((ready.get(value, 0) for value in item.inputs), default=0)
@@ -130,7 +130,7 @@ def _forward_ns(program: Program, arrived: dict[str, int]) -> int:
     return max(ready.values())
 
 
-def _backward_ns(program: Program, end: int, returned: dict[str, int]) -> int:
+def _backward_ns(program: LocalProgram, end: int, returned: dict[str, int]) -> int:
     ready: dict[int, int] = defaultdict(lambda: end if not program.sends else 0)
     ready.update((value, returned[name]) for (name, _), value in program.sends.items() if name in returned)
     for item in reversed(program.items):

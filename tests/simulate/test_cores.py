@@ -17,9 +17,9 @@ from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import IncrementalStages, Timeline, predict, simulate
-from autopar.simulate.cores import SEND, Beside, Clock, Sharing, clock_of, part_of_step
+from autopar.simulate.cores import SEND, Beside, SharedCoreClock, Sharing, clock_of, part_of_step
 from autopar.simulate.engine import COMPUTE, Task
-from autopar.simulate.timeline import Lane, Piece
+from autopar.simulate.timeline import Lane, TimelinePiece
 from autopar.trace import trace
 from models import gpt
 
@@ -106,7 +106,7 @@ def test_nobody_waits_where_all_do_the_same() -> None:
 def test_a_clock_by_hand() -> None:
     """Three of four ranks for 300, then one for 100, on two cores: 3/4 of 300 and 2/4 of 100; then half of nothing."""
     busy = [([(0, 300)], {0: 2}), ([(0, 100), (100, 300)], {0: 1}), ([(300, 400)], {0: 1})]
-    clock = Clock(Sharing(ranks=4, cores=2), busy)
+    clock = SharedCoreClock(Sharing(ranks=4, cores=2), busy)
     assert clock([0, 100, 300, 400, 500]).tolist() == [0, 75, 225, 275, 325]
 
 
@@ -114,19 +114,21 @@ def test_what_threads_do_beside_passes_takes_cores_too() -> None:
     """Of two ranks for 100; then their messages, of which the network's threads take three times as long; then their
     threads hand over more, while two others compute: 2, 6 and 4 cores of 2, for 4 ranks."""
     tasks: list[Task] = [(COMPUTE, "x", 0, 100, "forward"), ("link", "y", 100, 200, SEND)]
-    first = lane(range(2), [Piece(0, "", tasks, [])])
-    second = lane(range(2, 4), [Piece(200, "", [(COMPUTE, "x", 0, 100, "forward")], [])])
+    first = lane(range(2), [TimelinePiece(0, "", tasks, [])])
+    second = lane(range(2, 4), [TimelinePiece(200, "", [(COMPUTE, "x", 0, 100, "forward")], [])])
     beside = [Beside([(200, 300)], carrying_ns=300), Beside([], carrying_ns=0)]
     clock = clock_of([first, second], beside, Sharing(ranks=4, cores=2), devices_per_node=4)
     assert clock([100, 200, 300]).tolist() == [50, 200, 300]
 
 
-def lane(ranks: range, pieces: list[Piece]) -> Lane:
+def lane(ranks: range, pieces: list[TimelinePiece]) -> Lane:
     return Lane(ranks, tuple(pieces), Breakdown(0, 0, 0, 0, 0), {}, {}, {}, {})
 
 
 def test_each_node_has_cores_of_its_own() -> None:
-    clock = Clock(Sharing(ranks=2, cores=1), [([(0, 100)], {0: 1}), ([(0, 100)], {1: 1}), ([(100, 200)], {0: 1, 1: 2})])
+    clock = SharedCoreClock(
+        Sharing(ranks=2, cores=1), [([(0, 100)], {0: 1}), ([(0, 100)], {1: 1}), ([(100, 200)], {0: 1, 1: 2})]
+    )
     assert clock([100, 200]).tolist() == [50, 150]
 
 

@@ -13,7 +13,7 @@ from autopar.profiler import template_profile
 from autopar.simulate.directions import find_directions
 from autopar.simulate.lifetime import find_lifetimes
 from autopar.simulate.orders import Orders, find_orders
-from autopar.simulate.program import Program, lower_stages
+from autopar.simulate.program import LocalProgram, lower_stages
 from autopar.trace import trace
 
 
@@ -54,7 +54,7 @@ class Whole(nn.Module):
 
 
 @cache
-def lowered() -> tuple[Program, Orders]:
+def lowered() -> tuple[LocalProgram, Orders]:
     """The program of a rank that regathers all parameters, and its orders."""
     model, batch = Whole(), {"tokens": torch.zeros(4, 6, dtype=torch.long)}
     mesh = autopar.Mesh("cpu", devices_per_node=2)

@@ -12,7 +12,7 @@ from autopar.ir.sharing import unshared
 from autopar.profiler import load_profile
 from autopar.substitute import load_rules
 from autopar.substitute.backtracking import Backtracking
-from autopar.substitute.cutting import Part, parts, together
+from autopar.substitute.cutting import CutPart, parts, together
 from autopar.substitute.lifting import lifted
 from autopar.substitute.lowering import lowered
 from autopar.substitute.matching import Matcher
@@ -81,7 +81,8 @@ def test_what_is_found_for_parts_is_found_for_the_whole() -> None:
     values, cost = lifted(cells(6)), pricer()
     search = Backtracking(matchers(), cost)
     found = [
-        Part(lifted(part), search.run(lifted(part), 20.0, patience=100)) for part in parts(values, matchers(), most=20)
+        CutPart(lifted(part), search.run(lifted(part), 20.0, patience=100))
+        for part in parts(values, matchers(), most=20)
     ]
     whole = together(values, found, cost)
     assert len(whole.matches) == sum(len(part.outcome.best.matches) for part in found) == 18

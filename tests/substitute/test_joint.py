@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.ir.graph import Graph
 from autopar.profiler import load_profile
-from autopar.substitute import Candidate, load_rules, substituted
+from autopar.substitute import GraphCandidate, load_rules, substituted
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.substitute.joint import Substituted
 from autopar.substitute.searching import SHORT
@@ -69,15 +69,15 @@ def test_what_gains_much_of_a_block_and_little_of_the_whole_is_not_worth_while(
     assert found.seen > 1, "there is something to be found in either"
 
 
-def candidate(num_steps: int, cost_ns: int) -> Candidate:
+def candidate(num_steps: int, cost_ns: int) -> GraphCandidate:
     steps: Any = (None,) * num_steps
-    return Candidate(graph(), steps, cost_ns)
+    return GraphCandidate(graph(), steps, cost_ns)
 
 
 def test_the_best_candidate_is_the_simplest_of_those_that_are_as_good_as_the_fastest() -> None:
     given, little, much, more = candidate(0, 1000), candidate(1, 990), candidate(2, 904), candidate(9, 900)
 
-    def best(*candidates: Candidate) -> Candidate:
+    def best(*candidates: GraphCandidate) -> GraphCandidate:
         return Substituted(candidates, 1000, 0.0, 0, "").best
 
     assert best(little, given) is given

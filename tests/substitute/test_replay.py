@@ -18,7 +18,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
-from autopar.substitute import Candidate, load_rules, replayed, substituted
+from autopar.substitute import GraphCandidate, load_rules, replayed, substituted
 from autopar.substitute.joint import sums_weights
 from autopar.substitute.rules.terms import Rule
 from autopar.trace import find_blocks, trace
@@ -35,17 +35,17 @@ def few_rules() -> list[Rule]:
     return [rule for rule in load_rules() if rule.name in FEW]
 
 
-def candidates(graph: Graph, rules: Sequence[Rule]) -> tuple[Candidate, ...]:
+def candidates(graph: Graph, rules: Sequence[Rule]) -> tuple[GraphCandidate, ...]:
     blocks, profile = find_blocks(graph), load_profile("h100")
     return substituted(graph, blocks.paths, blocks.node_representative, rules, profile, seconds=20.0).candidates
 
 
 @cache
-def best(name: str) -> Candidate:
+def best(name: str) -> GraphCandidate:
     return candidates(planned.graph(name), few_rules())[0]
 
 
-def again(graph: Graph, candidate: Candidate) -> Graph:
+def again(graph: Graph, candidate: GraphCandidate) -> Graph:
     blocks = find_blocks(graph)
     return replayed(graph, blocks.paths, blocks.node_representative, candidate.steps, load_rules())
 
@@ -101,7 +101,7 @@ def test_a_place_where_the_rule_does_not_apply_is_refused() -> None:
         replace(step, binding={**step.binding, "x": step.roots[0]}),
     ):
         with pytest.raises(PlanError, match="expected"):
-            again(graph, Candidate(graph, (wrong,), 0))
+            again(graph, GraphCandidate(graph, (wrong,), 0))
 
 
 def test_a_plan_lists_its_substitutions_and_makes_the_same_program_again() -> None:

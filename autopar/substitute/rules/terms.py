@@ -111,13 +111,13 @@ _TOKEN = re.compile(r"\s*(?:(?P<name>[A-Za-z_]\w*)|(?P<number>-?\d+(?:\.\d+)?)|(
 
 def parse_term(text: str) -> Term:
     """The term that a text states. Raises PlanError with the place where it cannot be read."""
-    parser = _Parser(text)
+    parser = _TermParser(text)
     term = parser.term()
     parser.end()
     return term
 
 
-class _Parser:
+class _TermParser:
     """Recursive descent over the tokens of one text."""
 
     def __init__(self, text: str) -> None:
