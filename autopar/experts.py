@@ -199,11 +199,11 @@ class Family:
             return least_ns, least_ns
         if any(self._with_less_sharded(replace(family, microbatches=count), known) for count in counts):
             return least_ns, least_ns
-        ways = self._ways(family, counts, known) if self.request.mode == "train" else []
-        for way in ways:
-            if self._is_slower(way.template, way.least_ns) or self._recomputed(way):
+        recomputations = self._recomputations(family, counts, known) if self.request.mode == "train" else []
+        for recomputation in recomputations:
+            if self._is_slower(recomputation.template, recomputation.least_ns) or self._recomputed(recomputation):
                 break
-        return least_ns, ways[0].least_ns if ways else least_ns
+        return least_ns, recomputations[0].least_ns if recomputations else least_ns
 
     def _likely_ns(self, least_ns: int) -> float:
         """What a step takes if it is half as much beyond the least as those that were played."""
@@ -236,7 +236,9 @@ class Family:
             if self._look(replace(one, zero=zero), beyond if zero else None) is None:
                 break
 
-    def _ways(self, family: Template, counts: Sequence[int], known: _KnownTemplate) -> list[_BlockRecomputation]:
+    def _recomputations(
+        self, family: Template, counts: Sequence[int], known: _KnownTemplate
+    ) -> list[_BlockRecomputation]:
         """To make a template fit by computing blocks again, the fastest first. known: of it without."""
         options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
@@ -260,36 +262,38 @@ class Family:
                     least_ns = known.least_ns + first * own_ns + round(sent_ns * _EXPOSED)
                     template = replace(family, recompute=kind, microbatches=count)
                     found.append(_BlockRecomputation(least_ns, template, groups, first, saved, own_ns, known.least_ns))
-        return sorted(found, key=lambda way: way.least_ns)
+        return sorted(found, key=lambda recomputation: recomputation.least_ns)
 
-    def _recomputed(self, way: _BlockRecomputation) -> bool:
+    def _recomputed(self, recomputation: _BlockRecomputation) -> bool:
         """Whether a template fits so."""
         try:
-            return self._fewest(way)
+            return self._fewest(recomputation)
         except AutoparError as error:
-            self._refuse(way.template, str(error))
+            self._refuse(recomputation.template, str(error))
             return False
 
-    def _fewest(self, way: _BlockRecomputation) -> bool:
+    def _fewest(self, recomputation: _BlockRecomputation) -> bool:
         """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
-        place, every = self.place(way.template), len(way.groups)
-        plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), way.first, set[int](), None
+        place, every = self.place(recomputation.template), len(recomputation.groups)
+        plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), recomputation.first, set[int](), None
         while count not in tried and len(tried) < _TRIES:
             tried.add(count)
-            plan = place.scored(replace(plan, recompute=joined(way.groups[:count])))
+            plan = place.scored(replace(plan, recompute=joined(recomputation.groups[:count])))
             above = plan.predicted.peak_bytes - self.limit
             best = plan if above <= 0 else best
-            more = _blocks_for(above, way.saved, every)
-            gained = -more * way.own_ns
+            more = _blocks_for(above, recomputation.saved, every)
+            gained = -more * recomputation.own_ns
             if above <= 0 and (
                 gained < _REFINED * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
             ):
                 break
             count = min(every, max(1, count + more))
         if best is not None:
-            number = sum(group[0] in best.recompute for group in way.groups)
-            least_ns = way.without_ns + number * way.own_ns
-            self._note(way.template, best, f"{way.template} of {number} of {every} blocks", least_ns)
+            number = sum(group[0] in best.recompute for group in recomputation.groups)
+            least_ns = recomputation.without_ns + number * recomputation.own_ns
+            self._note(
+                recomputation.template, best, f"{recomputation.template} of {number} of {every} blocks", least_ns
+            )
         return best is not None
 
     def _look(self, template: Template, beyond: int | None = None) -> Plan | None:

@@ -55,7 +55,7 @@ class WorkTimes(NamedTuple):
 NONE = WorkTimes()
 
 
-Way = tuple[Placement, tuple[Step, ...], bool]
+Reshard = tuple[Placement, tuple[Step, ...], bool]
 """How a tensor is brought to a placement that it is read in; whether a gradient comes back from there."""
 
 
@@ -153,18 +153,20 @@ class SeparatePrices:
         across = sum([one.duration_ns for one in sent]) - inside
         return WorkTimes(forward_ns, backward_ns, times * inside, times * across)
 
-    def activation(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> WorkTimes:
+    def activation(
+        self, name: str, base: Placement, reshards: Sequence[Reshard], placed: Mapping[str, NodePlan]
+    ) -> WorkTimes:
         """The conversions of a tensor that each microbatch makes. placed: of its readers that count."""
         if name in self._facts.folded:
             return NONE
         lowering = self._lowering
         lowering.placements[name] = base
         times, sent, waited = (
-            [0, self._adding_ns(name, base, ways, placed)],
+            [0, self._adding_ns(name, base, reshards, placed)],
             list[Transmission](),
             self._waited(name, placed),
         )
-        for target, steps, goes_back in ways:
+        for target, steps, goes_back in reshards:
             for direction in (0, 1) if goes_back else (0,):
                 own, collectives = lowering.conversion_work(name, steps, direction)
                 times[direction] += own
@@ -174,11 +176,13 @@ class SeparatePrices:
         forward, backward = times
         return self._work(forward, backward, sent, self._count) if forward or backward or sent else NONE
 
-    def _adding_ns(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> int:
+    def _adding_ns(
+        self, name: str, base: Placement, reshards: Sequence[Reshard], placed: Mapping[str, NodePlan]
+    ) -> int:
         """Adds up gradients where several operators, or conversions, read one value."""
         if not self.graph.tensors[name].differentiable or name not in self.graph.producers:
             return 0
-        readers: dict[Placement, set[str]] = {base: {str(target) for target, _, goes_back in ways if goes_back}}
+        readers: dict[Placement, set[str]] = {base: {str(target) for target, _, goes_back in reshards if goes_back}}
         for node, at in self.graph.consumers[name]:
             if node.name in placed and self._goes_back[node.name]:
                 readers.setdefault(placed[node.name].operands[at], set()).add(node.name)
@@ -200,7 +204,7 @@ class SeparatePrices:
         return target, target if is_back else None
 
     def stored(
-        self, name: str, storage: Storage, ways: Sequence[Way], placed: Mapping[str, NodePlan]
+        self, name: str, storage: Storage, reshards: Sequence[Reshard], placed: Mapping[str, NodePlan]
     ) -> WorkTimes:  # fmt: skip
         """Collectives of a stored tensor: to each placement that it is used in, and of its gradient on the way home;
         what is waited for of them at the ends of the step. placed: of its readers that count."""
@@ -208,7 +212,7 @@ class SeparatePrices:
         lowering.placements[name] = storage.placement
         total, waited = [0.0, 0.0], [0, 0]
         ends = self._targets_at_ends(name, placed)
-        for target, steps, goes_back in ways:
+        for target, steps, goes_back in reshards:
             if not steps:
                 continue
             sizes = lowering.bytes_of_steps(name, steps)

@@ -128,10 +128,10 @@ def find_transfers(
                     is_forward = direction == FORWARD
                     routes = [_route(graph, plan, source, target, name, is_forward) for name in what]
                     sizes, link, duration = _sending(plan, sending, receiving, routes, profiles)
-                    arriving = sum(way.arriving_bytes for way in routes)
+                    arriving = sum(route.arriving_bytes for route in routes)
                     is_copied = not routes[0].is_rank_to_rank
-                    ways = zip(what, routes, strict=True)
-                    held = sum(way.local_bytes for name, way in ways if not is_forward or name not in kept[source])
+                    named = zip(what, routes, strict=True)
+                    held = sum(route.local_bytes for name, route in named if not is_forward or name not in kept[source])
                     held = max(sizes) if is_copied else held
                     transfer = Transfer(receiving, direction, what, sizes, link, duration, arriving, held)
                     found.sent.setdefault((sending, direction), []).append(transfer)
@@ -192,7 +192,7 @@ class _StageRoute(NamedTuple):
 
 
 def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_forward: bool) -> _StageRoute:
-    """The way of a tensor from the stage `source` to `target`, or of its gradient back."""
+    """The route of a tensor from the stage `source` to `target`, or of its gradient back."""
     maker, reader, tensor = plan.stages[source], plan.stages[target], graph.tensors[name]
     leaving = side(maker.ranks, maker.axes, leaving_placement(graph, plan, target, name))
     arriving = side(reader.ranks, reader.axes, reader.inputs[name])
@@ -202,18 +202,18 @@ def _route(graph: Graph, plan: Plan, source: int, target: int, name: str, is_for
 
 
 def _sending(
-    plan: Plan, source: int, target: int, ways: Sequence[_StageRoute], profiles: Sequence[Profile]
+    plan: Plan, source: int, target: int, routes: Sequence[_StageRoute], profiles: Sequence[Profile]
 ) -> tuple[tuple[int, ...], str, int]:
     """Bytes that each rank sends, the link that the busiest does on, and nanoseconds."""
-    if ways[0].is_rank_to_rank:
-        by_rank = tuple(map(sum, zip(*(way.bytes_by_rank() for way in ways), strict=True)))
-    if plan.stages[source].first_rank == plan.stages[target].first_rank and ways[0].is_rank_to_rank:
+    if routes[0].is_rank_to_rank:
+        by_rank = tuple(map(sum, zip(*(route.bytes_by_rank() for route in routes), strict=True)))
+    if plan.stages[source].first_rank == plan.stages[target].first_rank and routes[0].is_rank_to_rank:
         return by_rank, "", 0
-    if ways[0].is_rank_to_rank:
+    if routes[0].is_rank_to_rank:
         size, level = max(by_rank), _level(plan, (source, target))
         times = (sends_time_ns(1, size, level, _per_node(plan), profiles[stage]) for stage in (source, target))
         return by_rank, f"send {level}", max(times)
-    parcels = [Parcel(crossing(way.shape, way.sender, way.receiver), way.itemsize) for way in ways]
+    parcels = [Parcel(crossing(route.shape, route.sender, route.receiver), route.itemsize) for route in routes]
     level, duration = crossing_time_ns(parcels, plan.mesh, (profiles[source], profiles[target]))
     sent = sent_bytes(parcels)
     by_rank = tuple(sent.get(rank, 0) for rank in plan.stages[source].ranks)

@@ -45,7 +45,7 @@ class Spent(Protocol):
     def again_ns(self) -> int: ...
 
 
-Way = tuple[Placement, tuple[Step, ...], bool]
+Reshard = tuple[Placement, tuple[Step, ...], bool]
 """How a tensor is brought to a placement; whether a gradient comes back from there."""
 
 
@@ -56,8 +56,12 @@ class LedgerPrices(Protocol):
     def kinds(self) -> Mapping[str, int]: ...
     def goes_back(self, tensor: str, reader: str) -> bool: ...
     def node(self, node: Node, placed: NodePlan) -> Spent: ...
-    def activation(self, name: str, base: Placement, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> Spent: ...
-    def stored(self, name: str, storage: Storage, ways: Sequence[Way], placed: Mapping[str, NodePlan]) -> Spent: ...
+    def activation(
+        self, name: str, base: Placement, reshards: Sequence[Reshard], placed: Mapping[str, NodePlan]
+    ) -> Spent: ...
+    def stored(
+        self, name: str, storage: Storage, reshards: Sequence[Reshard], placed: Mapping[str, NodePlan]
+    ) -> Spent: ...
     def moved_bytes(self, name: str, storage: Storage) -> int: ...
     def optimizer_ns(self, moved_bytes: int, tensors: int) -> int: ...
     def computed_again(self, recompute: Sequence[str]) -> Iterable[str]: ...
@@ -252,16 +256,16 @@ class Ledger:
             if option.operands[at] != source:
                 back = self.prices.goes_back(name, node.name)
                 wanted[option.operands[at]] = wanted.get(option.operands[at], False) or back
-        routes = list[Way]()
+        reshards = list[Reshard]()
         for target, back in wanted.items():
-            way = self.space.way(name, source, target)
-            if way is None:
+            conversion = self.space.conversion(name, source, target)
+            if conversion is None:
                 return None
-            routes.append((target, way.steps, back))
+            reshards.append((target, conversion.steps, back))
         if isinstance(own, Storage):
-            spent = self.prices.stored(name, own, routes, placed)  # type: ignore[arg-type]
+            spent = self.prices.stored(name, own, reshards, placed)  # type: ignore[arg-type]
             return _row(spent, self.prices.moved_bytes(name, own))
-        return _row(self.prices.activation(name, source, routes, placed))  # type: ignore[arg-type]
+        return _row(self.prices.activation(name, source, reshards, placed))  # type: ignore[arg-type]
 
     # A draft ----------------------------------------
 

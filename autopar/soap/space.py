@@ -244,8 +244,8 @@ class Space:
         is read."""
         entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
         order, ends = in_order(self.graph, plan), ending(self.graph, plan)
-        found = [self.way(*needed) for needed in needed_conversions(order, plan.nodes, entering, ends)]
-        return None if None in found else replace(plan, redistributes=tuple([way for way in found if way is not None]))
+        found = [self.conversion(*needed) for needed in needed_conversions(order, plan.nodes, entering, ends)]
+        return None if None in found else replace(plan, redistributes=tuple([one for one in found if one is not None]))
 
     def _may_branch(self, plan: Plan) -> bool:
         """Whether its branches may be beside what else the plan does."""
@@ -284,8 +284,8 @@ class Space:
         wanted.pop(source, None)
         if not wanted:
             return ()
-        found = [self.way(tensor, source, target) for target in wanted]
-        return None if None in found else tuple([way for way in found if way is not None])
+        found = [self.conversion(tensor, source, target) for target in wanted]
+        return None if None in found else tuple([one for one in found if one is not None])
 
     def _source(self, plan: Plan, tensor: str) -> Placement:
         """As what a tensor is made, stored or fed."""
@@ -312,7 +312,7 @@ class Space:
         updated = ((item, self.graph.mutations.get(name)) for name, item in self.graph.parameter_by_name.items())
         return nodes | {item.tensor: (item.tensor, new) for item, new in updated if new is not None}
 
-    def way(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
+    def conversion(self, tensor: str, source: Placement, target: Placement) -> Redistribute | None:
         """How a tensor is brought from one placement to another; None where it cannot be. One object for equal ones,
         so that what is the same in two plans is seen at once."""
         key = tensor, source, target
