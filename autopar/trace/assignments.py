@@ -3,11 +3,12 @@
     self.state = f(x)        → …; copy_(state, clone(f(x))) before the output
 
 torch.export does so for the outermost module alone, and drops what is assigned in those inside without a word. What is
-of another shape or dtype, or was no tensor before, is left out: no plan has a place for it.
+of another shape or dtype, or no tensor, is refused with its line: no plan has a place for it.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,11 +16,14 @@ from unittest import mock
 
 import torch
 import torch.export._trace as exporting
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, get_proxy_slot
 from torch.nn.modules.module import register_module_buffer_registration_hook
+
+from autopar.errors import TraceError
+from autopar.trace.evidence import user_line
 
 aten = torch.ops.aten
 
@@ -41,6 +45,7 @@ class _Assigned:
         self.likes = {name: (buffer.shape, buffer.dtype) for name, buffer in named.items()}
         self.paths = {module: path for path, module in root.named_modules()}
         self.values: dict[str, fx.Node] = {}
+        self.odd: dict[str, str] = {}  # by name, what was assigned last that the buffer's place is not for, and where
         self.handle = register_module_buffer_registration_hook(self._seen)
 
     def _seen(self, module: nn.Module, name: str, buffer: Any) -> None:
@@ -53,7 +58,14 @@ class _Assigned:
             return
         value = buffer.from_functional() if isinstance(buffer, FunctionalTensor) else buffer
         self.values.pop(full, None)
-        if not isinstance(value, FakeTensor) or (value.shape, value.dtype) != self.likes[full]:
+        self.odd.pop(full, None)
+        shape, dtype = self.likes[full]
+        if not isinstance(value, FakeTensor) or (value.shape, value.dtype) != (shape, dtype):
+            found = _look(value.shape, value.dtype) if isinstance(value, Tensor) else str(value)
+            self.odd[full] = (
+                f"buffer {full!r} to stay {_look(shape, dtype)}, found it set to {found} at\n  "
+                f"{user_line(sys._getframe(1))}"
+            )
             return
         slot: Any = get_proxy_slot(value, mode.tracer, default=None)
         if slot is not None:
@@ -62,6 +74,11 @@ class _Assigned:
     def remove(self) -> None:
         """Writes to the buffers what they were assigned last; first of all takes that, which may be other buffers."""
         self.handle.remove()
+        if self.odd and sys.exc_info()[0] is None:
+            raise TraceError(
+                f"expected {next(iter(self.odd.values()))}\nRegister it as what it becomes, or compute with a variable "
+                "of forward; what is kept until the next step keeps its place."
+            )
         if not self.values:
             return
         graph = next(iter(self.values.values())).graph
@@ -71,6 +88,10 @@ class _Assigned:
             taken = [_call(graph, aten.clone.default, value, value) for _, value in pairs]
             for (buffer, value), copy in zip(pairs, taken, strict=True):
                 _call(graph, aten.copy_.default, value, buffer, copy)
+
+
+def _look(shape: torch.Size, dtype: torch.dtype) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
 def _call(graph: fx.Graph, target: Any, like: fx.Node, *args: fx.Node) -> fx.Node:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.errors import TraceError
 from autopar.trace import trace
 from tests.equivalence.on_threads import differences
 from tests.trace.test_writes import assert_traced
@@ -98,3 +99,38 @@ def test_without_values_too_where_no_comparison_with_the_model_would_see_it() ->
 def test_programs_equal_the_model(assign: Assign, plan: str) -> None:
     wrong = differences(Model(assign, 2), batch(), plan)
     assert wrong == [] or (wrong is None and (assign, plan) == (_swapped, "pp=2")), wrong  # what no node makes
+
+
+def _another_shape(layer: Layer, h: Tensor) -> None:
+    layer.state = h.detach()
+
+
+def _another_dtype(layer: Layer, h: Tensor) -> None:
+    layer.state = h.detach().mean(0).double()
+
+
+def _none(layer: Layer, h: Tensor) -> None:
+    layer.state = None  # type: ignore[assignment]
+
+
+def _registered_anew(layer: Layer, h: Tensor) -> None:
+    layer.register_buffer("state", torch.ones(3))
+
+
+def _put_back(layer: Layer, h: Tensor) -> None:
+    kept = layer.state
+    layer.state = h.detach()
+    layer.state = kept + layer.state.mean(0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("assign", [_another_shape, _another_dtype, _none, _registered_anew])
+def test_what_is_no_tensor_like_the_buffer_is_refused_with_its_line(assign: Assign, device: str) -> None:
+    with torch.device(device):
+        model, inputs = Model(assign, 2), {"x": torch.empty(4, 4)}
+    with pytest.raises(TraceError, match=r"'layers\.\d\.state' to stay float32\[4\].*\n.*test_assignments\.py:\d+"):
+        trace(model, inputs)
+
+
+def test_what_is_put_back_in_the_same_step_may_look_otherwise() -> None:
+    assert_traced(Model(_put_back, 2), batch())
