@@ -400,12 +400,21 @@ class _Converter:
                 f"{', '.join(map(_path_text, found))}; return their sum, call one of them 'loss' (in a dict or a "
                 "dataclass), or detach what is only shown"
             )
-        others = [f"{path or name.strip('%')}{list(self.tensors[name].shape)}" for path, name in pairs]
+        remedy = 'pass loss_fn=, or mode="inference"'
+        if any(self.tensors[name].num_elements == 1 and self.tensors[name].differentiable for name in outputs):
+            remedy = "make the loss one that has no dims (loss.squeeze(), loss.mean())"
+        elif any(self.tensors[name].shape == () for name in outputs):
+            remedy = "return one that follows from the model's parameters without detach(), no_grad or new modules"
         raise TraceError(
             f"expected forward to return a scalar loss that depends on a parameter, "
-            f"found {', '.join(others) or 'none'}; "
-            'pass loss_fn=, or mode="inference"'
+            f"found {', '.join(self._told(path, name) for path, name in pairs) or 'none'}; {remedy}"
         )
+
+    def _told(self, path: str, name: str) -> str:
+        """An output, with the line that makes it."""
+        node = self._makers.get(name)
+        where = f" at {node.source}" if node is not None and node.source else ""
+        return f"{path or name.strip('%')}{list(self.tensors[name].shape)}{where}"
 
 
 @dataclass(frozen=True)

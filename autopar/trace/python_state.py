@@ -61,8 +61,12 @@ def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
         with ExitStack() as stack:
             stack.callback(target.register_forward_hook(left).remove)
             stack.enter_context(_Refusing())
-            register = _registering(nn.Module.register_parameter, set(target.modules()))
+            modules = set(target.modules())
+            register = _registering(nn.Module.register_parameter, modules)
             stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register))
+            for name in ("__setattr__", "add_module"):
+                replace = _replacing(getattr(nn.Module, name), modules)
+                stack.enter_context(mock.patch.object(nn.Module, name, replace))
             for name in _SEEDS:
                 for module in (torch, torch.random):
                     if hasattr(module, name):
@@ -111,7 +115,7 @@ def _registering(own: Callable[..., None], modules: set[nn.Module]) -> Callable[
 
     def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename == nn.Module.__setattr__.__code__.co_filename:
+        while frame.f_back is not None and frame.f_code.co_filename in _SETTING:
             frame = frame.f_back
         is_new = module._parameters.get(name) is not parameter  # `self.weight += 1` sets the one that is there
         if is_new and module in modules and "/torch/" not in frame.f_code.co_filename:
@@ -124,6 +128,26 @@ def _registering(own: Callable[..., None], modules: set[nn.Module]) -> Callable[
         own(module, name, parameter)
 
     return registered
+
+
+#: files of what stands between the line that sets a parameter and its registration
+_SETTING = (nn.Module.__setattr__.__code__.co_filename, __file__)
+
+
+def _replacing(own: Callable[..., None], modules: set[nn.Module]) -> Callable[..., None]:
+    """In the place of what makes a module another's: a new one with parameters would be lost after this step."""
+
+    def replaced(module: nn.Module, name: str, value: Any) -> None:
+        is_new = isinstance(value, nn.Module) and value not in modules and module in modules
+        if is_new and any(True for _ in value.parameters()):
+            raise TraceError(
+                f"expected forward to leave alone which parameters there are, found a new {type(value).__name__} as "
+                f"{name!r} of a {type(module).__name__} at\n  {_line()}\nAn optimizer would not have its parameters: "
+                "make it where the model is made."
+            )
+        own(module, name, value)
+
+    return replaced
 
 
 class _Refusing(TorchFunctionMode):

@@ -29,6 +29,7 @@ from torch.export.graph_signature import ExportGraphSignature, InputKind
 from torch.overrides import TorchFunctionMode
 
 from autopar.ops.writes import overwritten
+from autopar.trace.dropout import arguments_of
 from autopar.trace.markers import repeated
 from autopar.trace.saved import ExportedCall, memory
 from autopar.trace.tied import tied_names
@@ -104,7 +105,8 @@ def _tied_and_written(
     graph: fx.Graph, signature: ExportGraphSignature, tied: Mapping[str, str]
 ) -> dict[str, tuple[fx.Node, fx.Node]]:
     """Of stored tensors that are written to, the later names, each with its placeholder and that of the first name."""
-    written = {own for node in graph.nodes for x in _written(node) for own in memory(x.meta.get("val"))}
+    changed = [x for node in graph.nodes for x in (*_written(node), *_statistics(node))]
+    written = {own for x in changed for own in memory(x.meta.get("val"))}
     nodes = {node.name: node for node in graph.find_nodes(op="placeholder")}
     named = {str(spec.target): nodes[str(getattr(spec.arg, "name", ""))] for spec in signature.input_specs}
     pairs = {name: (named[name], named[first]) for name, first in tied.items() if {name, first} <= named.keys()}
@@ -345,14 +347,21 @@ def _share(node: fx.Node, other: fx.Node) -> bool:
 _STATISTICS = {torch.ops.aten.batch_norm.default: "training", torch.ops.aten.instance_norm.default: "use_input_stats"}
 
 
+def _statistics(node: fx.Node) -> list[fx.Node]:
+    """The running statistics that a norm writes to."""
+    flag = _STATISTICS.get(node.target)
+    given = arguments_of(node) if flag is not None else {}
+    if flag is None or not given[flag]:
+        return []
+    return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), fx.Node)]
+
+
 def _written(node: fx.Node) -> list[fx.Node]:
     """The operands that a call writes to."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None or not (schema.is_mutable or node.target in _STATISTICS):
+    if schema is None or not schema.is_mutable:
         return []
-    given = dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
-    if node.target in _STATISTICS and given.get(_STATISTICS[node.target]):
-        return [given[name] for name in ("running_mean", "running_var") if isinstance(given.get(name), fx.Node)]
+    given = arguments_of(node)
     found: list[fx.Node] = []
     for argument in schema.arguments:
         if argument.alias_info is not None and argument.alias_info.is_write:

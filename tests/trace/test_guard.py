@@ -290,6 +290,56 @@ def test_a_parameter_that_forward_replaces_is_refused_with_its_line() -> None:
         trace(Replacing(), (torch.randn(8, 8),))
 
 
+@pytest.mark.parametrize("how", ["replaced", "first call", "in a dict", "inside of another"])
+def test_a_module_with_parameters_that_forward_makes_is_refused_with_its_line(how: str) -> None:
+    class Making(_Centred):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head, self.heads = None, nn.ModuleDict()
+
+        def forward(self, x: Tensor) -> Tensor:
+            if how == "replaced":
+                self.first = nn.Linear(8, 16)
+            if how == "first call" and self.head is None:
+                self.head = nn.Linear(8, 8)
+            if how == "in a dict" and "a" not in self.heads:
+                self.heads["a"] = nn.Linear(8, 8)
+            if how == "inside of another":
+                self.heads["a"] = nn.Sequential(nn.ReLU(), nn.Linear(8, 8))
+            return super().forward(x)
+
+    with pytest.raises(TraceError, match=r"found a new \w+ as '\w+' of a \w+ at\n.*test_guard.py:\d+.*\nAn optimizer"):
+        trace(Making(), (torch.randn(8, 8),))
+
+
+def test_a_module_without_parameters_may_be_made_in_forward() -> None:
+    class Making(_Centred):
+        def forward(self, x: Tensor) -> Tensor:
+            self.act = nn.ReLU()
+            return super().forward(self.act(x))
+
+    model, x = Making(), torch.randn(8, 8)
+    assert held_against_eager(model, trace(model, (x,)), (x,)) == "yes"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda h: h.mean()[None], r"unsqueeze\[1\] at .*test_guard.py:\d+; make the loss one that has no dims"),
+        (lambda h: h.mean().detach(), r"detach\w*\[\] at .*test_guard.py:\d+; return one that follows from"),
+        (lambda h: h.square(), r"square\[8, 16\] at .*test_guard.py:\d+; pass loss_fn="),
+    ],
+    ids=["one element", "detached", "no loss"],
+)
+def test_what_is_no_loss_is_refused_with_its_line(make: Callable[[Tensor], Tensor], message: str) -> None:
+    class Making(_Centred):
+        def forward(self, x: Tensor) -> Tensor:
+            return make(self.first(x))
+
+    with pytest.raises(TraceError, match=message):
+        trace(Making(), (torch.randn(8, 8),))
+
+
 def test_a_number_out_of_a_tensor_is_refused_with_its_line() -> None:
     class Scaling(_Centred):
         def forward(self, x: Tensor) -> Tensor:
