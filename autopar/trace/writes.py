@@ -344,7 +344,10 @@ def _share(node: fx.Node, other: fx.Node) -> bool:
 
 
 #: of what writes to running statistics, though its schema does not say so: the argument that says whether it does
-_STATISTICS = {torch.ops.aten.batch_norm.default: "training", torch.ops.aten.instance_norm.default: "use_input_stats"}
+_STATISTICS: dict[Any, str] = {
+    torch.ops.aten.batch_norm.default: "training",
+    torch.ops.aten.instance_norm.default: "use_input_stats",
+}
 
 
 def _statistics(node: fx.Node) -> list[fx.Node]:
