@@ -368,6 +368,16 @@ TRACED = [
     Fault("a recomputed module reads the new value of a buffer", "autopar/runtime/state.py",
           "        self.latest = value\n", "        self.latest = value\n        self.used.copy_(value)\n",
           ("tests:tests/equivalence/test_hard_writes.py -k recompute",)),
+    Fault("rows that go by number are taken in another order", "autopar/trace/inner_batch.py",
+          "return node.operands[0] not in self.batches", "return True",
+          ("tests:tests/carried/test_inner_batch.py -k lookup",)),
+    Fault("a batch is parted on the wrong side", "autopar/trace/inner_batch.py",
+          "return (*shape[: self.dim], self.outer, length, *shape[self.dim + 1 :])",
+          "return (*shape[: self.dim], length, self.outer, *shape[self.dim + 1 :])",
+          ("tests:tests/carried/test_inner_batch.py -k 'frames and microbatches'",)),
+    Fault("a norm that counts batches takes the last one's statistics", "autopar/trace/written_out.py",
+          "kept[name].add_((value - kept[name]) / counted)", "kept[name].add_(value - kept[name])",
+          ("tests:tests/carried/test_written_out.py -k 'counting and how0'",)),
 ]  # fmt: skip
 
 STORED, OF_PARAMETERS = "autopar/runtime/stored.py", "tests:tests/carried/test_parameters.py"
