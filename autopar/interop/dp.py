@@ -4,12 +4,15 @@
     subject to   rᵢ + f(i) · aᵢ + wᵢ ≤ memory limit
 
 t: a microbatch forward and backward through a stage, what it receives included (`_Ranges.time`); B: microbatches; e:
-what a stage does once a step, of gradient sums what its last backward pass does not hide (`_Ranges.once`). r: bytes
-that stay; f: microbatches in flight (`ir.schedule`), which depends on how many stages are behind; a: bytes each
-of them takes; w: the largest workspace. So the programme goes from the last stage to the first, and the number of
+what a stage does once a step, of gradient sums what its last backward pass does not hide (the rest of
+`_Ranges.bottleneck`). r: bytes that stay; f: microbatches in flight (`ir.schedule`), which depends on how many stages
+are behind; a: bytes each of them takes; w: the largest workspace. So the programme goes from the last stage to the first, and the number of
 stages is a part of its state:
 
     F(s, i, d) = min over kinds k and ends j of   t(k, i, j) + F(s − 1, j, d − devices of k)
+
+A longer stage takes more, so that within bounds the ends of each are those up to a last one, but for few; the least
+over a range of ends is that of two ranges, whose length is a power of two: L · log L steps for L layers, not L².
 
 The bottleneck max is bounded, and the bound lowered below the bottleneck of what was found until no better sum of both
 is possible. That visits the Pareto front of (sum, bottleneck) from one end, so what is left is never better: the result
@@ -134,7 +137,7 @@ class _Largest:
     """The largest of values in any ranges, begin < end, by those of all ranges of 1, 2, 4, … of them."""
 
     def __init__(self, values: Int64Array) -> None:
-        self.of_length = np.zeros((len(values).bit_length(), len(values)), np.int64)  # by power of two, by first
+        self.of_length = np.empty((len(values).bit_length(), len(values)), np.int64)  # by power of two, by first
         self.of_length[:1] = values
         for power in range(1, len(self.of_length)):
             half, count = 1 << (power - 1), len(values) - (1 << power) + 1
@@ -142,8 +145,11 @@ class _Largest:
             np.maximum(before[:count], before[half : half + count], out=self.of_length[power, :count])
 
     def between(self, begin: Int64Array, end: Int64Array) -> Int64Array:
-        power = np.frexp(end - begin)[1] - 1  # two ranges of that length, which may overlap, are the whole
-        largest: Int64Array = np.maximum(self.of_length[power, begin], self.of_length[power, end - (1 << power)])
+        power = np.frexp(end - begin)[1].astype(np.int64) - 1
+        row = power * self.of_length.shape[1]  # two ranges of that length, which may overlap, are the whole
+        largest: Int64Array = np.maximum(
+            self.of_length.take(row + begin), self.of_length.take(row + end - (1 << power))
+        )
         return largest
 
 
