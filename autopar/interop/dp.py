@@ -6,8 +6,8 @@
 t: a microbatch forward and backward through a stage, what it receives included (`_Ranges.time`); B: microbatches; e:
 what a stage does once a step, of gradient sums what its last backward pass does not hide (the rest of
 `_Ranges.bottleneck`). r: bytes that stay; f: microbatches in flight (`ir.schedule`), which depends on how many stages
-are behind; a: bytes each of them takes; w: the largest workspace. So the programme goes from the last stage to the first, and the number of
-stages is a part of its state:
+are behind; a: bytes each of them takes; w: the largest workspace. So the programme goes from the last stage to the
+first, and the number of stages is a part of its state:
 
     F(s, i, d) = min over kinds k and ends j of   t(k, i, j) + F(s − 1, j, d − devices of k)
 
