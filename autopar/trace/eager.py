@@ -96,8 +96,8 @@ class Subject:
 
 @dataclass
 class Held:
-    """What was put aside of a subject. changes: of Python state, after the steps of the model that ran. has_run: whether
-    any did."""
+    """What was put aside of a subject. changes: of Python state, after the steps of the model that ran. has_run:
+    whether any did."""
 
     subject: Subject
     drawn: tuple[Any, Any, tuple[Tensor, ...]]
