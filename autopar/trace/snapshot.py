@@ -36,6 +36,8 @@ _LEAF_KINDS = {kind for kind in _LEAVES if kind is not Tensor}
 """Of what most things in a model are: to ask each whether it is one of many kinds takes a while."""
 _CONTAINERS = (dict, list, set, deque)
 _CONTAINER_KINDS = {dict, list, set, OrderedDict}
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""Such as dicts of hooks, which have no attributes of their own, as other dicts with an order may."""
 _ITERABLES: tuple[Iterable[Any], ...] = ([], (), "", b"", set(), {}, {}.values(), {}.items(), range(0), deque())
 _ITERATORS: tuple[type, ...] = (
     *(type(iter(x)) for x in _ITERABLES),
@@ -163,6 +165,8 @@ class Snapshot:
             self._all((value.__self__, value.__func__), path, depth - 1)
         elif isinstance(value, functools.partial):
             self._all((value.func, value.args, value.keywords), path, depth - 1)
+        if type(value) is OrderedDict and path.rpartition(".")[2] in _OF_ANY_MODULE:
+            return
         if isinstance(getattr(value, "__dict__", None), dict):
             self._object(value, path, depth)
             if state is None:
