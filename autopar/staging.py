@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -13,7 +14,7 @@ from autopar.cost import Profile
 from autopar.cost.crossing import End, cheapest_handover, way
 from autopar.errors import PlanError
 from autopar.interop import Members, block_layers
-from autopar.ir.graph import Graph
+from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import MICROBATCH, Mesh
 from autopar.ir.placement import P, Placement, local_shape
 from autopar.ir.plan import Plan, Redistribute, Stage
@@ -61,6 +62,15 @@ class _Cut:
     mesh: Mesh
     profiles: Mapping[str, Profile]
 
+    @cached_property
+    def nodes(self) -> list[list[Node]]:
+        """What runs in each stage."""
+        found: list[list[Node]] = [[] for _ in self.plans]
+        for node in self.graph.nodes:
+            for index in self.members[node.name]:
+                found[index].append(node)
+        return found
+
     def end(self, index: int) -> End:
         """The ranks and axes of a stage."""
         axes = tuple(axis for axis in self.plans[index].axes if axis.name != MICROBATCH)
@@ -101,7 +111,7 @@ def cut(
     """
     own = [plans] * len(first_ranks) if isinstance(plans, Plan) else list(plans)
     what = _Cut(graph, own, members, first_ranks, mesh or own[0].mesh, profiles or {})
-    reads = [_reads(graph, plan, members, index, len(own)) for index, plan in enumerate(own)]
+    reads = [_reads(what, index) for index in range(len(own))]
     handed = [_received(what, pairs, index) for index, pairs in enumerate(reads)]
     return _joined(what, reads, handed, schedule)
 
@@ -126,12 +136,12 @@ def _joined(
     )
 
 
-def _reads(graph: Graph, plan: Plan, members: Members, index: int, count: int) -> dict[Pair, None]:
+def _reads(what: _Cut, index: int) -> dict[Pair, None]:
     """Everything that the stage's nodes read, and what must leave the model from it."""
+    graph, plan, members, count = what.graph, what.plans[index], what.members, len(what.plans)
     found: dict[Pair, None] = {}
-    for node in graph.nodes:
-        if index in members[node.name]:
-            found |= dict.fromkeys(zip(node.operands, plan.nodes[node.name].operands, strict=True))
+    for node in what.nodes[index]:
+        found |= dict.fromkeys(zip(node.operands, plan.nodes[node.name].operands, strict=True))
     for name in graph.outputs:
         if _is_made(graph, members, index, count, name):
             found[name, output_placement(graph, plan, name)] = None
@@ -205,7 +215,7 @@ def _stage(
 ) -> Stage:
     graph, plan = what.graph, what.plans[index]
     received = {name: item.arriving for name, item in handed[index].items()}
-    nodes = {node.name: plan.nodes[node.name] for node in graph.nodes if index in what.members[node.name]}
+    nodes = {node.name: plan.nodes[node.name] for node in what.nodes[index]}
     have = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
     have.update(received)
     for name, placed in nodes.items():

@@ -4,12 +4,15 @@
     subject to   rᵢ + f(i) · aᵢ + wᵢ ≤ memory limit
 
 t: a microbatch forward and backward through a stage, what it receives included (`_Ranges.time`); B: microbatches; e:
-what a stage does once a step, of gradient sums what its last backward pass does not hide (`_Ranges.once`). r: bytes
-that stay; f: microbatches in flight (`ir.schedule`), which depends on how many stages are behind; a: bytes each
-of them takes; w: the largest workspace. So the programme goes from the last stage to the first, and the number of
-stages is a part of its state:
+what a stage does once a step, of gradient sums what its last backward pass does not hide (the rest of
+`_Ranges.bottleneck`). r: bytes that stay; f: microbatches in flight (`ir.schedule`), which depends on how many stages
+are behind; a: bytes each of them takes; w: the largest workspace. So the programme goes from the last stage to the
+first, and the number of stages is a part of its state:
 
     F(s, i, d) = min over kinds k and ends j of   t(k, i, j) + F(s − 1, j, d − devices of k)
+
+A longer stage takes more, so that within bounds the ends of each are those up to a last one, but for few; the least
+over a range of ends is that of two ranges, whose length is a power of two: L · log L steps for L layers, not L².
 
 The bottleneck max is bounded, and the bound lowered below the bottleneck of what was found until no better sum of both
 is possible. That visits the Pareto front of (sum, bottleneck) from one end, so what is left is never better: the result
@@ -134,7 +137,7 @@ class _Largest:
     """The largest of values in any ranges, begin < end, by those of all ranges of 1, 2, 4, … of them."""
 
     def __init__(self, values: Int64Array) -> None:
-        self.of_length = np.zeros((len(values).bit_length(), len(values)), np.int64)  # by power of two, by first
+        self.of_length = np.empty((len(values).bit_length(), len(values)), np.int64)  # by power of two, by first
         self.of_length[:1] = values
         for power in range(1, len(self.of_length)):
             half, count = 1 << (power - 1), len(values) - (1 << power) + 1
@@ -142,9 +145,18 @@ class _Largest:
             np.maximum(before[:count], before[half : half + count], out=self.of_length[power, :count])
 
     def between(self, begin: Int64Array, end: Int64Array) -> Int64Array:
-        power = np.frexp(end - begin)[1] - 1  # two ranges of that length, which may overlap, are the whole
-        largest: Int64Array = np.maximum(self.of_length[power, begin], self.of_length[power, end - (1 << power)])
+        return self.at(*_places(begin, end, self.of_length.shape[1]))
+
+    def at(self, one: Int64Array, other: Int64Array) -> Int64Array:
+        """Of ranges by their `_places`."""
+        largest: Int64Array = np.maximum(self.of_length.take(one), self.of_length.take(other))
         return largest
+
+
+def _places(begin: Int64Array, end: Int64Array, length: int) -> tuple[Int64Array, Int64Array]:
+    """Of values of that length, where two ranges are listed that may overlap and together are the ranges asked for."""
+    power = np.frexp(end - begin)[1].astype(np.int64) - 1
+    return power * length + begin, power * length + end - (1 << power)
 
 
 class _Ranges:
@@ -164,6 +176,7 @@ class _Ranges:
         self._most, self._negated = _Largest(self.most_until), _Largest(-self.most_until)
         self._fitting: dict[tuple[int, int], Int64Array] = {}
         self._under: dict[int, tuple[Int64Array, Int64Array]] = {}
+        self._allowed: dict[_Bounds, _Ends] = {}
 
     def time(self, begin: Any, end: Any) -> Any:
         return self.time_until[end] - self.time_until[begin] + self.kind.receive_ns[begin]
@@ -184,16 +197,15 @@ class _Ranges:
 
     def end_ahead(self, begin: int, behind: Int64Array, under: _Bounds) -> int:
         """Of a stage that gives that sum, the first such end."""
-        ends = np.arange(begin + 1, self._last(under)[begin] + 1)
+        ends = np.arange(begin + 1, self._ends(under).last[begin] + 1)
         ends = ends[self.bottleneck(begin, ends) <= under.bottleneck_ns]
         return int(ends[(behind + self.time_until)[ends].argmin()])
 
     def _least(self, values: Int64Array, under: _Bounds) -> Int64Array:
         """The least value at the ends that are allowed, for each first layer."""
-        last, uneven = self._last(under), self._last_under(under.bottleneck_ns)[1]
-        is_any = last > self.begins
-        negated = _Largest(-values).between(self.begins + 1, np.where(is_any, last, self.begins + 1) + 1)
-        least = np.where(is_any, -negated, 2 * NEVER)
+        last, is_none, places, uneven = self._ends(under)
+        least = -_Largest(-values).at(*places)
+        least[is_none] = 2 * NEVER
         if len(uneven):
             begins, ends = uneven[:, None], np.flatnonzero(values < NEVER)
             is_allowed = (begins < ends) & (ends <= last[begins])
@@ -201,10 +213,16 @@ class _Ranges:
             least[uneven] = np.where(is_allowed, values[ends], 2 * NEVER).min(axis=1, initial=2 * NEVER)
         return least
 
-    def _last(self, under: _Bounds) -> Int64Array:
-        """For each first layer the last end that is allowed; the layer itself, or less, where none is."""
+    def _ends(self, under: _Bounds) -> _Ends:
+        """Those that are allowed; the same where memory forbids none, however many microbatches are in flight."""
         fitting = self._last_fitting(under.num_in_flight, under.memory_limit or self.kind.memory_limit)
-        return np.minimum(fitting, self._last_under(under.bottleneck_ns)[0])
+        last, uneven = self._last_under(under.bottleneck_ns)
+        key = _Bounds(under.bottleneck_ns, 0) if (fitting >= last).all() else under
+        if key not in self._allowed:
+            last, first = np.minimum(fitting, last), self.begins + 1
+            places = _places(first, np.maximum(last, first) + 1, len(self.begins) + 1)
+            self._allowed[key] = _Ends(last, np.flatnonzero(last < first), places, uneven)
+        return self._allowed[key]
 
     def _last_under(self, bottleneck_ns: int) -> tuple[Int64Array, Int64Array]:
         """For each first layer the last end whose bottleneck is no more; and those for which an end before it has more,
@@ -240,6 +258,16 @@ class _Bounds(NamedTuple):
     bottleneck_ns: int
     num_in_flight: int
     memory_limit: int = 0
+
+
+class _Ends(NamedTuple):
+    """Where stages may end, by first layer: up to `last`, all but for the first layers `uneven`. is_none: first layers
+    that allow none. places: of the ends, in tables of values (`_places`)."""
+
+    last: Int64Array
+    is_none: Int64Array
+    places: tuple[Int64Array, Int64Array]
+    uneven: Int64Array
 
 
 def _until(values: Int64Array) -> Int64Array:

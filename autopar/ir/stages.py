@@ -30,7 +30,7 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
     if not plan.stages:
         return graph
     stage = plan.stages[index]
-    nodes = tuple(node for node in graph.nodes if node.name in stage.nodes)
+    nodes = tuple(stage_nodes(graph, stage))
     made = {name: None for node in nodes for name in node.results}
     last_reader = _wiring(plan).last_reader
     sent = tuple(name for name in made if last_reader.get(name, -1) > index)
@@ -51,6 +51,14 @@ def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
         answered=answered_values(graph, plan, index),
         ends=ends,
     )
+
+
+def stage_nodes(graph: Graph, stage: Stage) -> list[Node]:
+    """What runs in a stage, in the order of the graph."""
+    if ("positions", "") not in graph.found:
+        graph.found["positions", ""] = {node.name: position for position, node in enumerate(graph.nodes)}
+    position = graph.found["positions", ""]
+    return [graph.nodes[place] for place in sorted(position[name] for name in stage.nodes if name in position)]
 
 
 def answered_values(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
@@ -82,8 +90,8 @@ def _find_gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], 
     found: list[frozenset[str]] = []
     for index in reversed(range(count)):
         stage, here = plan.stages[index], reached[index]
-        for node in reversed(graph.nodes):
-            if node.name in stage.nodes and not here.isdisjoint(node.results):
+        for node in reversed(stage_nodes(graph, stage)):
+            if not here.isdisjoint(node.results):
                 here.update(name for name in node.operands if graph.tensors[name].differentiable)
         back = frozenset(name for name in stage.inputs if name in here and name not in graph.inputs)
         for name in back:

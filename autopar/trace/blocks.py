@@ -45,6 +45,14 @@ def find_blocks(graph: Graph, constraints: Sequence[Constraint] = ()) -> Blocks:
 
     constraints: blocks are equal only where these ask the same of their parts.
     """
+    key = "blocks", repr(tuple(constraints))
+    if key not in graph.found:
+        graph.found[key] = _find_blocks(graph, constraints)
+    found: Blocks = graph.found[key]
+    return found
+
+
+def _find_blocks(graph: Graph, constraints: Sequence[Constraint]) -> Blocks:
     regions: dict[str | None, list[Node]] = defaultdict(list)
     for node in graph.nodes:
         regions[_block_path(node)].append(node)

@@ -96,7 +96,8 @@ class Subject:
 
 @dataclass
 class Held:
-    """What was put aside of a subject. changes: of Python state, after the steps of the model that ran."""
+    """What was put aside of a subject. changes: of Python state, after the steps of the model that ran. has_run:
+    whether any did."""
 
     subject: Subject
     drawn: tuple[Any, Any, tuple[Tensor, ...]]
@@ -104,6 +105,7 @@ class Held:
     values: Originals
     flags: list[tuple[Tensor, bool, Tensor | None]]
     changes: list[StateChange]
+    has_run: bool = False
 
     def restore(self) -> None:
         self.python.restore()
@@ -161,7 +163,9 @@ def run_model(
     is_shaken: with parameters that differ in their last bits, to see how far such a difference goes.
     """
     made: Made = {}
-    kept.restore()
+    if kept.has_run:
+        kept.restore()
+    kept.has_run = True
     if is_shaken:
         _shake(subject)
     for step in range(steps):

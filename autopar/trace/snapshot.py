@@ -36,6 +36,8 @@ _LEAF_KINDS = {kind for kind in _LEAVES if kind is not Tensor}
 """Of what most things in a model are: to ask each whether it is one of many kinds takes a while."""
 _CONTAINERS = (dict, list, set, deque)
 _CONTAINER_KINDS = {dict, list, set, OrderedDict}
+_OF_ANY_MODULE = frozenset(vars(nn.Module()))
+"""Such as dicts of hooks, which have no attributes of their own, as other dicts with an order may."""
 _ITERABLES: tuple[Iterable[Any], ...] = ([], (), "", b"", set(), {}, {}.values(), {}.items(), range(0), deque())
 _ITERATORS: tuple[type, ...] = (
     *(type(iter(x)) for x in _ITERABLES),
@@ -63,7 +65,7 @@ class StateChange:
 
 
 class _StatePlace(NamedTuple):
-    """One place that holds values. read: what it holds now, by key; write: puts that back."""
+    """One place that holds values. read: what it holds now, by key, perhaps itself; write: puts `before` back."""
 
     path: str
     holder: Any
@@ -141,7 +143,9 @@ class Snapshot:
         elif type(value) not in _CONTAINER_KINDS and isinstance(value, _ITERATORS):
             self._keep(path, value, lambda: {"": _place_in(value)}, lambda _: None)
         elif isinstance(value, dict):
-            self._contents(value, path, lambda: dict(dict.items(value)), functools.partial(_refill, value), depth)
+            is_plain = type(value) in _CONTAINER_KINDS  # not what a class of one's own does
+            read = (lambda: value) if is_plain else (lambda: dict(dict.items(value)))
+            self._contents(value, path, read, functools.partial(_refill, value), depth)
         elif isinstance(value, (list, deque)) and len(value) <= _LONGEST:
             self._contents(value, path, lambda: dict(enumerate(value)), functools.partial(_relist, value), depth)
         elif isinstance(value, set) and len(value) <= _LONGEST:
@@ -161,6 +165,8 @@ class Snapshot:
             self._all((value.__self__, value.__func__), path, depth - 1)
         elif isinstance(value, functools.partial):
             self._all((value.func, value.args, value.keywords), path, depth - 1)
+        if type(value) is OrderedDict and path.rpartition(".")[2] in _OF_ANY_MODULE:
+            return
         if isinstance(getattr(value, "__dict__", None), dict):
             self._object(value, path, depth)
             if state is None:
@@ -174,7 +180,7 @@ class Snapshot:
 
     def _object(self, value: Any, path: str, depth: int) -> None:
         own = value.__dict__
-        self._contents(value, path, lambda: dict(own), functools.partial(_refill, own), depth)
+        self._contents(value, path, lambda: own, functools.partial(_refill, own), depth)
 
     def _contents(self, holder: Any, path: str, read: Any, write: Any, depth: int) -> None:
         held = self._keep(path, holder, read, write)
@@ -245,7 +251,7 @@ class Snapshot:
                 self._walk(value, name, depth + 1)
 
     def _keep(self, path: str, holder: Any, read: Any, write: Any) -> dict[Any, Any]:
-        before: dict[Any, Any] = read()
+        before = dict(read())
         self.kept.append(_StatePlace(path, holder, read, write, before))
         return before
 

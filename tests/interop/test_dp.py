@@ -9,6 +9,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.interop import StageKind, best_stages, equally_cut
+from autopar.interop.dp import NEVER, _Bounds, _Ranges
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, in_flight, turns
 from tests.oracles.stages import Row, exhaustive, objective, peak
 
@@ -112,3 +113,32 @@ def test_in_flight_is_what_the_schedule_plays(schedule: str, count: int, chunks:
         held = np.cumsum([TAKEN[turn.direction] for turn in order])
         told = in_flight(schedule, count - position, microbatches, chunks, count)
         assert told == max(held)
+
+
+@pytest.mark.parametrize("microbatches", (1, 2, 6))
+def test_the_least_over_the_ends_that_bounds_allow(microbatches: int) -> None:
+    """On chains too long for every choice, against plain sums: also where later layers hide what earlier ones send, so
+    that a longer stage is allowed and a shorter one is not."""
+    rng, num_uneven = random.Random(microbatches), 0
+    for _ in range(30):
+        row, layers = drawn(rng, 37, 1, 3_000)[0], 37
+        behind = np.array([rng.choice((int(NEVER), rng.randint(0, 900))) for _ in range(layers + 1)])
+        under = _Bounds(rng.randint(50, 400 * microbatches), rng.randint(1, 4))
+        ranges = _Ranges(kind(row), microbatches)
+        found = ranges.least_ahead(behind, under)
+        for begin in range(layers):
+            allowed = []
+            for end in range(begin + 1, layers + 1):
+                one = sum(row["time"][begin:end]) + row["receive"][begin]
+                shown = max(0, sum(row["reduce"][begin:end]) - sum(row["hide"][begin:end]))
+                held = sum(row["resident"][begin:end]) + max(row["workspace"][begin:end])
+                held += under.num_in_flight * sum(row["activation"][begin:end])
+                bottleneck = (microbatches - 1) * one + sum(row["once"][begin:end]) + shown
+                if bottleneck <= under.bottleneck_ns and held <= row["limit"]:
+                    allowed.append((min(int(NEVER), one + int(behind[end])), end))
+            least = min(allowed, default=(int(NEVER), 0))
+            assert found[begin] == least[0]
+            if least[0] < NEVER:
+                assert ranges.end_ahead(begin, behind, under) == least[1]
+            num_uneven += bool(allowed) and [end for _, end in allowed] != [*range(begin + 1, allowed[-1][1] + 1)]
+    assert microbatches > 1 or num_uneven, "some ends are allowed behind others that are not"
