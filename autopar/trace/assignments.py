@@ -39,14 +39,39 @@ class _Assigned:
     """In the place of torch's own hook while a model runs once, which it is told the end of by `remove`."""
 
     def __init__(self, root: nn.Module, _: dict[str, str]) -> None:
+        self.root, self.own = root, {name: x is not None for name, x in root._buffers.items()}
         count = len(dict(root.named_parameters(remove_duplicate=False)))
         named = dict(root.named_buffers(remove_duplicate=False))
         self.inputs = {name: number for number, name in enumerate(named, count)}
         self.likes = {name: (buffer.shape, buffer.dtype) for name, buffer in named.items()}
         self.paths = {module: path for path, module in root.named_modules()}
         self.values: dict[str, fx.Node] = {}
+        self.told: set[str] = set()
         self.odd: dict[str, str] = {}  # by name, what was assigned last that the buffer's place is not for, and where
-        self.handle = register_module_buffer_registration_hook(self._seen)
+        self.began: dict[str, Any] = {}  # buffers as forward finds them
+        self.handles = [
+            register_module_buffer_registration_hook(self._seen),
+            root.register_forward_pre_hook(self._begin),
+            root.register_forward_hook(self._end),
+        ]
+
+    def _begin(self, *_: Any) -> None:
+        self.began = {name: module._buffers.get(last) for name, module, last in self._places()}
+
+    def _end(self, *_: Any) -> None:
+        """Looks for what was put into `_buffers` past any attribute."""
+        for name, module, last in self._places():
+            now = module._buffers.get(last)
+            if now is not self.began[name] and name not in self.told:
+                self._seen(module, last, now)
+
+    def _places(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """The buffers that there were, each with its module and name in that."""
+        for module, path in self.paths.items():
+            for last in module._buffers:
+                name = f"{path}.{last}" if path else last
+                if name in self.inputs:
+                    yield name, module, last
 
     def _seen(self, module: nn.Module, name: str, buffer: Any) -> None:
         path = self.paths.get(module)
@@ -56,6 +81,7 @@ class _Assigned:
             raise RuntimeError(f"{full} is assigned in a block that is watched: it has to be exported")
         if mode is None or full not in self.inputs:
             return
+        self.told.add(full)
         value = buffer.from_functional() if isinstance(buffer, FunctionalTensor) else buffer
         self.values.pop(full, None)
         self.odd.pop(full, None)
@@ -73,7 +99,9 @@ class _Assigned:
 
     def remove(self) -> None:
         """Writes to the buffers what they were assigned last; first of all takes that, which may be other buffers."""
-        self.handle.remove()
+        for handle in self.handles:
+            handle.remove()
+        self._leave_out_new()
         if self.odd and sys.exc_info()[0] is None:
             raise TraceError(
                 f"expected {next(iter(self.odd.values()))}\nRegister it as what it becomes, or compute with a variable "
@@ -88,6 +116,14 @@ class _Assigned:
             taken = [_call(graph, aten.clone.default, value, value) for _, value in pairs]
             for (buffer, value), copy in zip(pairs, taken, strict=True):
                 _call(graph, aten.copy_.default, value, buffer, copy)
+
+    def _leave_out_new(self) -> None:
+        """Takes buffers away that forward has made, which torch would look for among its inputs."""
+        for name in [name for name, x in self.root._buffers.items() if x is not None and not self.own.get(name)]:
+            if name in self.own:
+                self.root._buffers[name] = None
+            else:
+                del self.root._buffers[name]
 
 
 def _look(shape: torch.Size, dtype: torch.dtype) -> str:

@@ -191,7 +191,8 @@ def export(
         stack.callback(_warn_of, left)
         whole = with_loss(model, loss_fn)
         for context in (
-            _quiet(), code_deferred(), functions_kept(), _modes_kept(model), same_each_time(target, args, kwargs),
+            _quiet(), code_deferred(), functions_kept(), _modes_kept(model),
+            same_each_time(target, args, kwargs, trains=mode == "train"),
             hooks_kept(whole, hooks or {}, with_gradients=mode == "train"),
         ):  # fmt: skip
             stack.enter_context(context)

@@ -15,7 +15,7 @@ import linecache
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, NamedTuple
 from unittest import mock
@@ -47,9 +47,11 @@ _SEEDS = ("manual_seed", "seed", "set_rng_state")
 
 
 @contextmanager
-def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[None]:
+def same_each_time(
+    target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool = True
+) -> Iterator[None]:
     """While a model is exported, after which it is as it was. Raises TraceError where forward's next call does
-    something else, naming what changed, the module and the source line."""
+    something else, naming what changed, the module and the source line. trains: parameters change between calls."""
     roots = [target, *(x for x in vars(target).values() if callable(x))]
     before = Snapshot(*roots, random._inst, np.random.mtrand._rand)
     changes: list[StateChange] = []
@@ -74,7 +76,7 @@ def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
             yield
         if changes:
             before.restore()
-            _check_again(before, changes, target, args, kwargs)
+            _check_again(before, changes, _ShapeCall(target, args, kwargs, trains))
             used = [change for change in changes if change.is_of_iterator]
             if used:
                 raise _refusal(used, target, *_place_of_attribute(target, used[0].path))
@@ -83,6 +85,8 @@ def same_each_time(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _is_exports(change: StateChange) -> bool:
+    if change.before in (None, MISSING) and change.path.split(".")[-2:-1] == ["_buffers"]:
+        return False  # a buffer that forward makes
     return not _OTHERS.isdisjoint((change.key, *change.path.split(".")[-2:]))
 
 
@@ -174,9 +178,18 @@ class _Refusing(TorchFunctionMode):
 
 
 class _MadeTensor(NamedTuple):
+    """varies: with random numbers, inputs, or parameters that are trained. buffers: that it is made of, by name."""
+
     expression: int
-    is_random: bool
+    varies: bool
+    buffers: frozenset[str]
     tensor: Tensor  # alive, so that no id is given twice
+
+
+_OF_SHAPES = {"zeros_like", "ones_like", "full_like", "empty_like", "new_zeros", "new_ones", "new_full", "new_empty"}
+"""What reads no element of the tensors that it is told."""
+_LIKE = {"to", "type_as", "expand_as", "view_as", "reshape_as", "broadcast_to"}
+"""What reads none of the second."""
 
 
 def _memory(x: Tensor) -> int:
@@ -189,8 +202,7 @@ def _memory(x: Tensor) -> int:
 class _ExpressionTape(TorchFunctionMode):
     """What forward computes: of each tensor the expression that makes it, down to inputs and what is stored.
 
-    known: expressions of tensors that earlier calls made, by id, which a cache may hold: the same where nothing random
-    is in them.
+    known: tensors that earlier calls made, by id, which a cache may hold: the same where they do not vary.
     """
 
     def __init__(self, target: nn.Module, known: dict[int, _MadeTensor]) -> None:
@@ -212,27 +224,36 @@ class _ExpressionTape(TorchFunctionMode):
         if name == "get" and not isinstance(result, Tensor):
             return result  # a shape, dtype or the like
         with torch._C.DisableTorchFunction():
-            drawn = name in RANDOM or any(self._made(x).is_random for x in given)
+            read = [] if name in _OF_SHAPES else given[:1] if name in _LIKE else given
+            made_of = [self._made(x) for x in read]
+            varies = name in RANDOM or any(made.varies for made in made_of)
+            buffers = frozenset[str]().union(*(made.buffers for made in made_of))
             for x, version in zip(given, versions, strict=True):
                 if x._version != version:
                     self.written[_memory(x)] = hash((self.written.get(_memory(x), 0), call))
             results = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
             for place, x in enumerate(results):
                 if not any(x is other for other in given):
-                    self.own[id(x)] = _MadeTensor(hash((place, call)), drawn, x)
+                    self.own[id(x)] = _MadeTensor(hash((place, call)), varies, buffers, x)
             self.rows.append((hash(call), self.stack[-1], place_of(sys._getframe(1))))
         return result
 
-    def name(self, x: Tensor, name: Any) -> None:
+    def name(self, x: Tensor, name: Any, varies: bool) -> None:
         """Of an input or a stored tensor."""
-        self.own[id(x)] = _MadeTensor(hash(name), False, x)
+        buffers = frozenset() if varies or not isinstance(name, str) else frozenset({name})
+        self.own[id(x)] = _MadeTensor(hash(name), varies, buffers, x)
+
+    def lasting(self, stored: Mapping[str, Tensor]) -> dict[int, _MadeTensor]:
+        """What is made of nothing that another call has other values of."""
+        written = {name for name, x in stored.items() if _memory(x) in self.written}
+        return {key: made for key, made in self.own.items() if not made.varies and made.buffers.isdisjoint(written)}
 
     def _made(self, x: Tensor) -> _MadeTensor:
         made = self.own.get(id(x))
         if made is None:
             old = self.known.get(id(x))
-            expression = hash(("kept", id(x))) if old is None or old.is_random else old.expression
-            self.own[id(x)] = made = _MadeTensor(expression, False, x)
+            made = _MadeTensor(hash(("kept", id(x))), False, frozenset(), x) if old is None else old
+            self.own[id(x)] = made
         return made
 
     def _value(self, value: Any) -> Any:
@@ -267,15 +288,12 @@ class _ExpressionTape(TorchFunctionMode):
         self.stack.pop()
 
 
-def _check_again(
-    before: Snapshot, changes: list[StateChange], target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _check_again(before: Snapshot, changes: list[StateChange], call: _ShapeCall) -> None:
     """Runs forward from where it was before, and after that; of numbers that grow, from where they will be.
 
     A call that fails says nothing: on shapes alone not all can run, and the comparison with the model is left.
     """
     began, known, runs = time.monotonic(), dict[int, _MadeTensor](), _DRAWING_RUNS if _draws(changes) else _RUNS
-    call = _ShapeCall(target, args, kwargs)
     with suppress(_ShapesAloneError):
         first, made = call.recorded(known)
         for ahead in (*[None] * (runs - 1), *_FURTHER):
@@ -288,11 +306,11 @@ def _check_again(
                 for change in grown:
                     change.put(change.before + (change.after - change.before) * ahead)
             if ahead is None or grown:
-                known.update(first.own)
+                known.update(first.lasting(call.stored))
                 again, made_again = call.recorded(known)
                 if made_again != made:
-                    raise _refusal(changes, target, *_first_other(first, again))
-                known.update(again.own)
+                    raise _refusal(changes, call.target, *_first_other(first, again))
+                known.update(again.lasting(call.stored))
 
 
 def _growing(once: list[StateChange], later: list[StateChange], runs: int) -> list[StateChange]:
@@ -332,8 +350,9 @@ class _ShapesAloneError(Exception):
 class _ShapeCall:
     """A call of forward on shapes alone."""
 
-    def __init__(self, target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], trains: bool) -> None:
         self.target = target
+        self.trained = {name for name, x in target.named_parameters() if trains and x.requires_grad}
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         stored = (*target.named_parameters(), *target.named_buffers())
         self.stored = {name: self._fake(x) for name, x in stored}
@@ -347,7 +366,7 @@ class _ShapeCall:
         tape = _ExpressionTape(self.target, known)
         for name, x in (*self.stored.items(), *enumerate(pytree.tree_leaves(self.given))):
             if isinstance(x, Tensor):
-                tape.name(x, name)
+                tape.name(x, name, not isinstance(name, str) or name in self.trained)
         try:
             with self.mode, tape.running():
                 output = torch.func.functional_call(self.target, self.stored, *self.given)
@@ -378,6 +397,7 @@ def _refusal(changes: list[StateChange], target: nn.Module, module: str, where: 
 
 def _short(value: Any) -> str:
     text = "nothing" if value is MISSING else repr(value)
+    text = f"tensor{list(value.shape)}" if isinstance(value, Tensor) else text
     return text if len(text) <= 30 else f"{text[:27]}…"
 
 

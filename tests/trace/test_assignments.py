@@ -41,6 +41,10 @@ def _registered(layer: Layer, h: Tensor) -> None:
     layer.register_buffer("state", h.detach().amax(0))
 
 
+def _past_attributes(layer: Layer, h: Tensor) -> None:
+    layer._buffers["state"] = layer._buffers["state"] * 0.5 + h.detach().mean(0)
+
+
 class Layer(nn.Module):
     def __init__(self, assign: Assign) -> None:
         super().__init__()
@@ -79,7 +83,7 @@ def batch() -> dict[str, Tensor]:
     return {"x": torch.randn(4, 4, generator=torch.Generator().manual_seed(1))}
 
 
-ASSIGNED = [_mean, _twice, _swapped, _other_parameter, _registered]
+ASSIGNED = [_mean, _twice, _swapped, _other_parameter, _registered, _past_attributes]
 
 
 @pytest.mark.parametrize("depth", [2, 6])

@@ -44,9 +44,13 @@ class Inner(nn.Module):
     def __init__(self, function: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.layer, self.function = nn.Linear(4, 4), function
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
         self.calls, self.rate, self.flag, self.log, self.step = 0, 1.0, False, list[float](), Step()
         self.cache: Any = None
         self.generator = torch.Generator().manual_seed(3)
+        self.register_buffer("empty", None, persistent=False)
+        self.register_buffer("table", torch.linspace(0, 1, 4))
+        self.register_buffer("seen", torch.ones(4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.function(self, self.layer(x))
@@ -188,6 +192,36 @@ def _array(m: Any, h: Tensor) -> Tensor:
     return h / float(ROW[0])
 
 
+def _first_activation(m: Any, h: Tensor) -> Tensor:
+    if m.cache is None:
+        m.cache = h.detach().mean(0)
+    return h + m.cache
+
+
+def _first_weight(m: Any, h: Tensor) -> Tensor:
+    if m.cache is None:
+        m.cache = {"weight": m.layer.weight.detach().clone()}
+    return h @ m.cache["weight"]
+
+
+def _first_of_what_changes(m: Any, h: Tensor) -> Tensor:
+    if m.cache is None:
+        m.cache = m.seen * 2
+    m.seen.add_(1)
+    return h * m.cache
+
+
+def _first_kept_as_a_buffer(m: Any, h: Tensor) -> Tensor:
+    if m.empty is None:
+        m.empty = h.detach().amax(0)
+    return h + m.empty
+
+
+def _of_the_step_before(m: Any, h: Tensor) -> Tensor:
+    before, m.empty = m.empty, h.detach().amax(0)
+    return h if before is None else h + before
+
+
 CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "counter": (_counter, r"inner.calls \(0 → 1\)"),
     "decay": (_decay, r"inner.rate"),
@@ -208,6 +242,11 @@ CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "generator": (_generated, r"RATES"),
     "array": (_array, r"ROW"),
     "only at first": (_first_only, r"inner.flag"),
+    "cache of an activation": (_first_activation, r"inner.cache \(None → tensor\[4\]\)"),
+    "cache of a weight": (_first_weight, r"inner.cache"),
+    "cache of a buffer that changes": (_first_of_what_changes, r"inner.cache"),
+    "cache in a buffer that was None": (_first_kept_as_a_buffer, r"inner._buffers.empty \(None → tensor\[4\]\)"),
+    "what the step before left": (_of_the_step_before, r"inner._buffers.empty"),
     "chance": (_by_chance, r"generator of Python or numpy"),
     "numpy": (_noise, r"generator of Python or numpy"),
     "own generator": (_generator, r"another torch.Generator"),
@@ -271,17 +310,59 @@ def _cached_by_function(m: Any, h: Tensor) -> Tensor:
     return h + table(4).to(h.device)
 
 
+def _rotary(m: Any, h: Tensor) -> Tensor:
+    """As rotary positions are kept: of a buffer that does not change, in the dtype of what is at hand."""
+    if m.empty is None or m.empty.shape[0] < h.shape[0]:
+        m.empty = torch.outer(torch.arange(h.shape[0], device=h.device), m.table).cos().type_as(h)
+    return h * m.empty[: h.shape[0]]
+
+
+def _mask(m: Any, h: Tensor) -> Tensor:
+    if not hasattr(m, "mask"):
+        m.register_buffer("mask", torch.ones_like(h).tril(), persistent=False)
+    return h.masked_fill(m.mask == 0, 0.0)
+
+
+def _of_shapes(m: Any, h: Tensor) -> Tensor:
+    m.step.history = m.step.history or [h.new_full((4,), 2.0), torch.zeros_like(h)[0].expand_as(h)]
+    m.step.history[0] = m.step.history[0].to(h)
+    return h * m.step.history[0] + m.step.history[1]
+
+
+def _of_the_frozen(m: Any, h: Tensor) -> Tensor:
+    m.step.history = m.step.history or [m.frozen.weight * 2]
+    return h @ m.step.history[0]
+
+
+def _shown(m: Any, h: Tensor) -> Tensor:
+    """Averages that nothing computes with."""
+    last = h.detach().mean()
+    m.step.history = [0.9 * m.step.history[0] + 0.1 * last] if m.step.history else [last]
+    return h.relu()
+
+
 def _already_so(m: Any, h: Tensor) -> Tensor:
     m.layer.weight.requires_grad_(True)
     return m.layer(h)
 
 
+UNCHANGED = [_cached_length, _cached_table, _logged, _kept, _already_so, _cached_by_function, _rotary, _mask,
+             _of_shapes, _of_the_frozen, _shown]  # fmt: skip
+
+
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-@pytest.mark.parametrize("function", [_cached_length, _cached_table, _logged, _kept, _already_so, _cached_by_function])
+@pytest.mark.parametrize("function", UNCHANGED)
 def test_what_changes_without_effect_is_traced(function: Callable[[Any, Tensor], Tensor], device: str) -> None:
     model, x = _model(function, device)
     assert trace(model, (x,)).loss is not None
     assert model.inner.calls == 0 and model.inner.cache is None and not model.inner.log
+    assert not model.inner.step.history and model.inner.empty is None and not hasattr(model.inner, "mask")
+
+
+def test_what_inference_keeps_of_parameters_is_traced() -> None:
+    """They do not change there; in training they do."""
+    model, x = _model(_first_weight, "cpu")
+    assert trace(model.eval(), (x,), mode="inference").outputs
 
 
 def test_a_loss_that_counts_is_refused_too() -> None:
