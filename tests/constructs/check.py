@@ -175,7 +175,7 @@ def _trained(made: nn.Module, module: ModuleType, is_random: bool) -> Record:
     if isinstance(module.loss, nn.Module):
         whole["loss_fn"] = module.loss
     optimizer = torch.optim.SGD(whole.parameters(), lr=RATE, momentum=MOMENTUM)
-    steps = []
+    steps, there = [], {name for name, _ in whole.named_buffers(remove_duplicate=False)}
     for _ in range(STEPS):
         optimizer.zero_grad()
         with rt.reference_dropout() if is_random else _nothing():
@@ -185,7 +185,9 @@ def _trained(made: nn.Module, module: ModuleType, is_random: bool) -> Record:
         norm = nn.utils.clip_grad_norm_(whole.parameters(), MAX_NORM)
         optimizer.step()
         steps.append((loss.detach().clone(), gradients, norm.detach().clone()))
-    buffers = {_public(name): buffer for name, buffer in whole.named_buffers(remove_duplicate=False)}
+    there |= whole.state_dict().keys()  # not caches that forward fills and no checkpoint has
+    named = whole.named_buffers(remove_duplicate=False)
+    buffers = {_public(name): buffer for name, buffer in named if name in there}
     state = {name: value.detach().clone() for name, value in (_parameters(whole) | buffers).items()}
     return Record(tuple(steps), state)
 

@@ -26,6 +26,22 @@ PYTHON = (
     _python("a table cached at the first call", "self.table$i = None",
             "if self.table$i is None:\n    self.table$i = torch.linspace(0, 1, D).double()\nh = h + self.table$i",
             must_run=True),
+    _python("the first activation cached", "self.first$i = None",
+            "if self.first$i is None:\n    self.first$i = h.detach().mean(0)\nh = h + self.first$i"),
+    _python("the first input cached by length", "self.firsts$i = {}",
+            "h = h * self.firsts$i.setdefault(h.shape[0], h.detach().abs().amax(0))"),
+    _python("a weight cached", "self.w$i = nn.Linear(D, D)\nself.held$i = []", """
+if not self.held$i:
+    self.held$i.append(self.w$i.weight.detach().t().clone())
+h = self.w$i(h) @ self.held$i[0]
+"""),
+    _python("a buffer that was None, filled by the first activation", 'self.register_buffer("none$i", None)',
+            "if self.none$i is None:\n    self.none$i = h.detach().mean(0)\nh = h - self.none$i"),
+    _python("a buffer that was None, filled by a table", 'self.register_buffer("none$i", None, persistent=False)', """
+if self.none$i is None or self.none$i.shape[0] < D:
+    self.none$i = torch.arange(D).to(h) / D
+h = h - self.none$i[:D]
+""", must_run=True),
     _python("a cache by length", "self.tables$i = {}", """
 if h.shape[1] not in self.tables$i:
     self.tables$i[h.shape[1]] = torch.arange(h.shape[1]).double() / D
