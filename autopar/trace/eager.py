@@ -171,11 +171,12 @@ def run_model(
     for step in range(steps):
         for tensor, _, _ in kept.flags:
             tensor.grad = None
-        output = call(subject)
-        made.update(_made(step, output))
         is_asked = step < backward if backward is not None else step == 0 or kept.has_changes
-        if subject.graph.loss is not None and is_asked:
-            made.update(_gradients(step, output[0], subject.trained, subject.largest is None))
+        with in_step(subject, step):
+            output = call(subject)
+            made.update(_made(step, output))
+            if subject.graph.loss is not None and is_asked:
+                made.update(_gradients(step, output[0], subject.trained, subject.largest is None))
         made.update(_changed(subject, kept, step))
     kept.changes = kept.python.changes()
     return made
@@ -197,6 +198,22 @@ def call(subject: Subject, watch: Any = None) -> list[Tensor]:
                 output = subject.target(*copy[0], **copy[1])
     tensors = _tensors(output)
     return tensors if subject.graph.loss is None else [_loss(output, tensors)]
+
+
+@contextmanager
+def in_step(subject: Subject, step: int) -> Iterator[None]:
+    """While inside, trained parameters are half as large but in the first step, as if an optimizer had been there: what
+    a model remembers of the step before no longer fits. Exact in floating point, both ways."""
+    trained = [subject.state[name] for name in subject.trained if step]
+    with torch.no_grad():
+        for x in trained:
+            x.mul_(0.5)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for x in trained:
+                x.mul_(2.0)
 
 
 def _shake(subject: Subject) -> None:
@@ -288,19 +305,28 @@ def run_graph_steps(subject: Subject, steps: int, backward: int) -> Made:
     made, state = Made(), _leaves(subject)
     first = dict(state)
     for step in range(steps):
+        now = state_in_step(subject, state, step)
         values = run_graph(
-            subject.graph, state, subject.inputs, device=str(subject.device), keep_all=False, sizes=subject.sizes,
+            subject.graph, now, subject.inputs, device=str(subject.device), keep_all=False, sizes=subject.sizes,
             seen=partial(_check_flags, subject.graph),
         )  # fmt: skip
         made.update(_made(step, [values[name] for name in subject.graph.outputs]))
         if subject.graph.loss is not None and step < backward:
-            trained = {name: state[name] for name in subject.trained}
+            trained = {name: now[name] for name in subject.trained}
             made.update(_gradients(step, values[subject.graph.loss], trained, subject.largest is None))
-        state.update(updated(subject.graph, values))
+        state.update(state_in_step(subject, updated(subject.graph, values), step, 2.0))
         changed = {name: state[name] for name in subject.graph.mutations if not same_bits(state[name], first[name])}
         made.update((Key(step, "state", name), value) for name, value in changed.items())
         del values
     return made
+
+
+def state_in_step(
+    subject: Subject, state: Mapping[str, Tensor], step: int, factor: float = 0.5
+) -> dict[str, Tensor]:  # fmt: skip
+    """What a graph reads where the model is `in_step`; with the factor 2, what it leaves for the next."""
+    trained = [name for name in subject.trained if step and name in state]
+    return {**state, **{name: (state[name].detach() * factor).requires_grad_() for name in trained}}
 
 
 def updated(graph: Graph, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -326,5 +352,5 @@ def _leaves(subject: Subject) -> dict[str, Tensor]:
     return {name: x.detach().requires_grad_(name in trained) for name, x in subject.state.items()}
 
 
-__all__ = ["Held", "Key", "Made", "NoLossError", "Subject", "call", "held", "num_backward", "random_state",
-           "run_graph_steps", "run_model", "updated"]  # fmt: skip
+__all__ = ["Held", "Key", "Made", "NoLossError", "Subject", "call", "held", "in_step", "num_backward",
+           "random_state", "run_graph_steps", "run_model", "state_in_step", "updated"]  # fmt: skip

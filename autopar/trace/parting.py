@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 from autopar.ir.graph import Node
-from autopar.trace.eager import Held, Key, Subject, call, run_model, updated
+from autopar.trace.eager import Held, Key, Subject, call, in_step, run_model, state_in_step, updated
 from autopar.trace.evidence import place_of
 from autopar.trace.interpreter import run_graph
 
@@ -82,9 +82,10 @@ def first_parting(subject: Subject, kept: Held, key: Key) -> str:
 def _found(subject: Subject, kept: Held, key: Key) -> str | None:
     run_model(subject, kept, key.step)
     watch = _LineWatch(subject.model)
-    loss = call(subject, watch.following())[0]
-    wanted = [item for item in watch.seen if item.tensor.requires_grad] if key.kind == "gradient" else []
-    gradients = torch.autograd.grad(loss, [item.tensor for item in wanted], allow_unused=True) if wanted else ()
+    with in_step(subject, key.step):
+        loss = call(subject, watch.following())[0]
+        wanted = [item for item in watch.seen if item.tensor.requires_grad] if key.kind == "gradient" else []
+        gradients = torch.autograd.grad(loss, [item.tensor for item in wanted], allow_unused=True) if wanted else ()
     made, graph_loss = _graph_values(subject, kept, key.step)
     everywhere: dict[Any, list[Tensor]] = {}
     for x in (x for tensors in made.values() for x in tensors):
@@ -123,10 +124,11 @@ def _graph_values(subject: Subject, kept: Held, step: int) -> tuple[dict[tuple[s
 
     trained = {item.name for item in subject.graph.parameters if item.requires_grad}
     state = {name: x.detach().requires_grad_(name in trained) for name, x in subject.state.items()}
-    for _ in range(step + 1):
+    for number in range(step + 1):
         made.clear()
-        values = run_graph(subject.graph, state, subject.inputs, device=str(subject.device), seen=seen)
-        state.update(updated(subject.graph, values))
+        now = state_in_step(subject, state, number)
+        values = run_graph(subject.graph, now, subject.inputs, device=str(subject.device), seen=seen)
+        state.update(state_in_step(subject, updated(subject.graph, values), number, 2.0))
     return made, values[subject.graph.outputs[0]]
 
 

@@ -17,6 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -56,11 +57,23 @@ def same_each_time(
     before = Snapshot(*roots, random._inst, np.random.mtrand._rand)
     changes: list[StateChange] = []
 
+    marks: dict[str, dict[str, Any]] = {}  # attributes of parameters and buffers, by their names
+
+    def entered(*_: Any) -> None:
+        marks.update((name, dict(vars(x))) for name, x in _stored(target))
+
     def left(*_: Any) -> None:
         changes[:] = [change for change in before.changes() if not _is_exports(change)]
+        changes.extend(
+            StateChange(f"{name}.{key}", x, key, MISSING, value, partial(setattr, x, key))
+            for name, x in _stored(target)
+            for key, value in vars(x).items()
+            if key not in marks.get(name, {key}) and isinstance(value, Tensor)
+        )
 
     try:
         with ExitStack() as stack:
+            stack.callback(target.register_forward_pre_hook(entered).remove)
             stack.callback(target.register_forward_hook(left).remove)
             stack.enter_context(_Refusing())
             modules = set(target.modules())
@@ -84,7 +97,14 @@ def same_each_time(
         before.restore()
 
 
+def _stored(target: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from target.named_parameters()
+    yield from target.named_buffers()
+
+
 def _is_exports(change: StateChange) -> bool:
+    if change.path.split(".")[-2:-1] == ["forward"]:
+        return False  # an attribute of the function
     if change.before in (None, MISSING) and change.path.split(".")[-2:-1] == ["_buffers"]:
         return False  # a buffer that forward makes
     return not _OTHERS.isdisjoint((change.key, *change.path.split(".")[-2:]))

@@ -14,10 +14,13 @@ import operator
 import random
 import sys
 import sysconfig
+import threading
 import types
 import warnings
+import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -44,6 +47,9 @@ _ITERATORS: tuple[type, ...] = (
     type(reversed([])), types.GeneratorType, enumerate, zip, map, filter, reversed, itertools.chain, itertools.count,
     itertools.cycle, itertools.islice, itertools.repeat, itertools.product, itertools.starmap, itertools.accumulate,
 )  # fmt: skip
+_HOLDERS = (functools._lru_cache_wrapper, types.SimpleNamespace, threading.local, ContextVar,
+            weakref.WeakKeyDictionary, weakref.WeakValueDictionary)  # fmt: skip
+"""Of Python's library, what is made to keep things."""
 MISSING = object()
 
 
@@ -163,6 +169,9 @@ class Snapshot:
             self._walk(value.__wrapped__, path, depth)
         elif isinstance(value, types.MethodType):
             self._all((value.__self__, value.__func__), path, depth - 1)
+        elif isinstance(value, ContextVar):
+            self._keep(path, value, lambda: {"": value.get(None)}, lambda old: value.set(old[""]) and None)
+            self._walk(value.get(None), path, depth)
         elif isinstance(value, functools.partial):
             self._all((value.func, value.args, value.keywords), path, depth - 1)
         if type(value) is OrderedDict and path.rpartition(".")[2] in _OF_ANY_MODULE:
@@ -242,9 +251,7 @@ class Snapshot:
                 if _is_the_users(value.__module__, function):
                     self._attributes(value)
             elif (
-                isinstance(
-                    value, (*_CONTAINERS, *_ITERATORS, np.ndarray, types.FunctionType, functools._lru_cache_wrapper)
-                )
+                isinstance(value, (*_CONTAINERS, *_ITERATORS, *_HOLDERS, np.ndarray, types.FunctionType))
                 or _generator_state(value) is not None
                 or (not isinstance(value, _LEAVES) and _is_the_users(type(value).__module__, function))
             ):

@@ -127,7 +127,7 @@ SEEN: dict[str, tuple[Act, dict[str, Any], str]] = {
 @pytest.fixture
 def _python_state_unwatched(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is refused while a model is traced gets as far as the comparison."""
-    monkeypatch.setattr(export, "same_each_time", lambda *_: nullcontext())
+    monkeypatch.setattr(export, "same_each_time", lambda *_, **__: nullcontext())
 
 
 @pytest.mark.usefixtures("_python_state_unwatched")

@@ -5,7 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import threading
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.errors import TraceError
-from autopar.trace import trace
+from autopar.trace import held_against_eager, python_state, trace
 
 COUNT = {"calls": 0}
 TOTAL = 0
@@ -222,6 +226,39 @@ def _of_the_step_before(m: Any, h: Tensor) -> Tensor:
     return h if before is None else h + before
 
 
+BY_MODEL: Any = weakref.WeakKeyDictionary()
+LOCAL, SPACE = threading.local(), SimpleNamespace(first=None)
+CONTEXT: ContextVar[Any] = ContextVar("CONTEXT", default=None)
+
+
+def _by_model(m: Any, h: Tensor) -> Tensor:
+    return h + BY_MODEL.setdefault(m, h.detach().mean(0))
+
+
+def _of_thread(m: Any, h: Tensor) -> Tensor:
+    if not hasattr(LOCAL, "first"):
+        LOCAL.first = h.detach().mean(0)
+    return h + LOCAL.first
+
+
+def _of_context(m: Any, h: Tensor) -> Tensor:
+    if CONTEXT.get() is None:
+        CONTEXT.set(h.detach().mean(0))
+    return h + CONTEXT.get()
+
+
+def _of_space(m: Any, h: Tensor) -> Tensor:
+    if SPACE.first is None:
+        SPACE.first = h.detach().mean(0)
+    return h + SPACE.first
+
+
+def _of_weight(m: Any, h: Tensor) -> Tensor:
+    if not hasattr(m.layer.weight, "first"):
+        m.layer.weight.first = h.detach().mean(0)
+    return h + m.layer.weight.first
+
+
 CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "counter": (_counter, r"inner.calls \(0 → 1\)"),
     "decay": (_decay, r"inner.rate"),
@@ -247,6 +284,11 @@ CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "cache of a buffer that changes": (_first_of_what_changes, r"inner.cache"),
     "cache in a buffer that was None": (_first_kept_as_a_buffer, r"inner._buffers.empty \(None → tensor\[4\]\)"),
     "what the step before left": (_of_the_step_before, r"inner._buffers.empty"),
+    "cache by model": (_by_model, r"BY_MODEL"),
+    "cache of a thread": (_of_thread, r"LOCAL.first"),
+    "cache of a context": (_of_context, r"CONTEXT"),
+    "cache in a namespace": (_of_space, r"SPACE.first"),
+    "attribute of a parameter": (_of_weight, r"inner.layer.weight.first"),
     "chance": (_by_chance, r"generator of Python or numpy"),
     "numpy": (_noise, r"generator of Python or numpy"),
     "own generator": (_generator, r"another torch.Generator"),
@@ -357,6 +399,18 @@ def test_what_changes_without_effect_is_traced(function: Callable[[Any, Tensor],
     assert trace(model, (x,)).loss is not None
     assert model.inner.calls == 0 and model.inner.cache is None and not model.inner.log
     assert not model.inner.step.history and model.inner.empty is None and not hasattr(model.inner, "mask")
+
+
+def test_what_is_kept_unseen_shows_in_the_next_step_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the second step that is compared, parameters are others."""
+    monkeypatch.setattr(python_state, "_check_again", lambda *_: None)
+    model, x = _model(_first_activation, "cpu")
+    graph = trace(model, (x,))
+    with pytest.raises(TraceError, match=r"another loss in step 2"):
+        held_against_eager(model, graph, (x,))
+    kept = [value.clone() for value in model.state_dict().values()]
+    assert held_against_eager(*((m := _model(_logged, "cpu")[0]), trace(m, (x,))), (x,)) == "yes"
+    assert all(map(torch.equal, kept, model.state_dict().values())), "parameters are what they were"
 
 
 def test_what_inference_keeps_of_parameters_is_traced() -> None:
