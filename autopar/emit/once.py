@@ -1,23 +1,29 @@
-"""Constants that are the same are made once: what each layer makes anew of the same positions, all layers read."""
+"""Constants that are the same are made once: what each layer makes anew of the same positions, all layers read.
+
+What is sent for them is left as it is predicted: collectives are not merged.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from autopar.ir.graph import map_references
+from autopar.ir.graph import Graph, map_references
+from autopar.ir.plan import PlanData
 from autopar.ir.statements import Flat, Operate, Statement, Value
 from autopar.ir.structure import is_random
+from autopar.ops.communication import inner_communication
 
 
-def made_once(flat: Flat) -> Flat:
+def made_once(graph: Graph, plan: PlanData, flat: Flat) -> Flat:
     """The program without those constants that an earlier statement makes too, of the same values."""
     same: dict[Value, Value] = {}
     first: dict[Any, tuple[Value, ...]] = {}
     constants: list[Statement] = []
     for statement in flat.constants:
         statement = _of(statement, same)
-        made = first.setdefault(_does(statement), statement.makes)
+        does = id(statement) if _sends(graph, plan, statement) else _does(statement)
+        made = first.setdefault(does, statement.makes)
         if made is statement.makes:
             constants.append(statement)
         else:
@@ -43,6 +49,14 @@ def _of(statement: Statement, same: dict[Value, Value]) -> Statement:
 
 def _now(values: tuple[Value, ...], same: dict[Value, Value]) -> tuple[Value, ...]:
     return tuple(same.get(value, value) for value in values)
+
+
+def _sends(graph: Graph, plan: PlanData, statement: Statement) -> bool:
+    """Whether ranks communicate for it."""
+    if isinstance(statement, Operate):
+        operands = tuple(placement for _, placement in statement.reads)
+        return any(inner_communication(graph, statement.node, operands, plan.axes))
+    return any(sent.collective for step in statement.redistribute.steps for sent in step.transfers)
 
 
 def _does(statement: Statement) -> Any:

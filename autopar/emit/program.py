@@ -66,7 +66,7 @@ class _Written:
         self, graph: Graph, plan: PlanData, classes: Classes, name: str, leaving: Sequence[Value] = ()
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.name = graph, plan, name
-        self.everything = made_once(flatten(graph, plan, leaving))
+        self.everything = made_once(graph, plan, flatten(graph, plan, leaving))
         self.flat = flat = without_summands(self.everything, plan)
         ends = [*flat.outputs, *flat.mutations.values(), *flat.leaving]
         self.root = build_tree(flat.statements, ends, name, block_paths(graph, plan.recompute), flat.hosts)

@@ -197,7 +197,7 @@ def _cut(graph: Graph, plans: Sequence[Plan], choices: StagedChoices, mesh: Mesh
             graph, plans, choices.members, choices.first_ranks, choices.schedule, mesh, profiles_of(mesh)
         )
     what = staging._Cut(graph, plans, choices.members, choices.first_ranks, mesh, profiles_of(mesh))
-    reads = [staging._reads(graph, plan, choices.members, index, len(plans)) for index, plan in enumerate(plans)]
+    reads = [staging._reads(what, index) for index in range(len(plans))]
     rng = random.Random(choices.handovers)
     handed = [
         {name: _other_handover(what, index, name, item, reads[index], rng) for name, item in found.items()}
