@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.ops.writes import overwritten
 from autopar.trace.dropout import arguments_of
-from autopar.trace.markers import repeated
+from autopar.trace.markers import entered, left, repeated
 from autopar.trace.saved import ExportedCall, memory
 from autopar.trace.tied import tied_names
 
@@ -210,7 +210,8 @@ class _GraphRewriter:
         self.aside.steps, self.aside.returned = self.steps, set()
         for operand in returned:
             self.aside.returned |= memory(operand.meta.get("val"))
-        if any(step.aside for step in self.steps) and self.graph.find_nodes(op="call_function", target=repeated):
+        marked = any(step.node.target in (entered, left, repeated) for step in self.steps)
+        if marked and any(step.aside for step in self.steps):
             raise UnfollowedError("what blocks keep that a marker stands for is not known: exported again without")
 
     # Reading ----------------------------------------

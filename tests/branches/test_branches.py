@@ -218,13 +218,13 @@ def test_regions_against_paths() -> None:
 
 def _random_graph(seed: int) -> Graph:
     choose = random.Random(seed)
+    drawn = [(choose.randrange(n), choose.randrange(n), choose.random() < 0.5) for n in range(1, 13)]
 
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             values = [x]
-            for _ in range(12):
-                one, other = choose.choice(values), choose.choice(values)
-                values.append(torch.tanh(one) if choose.random() < 0.5 else one * other)
+            for one, other, is_tanh in drawn:
+                values.append(torch.tanh(values[one]) if is_tanh else values[one] * values[other])
             return torch.stack(values).sum()
 
     return trace(Model(), {"x": torch.randn(3)}, mode="inference")
