@@ -24,6 +24,7 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 
 from autopar.errors import TraceError
 from autopar.trace.evidence import user_line
+from autopar.trace.hidden import seen_stores
 
 aten = torch.ops.aten
 
@@ -68,7 +69,7 @@ class _Assigned:
     def _places(self) -> Iterator[tuple[str, nn.Module, str]]:
         """The buffers that there were, each with its module and name in that."""
         for module, path in self.paths.items():
-            for last in module._buffers:
+            for last in (name for store in seen_stores(module)[1:] for name in store):
                 name = f"{path}.{last}" if path else last
                 if name in self.inputs:
                     yield name, module, last

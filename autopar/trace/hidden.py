@@ -48,6 +48,11 @@ class _Hidden(dict[str, Any]):
         return super().keys()
 
 
+def seen_stores(module: nn.Module) -> list[dict[str, Any]]:
+    """The dicts of a module's parameters and buffers, unless they are hidden: looked at like that, nobody notices."""
+    return [store for store in (module._parameters, module._buffers) if not isinstance(store, _Hidden)]
+
+
 @contextmanager
 def hidden(block: nn.Module, noticed: Callable[[], None]) -> Iterator[None]:
     """The block without its parameters and buffers; `shown` puts others in their place for a while."""
@@ -64,16 +69,20 @@ def hidden(block: nn.Module, noticed: Callable[[], None]) -> Iterator[None]:
 
 @contextmanager
 def shown(block: nn.Module, tensors: dict[str, Tensor]) -> Iterator[None]:
-    """A hidden block with these parameters and buffers, by their names in it."""
+    """A hidden block with these parameters and buffers, by their names in it. Raises RuntimeError where others are put
+    in their place: that would be lost."""
+    placed: list[tuple[dict[str, Any], dict[str, Any]]] = []
     held = [(name, module, module._parameters, module._buffers) for name, module in block.named_modules()]
     try:
         for path, module, *stores in held:
             prefix = f"{path}." if path else ""
             for key, store in zip(("_parameters", "_buffers"), stores, strict=True):
-                module.__dict__[key] = {
-                    name: None if value is None else tensors[prefix + name] for name, value in store.held.items()
-                }
+                own = {name: None if value is None else tensors[prefix + name] for name, value in store.held.items()}
+                module.__dict__[key] = own
+                placed.append((own, dict(own)))
         yield
+        if any(now.keys() != own.keys() or any(now[name] is not own[name] for name in own) for now, own in placed):
+            raise RuntimeError("a block that is watched has other parameters or buffers now: it has to be exported")
     finally:
         for _, module, parameters, buffers in held:
             module.__dict__["_parameters"], module.__dict__["_buffers"] = parameters, buffers

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from autopar.errors import TraceError
 from autopar.ir.structure import RANDOM
 from autopar.trace.evidence import place_of
+from autopar.trace.hidden import seen_stores
 from autopar.trace.snapshot import MISSING, Snapshot, StateChange
 
 _RUNS = 3
@@ -98,8 +99,9 @@ def same_each_time(
 
 
 def _stored(target: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from target.named_parameters()
-    yield from target.named_buffers()
+    for path, module in target.named_modules():
+        for store in seen_stores(module):
+            yield from ((f"{path}.{name}".lstrip("."), x) for name, x in store.items() if x is not None)
 
 
 def _is_exports(change: StateChange) -> bool:
