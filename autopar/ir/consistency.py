@@ -18,10 +18,10 @@ from autopar.ir.redistribution import TABLE
 def check_consistent(plan: Plan) -> None:
     """Raises MalformedError or MeshError naming the field that does not go with the others."""
     for number, stage in enumerate(plan.stages):
-        _check_stage(stage, ("stages", number))
+        _check_stage(stage, ("stages", number) if len(plan.stages) > 1 else ())
         last = stage.first_rank + stage.num_ranks - 1
         _expect(
-            last < plan.mesh.num_devices, ("stages", number), f"ranks of the {plan.mesh.num_devices} of {plan.mesh}",
+            last < plan.mesh.num_devices or len(plan.stages) == 1, ("stages", number), f"ranks of the {plan.mesh.num_devices} of {plan.mesh}",
             f"some up to {last:,}",
         )  # fmt: skip
     peak = plan.predicted.peak_bytes
