@@ -18,12 +18,10 @@ from autopar.ir.redistribution import TABLE
 def check_consistent(plan: Plan) -> None:
     """Raises MalformedError or MeshError naming the field that does not go with the others."""
     for number, stage in enumerate(plan.stages):
-        _check_stage(stage, ("stages", number) if len(plan.stages) > 1 else ())
-        last = stage.first_rank + stage.num_ranks - 1
-        _expect(
-            last < plan.mesh.num_devices or len(plan.stages) == 1, ("stages", number), f"ranks of the {plan.mesh.num_devices} of {plan.mesh}",
-            f"some up to {last:,}",
-        )  # fmt: skip
+        where = ("stages", number) if len(plan.stages) > 1 else ()
+        _check_stage(stage, where)
+        last, devices = stage.first_rank + stage.num_ranks - 1, plan.mesh.num_devices
+        _expect(last < devices or not where, where, f"ranks of the {devices} of {plan.mesh}", f"some up to {last:,}")
     peak = plan.predicted.peak_bytes
     _expect(plan.memory_limit >= peak, ("memory_limit",), f"at least the predicted peak of {peak} bytes",
             str(plan.memory_limit))  # fmt: skip
