@@ -20,13 +20,11 @@ from autopar.errors import AutoparError, InfeasibleError
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
-from autopar.ir import verifier
 from autopar.ir.graph import Graph, is_inside
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
-from autopar.microbatch import batch_types, divisible
-from autopar.ops import admits
+from autopar.microbatch import batch_types, check_plan, divisible
 from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
 from autopar.profiler import load_profile
 from autopar.simulate import Incremental, predict
@@ -162,8 +160,8 @@ class Family:
         for name, place, plan in sorted(self.found, key=lambda item: item[2].predicted.step_time_ns):
             if plan.predicted.step_time_ns < self.searched.predicted.step_time_ns:
                 try:
-                    stated = place.part.on_all_axes(plan)
-                    verifier.verify(self.graph, stated, admits)
+                    stated = place.part.with_traffic(plan)
+                    check_plan(self.graph, stated)
                 except AutoparError as error:
                     self.rows.append({"template": name, "infeasible": str(error)})
                     continue

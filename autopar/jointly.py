@@ -26,7 +26,6 @@ from autopar.interop.submeshes import logical_shapes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import GraphPlan, Plan, Rewriting, rule_counts
-from autopar.microbatch import axes_of_parts
 from autopar.planning import Place, Request, divided, plan_in, sizes_text
 from autopar.rewrites import Rewrites
 from autopar.staged import staged_plan_near
@@ -73,7 +72,7 @@ def settings_near(plan: Plan) -> list[SearchSetting]:
 
 def setting_of(plan: Plan) -> SearchSetting | None:
     """The setting of a plan; None where its stages differ in shape."""
-    shapes = {sizes_text(axes) for axes in axes_of_parts(plan)}
+    shapes = {sizes_text(stage.axes) for stage in plan.stages}
     submeshes = len({stage.first_rank for stage in plan.stages})
     return SearchSetting(shapes.pop(), submeshes, plan.microbatches) if len(shapes) == 1 else None
 

@@ -4,38 +4,35 @@
     sums of what follows from inputs alone (counts of targets, weights, masks): P → R before the first microbatch
     what is the same in all, such as a penalty on parameters, R → P: the first adds it
 
-On this axis nothing is searched: what an operator does follows from its operands (`microbatch_types`). The other
-axes are planned on the graph of one microbatch (`one_microbatch`), and the plan is then stated on all axes
-(`over_microbatches`), where the verifier checks it like any other. A tensor that is made for the whole step may be
-sliced for a microbatch, never the other way: microbatches cannot see each other.
+On this axis nothing is searched: what an operator does follows from its operands (`microbatch_types`), and so from the
+graph and a count. A plan is of one microbatch: it is planned, checked and simulated on the graph of one
+(`divided_graph`). What is emitted, and the bytes that are sent, are of the step: there, `on_microbatch_axis` states the
+plan on this axis too. A tensor that is made for the whole step may be sliced for a microbatch, never the other way:
+microbatches cannot see each other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
-from autopar.errors import PlanError
+from autopar.errors import PlacementError, PlanError
 from autopar.ir.buffers import update_line
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.mesh import MICROBATCH, LogicalMesh
-from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, local_shape
-from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
+from autopar.ir.mesh import MICROBATCH
+from autopar.ir.placement import Axis, I, P, Placement, R, S, Type, format_placement, local_shape
+from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage
 from autopar.ir.redistribution import Step, cheapest_path
+from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.structure import batch_inputs, is_random, tensors_of_inputs
-from autopar.ir.verifier import update_placement
-from autopar.ops import axis_rules
+from autopar.ir.verifier import Admits, check_identity, ending, verify
+from autopar.ops import admits, axis_rules
 from autopar.ops.call import call_of
 from autopar.ops.communication import is_mean_cross_entropy
 
 Types = Mapping[str, NodePlan]
 """Placements of each node on the microbatch axis alone."""
-
-
-def microbatch_axis(count: int, num_devices: int) -> Axis:
-    """The outermost axis."""
-    return Axis(MICROBATCH, count, num_devices)
 
 
 def divisible(graph: Graph, count: int) -> bool:
@@ -62,10 +59,15 @@ def microbatch_types(graph: Graph, count: int) -> Types:
 
 
 def divided_graph(graph: Graph, count: int) -> Graph:
-    """That of one of so many microbatches: one for all who ask. Raises PlanError as `microbatch_types` does."""
+    """That of one of so many microbatches, one for all who ask: the same nodes, on tensors cut as they are needed.
+
+    The graph itself for one. Raises PlanError as `microbatch_types` does.
+    """
+    if count == 1:
+        return graph
     key = "microbatch", str(count)
     if key not in graph.found:
-        graph.found[key] = one_microbatch(graph, microbatch_types(graph, count), count)
+        graph.found[key] = _one_microbatch(graph, microbatch_types(graph, count), count)
     found: Graph = graph.found[key]
     return found
 
@@ -203,9 +205,8 @@ def _mixes_samples(graph: Graph, node: Node, plan: NodePlan) -> bool:
 # Between the step and one microbatch ----------------------------------------
 
 
-def one_microbatch(graph: Graph, types: Types, count: int) -> Graph:
-    """The graph of one microbatch: the same nodes, on tensors cut as they are needed."""
-    axes = (microbatch_axis(count, 1),)
+def _one_microbatch(graph: Graph, types: Types, count: int) -> Graph:
+    axes = (Axis(MICROBATCH, count, 1),)
     cut: dict[str, Placement] = {name: (S(0),) for name in batch_inputs(graph)}
     for node in graph.nodes:
         cut.update(zip(node.results, types[node.name].results, strict=True))
@@ -224,8 +225,11 @@ def one_microbatch(graph: Graph, types: Types, count: int) -> Graph:
     return replace(graph, tensors=tensors, whole_shapes=made)
 
 
-def cut_constraints(graph: Graph, types: Types) -> tuple[Constraint, ...]:
+def cut_constraints(graph: Graph, count: int) -> tuple[Constraint, ...]:
     """What is cut for a microbatch must not already be cut along that dim by ranks: microbatches are the outer cut."""
+    if count == 1:
+        return ()
+    types = microbatch_types(graph, count)
     made = {name: placement[0] for node in graph.nodes
             for name, placement in zip(node.results, types[node.name].results, strict=True)}  # fmt: skip
     found = {}
@@ -237,26 +241,67 @@ def cut_constraints(graph: Graph, types: Types) -> tuple[Constraint, ...]:
     return tuple(found.values())
 
 
-def over_microbatches(graph: Graph, plan: Plan, types: Types, count: int) -> Plan:
-    """A plan for one microbatch, stated on the microbatch axis as well."""
-    stage = plan.stage
-    axes = (microbatch_axis(count, plan.mesh.num_devices), *stage.axes)
+def on_microbatch_axis(graph: Graph, plan: Plan) -> Plan:
+    """A plan that is well typed for one microbatch, stated on the microbatch axis as well: what is emitted.
+
+    The plan itself where there is one microbatch. Raises PlanError where the graph has no microbatch types,
+    PlacementError where a stage would sum over all microbatches what it receives in each.
+    """
+    if plan.microbatches == 1:
+        return plan
+    return replace(plan, stages=tuple(_stated(graph, plan, index) for index in range(len(plan.stages))))
+
+
+def types_of_stage(graph: Graph, plan: Plan, index: int) -> Stage:
+    """What a stage's placements are on the microbatch axis alone."""
+    stage, types = plan.stages[index], microbatch_types(graph, plan.microbatches)
     batch = batch_inputs(graph)
-    nodes = {name: _joined(types[name], node) for name, node in stage.nodes.items()}
-    whole = {
-        name: replace(kept, placement=(I if graph.tensors[name].differentiable else R, *kept.placement))
-        for name, kept in stage.storage.items()
-    }
+    given: dict[str, Placement] = {name: (S(0) if name in batch else R,) for name in graph.inputs}
+    return Stage(
+        stage.first_rank,
+        (Axis(MICROBATCH, plan.microbatches, plan.mesh.num_devices),),
+        {name: given[name] if name in given else (_sent(graph, types, name),) for name in stage.inputs},
+        {name: replace(kept, placement=(_whole(graph.tensors[name]),)) for name, kept in stage.storage.items()},
+        {name: types[name] for name in stage.nodes},
+    )
+
+
+def _sent(graph: Graph, types: Types, name: str) -> Type:
+    """How a tensor leaves a stage: as it is made, but for sums over all microbatches, which are made before the first
+    of them, where the inputs are."""
+    node = graph.producers[name]
+    (made,) = types[node.name].results[node.results.index(name)]
+    return R if made == P and name in tensors_of_inputs(graph) else made
+
+
+def _whole(tensor: Tensor) -> Type:
+    return I if tensor.differentiable else R
+
+
+def _stated(graph: Graph, plan: Plan, index: int) -> Stage:
+    """A stage with the type of everything on the microbatch axis before those on others."""
+    stage, over = plan.stages[index], types_of_stage(graph, plan, index)
+    joined: dict[tuple[int, int], NodePlan] = {}  # equal layers have the same
+    for name, node in stage.nodes.items():
+        key = id(over.nodes[name]), id(node)
+        if key not in joined:
+            joined[key] = _joined(over.nodes[name], node)
     full = replace(
         stage,
-        axes=axes,
-        inputs={name: (S(0) if name in batch else R, *placement) for name, placement in stage.inputs.items()},
-        storage=whole,
-        nodes=nodes,
+        axes=over.axes + stage.axes,
+        inputs={name: over.inputs[name] + placement for name, placement in stage.inputs.items()},
+        storage={
+            name: replace(kept, placement=over.storage[name].placement + kept.placement)
+            for name, kept in stage.storage.items()
+        },
+        nodes={name: joined[id(over.nodes[name]), id(node)] for name, node in stage.nodes.items()},
     )
+    types = microbatch_types(graph, plan.microbatches)
+    leaving = [
+        (name, (_sent(graph, types, name), *placement)) for name, placement in leaving_values(graph, plan, index)
+    ]
     known = {(item.tensor, item.target): item.steps for item in stage.redistributes}
-    full = replace(full, redistributes=_redistributes(graph, full, known))
-    return replace(plan, stages=(full,), microbatches=count, microbatch_inputs=batch)
+    return replace(full, redistributes=_redistributes(stage_graph(graph, plan, index), full, known, leaving))
 
 
 def _joined(types: NodePlan, plan: NodePlan) -> NodePlan:
@@ -265,35 +310,61 @@ def _joined(types: NodePlan, plan: NodePlan) -> NodePlan:
     return NodePlan(tuple((*a, *b) for a, b in operands), tuple((*a, *b) for a, b in results))
 
 
+Known = Mapping[tuple[str, Placement], tuple[Step, ...]]
+"""The steps that one microbatch takes for a tensor to a placement."""
+
+
 def _redistributes(
-    graph: Graph, stage: Stage, known: Mapping[tuple[str, Placement], tuple[Step, ...]]
+    graph: Graph, stage: Stage, known: Known, leaving: Iterable[tuple[str, Placement]]
 ) -> tuple[Redistribute, ...]:
+    """All that the stage's nodes read, that its graph ends with, and that later stages read (`leaving`)."""
     placements = dict(stage.inputs) | {name: kept.placement for name, kept in stage.storage.items()}
     found: dict[tuple[str, Placement], Redistribute] = {}
 
     def need(name: str, wanted: Placement) -> None:
         have = placements[name]
         if have != wanted and (name, wanted) not in found:
+            _check_sum(graph, name, have[0], wanted[0])
             found[name, wanted] = Redistribute(name, wanted, _steps(name, have, wanted, known))
 
     for node in graph.nodes:
         for name, wanted in zip(node.operands, stage.nodes[node.name].operands, strict=True):
             need(name, wanted)
         placements.update(zip(node.results, stage.nodes[node.name].results, strict=True))
-    for name in graph.outputs:
-        first = P if name == graph.loss else placements[name][0]
-        rest = I if graph.tensors[name].differentiable else R
-        need(name, (first, *(rest for _ in stage.axes[1:])))
-    for stored, name in graph.mutations.items():
-        need(name, (R, *update_placement(graph, stage, stored)[1:]))
+    for name, target in ending(graph, stage):
+        _check_end(graph, name, placements[name][0], target[0])
+        need(name, target)
+    for name, target in leaving:
+        need(name, target)
     return tuple(found.values())
 
 
-def _steps(
-    name: str, have: Placement, wanted: Placement, known: Mapping[tuple[str, Placement], tuple[Step, ...]]
-) -> tuple[Step, ...]:
+def _check_sum(graph: Graph, name: str, before: Type, after: Type) -> None:
+    """That what microbatches are summed over is there before the first of them, in this stage."""
+    if (before, after) == (P, R) and name not in graph.stored_by_tensor and name not in tensors_of_inputs(graph):
+        node = graph.producers.get(name)
+        raise PlacementError(
+            f"expected {name}{f' from node {node.name} ({node.op}) at {node.source}' if node else ''} to follow from "
+            "the inputs of its stage alone, since it is summed over all microbatches before the first, found that it "
+            "is received in each; take one stage, or microbatches=1"
+        )
+
+
+def _check_end(graph: Graph, name: str, type_: Type, wanted: Type) -> None:
+    """That what a step leaves, but for the loss, is the same in all microbatches."""
+    if type_ != wanted and name != graph.loss:
+        node = graph.producers.get(name)
+        raise PlacementError(
+            f"expected output {name}{f' from node {node.name} ({node.op}) at {node.source}' if node else ''} to be the "
+            f"same in all microbatches ({wanted}), found that it is {type_} over them; use microbatches=1"
+        )
+
+
+def _steps(name: str, have: Placement, wanted: Placement, known: Known) -> tuple[Step, ...]:
     """The microbatch axis first, then one microbatch's own steps; a search where inner slices stand in the way."""
-    inner = known.get((name, wanted[1:]), ()) if have[1:] != wanted[1:] else ()
+    inner = known.get((name, wanted[1:])) if have[1:] != wanted[1:] else ()
+    if inner is None:
+        raise PlanError(f"expected a redistribution of {name} to [{format_placement(wanted[1:])}], found none")
     moved = tuple(step._replace(axis=step.axis + 1) for step in inner)
     if have[0] == wanted[0]:
         return moved
@@ -304,49 +375,38 @@ def _steps(
     return found
 
 
-def axes_of_parts(plan: Plan) -> list[LogicalMesh]:
-    """Of each stage, or of the only one, the axes that its ranks are on: all but that of microbatches."""
-    return [stage.axes if plan.microbatches == 1 else stage.axes[1:] for stage in plan.stages]
+# The check ----------------------------------------
 
 
-def one_microbatch_plan(plan: Plan) -> Plan:
-    """The plan as one microbatch sees it, without the microbatch axis: what is simulated `plan.microbatches` times."""
-    if plan.microbatches == 1:
-        return plan
-    return replace(plan, stages=tuple(map(_inner, plan.stages)))
+def check_plan(graph: Graph, plan: Plan, admits: Admits = admits) -> None:
+    """Raises PlanError when the plan is for another graph or in microbatches that this one cannot be divided into,
+    PlacementError where it is not well typed, with node and source line."""
+    check_identity(graph, plan)
+    verify(divided_graph(graph, plan.microbatches), plan, admits)
+    if plan.microbatches > 1:
+        _check_inputs(graph, plan)
+        on_microbatch_axis(graph, plan)
+    _check_told(graph, plan)
 
 
-def _inner(placed: Stage) -> Stage:
-    """Everything that has the microbatch axis, without it."""
-    kept = (replace(item, target=item.target[1:], steps=_inner_steps(item.steps)) for item in placed.redistributes)
-    different = {id(node): node for node in placed.nodes.values()}  # equal layers have the same
-    nodes = {number: _inner_node(node) for number, node in different.items()}
-    return replace(
-        placed,
-        axes=placed.axes[1:],
-        inputs={name: placement[1:] for name, placement in placed.inputs.items()},
-        storage={name: _inner_storage(storage) for name, storage in placed.storage.items()},
-        nodes={name: nodes[id(node)] for name, node in placed.nodes.items()},
-        redistributes=tuple(item for item in kept if item.steps),
-    )
+def _check_inputs(graph: Graph, plan: Plan) -> None:
+    batch = batch_inputs(graph)
+    if plan.microbatch_inputs != batch:
+        raise PlanError(
+            f"expected microbatches to divide the inputs {', '.join(batch)}, found "
+            f"{', '.join(plan.microbatch_inputs) or 'none'}"
+        )
 
 
-def _inner_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
-    return tuple(step._replace(axis=step.axis - 1) for step in steps if step.axis)
-
-
-def _inner_storage(storage: Storage) -> Storage:
-    return replace(storage, placement=storage.placement[1:])
-
-
-def _inner_node(node: NodePlan) -> NodePlan:
-    return NodePlan(tuple(p[1:] for p in node.operands), tuple(p[1:] for p in node.results))
-
-
-def types_of(plan: Plan) -> Types:
-    """What a plan says of each node on the microbatch axis."""
-    return {
-        name: NodePlan(tuple(p[:1] for p in node.operands), tuple(p[:1] for p in node.results))
-        for placed in plan.stages
-        for name, node in placed.nodes.items()
-    }
+def _check_told(graph: Graph, plan: Plan) -> None:
+    """That a file of an earlier version says of the microbatch axis what follows from the graph."""
+    for index, told in enumerate(plan.told):
+        own = types_of_stage(graph, plan, index)
+        for what in ("inputs", "storage", "nodes"):
+            said, found = getattr(told, what), getattr(own, what)
+            odd = next((name for name in said if said[name] != found.get(name)), None)
+            if odd is not None:
+                raise PlanError(
+                    f"expected {odd} over microbatches as follows from the model, {found.get(odd)}, found "
+                    f"{said[odd]} in the file; plan again"
+                )

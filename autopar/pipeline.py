@@ -23,7 +23,6 @@ from autopar.cost.memory import optimizer_of
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, PlanError
 from autopar.experts import with_templates
-from autopar.ir import verifier
 from autopar.ir.buffers import joins_modules
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.faults import faults_told
@@ -42,8 +41,7 @@ from autopar.jointly import (
     settings_near,
     taken,
 )
-from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
-from autopar.ops import admits
+from autopar.microbatch import batch_types, check_plan, divided_graph
 from autopar.planning import (
     Place,
     Request,
@@ -131,7 +129,7 @@ def parallelize(
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
         graph = graph_of(plan, graph)
-    verifier.verify(graph, plan, admits)
+    check_plan(graph, plan)
     source = emit(graph, plan)
     passes.ended("emit", f"{source.count(chr(10)):,} lines")
     plan = replace(_with_simulator(plan, graph), checked_against_eager=against_eager)
@@ -354,7 +352,7 @@ def template_of_graph(
     by_speed = split != "equal" or not mesh.is_homogeneous
     if pp > 1 and not by_speed:
         members = equal_stages(graph, paths, len(first_ranks))
-        part = replace(part, cut=lambda plan: cut(graph, plan, members, first_ranks, schedule), num_submeshes=pp)
+        part = replace(part, cut=lambda plan: cut(part.graph, plan, members, first_ranks, schedule), num_submeshes=pp)
     batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
     rules = [*template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch), *constraints]
     again = template_recompute(graph, paths, recompute)
@@ -373,7 +371,7 @@ def template_of_graph(
 
 def _checked(plan: Plan, graph: Graph) -> Plan:
     """The plan, verified, with what `plan.timeline()` calls."""
-    verifier.verify(graph, plan, admits)
+    check_plan(graph, plan)
     return _with_simulator(plan, graph)
 
 
@@ -382,7 +380,7 @@ def _fitted(place: Place) -> Plan:
         plan = place.fit(place.request.budget.seconds)
     except InfeasibleError:
         _, plan = fit_or_refuse_over([place])
-    return place.part.on_all_axes(plan)
+    return place.part.with_traffic(plan)
 
 
 @faults_told()
@@ -411,7 +409,7 @@ def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: 
     """The graph that a plan is for, which it fits."""
     check_arguments(plan=plan, model=model, loss_fn=loss_fn)
     graph = graph_of(plan, _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)))
-    verifier.verify(graph, plan, admits)
+    check_plan(graph, plan)
     return graph
 
 
@@ -423,8 +421,7 @@ def _with_simulator(plan: Plan, graph: Graph) -> Plan:
 @faults_told()
 def simulated_step(graph: Graph, plan: Plan) -> Timeline:
     """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
-    part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
-    return simulate(part, one_microbatch_plan(plan), profiles_of(plan.mesh))
+    return simulate(divided_graph(graph, plan.microbatches), plan, profiles_of(plan.mesh))
 
 
 def _trace(model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None) -> Graph:

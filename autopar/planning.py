@@ -34,19 +34,12 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, Stage, Storage
-from autopar.microbatch import (
-    Types,
-    cut_constraints,
-    divided_graph,
-    divisible,
-    microbatch_types,
-    one_microbatch_plan,
-    over_microbatches,
-)
+from autopar.ir.structure import batch_inputs
+from autopar.microbatch import cut_constraints, divided_graph, divisible
 from autopar.ops import coverage
 from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
-from autopar.simulate import predict, simulate, traffic_by_submesh, traffic_over_microbatches
+from autopar.simulate import predict, simulate, traffic, traffic_by_submesh
 from autopar.trace import Blocks
 from autopar.zero import (
     Modules,
@@ -115,34 +108,26 @@ class DividedGraph:
     graph: Graph
     blocks: Blocks
     microbatches: int
-    types: Types
     constraints: tuple[Constraint, ...] = ()
     cut: Callable[[Plan], Plan] | None = None
     num_submeshes: int = 1
     copies: Mapping[str, int] = field(default_factory=dict)
 
     def in_stages(self, plan: Plan) -> Plan:
-        """A plan for one microbatch of the whole graph as one of several stages, stated on all axes."""
-        if self.cut is None:
-            return plan
-        return self.cut(over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan)
+        """A plan of the whole graph as one of several stages."""
+        return plan if self.cut is None else self.cut(plan)
 
-    def on_all_axes(self, plan: Plan) -> Plan:
-        """A plan of one stage for one microbatch as one for the step, with the exact bytes that it sends."""
+    def with_traffic(self, plan: Plan) -> Plan:
+        """A plan of one stage with the exact bytes that it sends in a step."""
         if len(plan.stages) > 1:
             return plan
-        full = over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan
-        sent = traffic_over_microbatches(self.whole, full.parts[0], self.graph, plan.parts[0])
-        return replace(full, predicted=replace(full.predicted, comm_bytes=sent))
+        return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(self.whole, plan)))
 
 
 def divided(graph: Graph, blocks: Blocks, microbatches: int) -> DividedGraph:
     """The step in so many microbatches. Raises PlanError when it cannot be divided so."""
-    if microbatches == 1:
-        return DividedGraph(graph, graph, blocks, 1, {})
-    types = microbatch_types(graph, microbatches)
     part = divided_graph(graph, microbatches)
-    return DividedGraph(graph, part, blocks, microbatches, types, cut_constraints(graph, types))
+    return DividedGraph(graph, part, blocks, microbatches, cut_constraints(graph, microbatches))
 
 
 Fit = Callable[["Place", float], Plan]
@@ -225,7 +210,7 @@ class _PlaceSearch:
     def stated(self, found: Sequence[tuple[Place, Plan]]) -> Plan:
         """The fastest, as one for the step."""
         place, best = _fastest(found)
-        return place.part.on_all_axes(replace(best, search=replace(best.search, tried=tuple(self.tried))))
+        return place.part.with_traffic(replace(best, search=replace(best.search, tried=tuple(self.tried))))
 
 
 def may_be_faster(place: Place, than_ns: int) -> bool:
@@ -242,23 +227,23 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
     if len(plan.stages) > 1 or request.mesh.num_devices == 1 or interrupt.is_asked():
         return plan
     deadline = time.monotonic() + request.budget.seconds / 2
-    part, inner = divided(graph, blocks, plan.microbatches), one_microbatch_plan(plan)
+    part = divided(graph, blocks, plan.microbatches)
     request = replace(request, recompute=plan.recompute)
-    best = _in_branches(Place(part, inner.stage.axes, request, profile), inner, deadline)
-    if best is inner:
+    best = _in_branches(Place(part, plan.stage.axes, request, profile), plan, deadline)
+    if best is plan:
         return plan
     for axes in logical_meshes(request.mesh):
-        if axes != inner.stage.axes and time.monotonic() < deadline and not interrupt.is_asked():
+        if axes != plan.stage.axes and time.monotonic() < deadline and not interrupt.is_asked():
             place = Place(part, axes, request, profile)
             with contextlib.suppress(InfeasibleError):
                 other = _in_branches(place, place.fit(_share(deadline, 2)), deadline)
                 best = min(best, other, key=lambda one: one.predicted.step_time_ns)
-    return part.on_all_axes(replace(best, search=replace(best.search, tried=plan.search.tried)))
+    return part.with_traffic(replace(best, search=replace(best.search, tried=plan.search.tried)))
 
 
 def plan_in(place: Place, seconds: float) -> Plan:
     """The best plan of one place, stated for the step. Raises InfeasibleError."""
-    return place.part.on_all_axes(place.fit(seconds))
+    return place.part.with_traffic(place.fit(seconds))
 
 
 def _in_branches(place: Place, plan: Plan, deadline: float) -> Plan:
@@ -443,9 +428,8 @@ class Place:
 
     def staged(self, plan: Plan) -> Plan:
         """A plan of several stages, with the simulator's prediction and the bytes of the submesh that sends most."""
-        part = one_microbatch_plan(plan)
-        timeline = simulate(self.part.graph, part, self.shared_profile)
-        sent = traffic_by_submesh(self.part.whole, plan, self.part.graph, part, timeline)
+        timeline = simulate(self.part.graph, plan, self.shared_profile)
+        sent = traffic_by_submesh(self.part.whole, plan, timeline)
         most = max(sent, key=lambda counts: sum(counts.values()))
         return replace(plan, predicted=replace(predict(timeline), comm_bytes=most))
 
@@ -504,6 +488,7 @@ class Place:
             mesh=request.mesh,
             stages=(Stage(0, self.axes),),
             microbatches=self.part.microbatches,
+            microbatch_inputs=batch_inputs(graph) if self.part.microbatches > 1 else (),
             recompute=request.recompute,
             mode=request.mode,
             training=graph.training,

@@ -196,7 +196,8 @@ class SharedBatch:
         small = part if fraction == 1 else divided(part.whole, part.blocks, count * fraction)
         place = self.place(group, small)
         found = place.fit(self.request.budget.seconds / 2, limit)
-        return self._of_mesh(replace(found, microbatches=count))
+        inputs = found.microbatch_inputs if count > 1 else ()
+        return self._of_mesh(replace(found, microbatches=count, microbatch_inputs=inputs))
 
     def _of_mesh(self, plan: Plan) -> Plan:
         """The plan for all devices as they are."""
@@ -221,7 +222,7 @@ class SharedBatch:
         timeline = self._timeline(best)
         if any(self._over(timeline)):
             raise self._does_not_fit(timeline)
-        return self.part.on_all_axes(replace(best, predicted=predict(timeline)))
+        return self.part.with_traffic(replace(best, predicted=predict(timeline)))
 
     def _by_speed(self, drafts: Sequence[Plan]) -> Plan:
         """Of the drafts, that which is best with rows by the speed of computing, with the rows that are best for it."""

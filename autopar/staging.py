@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,10 +14,9 @@ from autopar.cost.crossing import End, cheapest_handover, way
 from autopar.errors import PlanError
 from autopar.interop import Members, block_layers
 from autopar.ir.graph import Graph, Node
-from autopar.ir.mesh import MICROBATCH, Mesh
-from autopar.ir.placement import P, Placement, local_shape
+from autopar.ir.mesh import Mesh
+from autopar.ir.placement import P, Placement
 from autopar.ir.plan import Plan, Redistribute, Stage
-from autopar.ir.redistribution import cheapest_path
 from autopar.ir.stages import leaving_values
 from autopar.ir.verifier import output_placement, update_placement
 
@@ -56,7 +54,7 @@ class _Cut:
     """What is cut: placements by stage, each for what its stage reads at least, and where the stages are."""
 
     graph: Graph
-    plans: Sequence[Stage]
+    placed: Sequence[Stage]
     members: Members
     first_ranks: Sequence[int]
     mesh: Mesh
@@ -65,7 +63,7 @@ class _Cut:
     @cached_property
     def nodes(self) -> list[list[Node]]:
         """What runs in each stage."""
-        found: list[list[Node]] = [[] for _ in self.plans]
+        found: list[list[Node]] = [[] for _ in self.placed]
         for node in self.graph.nodes:
             for index in self.members[node.name]:
                 found[index].append(node)
@@ -73,11 +71,10 @@ class _Cut:
 
     def end(self, index: int) -> End:
         """The ranks and axes of a stage."""
-        axes = tuple(axis for axis in self.plans[index].axes if axis.name != MICROBATCH)
-        first = self.first_ranks[index]
-        ranks = range(first, first + math.prod(axis.size for axis in axes))
+        placed, first = self.placed[index], self.first_ranks[index]
+        ranks = range(first, first + placed.num_ranks)
         group = self.mesh.group_of(ranks)
-        return End(ranks, axes, self.profiles[group.profile].shared_by(group.devices_per_node))
+        return End(ranks, placed.axes, self.profiles[group.profile].shared_by(group.devices_per_node))
 
     def maker(self, index: int, name: str) -> int | None:
         """The stage that a stage receives the tensor from; None where it does not receive it."""
@@ -87,14 +84,7 @@ class _Cut:
     def made(self, index: int, name: str) -> Placement:
         """The placement that a tensor is made in by a stage."""
         node = self.graph.producers[name]
-        return self.plans[index].nodes[node.name].results[node.results.index(name)]
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Of one microbatch, whole over the ranks."""
-        plan = self.plans[self.members[self.graph.producers[name].name][0]]
-        placement = self.made(self.members[self.graph.producers[name].name][0], name)
-        cut = [(t, axis) for t, axis in zip(placement, plan.axes, strict=True) if axis.name == MICROBATCH]
-        return local_shape(self.graph.tensors[name].shape, tuple(t for t, _ in cut), tuple(axis for _, axis in cut))
+        return self.placed[index].nodes[node.name].results[node.results.index(name)]
 
 
 def cut(
@@ -103,6 +93,7 @@ def cut(
 ) -> Plan:  # fmt: skip
     """One plan of several stages, from the given ranks on, out of a plan for each (or one for all of them).
 
+    graph: of one microbatch.
     A stage's plan is one of the whole graph on the stage's axes, or as much of it as the stage runs and reads; what
     else a plan says is taken from the first. Between stages of one plan, a tensor is sent as it was made, but summands
     are summed first; between others it travels as `cost.crossing` finds cheapest, and what must be redistributed for
@@ -133,18 +124,20 @@ def _without_unread(what: _Cut, plan: Plan, reads: Sequence[Mapping[Pair, None]]
 
 def _reads(what: _Cut, index: int) -> dict[Pair, None]:
     """Everything that the stage's nodes read, and what must leave the model from it."""
-    graph, plan, members, count = what.graph, what.plans[index], what.members, len(what.plans)
+    graph, placed, members, count = what.graph, what.placed[index], what.members, len(what.placed)
     found: dict[Pair, None] = {}
     for node in what.nodes[index]:
-        found |= dict.fromkeys(zip(node.operands, plan.nodes[node.name].operands, strict=True))
+        found |= dict.fromkeys(zip(node.operands, placed.nodes[node.name].operands, strict=True))
     for name in graph.outputs:
         if _is_made(graph, members, index, count, name):
-            found[name, output_placement(graph, plan, name)] = None
+            found[name, output_placement(graph, placed, name)] = None
     for stored in graph.stored:
         value = graph.mutations.get(stored.name)
         if value is not None and _is_made(graph, members, index, count, value):
-            found[value, update_placement(graph, plan, stored.name)] = None
-            found[stored.tensor, plan.storage[stored.tensor].placement] = None  # kept there, though it may not be read
+            found[value, update_placement(graph, placed, stored.name)] = None
+            found[stored.tensor, placed.storage[stored.tensor].placement] = (
+                None  # kept there, though it may not be read
+            )
     return found
 
 
@@ -169,65 +162,51 @@ def _received(what: _Cut, reads: Mapping[Pair, None], index: int) -> dict[str, _
         maker = what.maker(index, name)
         if maker is None:
             continue
-        made, plan = what.made(maker, name), what.plans[index]
+        made = what.made(maker, name)
         wanted = tuple(placement for read, placement in reads if read == name)
-        if what.plans[maker] is plan:
-            sent = wanted[0] if len(wanted) == 1 and _has_summands(made, plan) else made
+        if what.placed[maker] is what.placed[index]:
+            sent = wanted[0] if len(wanted) == 1 and P in made else made
             found[name] = _Handed(maker, sent, sent)
         else:
             found[name] = _handed_over(what, name, maker, index, wanted)
     return found
 
 
-def _has_summands(placement: Placement, plan: Stage) -> bool:
-    return any(t == P and axis.name != MICROBATCH for t, axis in zip(placement, plan.axes, strict=True))
-
-
 def _handed_over(what: _Cut, name: str, maker: int, index: int, wanted: Sequence[Placement]) -> _Handed:
     """The cheapest way between stages that are planned apart."""
     tensor, made = what.graph.tensors[name], what.made(maker, name)
     found = cheapest_handover(
-        what.shape(name), tensor.itemsize, tensor.differentiable, _on_ranks(made, what.plans[maker]),
-        tuple(_on_ranks(p, what.plans[index]) for p in wanted), what.end(maker), what.end(index), what.mesh,
+        what.graph.tensors[name].shape, tensor.itemsize, tensor.differentiable, made,
+        tuple(wanted), what.end(maker), what.end(index), what.mesh,
     )  # fmt: skip
     if found is None:
         raise PlanError(f"expected a way for {name} from stage {maker} to stage {index}, found none")
-    over = _over_microbatches(made, what.plans[maker])
-    return _Handed(maker, (*over, *found.leaving), (*over, *found.arriving))
-
-
-def _on_ranks(placement: Placement, plan: Stage) -> Placement:
-    return tuple(t for t, axis in zip(placement, plan.axes, strict=True) if axis.name != MICROBATCH)
-
-
-def _over_microbatches(placement: Placement, plan: Stage) -> Placement:
-    """The type on the axis of microbatches, which is the outermost, if there is one."""
-    return tuple(t for t, axis in zip(placement, plan.axes, strict=True) if axis.name == MICROBATCH)
+    return _Handed(maker, found.leaving, found.arriving)
 
 
 def _stage(
     what: _Cut, reads: Sequence[Mapping[Pair, None]], handed: Sequence[Mapping[str, _Handed]], index: int
 ) -> Stage:
-    graph, plan = what.graph, what.plans[index]
+    graph, placed = what.graph, what.placed[index]
     received = {name: item.arriving for name, item in handed[index].items()}
-    nodes = {node.name: plan.nodes[node.name] for node in what.nodes[index]}
-    have = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+    nodes = {node.name: placed.nodes[node.name] for node in what.nodes[index]}
+    have = dict(placed.inputs) | {name: kept.placement for name, kept in placed.storage.items()}
     have.update(received)
-    for name, placed in nodes.items():
-        have.update(zip(graph.node_by_name[name].results, placed.results, strict=True))
+    for name, node in nodes.items():
+        have.update(zip(graph.node_by_name[name].results, node.results, strict=True))
     sent = [
         (name, item.leaving) for later in handed[index + 1 :] for name, item in later.items() if item.maker == index
     ]
     wanted = dict.fromkeys([*reads[index], *sent])
-    known = {(item.tensor, item.target): item for item in plan.redistributes}
+    known = {(item.tensor, item.target): item for item in placed.redistributes}
     names = {name for name, _ in reads[index]}
     if index == 0:  # state dicts have what nobody reads, too
-        names |= plan.storage.keys() - {name for stage in reads for name, _ in stage}
+        names |= placed.storage.keys() - {name for stage in reads for name, _ in stage}
     return Stage(
         first_rank=what.first_ranks[index],
-        axes=plan.axes,
-        inputs={**{name: plan.inputs[name] for name in graph.inputs if name in names}, **received},
-        storage={name: kept for name, kept in plan.storage.items() if name in names},
+        axes=placed.axes,
+        inputs={**{name: placed.inputs[name] for name in graph.inputs if name in names}, **received},
+        storage={name: kept for name, kept in placed.storage.items() if name in names},
         nodes=nodes,
         redistributes=tuple(
             known[pair] if (pair in known and _is_planned(what, index, pair[0], have[pair[0]]))
@@ -240,18 +219,12 @@ def _stage(
 def _is_planned(what: _Cut, index: int, name: str, have: Placement) -> bool:
     """Whether the stage's plan has the tensor in the placement in which the stage has it."""
     node = what.graph.producers.get(name)
-    return node is None or (node.name in what.plans[index].nodes and what.made(index, name) == have)
+    return node is None or (node.name in what.placed[index].nodes and what.made(index, name) == have)
 
 
 def _redistribute(what: _Cut, index: int, name: str, have: Placement, target: Placement) -> Redistribute:
     """The cheapest way between placements that the stage's plan does not know it in: of what is handed over."""
-    plan, tensor = what.plans[index], what.graph.tensors[name]
-    if _over_microbatches(have, plan) != _over_microbatches(target, plan):  # cut for a microbatch where it is read
-        steps = cheapest_path(have, target, lambda _, step: int(plan.axes[step.axis].name != MICROBATCH))
-    else:
-        source, to = _on_ranks(have, plan), _on_ranks(target, plan)
-        route = way(what.shape(name), tensor.itemsize, tensor.differentiable, source, to, what.end(index), what.mesh)
-        shift = len(plan.axes) - len(source)
-        steps = None if route is None else tuple(step._replace(axis=step.axis + shift) for step in route.steps)
-    assert steps is not None, f"{name} has a way from {have} to {target}, by which its handover was chosen"
-    return Redistribute(name, target, steps)
+    tensor = what.graph.tensors[name]
+    route = way(tensor.shape, tensor.itemsize, tensor.differentiable, have, target, what.end(index), what.mesh)
+    assert route is not None, f"{name} has a way from {have} to {target}, by which its handover was chosen"
+    return Redistribute(name, target, route.steps)

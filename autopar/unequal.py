@@ -24,7 +24,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
 from autopar.ir.plan import Plan, SearchReport
 from autopar.ir.schedule import PLAIN
-from autopar.microbatch import divisible, one_microbatch_plan, over_microbatches
+from autopar.microbatch import divisible
 from autopar.planning import DividedGraph, Place, Request, divided
 from autopar.progress import Report, reporting
 from autopar.simulate import Timeline, predict, simulate
@@ -166,19 +166,15 @@ class UnequalStages:
         return (count // len(self.ranks),) * len(self.ranks)
 
     def _of_sizes(self, sizes: Sequence[int]) -> tuple[Plan, Timeline]:
-        part, whole = self.part, self.part.whole
-        stated = {
-            name: over_microbatches(whole, plan, part.types, part.microbatches) if part.types else plan
-            for name, plan in self.alone.items()
-        }
-        plans = [stated[self.kind(ranks)] for ranks in self.ranks]
-        members = stages_of_sizes(whole, self.block_paths, sizes)
+        graph = self.part.graph
+        plans = [self.alone[self.kind(ranks)] for ranks in self.ranks]
+        members = stages_of_sizes(graph, self.block_paths, sizes)
         firsts = [ranks.start for ranks in self.ranks]
-        plan = cut(whole, plans, members, firsts, self.schedule, self.mesh, self.profiles)
+        plan = cut(graph, plans, members, firsts, self.schedule, self.mesh, self.profiles)
         sources = {
             f"{name} {block}": source for name, own in self.alone.items() for block, source in own.sources.items()
         }
-        timeline = simulate(part.graph, one_microbatch_plan(plan), self.profiles)
+        timeline = simulate(graph, plan, self.profiles)
         limit = max(self.limits)
         return replace(plan, predicted=predict(timeline), sources=sources, memory_limit=limit), timeline
 

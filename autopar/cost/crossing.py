@@ -20,7 +20,7 @@ from typing import NamedTuple
 from autopar.cost.collectives import ACROSS, INSIDE, Route, redistribution, sends_time_ns
 from autopar.cost.profile import Profile
 from autopar.cost.routes import routes
-from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
+from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import I, Placement, R, S, Shape, leaves_none_empty, local_shape
 from autopar.runtime.crossing import Crossing, Side, crossing
 from autopar.runtime.placement import parse_type
@@ -42,9 +42,8 @@ class Parcel(NamedTuple):
 
 
 def side(ranks: range, axes: LogicalMesh, placement: Placement) -> Side:
-    """A stage's ranks as the runtime's routing sees them; microbatches are no part of it."""
-    kept = [(axis.size, type_) for axis, type_ in zip(axes, placement, strict=True) if axis.name != MICROBATCH]
-    return Side(tuple(ranks), tuple(size for size, _ in kept), tuple(parse_type(str(type_)) for _, type_ in kept))
+    """A stage's ranks as the runtime's routing sees them."""
+    return Side(tuple(ranks), tuple(axis.size for axis in axes), tuple(parse_type(str(type_)) for type_ in placement))
 
 
 def sent_bytes(parcels: Iterable[Parcel]) -> dict[int, int]:

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from autopar.emit.heads import HEADS
 from autopar.emit.plain import PlainCalls, tuple_of
 from autopar.emit.spatial import SPATIAL
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, Placement, S, format_placement, local_shape
 from autopar.ir.statements import Operate
 from autopar.ir.structure import FUNCTION, HOOK
-from autopar.ir.verifier import MICROBATCH
 from autopar.ops.bags import EMBEDDING_BAG
 from autopar.ops.call import Call
 from autopar.ops.experts import ROUTED_EXPERTS

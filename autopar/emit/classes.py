@@ -18,12 +18,12 @@ from autopar.emit.plain import local_lengths, rank_length
 from autopar.emit.tree import Region
 from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Node, Stored, Tensor
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.naming import is_plain
 from autopar.ir.placement import Placement, are_alike, format_placement
 from autopar.ir.plan import Redistribute, StagePlan
 from autopar.ir.redistribution import Step, apply, before, transfer_bytes
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
-from autopar.ir.verifier import MICROBATCH
 from autopar.ops.communication import inner_communication
 
 INDENT = "    "

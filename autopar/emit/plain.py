@@ -10,11 +10,11 @@ from typing import Any
 
 from autopar.emit.names import keywords, operator
 from autopar.ir.graph import Atom, Graph, Ref
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, Placement, S, are_alike, axes_along, local_shape
 from autopar.ir.plan import StagePlan
 from autopar.ir.statements import Operate, Value
 from autopar.ir.structure import is_random
-from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
 from autopar.ops.communication import is_mean_cross_entropy
 from autopar.ops.lowering import RankLength, local_arguments

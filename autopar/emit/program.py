@@ -17,12 +17,13 @@ from autopar.emit.stages import Received, argument_lines, input_lines, pipeline,
 from autopar.emit.tree import build_tree
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.plan import Plan, Stage, StagePlan
 from autopar.ir.shares import axis_text
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
-from autopar.ir.verifier import MICROBATCH
+from autopar.microbatch import on_microbatch_axis
 from autopar.ops import defining_module
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
@@ -46,8 +47,9 @@ aten = torch.ops.aten
 def emit(graph: Graph, plan: Plan) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
-    The plan must have been verified. Raises PlanError for what cannot be emitted.
+    graph: of the step. The plan must have been verified. Raises PlanError for what cannot be emitted.
     """
+    plan = on_microbatch_axis(graph, plan)
     classes = Classes()
     if len(plan.stages) > 1:
         programs = [*_stage_programs(graph, plan, classes), pipeline(graph, plan)]

@@ -10,10 +10,10 @@ from autopar.emit.literals import literal_text
 from autopar.emit.names import escaped, keywords
 from autopar.errors import PlanError
 from autopar.ir.graph import Fields, Graph, Ref
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Plan
 from autopar.ir.stages import gradients_back, leaving_placement, leaving_values, maker_of, stage_graph
-from autopar.ir.verifier import MICROBATCH
 
 
 def input_lines(

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
-from autopar.ir.mesh import MICROBATCH, LogicalMesh
+from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import P, Placement, R
 from autopar.ir.plan import Fork, NodePlan, Redistribute, Stage, StagePlan
 from autopar.ir.structure import computed_once, is_random, region_of
@@ -248,7 +248,7 @@ def check_inner_conversions(graph: Graph, stage: Stage) -> None:
 
 
 def _check_fork(graph: Graph, stage: Stage, fork: Fork) -> None:
-    sizes = {axis.name: axis.size for axis in stage.axes if axis.name != MICROBATCH}
+    sizes = {axis.name: axis.size for axis in stage.axes}
     if sizes.get(fork.axis, 1) < 2:
         raise PlanError(f"expected branches on a mesh axis of several ranks, found axis {fork.axis!r} of {sizes}")
     coordinates = [branch.coordinate for branch in fork.branches]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
+from autopar.ir.mesh import LogicalMesh, check_axis_names
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan, Stage
 from autopar.ir.reading import MalformedError, short
@@ -18,10 +18,10 @@ from autopar.ir.redistribution import TABLE
 def check_consistent(plan: Plan) -> None:
     """Raises MalformedError or MeshError naming the field that does not go with the others."""
     for number, stage in enumerate(plan.stages):
-        where = ("stages", number) if len(plan.stages) > 1 else ()
+        where = "stages", number
         _check_stage(stage, where)
         last, devices = stage.first_rank + stage.num_ranks - 1, plan.mesh.num_devices
-        _expect(last < devices or not where, where, f"ranks of the {devices} of {plan.mesh}", f"some up to {last:,}")
+        _expect(last < devices, where, f"ranks of the {devices} of {plan.mesh}", f"some up to {last:,}")
     peak = plan.predicted.peak_bytes
     _expect(plan.memory_limit >= peak, ("memory_limit",), f"at least the predicted peak of {peak} bytes",
             str(plan.memory_limit))  # fmt: skip
@@ -34,7 +34,7 @@ def _check_stage(stage: Stage, where: tuple[Any, ...]) -> None:
     for number, axis in enumerate(axes):
         _expect(len(axis.shares) in (0, axis.size), (*where, "axes", number), f"{axis.size} shares",
                 str(len(axis.shares)))  # fmt: skip
-        _expect(axis.stride > 0 or axis.name == MICROBATCH, (*where, "axes", number), "neighbours a rank or more apart",
+        _expect(axis.stride > 0, (*where, "axes", number), "neighbours a rank or more apart",
                 "a distance of 0")  # fmt: skip
     for path, placement in _placements(stage):
         _expect(len(placement) == len(axes), (*where, *path), f"a type for each of {len(axes)} axes",

@@ -193,7 +193,7 @@ def make_axes(names: tuple[str, ...], sizes: tuple[int, ...]) -> LogicalMesh:
 def check_axis_names(names: Sequence[str]) -> None:
     """Raises MeshError where emitted code could not call its axes so."""
     for name in names:
-        if not is_axis_name(name) or names.count(name) > 1:
+        if not is_axis_name(name) or name == MICROBATCH or names.count(name) > 1:
             raise MeshError(f"expected names of mesh axes as identifiers of their own, none twice, found {name!r}")
 
 

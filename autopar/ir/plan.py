@@ -200,7 +200,7 @@ class Stage:
     """What runs on a submesh: as many ranks as its axes hold, from `first_rank` on, row-major.
 
     A plan's stages are in the order in which a microbatch visits them; stages that share a submesh are chunks of an
-    interleaved schedule. `axes` and all placements are those of the stage alone, the microbatch axis included.
+    interleaved schedule. `axes` and all placements are those of the stage alone, and of one microbatch.
     inputs: what comes in, as it comes in: inputs of the model, and tensors that earlier stages made and that are sent.
     storage: by the tensor's name in the graph. A trained tensor in several stages is tied: each keeps it, and their
     gradients are summed.
@@ -331,6 +331,8 @@ class Plan:
     choices: tuple[Choice, ...] = ()
     blocks: tuple[tuple[str, ...], ...] = ()  # equal blocks: the module paths of each distinct one
     substitutions: tuple[Substitution, ...] = ()  # in order: they make the graph that the plan is for of the model's
+    #: what a file of an earlier version says on the axis of microbatches, by stage: it must follow from the graph
+    told: tuple[Stage, ...] = field(default=(), compare=False, repr=False)  # not in the JSON
     #: whether the graph was seen to compute what the model does: "yes", or "no, WHY"
     checked_against_eager: str = field(default="no, it was planned from a graph", compare=False)
     simulator: Callable[[Plan], PlanTimeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON

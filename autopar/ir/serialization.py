@@ -9,7 +9,7 @@ from importlib.resources import files
 from typing import Any
 
 from autopar.errors import AutoparError, PlanError
-from autopar.ir import reading
+from autopar.ir import earlier, reading
 from autopar.ir.consistency import check_consistent
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import Axis, format_placement, parse_placement, parse_type
@@ -35,7 +35,7 @@ from autopar.ir.plan import (
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import SCHEDULES
 
-VERSION = 2
+VERSION = 3
 _PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer", "precision", "memory_limit")
 
 
@@ -55,9 +55,7 @@ def to_json(plan: Plan) -> str:
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
-    first, *others = plan.stages
-    data.update(_placed_to_json(Stage(0, ()) if others else first))
-    data["stages"] = [{"first_rank": s.first_rank, **_placed_to_json(s)} for s in plan.stages] if others else []
+    data["stages"] = [_stage_to_json(stage) for stage in plan.stages]
     data["predicted"] = asdict(plan.predicted)
     data["search"] = _search_to_json(plan.search)
     data["coverage"] = dict(plan.coverage)
@@ -84,24 +82,24 @@ def _substitution_to_json(step: Substitution) -> dict[str, Any]:
     return {**asdict(step), "modules": list(step.modules), "roots": list(step.roots), "binding": dict(step.binding)}
 
 
-def _placed_to_json(placed: Stage) -> dict[str, Any]:
-    """What a stage has, which is written at the top where it is the only one."""
+def _stage_to_json(stage: Stage) -> dict[str, Any]:
     return {
-        "axes": [_axis_to_json(axis) for axis in placed.axes],
-        "inputs": {name: format_placement(placement) for name, placement in placed.inputs.items()},
+        "first_rank": stage.first_rank,
+        "axes": [_axis_to_json(axis) for axis in stage.axes],
+        "inputs": {name: format_placement(placement) for name, placement in stage.inputs.items()},
         "storage": {
             name: [format_placement(kept.placement), kept.regather, kept.reduce_each_microbatch]
-            for name, kept in placed.storage.items()
+            for name, kept in stage.storage.items()
         },
         "nodes": {
             name: [[format_placement(p) for p in node.operands], [format_placement(p) for p in node.results]]
-            for name, node in placed.nodes.items()
+            for name, node in stage.nodes.items()
         },
         "redistributes": [
             [r.tensor, format_placement(r.target), [[s.axis, str(s.before), str(s.after)] for s in r.steps]]
-            for r in placed.redistributes
+            for r in stage.redistributes
         ],
-        "forks": [[fork.axis, [[b.coordinate, list(b.nodes)] for b in fork.branches]] for fork in placed.forks],
+        "forks": [[fork.axis, [[b.coordinate, list(b.nodes)] for b in fork.branches]] for fork in stage.forks],
     }
 
 
@@ -111,18 +109,21 @@ def _axis_to_json(axis: Axis) -> list[Any]:
 
 
 def from_json(text: str) -> Plan:
-    """Reads a plan. Raises PlanError for another version or anything the schema or types refuse, with its place."""
+    """Reads a plan; one of an earlier version is stated as of this one.
+
+    Raises PlanError for another version or anything the schema or types refuse, with its place.
+    """
     try:
         data = reading.parsed(text)
     except reading.MalformedError as error:
         raise PlanError(f"expected a plan as JSON; {error}; write the plan again") from None
     version = data.get("autopar_plan") if isinstance(data, dict) else None
-    if type(version) is not int or version != VERSION:
-        raise PlanError(f"expected a plan of version {VERSION}, found {version!r}; plan again with this autopar")
+    if type(version) is not int or not 1 <= version <= VERSION:
+        raise PlanError(f"expected a plan of version 1 to {VERSION}, found {version!r}; plan again with this autopar")
     try:
+        data = earlier.as_of_now(data)
         reading.validate(data, _validator())
-        _expect_once(data)
-        plan = _plan(data)
+        plan = _plan(data) if version == VERSION else earlier.of_one_microbatch(_plan(data))
         check_consistent(plan)
     except (reading.MalformedError, AutoparError) as error:
         raise PlanError(f"expected a plan as its format says; {error}") from None
@@ -134,19 +135,12 @@ def _validator() -> Any:
     return reading.validator(schema())
 
 
-def _expect_once(data: dict[str, Any]) -> None:
-    """That placements are in the stages alone, where there are stages."""
-    for name in ("axes", "inputs", "storage", "nodes", "redistributes", "forks") if data["stages"] else ():
-        if data.get(name):
-            raise reading.MalformedError((name,), "nothing beside stages, which have their own", "some")
-
-
 def _plan(data: dict[str, Any]) -> Plan:
     return Plan(
         **{name: data[name] for name in _PLAIN},
         training=data.get("training", True),
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
-        stages=tuple(_stage(row) for row in data["stages"] or [{**data, "first_rank": 0}]),
+        stages=tuple(map(_stage, data["stages"])),
         microbatch_inputs=tuple(data["microbatch_inputs"]),
         recompute=tuple(data["recompute"]),
         predicted=_prediction(data["predicted"]),
@@ -164,7 +158,7 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 
 def _stage(data: dict[str, Any]) -> Stage:
-    """The inverse of `_placed_to_json`."""
+    """The inverse of `_stage_to_json`."""
     return Stage(
         first_rank=data["first_rank"],
         axes=tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),

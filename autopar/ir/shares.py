@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh, coordinates
+from autopar.ir.mesh import LogicalMesh, Mesh, coordinates
 from autopar.ir.placement import Axis, Placement, format_placement
 from autopar.ir.plan import Plan, Stage
 from autopar.ir.redistribution import apply
@@ -30,11 +30,10 @@ def axis_text(axis: Axis) -> str:
 
 def alike_ranks(mesh: Mesh, axes: LogicalMesh) -> list[range]:
     """Neighbouring ranks, on axes over the whole mesh, whose devices and shares are the same."""
-    real = tuple(axis for axis in axes if axis.name != MICROBATCH)
     kinds = []
-    for rank, coordinate in enumerate(coordinates(real)):
+    for rank, coordinate in enumerate(coordinates(axes)):
         group = mesh.group_of(range(rank, rank + 1))
-        shares = tuple(axis.shares[index] for axis, index in zip(real, coordinate, strict=True) if axis.shares)
+        shares = tuple(axis.shares[index] for axis, index in zip(axes, coordinate, strict=True) if axis.shares)
         kinds.append((group.profile, group.devices_per_node, shares))
     ends = list(itertools.accumulate((len(list(run)) for _, run in itertools.groupby(kinds)), initial=0))
     return [range(begin, end) for begin, end in itertools.pairwise(ends)]
@@ -81,10 +80,10 @@ def check_shares(graph: Graph, stage: Stage) -> None:
 def _check_axis(axis: Axis) -> None:
     shares = axis.shares
     is_fine = len(shares) == axis.size and min(shares) > 0 and math.gcd(*shares) == 1
-    if not is_fine or axis.name == MICROBATCH:
+    if not is_fine:
         raise PlanError(
-            f"expected shares of axis {axis.name} as {axis.size} positive numbers without a common factor, and none of "
-            f"microbatches, found {list(shares)}"
+            f"expected shares of axis {axis.name} as {axis.size} positive numbers without a common factor, "
+            f"found {list(shares)}"
         )
 
 

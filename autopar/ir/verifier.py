@@ -24,25 +24,23 @@ from collections.abc import Callable, Mapping
 from autopar.errors import PlacementError, PlanError
 from autopar.ir.branches import branch_rule, check_forks, check_inner_conversions, homes, in_order
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.mesh import MICROBATCH as MICROBATCH
-from autopar.ir.mesh import LogicalMesh, check_axis_names
+from autopar.ir.mesh import MICROBATCH, LogicalMesh, check_axis_names
 from autopar.ir.packed import check_packing
-from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement, of_new_value
+from autopar.ir.placement import I, P, Placement, R, format_placement, of_new_value
 from autopar.ir.plan import Plan, Redistribute, Stage, StagePlan, Storage
 from autopar.ir.redistribution import apply, is_legal
 from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
-from autopar.ir.structure import tensors_of_inputs
 
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
 
 
 def verify(graph: Graph, plan: Plan, admits: Admits) -> None:
-    """Raises PlanError when the plan is for another graph, PlacementError where it is not well typed.
+    """Raises PlacementError where a plan is not well typed, PlanError where parts of it do not go together.
 
+    graph: of one microbatch (`microbatch.divided_graph`); that the plan is for it `check_identity` has found.
     `admits(graph, node, operands, results, axes)` says why a node must not run so, or None (`ops.admits`).
     """
-    _check_identity(graph, plan)
     check_packing(graph)
     _check_recompute(graph, plan)
     check_axes_with_shares(plan)
@@ -85,7 +83,8 @@ def _verify_stage(graph: Graph, stage: StagePlan, admits: Admits) -> None:
     _check_outputs(graph, stage, placements, arrived)
 
 
-def _check_identity(graph: Graph, plan: Plan) -> None:
+def check_identity(graph: Graph, plan: Plan) -> None:
+    """Raises PlanError when the plan is for another graph than this one, of a step, or for another mesh."""
     if plan.fingerprint != graph.fingerprint:
         raise PlanError(_difference(graph, plan))
     if not plan.stages:
@@ -129,17 +128,12 @@ def _check_recompute(graph: Graph, plan: Plan) -> None:
 
 
 def _check_axes(plan: Plan, stage: Stage) -> None:
-    """The axes other than the microbatches' are the submesh, row-major, and that of the only stage is the mesh; the
-    microbatches' is as long as there are."""
+    """The axes are the submesh, row-major, and those of the only stage are the mesh."""
     axes, num_devices = stage.axes, plan.mesh.num_devices if len(plan.stages) == 1 else stage.num_ranks
     check_axis_names([axis.name for axis in axes])
-    microbatches = [axis.size for axis in axes if axis.name == MICROBATCH] or [1]
-    if microbatches != [plan.microbatches]:
-        raise PlanError(f"expected an axis of {plan.microbatches} microbatches, found {microbatches}")
-    sizes = [axis.size for axis in axes if axis.name != MICROBATCH]
-    strides = [axis.stride for axis in axes if axis.name != MICROBATCH]
+    sizes = [axis.size for axis in axes]
     row_major = [math.prod(sizes[position + 1 :]) for position in range(len(sizes))]
-    if math.prod(sizes) != num_devices or strides != row_major:
+    if math.prod(sizes) != num_devices or [axis.stride for axis in axes] != row_major:
         found = " × ".join(f"{axis.name}={axis.size} (stride {axis.stride})" for axis in axes) or "none"
         raise PlanError(
             f"expected axes whose sizes multiply to the {num_devices} devices of {plan.mesh}, the last one "
@@ -178,7 +172,7 @@ def _other_types(graph: Graph, plan: Plan) -> list[str]:
     return odd[:3] + ([f"{len(odd) - 3} more tensors differ"] if len(odd) > 3 else [])
 
 
-def _sources(graph: Graph, stage: StagePlan) -> dict[str, Placement]:
+def _sources(graph: Graph, stage: Stage) -> dict[str, Placement]:
     sources = dict(stage.inputs)
     for stored in graph.stored:
         storage = stage.storage[stored.tensor]
@@ -197,19 +191,7 @@ def _sources(graph: Graph, stage: StagePlan) -> dict[str, Placement]:
         if any(type_.kind not in "RS" for type_ in placement) or not _dims_exist(tensor, placement, stage.axes):
             where = _maker(graph, name)
             raise PlacementError(f"expected input {name}{where} as R or S(d) on each axis, found {_text(placement)}")
-        _check_cut(graph, stage, name)
     return sources
-
-
-def _check_cut(graph: Graph, stage: StagePlan, name: str) -> None:
-    """Microbatches divide dim 0 of the listed inputs before the program runs, and no other."""
-    wanted = S(0) if name in stage.plan.microbatch_inputs else R
-    for axis, type_ in zip(stage.axes, stage.inputs[name], strict=True):
-        if axis.name == MICROBATCH and type_ != wanted:
-            raise PlacementError(
-                f"expected input {name}{_maker(graph, name)} as {wanted} over microbatches, found {type_}; "
-                f"the inputs that microbatches divide are {', '.join(stage.plan.microbatch_inputs) or 'none'}"
-            )
 
 
 def _check_storage(graph: Graph, tensor: Tensor, storage: Storage, axes: LogicalMesh) -> None:
@@ -247,8 +229,7 @@ def _check_steps(graph: Graph, stage: Stage, placements: dict[str, Placement], r
         raise PlacementError(f"expected a redistribution of a tensor of the model, found {name!r}")
     where = f"redistribution of {name} to {_text(redistribute.target)}{_reader(graph, stage, redistribute)}"
     for step in redistribute.steps:
-        legal = 0 <= step.axis < len(stage.axes) and is_legal(step, placement)
-        if not legal or not _step_allowed(graph, stage, name, step.axis, step.before, step.after):
+        if not (0 <= step.axis < len(stage.axes) and is_legal(step, placement)):
             raise PlacementError(
                 f"{where}: expected a step of the table from {_text(placement)}, "
                 f"found {step.before} -> {step.after} on axis {step.axis}"
@@ -274,16 +255,6 @@ def _maker(graph: Graph, tensor: str) -> str:
     if tensor in graph.producers:
         return f" from {_node(graph.producers[tensor])}"
     return f" for {_node(graph.consumers[tensor][0][0])}" if graph.consumers[tensor] else ""
-
-
-def _step_allowed(graph: Graph, stage: Stage, name: str, axis: int, before: Type, after: Type) -> bool:
-    """Microbatches run one after another: an activation can only be sliced along that axis, or counted in one of them,
-    never gathered. Sums of what follows from inputs alone are made before the first."""
-    if stage.axes[axis].name != MICROBATCH or name in graph.stored_by_tensor:
-        return True
-    if before == P:
-        return after == R and name in tensors_of_inputs(graph)
-    return before == R and after.kind in "SIP"
 
 
 def _check_outputs(
@@ -313,7 +284,8 @@ def update_placement(graph: Graph, stage: Stage, name: str, storage: Mapping[str
 
 
 def output_placement(graph: Graph, stage: Stage, name: str) -> Placement:
-    """The placement in which an output leaves the program: whole on every rank; a loss sums over microbatches."""
+    """The placement in which an output leaves the program: whole on every rank; a loss sums over microbatches, where
+    the stage is stated on their axis."""
     whole = I if graph.tensors[name].differentiable else R
     return tuple(P if axis.name == MICROBATCH and name == graph.loss else whole for axis in stage.axes)
 

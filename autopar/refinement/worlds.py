@@ -16,7 +16,6 @@ from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Move, Plan, Stage, Storage
 from autopar.ir.schedule import PLAIN, SCHEDULES
-from autopar.microbatch import axes_of_parts, one_microbatch_plan
 from autopar.planning import Place, Request, divided
 from autopar.refinement.explaining import explained
 from autopar.refinement.outline import Outline
@@ -61,7 +60,7 @@ class Worlds:
 
     def outline(self, plan: Plan) -> Outline:
         """What a plan leaves open. Raises PlanError where stages divide a layer."""
-        axes = axes_of_parts(plan)[0]
+        axes = plan.stages[0].axes
         if len(plan.stages) == 1:
             return Outline(axes, plan.microbatches)
         found: dict[int, set[int]] = {}
@@ -77,7 +76,7 @@ class Worlds:
         if outline not in self._places:
             part = divided(self.graph, self.blocks, outline.microbatches)
             if outline.stage_of:
-                whole = partial(self.cut, self.graph, outline)
+                whole = partial(self.cut, part.graph, outline)
                 part = replace(part, cut=whole, num_submeshes=len(set(outline.first_ranks)))
             self._places[outline] = Place(part, outline.axes, self.request, self.profile)
         return self._places[outline]
@@ -136,18 +135,17 @@ class Worlds:
         return Start("a drawn plan", first.world, draft.plan)
 
     def unstaged(self, plan: Plan) -> Plan:
-        """One microbatch's placements, all stages' in one. Raises PlanError where stages place alike things apart."""
-        inner = one_microbatch_plan(plan)
-        if len(inner.stages) == 1:
-            return inner
+        """The placements of all stages in one. Raises PlanError where stages place alike things apart."""
+        if len(plan.stages) == 1:
+            return plan
         outline = self.outline(plan)
         graph = self.place(outline).part.graph
-        nodes = {name: placed for stage in inner.stages for name, placed in stage.nodes.items()}
-        storage = {name: kept for stage in inner.stages for name, kept in stage.storage.items()}
-        fed = {name: placed for stage in inner.stages for name, placed in stage.inputs.items() if name in graph.inputs}
+        nodes = {name: placed for stage in plan.stages for name, placed in stage.nodes.items()}
+        storage = {name: kept for stage in plan.stages for name, kept in stage.storage.items()}
+        fed = {name: placed for stage in plan.stages for name, placed in stage.inputs.items() if name in graph.inputs}
         rest = self._unread(outline, storage, fed)
         nodes = {node.name: nodes[node.name] for node in graph.nodes}
-        merged = replace(inner, stages=(Stage(0, outline.axes, fed | rest[1], storage | rest[0], nodes),))
+        merged = replace(plan, stages=(Stage(0, outline.axes, fed | rest[1], storage | rest[0], nodes),))
         found = self.at(outline).space.redistributed(merged)
         if found is None:
             raise PlanError("expected stages that place alike what several of them read, found others")
@@ -165,7 +163,7 @@ class Worlds:
         )
 
     def stated(self, world: World, plan: Plan, moves: Sequence[Move]) -> Plan:
-        """The plan on all axes, with its stages and the simulator's prediction."""
+        """The plan with its stages and the simulator's prediction."""
         outline = self._outline_of[world]
         if outline.stage_of:
             place = self.place(outline)
@@ -173,7 +171,7 @@ class Worlds:
         assert isinstance(world.score, Incremental)
         short = self.layered.short_place(outline.axes, outline.microbatches, None)  # as for a plan that was not refined
         told = replace(plan, choices=explained(short, plan, moves), predicted=predict(world.score.timeline(plan)))
-        return self.place(outline).part.on_all_axes(told)
+        return self.place(outline).part.with_traffic(told)
 
 
 class _Staged:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from autopar.ir.mesh import MICROBATCH, LogicalMesh, ranks_within_node
+from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.plan import Plan, Refinement
 from autopar.show.text import fork_text, recompute_text, share_lines, stage_blocks
 from autopar.show.tree import Data, model_tree
@@ -51,7 +51,7 @@ def _layout(plan: Plan, axes: LogicalMesh) -> list[Data]:
             "size": axis.size,
             "stride": axis.stride,
             "shares": list(axis.shares),
-            "near": 0 if axis.name == MICROBATCH else ranks_within_node(axis, plan.mesh.devices_per_node),
+            "near": ranks_within_node(axis, plan.mesh.devices_per_node),
         }
         for axis in axes
     ]

@@ -46,8 +46,6 @@ def explain_text(plan: Plan, pattern: str) -> str:
     lines = [f"Of whole plans, the next best were {'; '.join(others)}."] if others else []
     lines += [f"Of equal graphs, by a step: {graphs}."] if (graphs := graphs_text(plan)) else []
     lines += [_HEADER, *told]
-    if plan.microbatches > 1:
-        lines.append("(The others leave out the microbatch axis, which is first in the placements of the decision.)")
     if again:
         lines.append(f"Computed again in the backward pass, but for what enters it: {_some(again)}")
     lines += rewritten

@@ -13,10 +13,8 @@ from typing import Any
 
 from autopar.ir.branches import homes
 from autopar.ir.labels import storage_text
-from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Choice, Plan, Redistribute, Stage
-from autopar.ir.redistribution import NOTHING
 from autopar.show.explain import choices_of, first_twin, is_against_constraint, node_twins
 from autopar.show.text import used_placements
 
@@ -217,7 +215,7 @@ def _move(stage: Stage, redistribute: Redistribute) -> Data:
     steps = []
     for step in redistribute.steps:
         axis = stage.axes[step.axis].name
-        forward, backward = (NOTHING, NOTHING) if axis == MICROBATCH else step.transfers
+        forward, backward = step.transfers
         steps.append([axis, str(step.before), str(step.after), forward.collective or "", backward.collective or ""])
     return {"to": format_placement(redistribute.target), "steps": steps}
 

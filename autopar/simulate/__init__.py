@@ -8,4 +8,3 @@ from autopar.simulate.timeline import Timeline as Timeline
 from autopar.simulate.timeline import predict as predict
 from autopar.simulate.traffic import traffic as traffic
 from autopar.simulate.traffic import traffic_by_submesh as traffic_by_submesh
-from autopar.simulate.traffic import traffic_over_microbatches as traffic_over_microbatches

@@ -12,12 +12,13 @@ from collections import Counter
 
 from autopar.ir.branches import converted_inside, coordinates_of, homes, is_idle
 from autopar.ir.graph import Graph, Node
+from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Placement, evenly
 from autopar.ir.plan import Plan, Redistribute, StagePlan
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
 from autopar.ir.structure import block_paths, computed_once, folded_tensors, is_cut
-from autopar.ir.verifier import MICROBATCH
+from autopar.microbatch import divided_graph, on_microbatch_axis
 from autopar.ops.call import call_of
 from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
 from autopar.simulate.recomputation import Recomputation
@@ -27,29 +28,30 @@ from autopar.simulate.timeline import Timeline
 
 def traffic(graph: Graph, plan: Plan, rank: int = 0) -> dict[str, int]:
     """Bytes by collective, a rank (the first) of the only stage and step. Others may have shorter slices, and run other
-    branches."""
-    return _total(_moved(graph, plan.parts[0], rank), _inside(graph, plan.parts[0], rank))
-
-
-def traffic_over_microbatches(whole: Graph, full: StagePlan, part: Graph, plan: StagePlan) -> dict[str, int]:
-    """As `traffic`, of a plan stated on the microbatch axis too (`full`), where `plan` is that of one microbatch.
+    branches. graph: of the step.
 
     A tensor that ranks share along the dim that microbatches cut is gathered whole before it is cut.
     """
-    return _total(_moved(whole, full), _inside(part, plan))
+    return _total(_of_stage(graph, on_microbatch_axis(graph, plan), plan, 0, rank))
 
 
-def traffic_by_submesh(whole: Graph, full: Plan, part: Graph, plan: Plan, timeline: Timeline) -> list[dict[str, int]]:
-    """As `traffic_over_microbatches`, of a plan of several stages, for each lane of its timeline."""
-    found = []
+def traffic_by_submesh(graph: Graph, plan: Plan, timeline: Timeline) -> list[dict[str, int]]:
+    """As `traffic`, of a plan of several stages, for each lane of its timeline."""
+    found, full = [], on_microbatch_axis(graph, plan)
     for lane in timeline.lanes:
         sent = Counter(lane.bytes_between)
-        for index, stage in enumerate(full.stages):
+        for index, stage in enumerate(plan.stages):
             if stage.first_rank == lane.ranks.start:
-                graphs = stage_graph(whole, full, index), stage_graph(part, plan, index)
-                sent.update(traffic_over_microbatches(graphs[0], full.parts[index], graphs[1], plan.parts[index]))
+                sent.update(_of_stage(graph, full, plan, index))
         found.append(_total(sent))
     return found
+
+
+def _of_stage(graph: Graph, full: Plan, plan: Plan, index: int, rank: int = 0) -> Counter[str]:
+    """Of a stage of a plan, and the plan stated on the axis of microbatches."""
+    moved = _moved(stage_graph(graph, full, index), full.parts[index], rank)
+    part = stage_graph(divided_graph(graph, plan.microbatches), plan, index)
+    return moved + _inside(part, plan.parts[index], rank)
 
 
 def _total(*parts: Counter[str]) -> dict[str, int]:

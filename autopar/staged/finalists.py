@@ -12,9 +12,7 @@ from typing import Any
 
 from autopar import interrupt
 from autopar.errors import InfeasibleError
-from autopar.ir.graph import Graph
 from autopar.ir.plan import Choice, Plan, SearchReport
-from autopar.microbatch import one_microbatch_plan, over_microbatches
 from autopar.planning import DividedGraph, Place
 from autopar.refusal import most_of
 from autopar.simulate import Incremental, Timeline, predict, simulate, traffic_by_submesh
@@ -162,7 +160,7 @@ class Finalists:
         plans = self._placed(candidate)
         if len(plans) == 1:
             return plans[0]
-        return self._cut(plans, candidate, self._part(candidate).graph)
+        return self._cut(plans, candidate)
 
     def _placed(self, candidate: Candidate) -> list[Plan]:
         """For each stage the placements of one microbatch of the whole model; equal ones are one plan."""
@@ -180,7 +178,8 @@ class Finalists:
         draft = replace(place.draft(), recompute=again)
         return self.layered.place_of(way.setting).placements.placed(draft, place.part.graph, way.choice.choice)
 
-    def _cut(self, plans: Sequence[Plan], candidate: Candidate, graph: Graph) -> Plan:
+    def _cut(self, plans: Sequence[Plan], candidate: Candidate) -> Plan:
+        graph = self._part(candidate).graph
         members = self.layered.layers.members(graph, candidate.stage_of_layer)
         own = plans if candidate.is_mixed else plans[0]
         profiles = {self.request.mesh.profile: self.layered.profile}
@@ -188,22 +187,17 @@ class Finalists:
         return cut(graph, own, members, firsts, candidate.schedule, self.request.mesh, profiles)
 
     def _stated(self, candidate: Candidate, played: Timeline) -> Plan:
-        """The candidate as a plan for the step, on all axes, with its prediction."""
-        part, whole = self._part(candidate), self.layered.graph
+        """The candidate as a plan for the step, with its prediction."""
+        part = self._part(candidate)
         told: dict[str, Any] = {
             "predicted": predict(played),
             "search": self._report(candidate),
             "choices": self._explained(candidate.ways[0]),
         }
-        plans = self._placed(candidate)
-        if len(plans) == 1:
-            return part.on_all_axes(replace(plans[0], **told))
-        if part.types:
-            unlike = {id(plan): plan for plan in plans}
-            stated = {key: over_microbatches(whole, unlike[key], part.types, part.microbatches) for key in unlike}
-            plans = [stated[id(plan)] for plan in plans]
-        plan = replace(self._cut(plans, candidate, whole), **told)
-        by_submesh = traffic_by_submesh(whole, plan, part.graph, one_microbatch_plan(plan), played)
+        plan = replace(self._built(candidate), **told)
+        if len(plan.stages) == 1:
+            return part.with_traffic(plan)
+        by_submesh = traffic_by_submesh(part.whole, plan, played)
         most = max(by_submesh, key=lambda counts: sum(counts.values()))
         return replace(plan, predicted=replace(plan.predicted, comm_bytes=most))
 

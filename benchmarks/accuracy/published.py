@@ -42,7 +42,7 @@ from autopar.cost import Profile
 from autopar.cost.profile import profile_from_json
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import simulate
@@ -141,8 +141,8 @@ def plan_of(row: Row) -> tuple[Graph, Plan]:
         graph, mesh, dp=row.dp, tp=row.tp, pp=row.pp, microbatches=row.microbatches, recompute="full",
         optimizer="adamw_master", memory_limit=ANY_MEMORY, constraints=megatron.constraints(row.tp),
     )  # fmt: skip
-    part = graph if row.microbatches == 1 else one_microbatch(graph, types_of(plan), row.microbatches)
-    return part, one_microbatch_plan(plan)
+    part = divided_graph(graph, row.microbatches)
+    return part, plan
 
 
 Plans = dict[Row, tuple[Graph, Plan]]

@@ -28,11 +28,9 @@ import torch
 
 import autopar
 from autopar.errors import InfeasibleError, PlanError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.microbatch import divisible
-from autopar.ops import admits
+from autopar.microbatch import check_plan, divisible
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.profiler import profiles_of
@@ -119,7 +117,7 @@ def row(name: str, config: gpt.Config) -> dict[str, Any]:
     middle = time.perf_counter()
     request = Request(mesh, "train", "adamw_master", None, (), SearchBudget(SECONDS))
     found = best_mixed_plan(graph, find_blocks(graph), request, profiles_of(mesh), None)
-    verifier.verify(graph, found, admits)
+    check_plan(graph, found)
     return {
         "model": name,
         "equal": best[1],

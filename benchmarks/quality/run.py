@@ -25,11 +25,10 @@ import torch
 
 import autopar
 from autopar.errors import AutoparError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import planned, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.trace import trace
@@ -104,7 +103,7 @@ def compared(name: str, seconds: float) -> dict[str, Any]:
     budget = SearchBudget(SEARCH_SECONDS, stages=True)
     ours = planned(graph, Request(mesh, "train", "adamw", None, (), budget))
     planning = time.perf_counter() - started
-    verifier.verify(graph, ours, admits)
+    check_plan(graph, ours)
     started = time.perf_counter()
     bound = Bound(graph, mesh)
     every = [(bound.least_ns(choice), choice) for choice in grid(mesh)]

@@ -21,7 +21,7 @@ import torch
 import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
@@ -74,9 +74,8 @@ def _row(
     model: str, graph: Graph, mesh: autopar.Mesh, choices: dict[str, Any], limit_ms: float, repeats: int
 ) -> dict[str, Any]:
     """One plan's simulation; its memory limit is lifted, since its time and not its fit is the question."""
-    whole = template_of_graph(graph, mesh, **choices, memory_limit=10**13)
-    part = one_microbatch(graph, types_of(whole), whole.microbatches) if whole.microbatches > 1 else graph
-    plan = one_microbatch_plan(whole)
+    plan = template_of_graph(graph, mesh, **choices, memory_limit=10**13)
+    part = divided_graph(graph, plan.microbatches)
     walls, cpus, timeline = _timed(part, plan, repeats)
     row = {
         "model": model, "mesh": str(mesh), "plan": choices, "limit_ms": limit_ms,

@@ -12,7 +12,6 @@ import autopar
 from autopar.cost import Profile
 from autopar.cost.profile import Host, Provenance, Waits
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
 from autopar.planning import DividedGraph, divided
 from autopar.profiler import load_profile
@@ -86,9 +85,8 @@ def start(case: Case, num_nodes: int = 1) -> Start:
         graph = trace(model, inputs, mode=case.template.get("mode", "train"))
     num_devices = case.template.get("dp", 1) * case.template.get("tp", 1)
     mesh = autopar.Mesh(case.profile, num_nodes, num_devices // num_nodes)
-    whole = template_of_graph(graph, mesh, memory_limit=10**13, **case.template)
-    part = divided(graph, find_blocks(graph), whole.microbatches)
-    plan = one_microbatch_plan(whole) if whole.microbatches > 1 else whole
+    plan = template_of_graph(graph, mesh, memory_limit=10**13, **case.template)
+    part = divided(graph, find_blocks(graph), plan.microbatches)
     profile = load_profile(case.profile)
     facts = replace(profile.facts, overlap_slowdown=case.slowdown)
     waits = {(case.waits.level, case.waits.ranks): case.waits} if case.waits else profile.waits

@@ -27,10 +27,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 import autopar
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import placed, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
@@ -75,7 +74,7 @@ def compared(name: str, graph: Graph, devices: int, proposals: int, seconds: flo
 
     def refine(plan: Plan) -> Plan:
         found = refined(graph, blocks, request, profile, plan)
-        verifier.verify(graph, found, admits)
+        check_plan(graph, found)
         return found
 
     seconds_of = dict[str, float]()

@@ -53,7 +53,7 @@ def planned(
     place = Place(part, make_axes(tuple(axes), tuple(axes.values())), request, load_profile("cpu"))
     with mock.patch.object(builder, "enumerate_strategies", partial(_restricted, only or {})):
         plan = place.fit(10.0)
-    return autopar.parallelize(model, mesh, batch, plan=part.on_all_axes(plan))
+    return autopar.parallelize(model, mesh, batch, plan=part.with_traffic(plan))
 
 
 def _restricted(only: Mapping[str, Sequence[str]], graph: Graph, node: Node, *rest: Any) -> list[Strategy]:

@@ -28,11 +28,10 @@ import autopar
 from autopar.emit import emit
 from autopar.errors import AutoparError, InternalError, PlanError
 from autopar.interop import block_layers
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.profiler import profiles_of
 from autopar.profiler.host import cpu_model
@@ -215,7 +214,7 @@ def plan(model_name: str, plan_name: str, schedule: str) -> Plan:
     if not kind.shapes:
         return template_of_graph(whole, mesh, schedule=schedule, **kind.options)
     found = _unequal_plan(whole, kind, schedule, mesh)
-    verifier.verify(whole, found, admits)
+    check_plan(whole, found)
     return found
 
 

@@ -20,11 +20,11 @@ import pytest
 import autopar
 from autopar.emit import emit
 from autopar.errors import PlacementError, PlanError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
+from autopar.microbatch import check_plan
 from autopar.ops import admits
 from autopar.rewrites import graph_of
 from tests.equivalence import planned, zoo
@@ -57,7 +57,7 @@ class Verifier:
         self.known: dict[object, str | None] = {}
 
     def __call__(self, graph: Graph, plan: Plan) -> None:
-        verifier.verify(graph, plan, self.admits)
+        check_plan(graph, plan, self.admits)
 
     def admits(
         self, graph: Graph, node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...],

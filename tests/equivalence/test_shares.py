@@ -15,9 +15,8 @@ from torch import Tensor, nn
 import autopar
 from autopar.cost.files import profiles_folder
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
-from autopar.simulate.traffic import traffic_over_microbatches
+from autopar.simulate.traffic import traffic
 from autopar.trace import trace
 from models import gpt, mlp, wide_resnet
 from tests.equivalence.sharing import loss_of_own_rows
@@ -91,5 +90,4 @@ def test_unequal_shares_equal_the_model(case: str, kinds: tuple[str, str]) -> No
 
 
 def sent(graph: Any, plan: Plan) -> Mapping[str, int]:
-    part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
-    return traffic_over_microbatches(graph, plan.parts[0], part, one_microbatch_plan(plan).parts[0])
+    return traffic(graph, plan)

@@ -13,7 +13,7 @@ from torch import nn
 import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import profiles_of
 from autopar.simulate import simulate, traffic_by_submesh
@@ -97,9 +97,9 @@ def test_unequal_stages_equal_the_model(model_name: str, plan_name: str) -> None
 def check_bytes(plan: Plan, model_name: str, counted: list[Mapping[str, int]]) -> None:
     """Collectives as predicted on every rank; sends on the busiest of each submesh."""
     whole = graph(model_name)
-    part, inner = one_microbatch(whole, types_of(plan), plan.microbatches), one_microbatch_plan(plan)
-    timeline = simulate(part, inner, profiles_of(plan.mesh))
-    for lane, predicted in zip(timeline.lanes, traffic_by_submesh(whole, plan, part, inner, timeline), strict=True):
+    part = divided_graph(whole, plan.microbatches)
+    timeline = simulate(part, plan, profiles_of(plan.mesh))
+    for lane, predicted in zip(timeline.lanes, traffic_by_submesh(whole, plan, timeline), strict=True):
         own = [dict(counted[rank]) for rank in lane.ranks]
         assert max(sent.pop("send", 0) for sent in own) == predicted.pop("send", 0)
         assert own[0] == predicted

@@ -9,12 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from autopar.errors import PlacementError
-from autopar.ir import verifier
+from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import Graph
-from autopar.ir.placement import R, S
+from autopar.ir.placement import S
 from autopar.ir.plan import Storage
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.trace import trace
 from tests.random_programs.plans import Choices, make_plan, random_plan
 
@@ -41,6 +40,5 @@ def test_microbatches_cut_the_inputs_that_the_plan_says() -> None:
     graph, choices = planned(2, norm=False)
     plan, _ = make_plan(graph, choices)
     (name,) = plan.microbatch_inputs
-    whole = plan.placed(inputs={name: (R, *plan.stage.inputs[name][1:])})
-    with pytest.raises(PlacementError, match=r"as S\(0\) over microbatches, found R"):
-        verifier.verify(graph, whole, admits)
+    with pytest.raises(PlanError, match=f"to divide the inputs {name}, found none"):
+        check_plan(graph, replace(plan, microbatch_inputs=()))

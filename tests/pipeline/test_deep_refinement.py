@@ -8,10 +8,9 @@ from functools import cache
 import torch
 
 import autopar
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import placed, simulated_step
 from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
@@ -76,7 +75,7 @@ def test_what_was_found_is_done_in_all_blocks_and_simulated_there() -> None:
     report = plan.search.refinement
     assert report is not None and report.stop_reason.endswith(f"on {KEPT} of {LAYERS} blocks")
     assert plan.predicted.step_time_ns == report.after_ns < report.before_ns == first().predicted.step_time_ns
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     assert simulated_step(graph(), plan).step_time_ns == plan.predicted.step_time_ns
     assert all(move.gain_ns > 0 for move in report.moves)
     blocks, kinds = find_blocks(graph()), dict[str, set[object]]()
@@ -122,4 +121,4 @@ def test_what_runs_for_one_block_alone_outside_of_it_has_no_equal() -> None:
     assert max(map(len, every.blocks.paths)) >= LAYERS - 1
     assert shortened(every, every.start("the plan", plan)) is None
     better = refined(model, find_blocks(model), request(), load_profile("h100"), plan)
-    verifier.verify(model, better, admits)
+    check_plan(model, better)

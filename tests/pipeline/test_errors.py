@@ -12,8 +12,7 @@ from torch import nn
 
 import autopar
 from autopar import errors
-from autopar.ir import verifier
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.trace import trace
 from models import mlp
@@ -204,10 +203,10 @@ def test_every_dropped_or_swapped_redistribution_is_refused() -> None:
     for position, item in enumerate(plan.stage.redistributes):
         rest = (*plan.stage.redistributes[:position], *plan.stage.redistributes[position + 1 :])
         with pytest.raises(errors.PlacementError):
-            verifier.verify(graph, plan.placed(redistributes=rest), admits)
+            check_plan(graph, plan.placed(redistributes=rest))
         shorter = dataclasses.replace(item, steps=item.steps[:-1])
         with pytest.raises(errors.PlacementError):
-            verifier.verify(graph, plan.placed(redistributes=(*rest, shorter)), admits)
+            check_plan(graph, plan.placed(redistributes=(*rest, shorter)))
 
 
 MESH = autopar.Mesh("h100", devices_per_node=2)

@@ -59,8 +59,6 @@ def test_head_of_the_plan_file(golden: Golden) -> None:
         "optimizer",
         "precision",
         "mesh",
-        "axes",
-        "inputs",
         "types",
     )
     head = {name: json.dumps(data[name]) for name in names}

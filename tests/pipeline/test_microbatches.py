@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar.errors import InfeasibleError, PlacementError, PlanError
-from autopar.ir.placement import R
+from autopar.errors import InfeasibleError, PlanError
 from models import gpt, mlp
 
 MESH = autopar.Mesh("cpu", devices_per_node=2)
@@ -25,7 +24,8 @@ def small_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
 def test_the_plan_says_what_each_microbatch_is() -> None:
     model, batch = small_gpt()
     plan = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
-    assert (plan.microbatches, plan.stage.axes[0].name, plan.stage.axes[0].size) == (4, "microbatch", 4)
+    assert (plan.microbatches, plan.microbatch_inputs) == (4, ("tokens", "labels"))
+    assert [axis.name for axis in plan.stage.axes] == ["dp"], "placements are of one microbatch"
     assert autopar.Plan.from_json(plan.to_json()) == plan
     assert plan.timeline().step_time_ns == plan.predicted.step_time_ns
     source = autopar.parallelize(model, MESH, batch, plan=plan).source
@@ -120,13 +120,8 @@ def test_constraints_pin_the_number() -> None:
     assert plan.microbatches == 2
 
 
-def test_microbatches_are_never_joined_again() -> None:
-    """A plan that gathers over microbatches, which run one after another, is refused."""
+def test_a_plan_in_microbatches_that_the_batch_has_not_is_refused() -> None:
     model, batch = small_gpt()
     plan = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
-    nodes = plan.stage.nodes
-    node = next(name for name, node in nodes.items() if node.operands and str(node.operands[0][0]) == "S(0)")
-    first, *others = nodes[node].operands
-    changed = replace(nodes[node], operands=((R, *first[1:]), *others))
-    with pytest.raises(PlacementError, match=r"nothing redistributes it|follow a rule"):
-        autopar.verify(plan.placed(nodes={**nodes, node: changed}), model, batch)
+    with pytest.raises(PlanError, match="microbatches that divides the batch of 8, found 16"):
+        autopar.verify(replace(plan, microbatches=16), model, batch)

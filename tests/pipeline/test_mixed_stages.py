@@ -10,10 +10,9 @@ import torch
 
 import autopar
 from autopar.interop import ChosenStage
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import planned, simulated_step
 from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
@@ -43,7 +42,7 @@ def searched(limit: int | None = None) -> StagedSearch:
 def stated(finalists: Finalists, candidate: object) -> Plan:
     played = finalists._simulated(candidate)  # type: ignore[arg-type]
     plan = finalists._stated(candidate, played)  # type: ignore[arg-type]
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     assert simulated_step(graph(), plan).step_time_ns == plan.predicted.step_time_ns == played.step_time_ns
     assert Plan.from_json(plan.to_json()) == plan
     return plan
@@ -96,7 +95,7 @@ def test_a_limit_leaves_some_layers_as_they_are() -> None:
     limit = int(free.predicted.peak_bytes * 0.75)
     plan = planned(graph(), replace(request, memory_limit=limit))
     assert plan.predicted.peak_bytes <= limit
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
 
 
 def test_larger_submeshes_come_first_and_none_crosses_a_node() -> None:

@@ -62,17 +62,26 @@ BROKEN = {
     "nested without end": ("[" * 100_000, "expected lists and objects within at most 32 others, found far more"),
     "nested deeply": ("[" * 900 + "]" * 900, "expected lists and objects within at most 32 others, found more"),
     "a mark before it": (lambda text: "\ufeff" + text, "expected JSON, found text that is none: .*BOM"),
-    "not an object": ("[1, 2]", "expected a plan of version 2, found None; plan again"),
-    "another version": (lambda data: data.update(autopar_plan=9), "expected a plan of version 2, found 9; plan again"),
+    "not an object": ("[1, 2]", "expected a plan of version 1 to 3, found None; plan again"),
+    "another version": (
+        lambda data: data.update(autopar_plan=9),
+        "expected a plan of version 1 to 3, found 9; plan again",
+    ),
     "a number like the version": (
-        lambda data: data.update(autopar_plan=2.0),
-        "a plan of version 2, found 2.0; plan ag",
+        lambda data: data.update(autopar_plan=3.0),
+        "a plan of version 1 to 3, found 3.0; plan ag",
     ),
     "unknown field": (lambda data: data.update(extra=1), r"at the top level: .*'extra' was unexpected"),
-    "missing field": (lambda data: data.pop("nodes"), r"at the top level: .* found 'nodes' is a required property"),
+    "missing field": (
+        lambda data: data["stages"][0].pop("nodes"),
+        r"at /stages/0: .* found 'nodes' is a required property",
+    ),
     "wrong kind": (lambda data: data.update(microbatches="2"), r"at /microbatches: expected an integer .* found '2'"),
     "a float": (lambda data: data.update(microbatches=1.0), r"at /microbatches: expected an integer .*, found 1\.0"),
-    "a truth": (lambda data: data["axes"][0].__setitem__(1, True), r"at /axes/0/1: expected an integer, found True"),
+    "a truth": (
+        lambda data: data["stages"][0]["axes"][0].__setitem__(1, True),
+        r"at /stages/0/axes/0/1: expected an integer, found True",
+    ),
     "no number": (
         lambda data: data["search"].update(seconds=float("nan")),
         "/search/seconds: expected a number, found N",
@@ -103,41 +112,44 @@ BROKEN = {
         lambda data: data["predicted"].update(peak_bytes=-1),
         r"/predicted/peak_bytes: expected at least 0",
     ),
-    "no such type": (lambda data: data["inputs"].update(features="S(x) R"), r"/inputs/features: .*found 'S\(x\) R'"),
+    "no such type": (
+        lambda data: data["stages"][0]["inputs"].update(features="S(x) R"),
+        r"/stages/0/inputs/features: .*found 'S\(x\) R'",
+    ),
     "too few types": (
-        lambda data: data["inputs"].update(features="R"),
-        "/inputs/features: expected a type for each of 2 ax",
+        lambda data: data["stages"][0]["inputs"].update(features="R"),
+        "/stages/0/inputs/features: expected a type for each of 2 ax",
     ),
     "no such axis": (
-        lambda data: data["redistributes"][0][2][0].__setitem__(0, 7),
+        lambda data: data["stages"][0]["redistributes"][0][2][0].__setitem__(0, 7),
         "steps on one of 2 axes, found one on a",
     ),
     "forks of nothing": (
-        lambda data: data.update(forks=[["dp", []]]),
-        "at /forks/0: expected branches at some of the coord",
+        lambda data: data["stages"][0].update(forks=[["dp", []]]),
+        "at /stages/0/forks/0: expected branches at some of the coord",
     ),
     "a limit below the peak": (
         lambda data: data.update(memory_limit=1),
         "/memory_limit: expected at least the predicted pe",
     ),
     "code for a name": (
-        lambda data: data["axes"][0].__setitem__(0, "__import__('os')"),
-        r"at /axes/0/0: expected text of",
+        lambda data: data["stages"][0]["axes"][0].__setitem__(0, "__import__('os')"),
+        r"at /stages/0/axes/0/0: expected text of",
     ),
     "a line after a name": (
-        lambda data: data["axes"][0].__setitem__(0, "dp\n"),
-        r"at /axes/0/0: expected text of the form",
+        lambda data: data["stages"][0]["axes"][0].__setitem__(0, "dp\n"),
+        r"at /stages/0/axes/0/0: expected text of the form",
     ),
     "a keyword": (
-        lambda data: data["axes"][0].__setitem__(0, "None"),
+        lambda data: data["stages"][0]["axes"][0].__setitem__(0, "None"),
         "names of mesh axes as identifiers .*found 'None'",
     ),
     "a name of emitted code": (
-        lambda data: data["axes"][0].__setitem__(0, "torch"),
+        lambda data: data["stages"][0]["axes"][0].__setitem__(0, "torch"),
         "names of mesh axes .*found 'torch'",
     ),
     "a name twice": (
-        lambda data: data["axes"][0].__setitem__(0, "tp"),
+        lambda data: data["stages"][0]["axes"][0].__setitem__(0, "tp"),
         "names of mesh axes .*, none twice, found 'tp'",
     ),
     "a profile's name": (
@@ -178,9 +190,11 @@ def model_and_batch() -> tuple[nn.Module, dict[str, Any]]:
 )
 def test_axes_that_are_not_the_mesh_are_refused(axes: list[Any]) -> None:
     model, batch = model_and_batch()
-    plan = autopar.Plan.from_json(changed(lambda data: data.update(axes=axes)))
-    with pytest.raises(PlanError, match="expected axes whose sizes multiply to the 4 devices of h100:1x4"):
-        autopar.verify(plan, model, batch)
+    text = changed(lambda data: data["stages"][0].update(axes=axes))
+    with pytest.raises(
+        PlanError, match=r"expected (axes whose sizes multiply to|ranks of) the 4 (devices )?of h100:1x4"
+    ):
+        autopar.verify(autopar.Plan.from_json(text), model, batch)
 
 
 def test_plan_for_another_mesh_is_refused() -> None:

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 import autopar
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError, MeshError, PlanError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import planned, template_of_graph
 from autopar.planning import Request, SearchBudget, divided
 from autopar.profiler import profiles_of
@@ -107,7 +106,7 @@ def test_faster_devices_get_more_rows_and_the_step_is_shorter() -> None:
     assert shares[0] == shares[1] > shares[2] == shares[3]
     assert fast.predicted.step_time_ns < 0.85 * equal.predicted.step_time_ns
     for plan in (equal, fast):
-        verifier.verify(graph(), plan, admits)
+        check_plan(graph(), plan)
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.timeline().step_time_ns == plan.predicted.step_time_ns
     assert {source.split()[0] for source in fast.sources} == {"a100", "v100"}
@@ -155,7 +154,7 @@ def test_shares_on_equal_devices_make_the_larger_share_slower() -> None:
 
 def test_each_microbatch_is_shared_out_in_whole_rows() -> None:
     plan = template(microbatches=4)
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     assert 8 % sum(shares_of(plan)) == 0 and shares_of(plan)[0] > shares_of(plan)[2]
 
 
@@ -182,7 +181,7 @@ def test_a_rank_gets_no_more_rows_than_its_memory_holds() -> None:
 
 def test_the_better_of_shares_and_stages_is_found() -> None:
     best = best_mixed_plan(graph(), find_blocks(graph()), REQUEST, profiles_of(MESH), None)
-    verifier.verify(graph(), best, admits)
+    check_plan(graph(), best)
     rows = [row for row in best.search.tried if row["step_time_ns"]]
     assert {row["setting"].split()[0] for row in rows} == {"shares", "stages"}
     assert best.predicted.step_time_ns == min(row["step_time_ns"] for row in rows)

@@ -12,10 +12,9 @@ import torch
 import autopar
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop import block_layers, fold
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import planned, simulated_step, template_of_graph
 from autopar.planning import Request, SearchBudget
 from autopar.profiler.library import template_profile
@@ -57,7 +56,7 @@ def test_pinned_plans_are_well_typed_and_take_what_is_told(stages: int, microbat
     plan = pinned(stages, microbatches)
     assert len({stage.first_rank for stage in plan.stages}) == stages
     assert plan.microbatches == microbatches
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     assert Plan.from_json(plan.to_json()) == plan
     step = simulated_step(graph(), plan)
     assert (step.step_time_ns, step.peak_bytes) == (plan.predicted.step_time_ns, plan.predicted.peak_bytes)
@@ -102,7 +101,7 @@ def test_templates_near_the_best_have_all_their_microbatches_looked_at_where_ran
 
 def test_uneven_numbers_of_blocks() -> None:
     plan = found(mesh=autopar.Mesh("a100", devices_per_node=4), model=graph(6), stages=4, microbatches=8)
-    verifier.verify(graph(6), plan, admits)
+    check_plan(graph(6), plan)
     paths = [{path for n in stage.nodes for path in _block(plan.scopes[n])} for stage in plan.stages]
     assert [len(blocks) for blocks in paths] in ([1, 2, 2, 1], [2, 1, 2, 1], [1, 1, 2, 2], [2, 2, 1, 1], [1, 2, 1, 2])
     assert set().union(*paths) == {str(number) for number in range(6)}
@@ -152,7 +151,7 @@ def test_buffers_that_forward_updates_are_stood_for_as_well() -> None:
     config = wide_resnet.Config(depths=(6,), base_channels=8, batch_size=8)
     model = trace(wide_resnet.build(config), wide_resnet.example_inputs(config))
     plan = found(model=model)
-    verifier.verify(model, plan, admits)
+    check_plan(model, plan)
     assert len(model.mutations) > 4 * 3
 
 
@@ -170,7 +169,7 @@ def test_a_constraint_on_one_layer_holds_there_alone() -> None:
     """Of several stages, too."""
     rule = autopar.Constraint("layers.6.mlp.up.weight", ("S(0)",), "used")
     plan = found(stages=2, microbatches=4, rules=(rule,))
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     kept = {name: node for stage in plan.stages for name, node in stage.nodes.items()}
     readers = [node for node in graph().nodes for name in node.operands if name.endswith("mlp.up.weight")]
     used = [kept[node.name].operands[1][1:] for node in readers]  # the first axis is that of the microbatches

@@ -15,11 +15,10 @@ from torch import nn
 import autopar
 from autopar.emit import emit
 from autopar.errors import MeshError, PlacementError, PlanError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.placement import I, R, S
 from autopar.ir.plan import Plan, Stage
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.trace import trace
 from models import gpt, mlp
@@ -44,7 +43,7 @@ def staged(**choices: Any) -> Plan:
 
 
 def verify(plan: Plan) -> None:
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
 
 
 def two_stages() -> Plan:
@@ -138,7 +137,7 @@ def test_source_grows_by_a_line_for_each_further_stage_that_does_the_same(choice
 
 def test_printed_plan_names_stages_and_what_is_recomputed() -> None:
     text = str(staged(pp=2, tp=2, microbatches=2, recompute="full"))
-    assert "as (2 stages, 1f1b, each microbatch=2 × tp=2)" in text
+    assert "as (2 stages, 1f1b, each tp=2)" in text
     assert "stage 1     ranks 2 to 3: 2 blocks, layers.2 to layers.3" in text
     assert "recompute   layers.*  ×4" in text and "bubble" in text and "recomputation" in text
     assert "layers.2.attention.query" in two_stages().explain("layers.2")
@@ -261,7 +260,7 @@ def test_microbatches_that_make_no_equal_rounds_are_refused(schedule: str) -> No
     masked = trace(Masked(), (torch.zeros(10, 8), torch.ones(10, 8)))
     plan = template_of_graph(masked, autopar.Mesh("cpu", devices_per_node=2), pp=2, microbatches=5)
     with pytest.raises(PlanError, match=rf"2 equal rounds over 2 submeshes with schedule '{schedule}', found 5"):
-        verifier.verify(masked, replace(plan, schedule=schedule), admits)
+        check_plan(masked, replace(plan, schedule=schedule))
 
 
 def test_masks_are_made_where_they_are_read_and_skips_are_sent() -> None:
@@ -272,3 +271,35 @@ def test_masks_are_made_where_they_are_read_and_skips_are_sent() -> None:
     made = {name for name in plan.stages[3].inputs if name not in ("x", "keep")}
     assert len(made) == 2, "what the stage before made, and the skip of the first"
     assert plan.timeline().comm_bytes["send"] > 0
+
+
+class Counted(nn.Module):
+    """A loss over as many rows as a mask of the inputs keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        mask = (keep > 0).float()
+        return (x.square() * mask).sum() / mask.sum()
+
+
+def test_sums_over_all_microbatches_of_what_a_stage_receives_in_each_are_refused() -> None:
+    graph = trace(Counted(), (torch.zeros(8, 8), torch.ones(8, 8)))
+    plan = template_of_graph(graph, autopar.Mesh("cpu", devices_per_node=2), pp=2, microbatches=2)
+    check_plan(graph, plan)
+    first, last = plan.stages
+    (made,) = (node for node in graph.nodes if "_to_copy" in node.op or ".to." in node.op)
+    before = graph.producers[made.operands[0]]
+    mask = {name: last.nodes[name] for name in (before.name, made.name)}
+    first = replace(first, nodes=first.nodes | mask, inputs=first.inputs | {"keep": last.inputs["keep"]})
+    inputs = {name: placement for name, placement in last.inputs.items() if name != "keep"}
+    rest = {name: node for name, node in last.nodes.items() if name not in mask}
+    last = replace(last, nodes=rest, inputs=inputs | {made.results[0]: last.nodes[made.name].results[0]})
+    with pytest.raises(
+        PlacementError, match="to follow from the inputs of its stage alone, since it is summed over all"
+    ):
+        check_plan(graph, replace(plan, stages=(first, last)))

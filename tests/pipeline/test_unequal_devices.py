@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 import autopar
 from autopar.cost import Profile
 from autopar.errors import InfeasibleError, MeshError, PlanError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
-from autopar.ops import admits
+from autopar.microbatch import check_plan, divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.planning import Request, SearchBudget, divided
 from autopar.profiler import profiles_of, template_profile
@@ -72,7 +70,7 @@ def test_faster_devices_get_more_blocks_and_the_step_is_shorter() -> None:
     assert first > second and first + second == 8
     assert fast.predicted.step_time_ns < 0.95 * equal.predicted.step_time_ns
     for plan in (equal, fast):
-        verifier.verify(graph(), plan, admits)
+        check_plan(graph(), plan)
         assert Plan.from_json(plan.to_json()) == plan
         assert plan.timeline().step_time_ns == plan.predicted.step_time_ns
 
@@ -90,7 +88,7 @@ def test_first_stages_are_on_the_larger_memory() -> None:
     turned = autopar.Mesh([("v100", 1, 2), ("a100", 1, 2)])
     plan = template(turned, pp=2, dp=2, split="speed")
     assert [stage.first_rank for stage in plan.stages] == [2, 0]
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     assert plan.predicted.step_time_ns == template(pp=2, dp=2, split="speed").predicted.step_time_ns
 
 
@@ -109,10 +107,8 @@ def stages(profiles: dict[str, Profile]) -> UnequalStages:
 
 def peaks(plan: Plan) -> dict[int, int]:
     """Bytes that a device of each submesh holds, by its first rank."""
-    part = one_microbatch(graph(), types_of(plan), plan.microbatches)
-    return {
-        lane.ranks.start: lane.peak_bytes for lane in simulate(part, one_microbatch_plan(plan), profiles_of(MESH)).lanes
-    }
+    part = divided_graph(graph(), plan.microbatches)
+    return {lane.ranks.start: lane.peak_bytes for lane in simulate(part, plan, profiles_of(MESH)).lanes}
 
 
 def test_a_stage_takes_no_more_blocks_than_its_devices_hold() -> None:
@@ -141,7 +137,7 @@ def test_ranks_that_share_a_core_get_fewer_blocks() -> None:
 def test_the_search_is_no_slower_than_the_template() -> None:
     request = Request(MESH, "train", "adamw", None, (), SearchBudget(1.0))
     plan = best_unequal_plan(graph(), find_blocks(graph()), request, profiles_of(MESH), None)
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     assert plan.predicted.step_time_ns == min(row["step_time_ns"] for row in plan.search.tried if row["step_time_ns"])
     assert "no bound" in plan.search.stop_reason and len(plan.search.tried) >= 1
 

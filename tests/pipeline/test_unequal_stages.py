@@ -13,13 +13,11 @@ import pytest
 import autopar
 from autopar.cost.crossing import side
 from autopar.errors import PlacementError, PlanError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.placement import I, P, R, S
 from autopar.ir.plan import Plan, Stage
 from autopar.ir.stages import leaving_placement, maker_of
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
-from autopar.ops import admits
+from autopar.microbatch import check_plan, divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.runtime.crossing import crossing
@@ -76,15 +74,15 @@ def profiles() -> dict[str, Any]:
 def timeline(name: str, plan: Plan) -> Timeline:
     count = plan.microbatches
     whole = next(whole for tied in (False, True) if (whole := graph_of(name, tied)).fingerprint == plan.fingerprint)
-    part = whole if count == 1 else one_microbatch(whole, types_of(plan), count)
-    return simulate(part, one_microbatch_plan(plan), load_profile("a100"))
+    part = divided_graph(whole, count)
+    return simulate(part, plan, load_profile("a100"))
 
 
 @pytest.mark.parametrize(("name", "microbatches"), [("1+3", 1), *((name, 2) for name in SHAPES)])
 def test_plans_of_unequal_stages_are_well_typed_kept_in_files_and_simulated(name: str, microbatches: int) -> None:
     plan = staged(name, microbatches)
     assert Plan.from_json(plan.to_json()) == plan
-    verifier.verify(graph_of(name), plan, admits)
+    check_plan(graph_of(name), plan)
     assert timeline(name, plan).step_time_ns > 0
 
 
@@ -109,12 +107,11 @@ def test_slices_travel_where_ranks_hold_or_want_the_whole() -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_simulated_bytes_are_what_the_busiest_rank_sends(name: str) -> None:
     plan, whole = staged(name), graph_of(name)
-    part = one_microbatch(whole, types_of(plan), plan.microbatches)
-    inner = one_microbatch_plan(plan)
+    part = divided_graph(whole, plan.microbatches)
     expected = dict.fromkeys(range(len(plan.stages)), 0)
     for maker, reader, tensor in crossed(plan, whole):
-        there = side(plan.stages[maker].ranks, inner.stages[maker].axes, leaving_placement(part, inner, reader, tensor))
-        here = side(plan.stages[reader].ranks, inner.stages[reader].axes, inner.stages[reader].inputs[tensor])
+        there = side(plan.stages[maker].ranks, plan.stages[maker].axes, leaving_placement(part, plan, reader, tensor))
+        here = side(plan.stages[reader].ranks, plan.stages[reader].axes, plan.stages[reader].inputs[tensor])
         for stage, sender, receiver in ((maker, there, here), (reader, here, there)):
             route = crossing(part.tensors[tensor].shape, sender, receiver)
             sent = [sum(math.prod(s.stop - s.start for s in m.slices) for m in route.sends(r)) for r in sender.ranks]
@@ -125,7 +122,7 @@ def test_simulated_bytes_are_what_the_busiest_rank_sends(name: str) -> None:
 @pytest.mark.parametrize("name", ["1+3", "2+2 dp tp", "zero 3"])
 def test_gradients_of_what_unequal_stages_keep_are_summed_over_the_stages(name: str) -> None:
     plan = staged(name, tied=True)
-    verifier.verify(graph_of(name, tied=True), plan, admits)
+    check_plan(graph_of(name, tied=True), plan)
     for lane in timeline(name, plan).lanes:
         tasks = [task for piece in lane.pieces for task in piece.tasks if task[4] == "gradient all_reduce"]
         assert tasks[-1][1] == "gradient of embedding.token.weight"
@@ -184,4 +181,4 @@ MUTANTS: dict[str, tuple[str, int, Callable[[Stage], dict[str, Any]], type[Excep
 def test_the_verifier_refuses(case: str) -> None:
     name, index, change, error, message = MUTANTS[case]
     with pytest.raises(error, match=message):
-        verifier.verify(graph_of(name), changed(name, index, change), admits)
+        check_plan(graph_of(name), changed(name, index, change))

@@ -8,10 +8,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.errors import PlacementError, PlanError
-from autopar.ir import verifier
 from autopar.ir.placement import Placement, format_placement, parse_placement
 from autopar.ir.plan import NodePlan, Plan, Storage
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from tests.random_programs.check import Run, Subject, plan_problems, problems, run_in_threads
 from tests.random_programs.generate import random_program
 from tests.random_programs.plans import MESHES, Choices, random_plan
@@ -117,7 +116,7 @@ def replay_plan(
     """Runs a saved plan of several stages, if it verifies; what is wrong with it."""
     subject = Subject(Written(source, tuple(leaves), exact, seed), mode)  # type: ignore[arg-type]
     loaded = Plan.from_json(plan)
-    verifier.verify(subject.graph, loaded, admits)
+    check_plan(subject.graph, loaded)
     return "\n".join(plan_problems(subject, loaded, run=run))
 
 

@@ -17,6 +17,7 @@ from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.placement import Axis, I, Placement, R, S, Type
 from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
+from autopar.microbatch import check_plan
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
 from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
@@ -143,8 +144,8 @@ def _profile():  # type: ignore[no-untyped-def]
 def make_plan(graph: Graph, choices: Choices, mode: str = "train") -> tuple[Plan, dict[str, int]]:
     """The plan of the choices, and the bytes that it says the first rank sends. Raises what the verifier raises."""
     part = divided(graph, find_blocks(graph), choices.microbatches)
-    whole = part.on_all_axes(draft_plan(part, choices, mode))
-    verifier.verify(graph, whole, admits)
+    whole = part.with_traffic(draft_plan(part, choices, mode))
+    check_plan(graph, whole)
     return whole, dict(whole.predicted.comm_bytes)
 
 
@@ -159,7 +160,7 @@ def draft_plan(part: DividedGraph, choices: Choices, mode: str = "train") -> Pla
     plan = place.draft().placed(inputs=inputs, storage=storage, nodes=nodes)
     ends = verifier.ending(graph, plan.stage)
     plan = plan.placed(redistributes=_redistributes(part.graph, inputs, storage, nodes, ends, path))
-    return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
+    return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(graph, plan)))
 
 
 def _path(

@@ -16,14 +16,12 @@ from autopar import staging
 from autopar.cost.crossing import way
 from autopar.errors import PlacementError, PlanError
 from autopar.interop import Members
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.placement import I, Placement, R, S, Type
 from autopar.ir.plan import Plan
 from autopar.ir.structure import is_random
-from autopar.microbatch import divisible
-from autopar.ops import admits
+from autopar.microbatch import check_plan, divisible
 from autopar.planning import divided
 from autopar.profiler import profiles_of
 from autopar.trace import find_blocks
@@ -180,13 +178,13 @@ def make_staged_plan(graph: Graph, choices: StagedChoices, mode: str = "train") 
     known: dict[int, Plan] = {}
     for one in choices.stages:
         if id(one) not in known:
-            known[id(one)] = part.on_all_axes(draft_plan(part, one, mode))
+            known[id(one)] = draft_plan(part, one, mode)
     plans = [known[id(one)] for one in choices.stages]
     sizes = {first: math.prod(one.sizes) for first, one in zip(choices.first_ranks, choices.stages, strict=True)}
     mesh = Mesh("cpu", devices_per_node=sum(sizes.values()))
-    plan = _cut(graph, plans, choices, mesh)
+    plan = _cut(part.graph, plans, choices, mesh)
     plan = replace(plan, recompute=choices.recompute)
-    verifier.verify(graph, plan, admits)
+    check_plan(graph, plan)
     return plan
 
 
@@ -216,13 +214,12 @@ def _other_handover(
     """Other placements that a tensor may leave and arrive in, where some that are drawn will do."""
     maker, made = item.maker, what.made(item.maker, name)
     wanted = [placement for read, placement in reads if read == name]
-    over = staging._over_microbatches(made, what.plans[maker])
     there, here = what.end(maker), what.end(index)
     is_equal = [axis.size for axis in there.axes] == [axis.size for axis in here.axes]
     for _ in range(6):
         leaving = _random_placement(what.graph, name, len(there.axes), rng, is_equal)
         arriving = leaving if is_equal else _random_placement(what.graph, name, len(here.axes), rng, False)
-        found = staging._Handed(maker, (*over, *leaving), (*over, *arriving))
+        found = staging._Handed(maker, leaving, arriving)
         if _goes(what, maker, name, made, found.leaving) and all(
             _goes(what, index, name, found.arriving, placement) for placement in wanted
         ):
@@ -239,11 +236,8 @@ def _random_placement(graph: Graph, name: str, count: int, rng: random.Random, i
 
 def _goes(what: staging._Cut, index: int, name: str, have: Placement, target: Placement) -> bool:
     """Whether a stage can redistribute a tensor so, of one microbatch."""
-    plan, tensor = what.plans[index], what.graph.tensors[name]
+    tensor = what.graph.tensors[name]
     if have == target:
         return True
-    if staging._over_microbatches(have, plan) != staging._over_microbatches(target, plan):
-        return False
-    source, to = staging._on_ranks(have, plan), staging._on_ranks(target, plan)
-    route = way(what.shape(name), tensor.itemsize, tensor.differentiable, source, to, what.end(index), what.mesh)
+    route = way(tensor.shape, tensor.itemsize, tensor.differentiable, have, target, what.end(index), what.mesh)
     return route is not None

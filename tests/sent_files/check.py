@@ -25,11 +25,10 @@ from autopar import runtime as rt
 from autopar.cost.profile import Profile, read_profile
 from autopar.emit import emit
 from autopar.errors import AutoparError, InternalError
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.plan import Plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import simulated_step, template_of_graph
 from autopar.program import load_source
 from autopar.rewrites import graph_of
@@ -82,13 +81,13 @@ def outcome(check: Callable[[Path], str], content: str | bytes) -> str:
         return "code of the file was run" if Path(folder, CANARY).exists() else found
 
 
-def check_plan(base: Base, path: Path) -> str:
+def plan_faults(base: Base, path: Path) -> str:
     """Reads a plan, shows it in every way, then emits and simulates it where it verifies."""
     plan = Plan.load(path)
     assert Plan.from_json(plan.to_json()) == plan
     _show(base, plan, path.with_suffix(".html"))
     graph = graph_of(plan, base.graph)
-    verifier.verify(graph, plan, admits)
+    check_plan(graph, plan)
     source = emit(graph, plan)
     load_source(source)
     simulated_step(graph, plan)

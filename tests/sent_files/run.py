@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from functools import partial
 
 from tests.sent_files.bases import plans, profiles
-from tests.sent_files.check import KEPT, REFUSED, RIGHT, check_plan, check_profile, outcome
+from tests.sent_files.check import KEPT, REFUSED, RIGHT, check_profile, outcome, plan_faults
 from tests.sent_files.mutations import mutated
 
 FINE = (REFUSED, KEPT, RIGHT)
@@ -27,7 +27,7 @@ def case(name: str) -> tuple[str, str]:
     kind, form, seed = name.partition(" ")[0], name.partition(" ")[2].rpartition(" ")[0], name.rpartition(" ")[2]
     text = plans()[form].text if kind == "plan" else profiles()[form]
     base = plans()[form if kind == "plan" else "one stage"]
-    check = partial(check_plan if kind == "plan" else check_profile, base)
+    check = partial(plan_faults if kind == "plan" else check_profile, base)
     return f"{kind} {form}", outcome(check, mutated(text, random.Random(name + seed)))
 
 

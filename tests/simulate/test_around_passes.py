@@ -13,7 +13,7 @@ from autopar.cost.profile import Provenance
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import FORWARD, Turn, turns
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.runtime.arrivals import may_come_early
@@ -39,7 +39,7 @@ def planned(**ways: Any) -> tuple[Graph, Plan]:
     graph = trace(gpt.build(config), gpt.example_inputs(config))
     mesh = autopar.Mesh("cpu", devices_per_node=2)
     plan = template_of_graph(graph, mesh, microbatches=MICROBATCHES, memory_limit=10**13, **ways)
-    return one_microbatch(graph, types_of(plan), MICROBATCHES), one_microbatch_plan(plan)
+    return divided_graph(graph, MICROBATCHES), plan
 
 
 def played(runtime: Runtime, graph: Graph, plan: Plan) -> Timeline:

@@ -15,7 +15,7 @@ import autopar
 from autopar.cost import Profile
 from autopar.ir.graph import Graph, Node
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
@@ -62,9 +62,8 @@ def whole_graph() -> Graph:
 @cache
 def case_of(name: str) -> Case:
     plan = template_of_graph(whole_graph(), autopar.Mesh("a100", nodes=2, devices_per_node=4), **PLANS[name])
-    small = plan.microbatches > 1
-    graph = one_microbatch(whole_graph(), types_of(plan), plan.microbatches) if small else whole_graph()
-    return Case(graph, one_microbatch_plan(plan))
+    graph = divided_graph(whole_graph(), plan.microbatches)
+    return Case(graph, plan)
 
 
 @cache

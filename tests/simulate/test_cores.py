@@ -13,7 +13,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh
 from autopar.ir.plan import Breakdown, Plan
 from autopar.ir.schedule import FORWARD, Turn, turns
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import IncrementalStages, Timeline, predict, simulate
@@ -43,7 +43,7 @@ def whole_graph() -> Graph:
 def case(name: str) -> tuple[Graph, Plan]:
     plan = template_of_graph(whole_graph(), MESH, **STAGED[name])
     count = plan.microbatches
-    return one_microbatch(whole_graph(), types_of(plan), count), one_microbatch_plan(plan)
+    return divided_graph(whole_graph(), count), plan
 
 
 def with_cores(cores: int | None) -> Profile:

@@ -14,7 +14,7 @@ from autopar.cost import Profile
 from autopar.cost.profile import Host, Provenance
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import Timeline, simulate
@@ -31,7 +31,7 @@ def planned() -> tuple[Graph, Plan]:
     graph = trace(gpt.build(config), gpt.example_inputs(config))
     mesh = autopar.Mesh("h100", devices_per_node=4)
     plan = template_of_graph(graph, mesh, dp=2, tp=2, microbatches=2, recompute="full")
-    return one_microbatch(graph, types_of(plan), 2), one_microbatch_plan(plan)
+    return divided_graph(graph, 2), plan
 
 
 def with_host(*times_ns: int) -> Profile:

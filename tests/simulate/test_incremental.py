@@ -13,11 +13,9 @@ from torch import nn
 
 from autopar import Mesh
 from autopar.errors import PlanError
-from autopar.ir import verifier
 from autopar.ir.placement import Type
 from autopar.ir.plan import Storage
-from autopar.microbatch import one_microbatch_plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.planning import Place, Request, SearchBudget, divided
 from autopar.profiler import load_profile
@@ -130,7 +128,6 @@ def test_parameters_that_are_read_first_without_a_gradient(asked: dict[str, int]
     plan, profile = template_of_graph(graph, Mesh("cpu", devices_per_node=2), dp=2, **asked), load_profile("cpu")
     assert plan.microbatches == asked.get("microbatches", 1)
     part = divided(graph, find_blocks(graph), plan.microbatches)
-    plan = one_microbatch_plan(plan)
     assert not differences(simulate(part.graph, plan, profile), Incremental(part.graph, profile).timeline(plan))
 
 
@@ -139,7 +136,7 @@ def test_proposals_are_well_typed() -> None:
     proposer = Proposer(part, plan)
     for _ in range(5):
         plan = proposer.propose(plan)
-        verifier.verify(part.whole, part.on_all_axes(plan), admits)
+        check_plan(part.whole, part.with_traffic(plan))
 
 
 def test_plans_may_come_in_any_order() -> None:

@@ -12,7 +12,6 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
-from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
 from autopar.refinement import Worlds
 from autopar.simulate import IncrementalStages, simulate
@@ -38,7 +37,7 @@ def plans(schedule: str) -> list[Plan]:
     """Those of a walk, cut into stages."""
     own, random = worlds(schedule), Random(3)
     outline, space = own.outline(own.plan), own.first.space
-    draft, found = space.draft(own.unstaged(own.plan)), [one_microbatch_plan(own.plan)]
+    draft, found = space.draft(own.unstaged(own.plan)), [own.plan]
     for _ in range(STEPS):
         after = space.changed(draft, Proposals(space).draw(draft, random))
         if after is None:

@@ -12,7 +12,7 @@ from autopar.cost import Profile
 from autopar.cost.profile import Provenance, Waits
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
+from autopar.microbatch import divided_graph
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.simulate import simulate
@@ -39,7 +39,7 @@ def planned(microbatches: int = 1, **ways: int) -> tuple[Graph, Plan]:
     )
     if microbatches == 1:
         return graph, plan
-    return one_microbatch(graph, types_of(plan), microbatches), one_microbatch_plan(plan)
+    return divided_graph(graph, microbatches), plan
 
 
 def test_ranks_wait_for_what_they_have_computed_since_they_met() -> None:

@@ -7,10 +7,9 @@ from functools import cache
 import torch
 
 import autopar
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import placed, planned
 from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
@@ -43,7 +42,7 @@ def test_a_gain_is_printed_explained_and_kept() -> None:
     report = plan.search.refinement
     assert report is not None
     assert plan.predicted.step_time_ns == report.after_ns < report.before_ns == first.predicted.step_time_ns
-    verifier.verify(graph(), plan, admits)
+    check_plan(graph(), plan)
     assert f"by {len(report.moves)} changes that MCMC kept of 300 proposals" in str(plan)
     move = report.moves[0]
     assert move.gain_ns > 0

@@ -162,7 +162,7 @@ def _three_axes(whole: Graph, mesh: Mesh, *, microbatches: int = 1, recompute: t
     request = Request(mesh, "train", "adamw", None, tuple(rules), SearchBudget(30.0, gap=0.0), None, recompute)
     part = divided(whole, find_blocks(whole), microbatches)
     place = Place(part, make_axes(("d0", "d1", "d2"), (2, 2, 2)), request, load_profile(mesh.profile))
-    return part.on_all_axes(place.fit(30.0))
+    return part.with_traffic(place.fit(30.0))
 
 
 def _template(whole: Graph, mesh: Mesh, **options: Any) -> Plan:

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.emit import emit
-from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Prediction
-from autopar.ops import admits
+from autopar.microbatch import check_plan
 from autopar.pipeline import simulated_step
 from autopar.simulate import Timeline
 from tests.oracles.frozen.cases import Case, made, slow_profile
@@ -22,7 +21,7 @@ Figures = dict[str, Any]
 def figures(case: Case) -> Figures:
     """Of the plan as it was made, and of its step simulated anew."""
     graph, plan = made(case)
-    verifier.verify(graph, plan, admits)
+    check_plan(graph, plan)
     return {**_predicted(plan.predicted), **_simulated(simulated_step(graph, plan)), **_emitted(graph, plan)}
 
 
