@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from autopar.emit.names import keywords, operator
-from autopar.ir.graph import Atom, Graph, Ref
-from autopar.ir.placement import Axis, Placement, S, are_alike, axes_along, local_shape
+from autopar.emit.names import keywords, operator_text
+from autopar.ir.graph import Atom, Graph, Node, Ref
+from autopar.ir.placement import Axis, S, are_alike, axes_along, local_shape
 from autopar.ir.plan import PlanData
 from autopar.ir.statements import Operate, Value
 from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import Call
-from autopar.ops.communication import is_mean_cross_entropy
+from autopar.ops.communication import is_mean_over_samples
+from autopar.ops.local import axes_where, is_microbatched, tuple_of
 from autopar.ops.lowering import RankLength, local_arguments
 
 
@@ -29,12 +30,12 @@ class PlainCalls:
 
     def counted_axes(self, statement: Operate) -> list[str]:
         """Mesh axes over which a mean loss must count its samples; none for other operators."""
-        is_mean = is_mean_cross_entropy(Call(self.graph, statement.node))
-        return self.sample_axes(statement) if is_mean and not self.microbatched(statement.reads[0][1]) else []
+        is_mean = is_mean_over_samples(Call(self.graph, statement.node))
+        return self.sample_axes(statement) if is_mean and not self._is_microbatched(statement) else []
 
     def sample_axes(self, loss: Operate) -> list[str]:
         """Mesh axes that split the samples of a cross-entropy."""
-        return self.axes_where(loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
+        return axes_where(self.plan.axes, loss.reads[0][1], lambda t: t.kind == "S" and t != S(1))
 
     def is_mean_over_microbatches(self, statement: Operate) -> bool:
         return statement.node.name in self.means
@@ -42,8 +43,20 @@ class PlainCalls:
     @cached_property
     def means(self) -> list[str]:
         """The losses that are means over all microbatches."""
-        nodes = (node for node in self.graph.nodes if is_mean_cross_entropy(Call(self.graph, node)))
-        return [node.name for node in nodes if self.microbatched(self.plan.nodes[node.name].operands[0])]
+        nodes = (node for node in self.graph.nodes if is_mean_over_samples(Call(self.graph, node)))
+        axes, plans = self.plan.axes, self.plan.nodes
+        return [node.name for node in nodes if is_microbatched(axes, plans[node.name].operands[0])]
+
+    def _is_microbatched(self, statement: Operate) -> bool:
+        return is_microbatched(self.plan.axes, statement.reads[0][1])
+
+    def counted(self, statement: Operate) -> str:
+        """The variable that holds a loss's count of samples; none where its call counts them."""
+        name = statement.node.name
+        if name in self.counts:
+            return self.counts[name]
+        is_mean = is_mean_over_samples(Call(self.graph, statement.node))
+        return self.count_of(name) if is_mean and self._is_microbatched(statement) else ""
 
     def count_of(self, loss: str) -> str:
         """Where the count of all microbatches' targets of a loss is."""
@@ -54,35 +67,24 @@ class PlainCalls:
         ignored = Call(self.graph, statement.node).arguments["ignore_index"]
         return f"rt.start_valid_count({target}, {tuple_of(self.counted_axes(statement))}, ignore_index={ignored})"
 
-    def plain(self, statement: Operate, names: list[str]) -> str:
-        """The operator itself, on local tensors."""
-        node = statement.node
-        shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
-        args, kwargs = local_arguments(self.graph, node, shapes)
+    def plain(self, statement: Operate, names: Sequence[str], node: Node | None = None) -> str:
+        """The operator itself, on local tensors; `node`: the call with other arguments than the graph's."""
+        node = node or statement.node
+        args, kwargs = local_arguments(self.graph, node, self._made_lengths(statement))
         remaining = iter(names)
         parts = [_text(value, remaining) for value in args]
         named = {key: _text(value, remaining) for key, value in dict(kwargs).items()}
         parts += [keywords(named)] if named else []
-        op = operator(node.op)
+        op = operator_text(node.op)
         return f"rt.draw({', '.join([op, *parts])})" if is_random(node) else f"{op}({', '.join(parts)})"
+
+    def _made_lengths(self, statement: Operate) -> tuple[tuple[int, ...], ...]:
+        return tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
 
     def local_call(self, statement: Operate) -> Call:
         """The call with the arguments that it has on local tensors."""
-        shapes = tuple(local_lengths(self.graph, self.plan, value) for value in statement.makes)
-        args, kwargs = local_arguments(self.graph, statement.node, shapes)
+        args, kwargs = local_arguments(self.graph, statement.node, self._made_lengths(statement))
         return Call(self.graph, replace(statement.node, args=args, kwargs=kwargs))
-
-    def axes_where(self, placement: Placement, test: Callable[[Any], bool]) -> list[str]:
-        """Names of the real mesh axes on which the placement's type passes the test."""
-        return [
-            axis.name
-            for axis, type_ in zip(self.plan.axes, placement, strict=True)
-            if test(type_) and axis.name != MICROBATCH
-        ]
-
-    def microbatched(self, placement: Placement) -> bool:
-        pairs = zip(self.plan.axes, placement, strict=True)
-        return any(axis.name == MICROBATCH and type_.kind == "S" for axis, type_ in pairs)
 
 
 def local_lengths(graph: Graph, plan: PlanData, value: Value) -> tuple[int, ...]:
@@ -112,8 +114,3 @@ def _text(value: Any, names: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_text(item, names) for item in value) + "]"
     return repr(value) if not isinstance(value, float) or abs(value) < 1e300 else f"float({str(value)!r})"
-
-
-def tuple_of(names: list[str]) -> str:
-    """ "(dp, tp,)": axes as the argument of a call."""
-    return "(" + "".join(f"{name}, " for name in names).rstrip(" ") + ")" if names else "()"
