@@ -16,6 +16,8 @@ from autopar.runtime import comm
 from autopar.runtime.mesh import Axis
 from autopar.runtime.redistribute import redistribute
 
+__all__ = ["batch_norm", "group_norm", "mean"]
+
 BatchNorm = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
