@@ -2,20 +2,23 @@
 
 layer norm, RMS norm      of the last dims, which are whole
 batch norm, group norm    of samples and spatial dims, of spatial dims and groups of channels: these may be split
+weight norm               of all dims of a weight but one: these may be split
 """
 
 from __future__ import annotations
 
 import math
 
-from autopar.ir.placement import Axis, Placement, R, S, local_shape, num_shards
+from autopar.ir.graph import Graph, Node
+from autopar.ir.placement import Axis, P, Placement, R, S, local_shape, num_shards
 from autopar.ops import saved, work, workspace
-from autopar.ops.call import Call
-from autopar.ops.inner import Sent, split_by, sums_of_statistics
+from autopar.ops.call import Call, argument
+from autopar.ops.inner import Inner, Sent, split_by, sums_of_statistics
 from autopar.ops.local import LocalCall, items
 from autopar.ops.notation import AxisRule
 from autopar.ops.operator import Groups, Operator
 from autopar.ops.patterns import Entry
+from autopar.ops.saved import Extra, Saved
 
 
 def mean_over_ranks(local: LocalCall) -> str | None:
@@ -113,6 +116,44 @@ def _group_norm_local(local: LocalCall) -> str | None:
     return f"rt.group_norm({tensors}, {call.arguments['eps']!r}, {items(axes)}, {count})"
 
 
+# Weight norm ----------------------------------------
+
+
+def weight_norm(call: Call) -> list[AxisRule]:
+    """v · g / ‖v‖, a norm for each slice along one dim. All dims split; those under a norm sum its squares inside."""
+    own, outputs, shape = _own_dim(call), call.result_positions(), call.shape(0)
+    rules = [AxisRule((R, P), tuple(R if position else P for position in outputs))]  # linear in g
+    for dim in [dim for dim, size in enumerate(shape) if size > 1]:
+        norm = S(dim) if dim == own else R
+        rules.append(AxisRule((S(dim), norm), tuple(norm if position else S(dim) for position in outputs)))
+    return rules
+
+
+def _own_dim(call: Call) -> int:
+    return call.dim("dim", len(call.shape(0)))
+
+
+def _weight_norm_inside(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
+    """The norms' sums of squares forward, the gradients of the norms backward."""
+    own = _own_dim(call)
+    size = local_shape(call.shape(0), operands[0], axes)[own] * max(4, call.tensor(0).itemsize)
+    sums = [Inner("all_reduce", axis, size) for axis in split_by(operands[0], lambda type_: type_ != S(own))]
+    return sums, sums
+
+
+def _weight_norm_saved(node: Node, graph: Graph) -> list[Saved]:
+    """Both operands, and the norms."""
+    v = graph.tensors[node.operands[0]]
+    own = argument(node, 2, "dim", 0) % len(v.shape)
+    return [*node.operands, Extra(v.name, (own,), max(4, v.itemsize))]
+
+
+def _weight_norm_local(local: LocalCall) -> str | None:
+    own = _own_dim(local.call)
+    axes = local.axes_where(0, lambda type_: type_.kind == "S" and type_ != S(own))
+    return f"rt.weight_norm({local.names[0]}, {local.names[1]}, {own}, {items(axes)})" if axes else None
+
+
 _LAYER_NORM = Operator(work=work.NORMALIZATION, saved=saved.row_normalization)
 _GROUP_NORM = Operator(work=work.NORMALIZATION, needs_elements=True, cuts_samples_alone=True)
 _BATCH_NORM = Operator(
@@ -142,4 +183,8 @@ STATISTICS: dict[str, Operator] = {
     "native_batch_norm": _BATCH_NORM,
     "_batch_norm_with_update_functional": _BATCH_NORM.by(workspace=None),
     "instance_norm": Operator(work=work.BATCH_NORM, needs_elements=True),
+    "aten._weight_norm_interface.default": Operator(
+        weight_norm, work=work.NORMALIZATION, saved=_weight_norm_saved, inside=_weight_norm_inside,
+        passes_when_split=(3, 7), local=_weight_norm_local, needs_elements=True,
+    ),
 }  # fmt: skip
