@@ -53,9 +53,7 @@ def _queries_alone(call: Call, rule: AxisRule) -> AxisRule:
     return AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results)
 
 
-def _heads_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def _heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Heads in groups split by whole groups; inside of that, the queries of a group may be split among ranks."""
     head = len(call.shape(0)) - 3
     heads = [shape[head] for shape in call.operand_shapes[:3]]

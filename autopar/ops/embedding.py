@@ -68,9 +68,7 @@ def _source(call: Call, name: str) -> Node | None:
     return node
 
 
-def _bags_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def _bags_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Every slice of the row numbers must end with a bag."""
     count, shards = call.shape(2)[0], num_shards(operands[2], 0, axes)
     return f"{count} bags do not split evenly in {shards}" if count % shards else None

@@ -214,13 +214,11 @@ def coverage(graph: Graph) -> dict[str, str]:
     return {**graph.found["coverage", ""]}
 
 
-def shape_error(
-    graph: Graph, node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def shape_error(graph: Graph, node: Node, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Why local shapes forbid these placements, or None: reshapes keep equal slices whole, heads split in groups."""
     call, row = call_of(graph, node), operator(node.op)
     for limit in row.limits:
-        if error := limit(call, operands, results, axes):
+        if error := limit(call, operands, axes):
             return error
     if row.cuts_samples_alone and operands and (error := _shares_error(operands[0], axes)):
         return error
@@ -257,4 +255,4 @@ def admits(
         if rule not in known:
             left = ", ".join(map(str, rule.operands))
             return f"no rule of {node.op} runs {left} -> {', '.join(map(str, rule.results))} on axis {axis.name}"
-    return shape_error(graph, node, operands, results, axes)
+    return shape_error(graph, node, operands, axes)

@@ -20,8 +20,8 @@ from autopar.ops.saved import PassRule, SaveRule
 from autopar.ops.work import WorkKind
 from autopar.ops.workspace import WorkspaceRule
 
-Limit = Callable[[Call, tuple[Placement, ...], tuple[Placement, ...], tuple[Axis, ...]], str | None]
-"""Why the local shapes of operands and results forbid placements that follow the rule on each axis, or None."""
+Limit = Callable[[Call, tuple[Placement, ...], tuple[Axis, ...]], str | None]
+"""Why local shapes forbid placements of the operands that follow the rule on each axis, or None."""
 
 
 class Groups(NamedTuple):

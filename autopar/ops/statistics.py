@@ -99,9 +99,7 @@ def _group_norm_inside(call: Call, operands: tuple[Placement, ...], axes: tuple[
     return sums_of_statistics(call, local[0] * groups, split_by(operands[0], lambda type_: type_.dim > 1))
 
 
-def _groups_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def _groups_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     groups, shards = call.arguments["num_groups"], num_shards(operands[0], 1, axes)
     return f"{groups} groups of channels do not split in {shards}" if groups % shards else None
 

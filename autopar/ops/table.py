@@ -8,6 +8,7 @@ by the property test that shards, runs locally, combines and compares.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -273,6 +274,7 @@ _BY_NAME = {base_name(op): row.of_other_overloads() for op, row in OPERATORS.ite
 _BY_NAME |= {name: row for name, row in OPERATORS.items() if "." not in name}
 
 
+@cache
 def operator(op: str) -> Operator:
     """The row of an operator: its own, what holds of its other overloads, or that of any pointwise operator."""
     return OPERATORS.get(op) or _BY_NAME.get(base_name(op), kinds.POINTWISE)

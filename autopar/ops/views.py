@@ -62,9 +62,7 @@ def reshape_limit(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> 
     return 1
 
 
-def reshape_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def reshape_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Equal slices stay whole: they must not be cut in a group of dims that becomes others."""
     before, after = call.shape(0), call.result_shapes[0]
     for type_ in operands[0]:
@@ -130,9 +128,7 @@ def squeeze(call: Call) -> list[AxisRule]:
     return dim_map([dim for dim, size in enumerate(call.shape(0)) if size > 1 or dim not in gone])
 
 
-def squeeze_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def squeeze_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """A slice of length 1 must not be squeezed away where the whole dim stays."""
     for dim in squeezed_dims(call):
         length = call.shape(0)[dim]

@@ -101,17 +101,13 @@ def _channel(call: Call) -> int:
     return len(call.shape(0)) - len(call.shape(1)) + 1
 
 
-def _groups_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def _groups_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Each slice of the channels must hold whole groups."""
     groups, shards = call.arguments["groups"], num_shards(operands[0], _channel(call), axes)
     return f"{groups} groups of channels do not split in {shards}" if groups > 1 and groups % shards else None
 
 
-def _windows_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def _windows_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """One axis splits a spatial dim, and every rank makes some of the result."""
     for dim in spatial_dims(call):
         shards = [axis.size for axis, type_ in zip(axes, operands[0], strict=True) if type_ == S(dim) and axis.size > 1]
@@ -151,9 +147,7 @@ def upsample_nearest(call: Call) -> list[AxisRule]:
     return [*(AxisRule((S(dim),), (S(dim),)) for dim in dims), AxisRule((P,), (P,))]
 
 
-def _upsample_error(
-    call: Call, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def _upsample_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Slices of the result must come from the same ranks' slices."""
     for dim in range(2, len(call.shape(0))):
         shards = num_shards(operands[0], dim, axes)

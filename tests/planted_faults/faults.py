@@ -295,7 +295,7 @@ VERIFIER = [
     Fault("rules are not checked", CHECKER, "if reason is not None:", "if reason == node:", ("mutants",)),
     Fault("results may be anything where operands follow a rule", LOOKUP, "if rule not in known:",
           "if rule.operands not in {other.operands for other in known}:", ("mutants",)),
-    Fault("shapes are not checked", LOOKUP, "    return shape_error(graph, node, operands, results, axes)\n",
+    Fault("shapes are not checked", LOOKUP, "    return shape_error(graph, node, operands, axes)\n",
           "    return None\n", ("random", "op:unmerge")),
     Fault("steps need not be of the table", CHECKER, "if not legal or not _step_allowed(", "if not _step_allowed(",
           ("mutants",)),
