@@ -157,7 +157,7 @@ REDISTRIBUTIONS = [
 
 EMBEDDING, LOSS = "autopar/runtime/lowering/embedding.py", "autopar/runtime/lowering/cross_entropy.py"
 NORMS, RANDOM = "autopar/runtime/lowering/statistics.py", "autopar/runtime/randomness.py"
-CALLS, CLASSES = "autopar/emit/plain.py", "autopar/emit/classes.py"
+CALLS, CLASSES = "autopar/emit/calls.py", "autopar/emit/classes.py"
 
 LOWERING = [
     Fault("a masked lookup with the offset of even rows", EMBEDDING,
@@ -217,7 +217,7 @@ LOWERING = [
           "return x if index == 0 else x * 0", "return x", _losses("penalty")),
     Fault("weights of classes are not counted", "autopar/emit/counting.py", "rt.valid_count({counted}, weight=weight)",
           "rt.valid_count({counted})", _losses("class")),
-    Fault("all means of a model divide by one count", "autopar/emit/plain.py",
+    Fault("all means of a model divide by one count", "autopar/emit/calls.py",
           'return "self.count" if len(self.means) == 1 else', 'return "self.count" if self.means else', _losses("two")),
 ]  # fmt: skip
 
