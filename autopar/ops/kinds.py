@@ -44,6 +44,8 @@ SCATTER = Operator(work=work.SCATTER, saved=saved.indices)
 
 # point by point
 TERMS = Operator(work=work.SUM, saved=saved.nothing)
+FACTORS = Operator(saved=saved.factors, saved_on_cpu=saved.with_number(saved.factors), workspace=workspace.product)
+QUOTIENT = Operator(saved=saved.quotient, saved_on_cpu=saved.with_number(saved.quotient), workspace=workspace.quotient)
 OF_INPUT = Operator(saved=saved.operand)
 CURVE = Operator(work=work.TRANSCENDENTAL)
 CURVE_OF_INPUT = CURVE.by(saved=saved.operand)

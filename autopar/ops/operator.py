@@ -36,6 +36,9 @@ class Operator:
     """What is known of an operator. A field that is left out says what holds for most."""
 
     rule: RuleFunction | None = None  # the types it runs with locally; None: torch's tags and registry are asked
+    linear: str | Callable[[Call], str] = (
+        ""  # words of R and P, a letter an operand: a pointwise one passes such summands
+    )
     limits: tuple[Limit, ...] = ()  # local shapes that it cannot run with
     needs_elements: bool = False  # torch's kernels refuse tensors without elements, forward or backward, or crash
     cuts_samples_alone: bool = False  # where an axis has shares: windows and groups are shared out evenly only
@@ -67,4 +70,4 @@ class Operator:
 
     def of_other_overloads(self) -> Operator:
         """What holds of an operator's other overloads: all but what speaks of arguments that these need not have."""
-        return replace(self, rule=None, limits=(), inside=None, local=None, groups=None, counts_samples=None)
+        return replace(self, rule=None, linear="", limits=(), inside=None, local=None, groups=None, counts_samples=None)

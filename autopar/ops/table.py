@@ -42,40 +42,11 @@ from autopar.ops.writes import OVERWRITTEN, overwritten_call
 
 def pointwise(call: Call) -> list[AxisRule]:
     """Every dim splits; dims that broadcast from 1 are missing in that operand. Linear ones pass summands."""
-    count = len(call.node.operands)
+    count, linear = len(call.node.operands), operator(call.node.op).linear
+    partial = linear if isinstance(linear, str) else linear(call)
+    words = " ".join(word for word in partial.split() if len(word) == count)
     text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.node.results))
-    return einsum_rules(text, call.operand_shapes, call.result_shapes, _linear_words(call))
-
-
-_BOTH_SUMMANDS = {"aten.add.Tensor", "aten.sub.Tensor"}
-_ONE_SUMMAND = {"aten.mul.Tensor"}
-_SUMMANDS = {OVERWRITTEN: "PP", "aten.lerp.Scalar": "PP", "aten.lerp.Tensor": "PPR", "aten.addcmul.default": "PPR PRP",
-             "aten.addcdiv.default": "PPR", "aten.where.self": "RPP"}  # fmt: skip
-_FIRST_SUMMAND = {"aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg.default", "aten.clone.default",
-                  "aten.contiguous.default", "aten._to_copy.default", "aten.to.dtype", "aten.detach.default",
-                  "aten.positive.default"}  # fmt: skip
-
-
-def _linear_words(call: Call) -> str:
-    """Under which operand types a pointwise operator is linear, by name (a sum, a product, a scaling)."""
-    op, count = call.node.op, len(call.node.operands)
-    if op in _BOTH_SUMMANDS:
-        return "PP" if count == 2 else ""
-    if op in _ONE_SUMMAND:
-        return "PR RP" if count == 2 else "P"
-    if op in _SUMMANDS:
-        return _SUMMANDS[op]
-    if op == "aten.masked_fill.Scalar":
-        return "PR" if call.arguments["value"] == 0 else ""
-    if op in _FIRST_SUMMAND and _all_floating(call):
-        return "P" + "R" * (count - 1)
-    return ""
-
-
-def _all_floating(call: Call) -> bool:
-    """What is summed and what comes of it; a count that it is divided by may be an integer."""
-    names = (call.node.operands[0], *call.node.results)
-    return all("float" in call.graph.tensors[name].dtype for name in names)
+    return einsum_rules(text, call.operand_shapes, call.result_shapes, words)
 
 
 def matmul(call: Call) -> list[AxisRule]:
@@ -222,16 +193,21 @@ OPERATORS: dict[str, Operator] = {
     "aten.unfold.default": kinds.SLICE.by(views.unfold),
     "aten.tril.default": kinds.COPY.by(linear_leading_dims(2)),
     "aten.triu.default": kinds.COPY.by(linear_leading_dims(2)),
-    **_named("flatten unflatten view_as movedim swapaxes mT detach identity", kinds.SAME_ELEMENTS),
+    "aten.detach.default": kinds.SAME_ELEMENTS.by(linear="P"),
+    **_named("flatten unflatten view_as movedim swapaxes mT identity", kinds.SAME_ELEMENTS),
     **_named("expand_as broadcast_to numpy_T real imag", kinds.VIEW),
     **_named("expand_copy", Operator(size="size")),
     **_named("narrow chunk as_strided", kinds.SLICE),
     **_named("lift_fresh_copy", kinds.NO_WORK),
     **_named("_assert_tensor_metadata sym_size", Operator(work=work.VIEW)),
-    **_named("clone contiguous", kinds.WHOLE_COPY),
-    **_named("_to_copy to copy", kinds.COPY),
+    "aten.clone.default": kinds.WHOLE_COPY.by(linear="P"),
+    "aten.contiguous.default": kinds.WHOLE_COPY.by(linear="P"),
+    "aten._to_copy.default": kinds.COPY.by(linear="P"),
+    "aten.to.dtype": kinds.COPY.by(linear="P"),
+    **_named("copy", kinds.COPY),
     **_named("reflection_pad2d replication_pad2d", Operator(work=work.COPY)),
-    **_named("masked_fill repeat_interleave", kinds.MASKED_COPY),
+    "aten.masked_fill.Scalar": kinds.MASKED_COPY.by(linear=lambda call: "PR" if call.arguments["value"] == 0 else ""),
+    **_named("repeat_interleave", kinds.MASKED_COPY),
     # tensors of its own
     **_named("zeros ones full new_zeros new_ones", kinds.FILLED),
     **_named("empty new_full new_empty", kinds.CREATION.by(size="size")),
@@ -239,17 +215,22 @@ OPERATORS: dict[str, Operator] = {
     **_named("tril_indices triu_indices", Operator(creates=True)),
     **_named("zeros_like ones_like full_like empty_like", kinds.LIKE),
     # point by point
-    OVERWRITTEN: kinds.NO_WORK.by(local=overwritten_call),
-    **_named("add", kinds.TERMS.by(passes=saved.gradients_of_sum)),
-    **_named("sub", kinds.TERMS.by(passes=saved.gradient_of_minuend)),
+    OVERWRITTEN: kinds.NO_WORK.by(local=overwritten_call, linear="PP"),
+    "aten.add.Tensor": kinds.TERMS.by(passes=saved.gradients_of_sum, linear="PP"),
+    "aten.sub.Tensor": kinds.TERMS.by(passes=saved.gradient_of_minuend, linear="PP"),
     **_named("rsub", kinds.TERMS),
     **_named("add_ sub_ __add__ __sub__", Operator(work=work.SUM)),
-    **_named("mul", Operator(
-        saved=saved.factors, saved_on_cpu=saved.with_number(saved.factors), workspace=workspace.product)),
-    **_named("div", Operator(
-        saved=saved.quotient, saved_on_cpu=saved.with_number(saved.quotient), workspace=workspace.quotient)),
-    **_named("where", Operator(saved=saved.indices, workspace=workspace.product)),
-    **_named("neg", Operator(saved=saved.nothing)),
+    "aten.mul.Tensor": kinds.FACTORS.by(linear="P PR RP"),
+    "aten.mul.Scalar": kinds.FACTORS.by(linear="P"),
+    "aten.div.Tensor": kinds.QUOTIENT.by(linear="P PR"),
+    "aten.div.Scalar": kinds.QUOTIENT.by(linear="P"),
+    "aten.where.self": Operator(saved=saved.indices, workspace=workspace.product, linear="RPP"),
+    "aten.neg.default": Operator(saved=saved.nothing, linear="P"),
+    "aten.positive.default": Operator(linear="P"),
+    "aten.lerp.Scalar": Operator(linear="PP"),
+    "aten.lerp.Tensor": Operator(linear="PPR"),
+    "aten.addcmul.default": Operator(linear="PPR PRP"),
+    "aten.addcdiv.default": Operator(linear="PPR"),
     **_named("relu", Operator(saved=saved.result)),
     **_named("clamp clamp_min clamp_max leaky_relu", kinds.OF_INPUT),
     **_named("abs", kinds.OF_INPUT.by(workspace=workspace.backward(1))),

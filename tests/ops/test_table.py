@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from autopar.ir.branches import MEAN_LOSSES
-from autopar.ops.call import Call
+from autopar.ops.call import Call, base_name
 from autopar.ops.table import OPERATORS, operator
 from tests.ops.interpreter import make_case
 
@@ -49,3 +49,10 @@ def test_batch_statistics_mix_samples_in_training_alone() -> None:
         assert row.mixes_samples is not None
         found[training] = row.mixes_samples(Call(case.graph, case.node))
     assert found == {True: True, False: False}
+
+
+def test_rows_of_one_name_agree_on_what_holds_for_other_overloads() -> None:
+    kept: dict[str, object] = {}
+    for op, row in OPERATORS.items():
+        facts = (row.work, row.saved, row.saved_on_cpu, row.workspace, row.is_view, row.passes, row.creates)
+        assert kept.setdefault(base_name(op), facts) == facts, op
