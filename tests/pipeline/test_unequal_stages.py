@@ -137,8 +137,8 @@ def test_sends_take_the_link_that_joins_the_ranks() -> None:
 def test_printed_plans_say_the_axes_of_each_stage() -> None:
     text = str(staged("1+3"))
     assert "as (2 stages, 1f1b), train" in text
-    assert "stage 0     rank 0 as (microbatch=2): layers.0" in text
-    assert "stage 1     ranks 1 to 3 as (microbatch=2 × dp=3): layers.1" in text
+    assert "stage 0     rank 0 as (one device): layers.0" in text
+    assert "stage 1     ranks 1 to 3 as (dp=3): layers.1" in text
 
 
 # What the verifier refuses ----------------------------------------

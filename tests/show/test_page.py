@@ -219,7 +219,7 @@ def test_communication_is_told_by_axis_and_kind(page: Page) -> None:
 def test_two_plans_are_compared(page: Page) -> None:
     assert len(page.all("#model .column")) == 2
     differences = page.one("#difference").text
-    assert "axes: 2 stages, 1f1b, each microbatch=4 × dp=2 × tp=2 | dp=4 × tp=2" in differences
+    assert "axes: 2 stages, 1f1b, each dp=2 × tp=2 | dp=4 × tp=2" in differences
     assert page.all("#model .differs"), "what the other plan places in another way is marked"
     page.press("B")
     assert len(page.all("#model .column")) == 1 and "seen as dp=4" in page.one(".sentence").text
