@@ -93,12 +93,11 @@ def cut(
 ) -> Plan:  # fmt: skip
     """One plan of several stages, from the given ranks on, out of a plan for each (or one for all of them).
 
-    graph: of one microbatch.
-    A stage's plan is one of the whole graph on the stage's axes, or as much of it as the stage runs and reads; what
-    else a plan says is taken from the first. Between stages of one plan, a tensor is sent as it was made, but summands
-    are summed first; between others it travels as `cost.crossing` finds cheapest, and what must be redistributed for
-    that on both sides is added. mesh: that of all stages, if not the plans' own; profiles: by the names of its devices,
-    needed where the plans differ. Raises PlanError where a tensor cannot leave its stage.
+    graph: of one microbatch. A stage's plan is one of the whole graph on the stage's axes, or as much of it as the
+    stage runs and reads; what else a plan says is taken from the first. Between stages of one plan, a tensor is sent as
+    it was made, but summands are summed first; between others it travels as `cost.crossing` finds cheapest, and what
+    must be redistributed for that on both sides is added. mesh: that of all stages, if not the plans' own; profiles: by
+    the names of its devices, needed where the plans differ. Raises PlanError where a tensor cannot leave its stage.
     """
     own = [plans] * len(first_ranks) if isinstance(plans, Plan) else list(plans)
     what = _Cut(graph, [plan.stage for plan in own], members, first_ranks, mesh or own[0].mesh, profiles or {})
@@ -135,9 +134,8 @@ def _reads(what: _Cut, index: int) -> dict[Pair, None]:
         value = graph.mutations.get(stored.name)
         if value is not None and _is_made(graph, members, index, count, value):
             found[value, update_placement(graph, placed, stored.name)] = None
-            found[stored.tensor, placed.storage[stored.tensor].placement] = (
-                None  # kept there, though it may not be read
-            )
+            kept = placed.storage[stored.tensor].placement
+            found[stored.tensor, kept] = None  # it is kept there, though it may not be read
     return found
 
 
@@ -176,8 +174,8 @@ def _handed_over(what: _Cut, name: str, maker: int, index: int, wanted: Sequence
     """The cheapest way between stages that are planned apart."""
     tensor, made = what.graph.tensors[name], what.made(maker, name)
     found = cheapest_handover(
-        what.graph.tensors[name].shape, tensor.itemsize, tensor.differentiable, made,
-        tuple(wanted), what.end(maker), what.end(index), what.mesh,
+        tensor.shape, tensor.itemsize, tensor.differentiable, made, tuple(wanted), what.end(maker), what.end(index),
+        what.mesh,
     )  # fmt: skip
     if found is None:
         raise PlanError(f"expected a way for {name} from stage {maker} to stage {index}, found none")

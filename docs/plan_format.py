@@ -22,6 +22,11 @@ found. Fields that are not listed are refused, and so are fields that do not go 
 NaN, and names of axes that are no identifiers; the error has the place as a JSON pointer ([5,000 changed
 files](../benchmarks/sent_files)). Times are integer nanoseconds, sizes bytes.
 
+This is version 3: every plan has `stages`, one or several, and placements are of one microbatch; what an operator does
+over microbatches follows from the model. Files of versions 1 and 2 are read, and written again as version 3. These had
+an axis of microbatches: where a file says something else of it than follows from the model, it is refused when it is
+held against the model.
+
 Names of operators and tensors are those of the traced graph; `parameters` has the model's names of what is stored, and
 `scopes` says for each operator what it is and where it comes from. What placements mean is in the
 [README](../README.md#how-to-read-a-plan).

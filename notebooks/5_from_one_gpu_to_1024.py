@@ -68,11 +68,10 @@ for mesh in meshes:
 def factors(plan):
     """How many stages, and how many ranks of a stage share the batch; the rest of them share something else."""
     part = plan.stages[0]
-    axes = [axis for axis in part.axes if axis.name != "microbatch"]
-    positions = [part.axes.index(axis) for axis in axes]
     middle = [node for node in part.nodes.values() if len(node.results[0]) == len(part.axes)]
-    split = [sum(str(node.results[0][at]) == "S(0)" for node in middle) > len(middle) / 2 for at in positions]
-    data = math.prod(axis.size for axis, by_sample in zip(axes, split, strict=True) if by_sample)
+    columns = zip(*(node.results[0] for node in middle), strict=True)
+    split = [sum(str(type_) == "S(0)" for type_ in column) > len(middle) / 2 for column in columns]
+    data = math.prod(axis.size for axis, by_sample in zip(part.axes, split, strict=True) if by_sample)
     stages = len({stage.first_rank for stage in plan.stages})
     return stages, data, plan.mesh.num_devices // stages // data
 

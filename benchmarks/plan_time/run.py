@@ -77,7 +77,7 @@ def plan_staged_row(row: str) -> dict[str, Any]:
         "search_processor_seconds": time.process_time() - trace_work,
         "stop_reason": plan.search.stop_reason,
         "stages": len(parts),
-        "mesh": "x".join(str(axis.size) for axis in parts[0].axes if axis.name != "microbatch"),
+        "mesh": "x".join(str(axis.size) for axis in parts[0].axes),
         "microbatches": plan.microbatches,
         "schedule": plan.schedule,
         "recomputed_modules": len(plan.recompute),

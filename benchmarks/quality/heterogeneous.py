@@ -126,7 +126,7 @@ def row(name: str, config: gpt.Config) -> dict[str, Any]:
         "equal_seconds": round(middle - began, 1),
         "found": parts_of(found),
         "found_microbatches": found.microbatches,
-        "found_axes": [[a.size for a in stage.axes if a.name != "microbatch"] for stage in found.stages],
+        "found_axes": [[a.size for a in stage.axes] for stage in found.stages],
         **{f"{kind}_ms": best_of(found, kind) for kind in ("shares", "stages")},
         "found_ms": found.predicted.step_time_ns / 1e6,
         "found_seconds": round(time.perf_counter() - middle, 1),

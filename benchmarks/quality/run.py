@@ -145,7 +145,7 @@ def _template(graph: Graph, mesh: autopar.Mesh, choice: dict[str, Any]) -> Plan 
 
 def _described(plan: Plan) -> str:
     parts = plan.stages
-    sizes = "x".join(str(axis.size) for axis in parts[0].axes if axis.name != "microbatch") or "1"
+    sizes = "x".join(str(axis.size) for axis in parts[0].axes) or "1"
     again = f", {len(plan.recompute)} recomputed" if plan.recompute else ""
     order = f", {plan.schedule}" if len(parts) > 1 else ""
     return f"{len(parts)} stages of {sizes}, {plan.microbatches} microbatches{order}{again}"

@@ -47,7 +47,7 @@ def planned(model: nn.Module, inputs: tuple[Any, ...], **how: Any) -> autopar.Pr
 def sharded(program: autopar.Program, model: nn.Module, inputs: tuple[Any, ...], steps: int = 2) -> list[list[Step]]:
     """The same of a program, on each rank."""
     plan = program.plan
-    real = tuple((axis.name, axis.size) for axis in plan.stages[0].axes if axis.name != "microbatch")
+    real = tuple((axis.name, axis.size) for axis in plan.stages[0].axes)
     axes = () if len(plan.stages) > 1 or not real else real
     state = {name: tensor.clone() for name, tensor in (model_state(model) or {}).items()}
     job = (program.source, axes, state, inputs, steps)

@@ -24,9 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar import runtime as rt
 from autopar.emit import emit
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import MICROBATCH
-from autopar.ir.placement import Axis, Placement, chunk_length
-from autopar.ir.plan import Plan, Stage
+from autopar.ir.placement import Placement, chunk_length
+from autopar.ir.plan import Plan
 from autopar.program import model_state
 from autopar.trace import trace
 from tests.equivalence.predicted import bytes_by_submesh
@@ -174,7 +173,7 @@ def plan_problems(
 ) -> list[str]:
     """As `problems`, of a plan of one stage that foretells bytes, or of several."""
     source = emit(subject.graph, plan)
-    axes = () if len(plan.stages) > 1 else tuple((axis.name, axis.size) for axis in _ranks_axes(plan.stage))
+    axes = () if len(plan.stages) > 1 else tuple((axis.name, axis.size) for axis in plan.stage.axes)
     common = (source, axes, subject.state, subject.batch)
     world = plan.mesh.num_devices
     if subject.mode == "inference":
@@ -315,20 +314,12 @@ def _parts(graph: Graph, plan: Plan, rank: int) -> _Parts:
     """Of the rank's stages, whose axes are alike; placements without the microbatches'."""
     stages = [stage for stage in plan.stages if rank in stage.ranks]
     names = {stored.tensor: stored.name for stored in graph.stored}
-    sizes = tuple(axis.size for axis in _ranks_axes(stages[0]))
-    placements = {
-        names[tensor]: kept.placement[len(kept.placement) - len(sizes) :]
-        for stage in stages
-        for tensor, kept in stage.storage.items()
-    }
+    sizes = tuple(axis.size for axis in stages[0].axes)
+    placements = {names[tensor]: kept.placement for stage in stages for tensor, kept in stage.storage.items()}
     trained = {stored.name for stored in graph.stored if stored.kind == "parameter" and stored.requires_grad}
     return _Parts(
         placements, sizes, _coordinate(rank - stages[0].first_rank, sizes), frozenset(trained & set(placements))
     )
-
-
-def _ranks_axes(placed: Stage) -> list[Axis]:
-    return [axis for axis in placed.axes if axis.name != MICROBATCH]
 
 
 def _coordinate(rank: int, sizes: tuple[int, ...]) -> tuple[int, ...]:

@@ -26,7 +26,6 @@ from autopar.cost.profile import Profile, read_profile
 from autopar.emit import emit
 from autopar.errors import AutoparError, InternalError
 from autopar.ir.graph import Graph
-from autopar.ir.mesh import MICROBATCH
 from autopar.ir.plan import Plan
 from autopar.microbatch import check_plan
 from autopar.pipeline import simulated_step, template_of_graph
@@ -109,11 +108,7 @@ def _show(base: Base, plan: Plan, page: Path) -> None:
 
 def _differences(base: Base, graph: Graph, plan: Plan, source: str) -> str:
     """What differs from one device where the program runs; what the runtime refuses is none."""
-    axes = (
-        ()
-        if len(plan.stages) > 1
-        else tuple((axis.name, axis.size) for axis in plan.stage.axes if axis.name != MICROBATCH)
-    )
+    axes = () if len(plan.stages) > 1 else tuple((axis.name, axis.size) for axis in plan.stage.axes)
     expected, gradients = base.expected
     job = (source, axes, base.state, base.batch, base.mode)
     for rank, (loss, found) in enumerate(run_in_threads(plan.mesh.num_devices, _run, job)):
