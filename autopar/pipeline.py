@@ -6,72 +6,63 @@ Each candidate (a graph, a logical mesh, stages) is scored by the one simulator;
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import nn
 
-from autopar import interrupt
 from autopar.arguments import check_arguments
+from autopar.clock import interrupts_caught
 from autopar.collector import without_collector
 from autopar.cost.memory import optimizer_of
+from autopar.driver import Context, search
 from autopar.emit import emit
 from autopar.errors import AutoparError, InfeasibleError, PlanError
-from autopar.experts import with_templates
 from autopar.ir import verifier
-from autopar.ir.buffers import joins_modules
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
-from autopar.ir.plan import Plan, rule_counts
-from autopar.jointly import (
-    NEARBY_S,
-    PlannedGraph,
-    SearchSetting,
-    entries_near,
-    much_faster,
-    planned_near,
-    reported,
-    setting_of,
-    settings_near,
-    taken,
-)
+from autopar.ir.plan import Plan
 from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
-from autopar.planning import (
-    Place,
-    Request,
-    SearchBudget,
-    best_plan,
-    branched,
-    divided,
-    fit_or_refuse_over,
-)
+from autopar.passes.balance import balance
+from autopar.passes.branch import branch
+from autopar.passes.fit import fit
+from autopar.passes.kinds import kinds
+from autopar.passes.place import place
+from autopar.passes.refine import refine
+from autopar.passes.rewrite import graph_of, rewrite
+from autopar.passes.stage import stage
+from autopar.passes.template import template
+from autopar.planning import Place, divided, fit_or_refuse_over
 from autopar.profiler import load_profile, profiles_of
 from autopar.program import PlannedProgram, model_state
-from autopar.progress import Passes, Report, reporting
-from autopar.refinement import refined
-from autopar.rewrites import graph_of, rewrites
-from autopar.shares import SharedBatch, best_mixed_plan
-from autopar.show.text import rules_text
+from autopar.progress import Passes, Report
+from autopar.request import Request, SearchBudget
+from autopar.shares import SharedBatch
 from autopar.simulate import Timeline, simulate
-from autopar.staged import best_staged_plan
 from autopar.staging import cut, equal_stages
-from autopar.substitute import GraphCandidate
 from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
 from autopar.trace import find_blocks, held_against_eager, trace, with_loss
 from autopar.unequal import UnequalStages
 
-_SEVERAL_STARTS = 5_000
-"""With so many proposals, refinement begins at expert plans and at a drawn one, too."""
-_SECOND_SHARE = 0.5
-"""Of the budget for planning an equal graph in all settings, where it is much faster than the model's own."""
+PASSES = (
+    stage,  # a graph → plans of stages on equal submeshes: placements by ILP, layers by dynamic programming   Alpa
+    place,  # a graph → plans of one stage on every logical mesh, ZeRO storage and recomputation among them    Alpa
+    balance,  # a graph → on unequal devices, shares of each batch by speed
+    kinds,  # a graph → on unequal devices, stages of one kind each
+    fit,  # a graph of which nothing fits → the plan of least memory, or the limit that would do
+    template,  # the best plan → templates that people run, where they are faster
+    rewrite,  # the best plan → graphs equal to the model's, to be planned near it                       TASO, Unity
+    branch,  # the best plan → operators side by side, where they are faster
+    refine,  # the best plan → what MCMC finds around it                                                    FlexFlow
+)
+"""What finds plans: each takes the front and what was asked, and yields candidates (`autopar.driver`)."""
+
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _NOT_ASKED = "no, check=False was asked for"
 _BUDGETS = {
@@ -120,13 +111,9 @@ def parallelize(
     passes.ended("trace", f"{len(graph.nodes):,} operators, checked against eager: {against_eager}")
     if plan is None:
         require_matches(constraints, graph)
-        budget = _budget(search)
-        if joins_modules(graph):  # stages could part what reads a buffer from what updates it
-            budget = replace(budget, stages=False)
-        request = Request(mesh, mode, optimizer, _limit(memory_limit), tuple(constraints), budget, precision)
-        with interrupt.caught():
+        request = Request(mesh, mode, optimizer, _limit(memory_limit), tuple(constraints), _budget(search), precision)
+        with interrupts_caught():
             graph, plan = planned_jointly(graph, request, progress, passes)
-            plan = _said_if_interrupted(plan)
     elif str(plan.mesh) != str(mesh):
         raise PlanError(f"expected a plan for {mesh}, found one for {plan.mesh}; plan again for this mesh")
     else:
@@ -144,112 +131,9 @@ def planned_jointly(
 ) -> tuple[Graph, Plan]:
     """The fastest plan that fits over the graphs that substitutions make of a traced model, with the graph it is for.
 
-    The graph as it is is planned first; the best of all is refined. Raises like `parallelize`.
+    Raises like `parallelize`.
     """
-    passes = passes or Passes(progress)
-    searched = placed(graph, request, progress)
-    best = graph, with_templates(graph, searched, request)
-    others = _others(graph, searched, best[1], request)
-    passes.ended("place", _step_text(best[1]))
-    if _looks_for_graphs(request):
-        best = _best_graph(*best, request, progress)
-        passes.ended("substitute", f"{_step_text(best[1])}, {_graphs_text(best[1])}")
-    best = _refined_best(*best, request, progress, graph, others)
-    if request.budget.proposals:
-        passes.ended("refine", _step_text(best[1]))
-    return best
-
-
-def _others(graph: Graph, searched: Plan, best: Plan, request: Request) -> list[Plan]:
-    """What refinement tries beside the best, for the graph as it is.
-
-    What the search had found, where a template is faster, which leaves less to be changed. The plan with branches: they
-    leave less to substitute, too, so that plans without may gain more by that.
-    """
-    few = request.budget.proposals < _SEVERAL_STARTS
-    others = [searched] if best.nodes is not searched.nodes and few else []
-    beside = _branched(graph, searched, request)
-    return others if beside is searched else [*others, beside]
-
-
-def _branched(graph: Graph, plan: Plan, request: Request) -> Plan:
-    if not request.mesh.is_homogeneous:
-        return plan
-    return branched(graph, find_blocks(graph, request.constraints), request, load_profile(request.mesh.profile), plan)
-
-
-def _refined_best(
-    graph: Graph, plan: Plan, request: Request, progress: Report | None, own_graph: Graph, others: Sequence[Plan]
-) -> tuple[Graph, Plan]:
-    """The plan refined, or one of others for `own_graph`, where that gets faster."""
-    best = graph, _refined(graph, plan, request, progress)
-    for start in others:
-        other = start if interrupt.is_asked() else _refined(own_graph, start, request, progress)
-        if other.predicted.step_time_ns < best[1].predicted.step_time_ns:
-            best = own_graph, replace(other, search=replace(other.search, tried=best[1].search.tried))
-    return best
-
-
-def _looks_for_graphs(request: Request) -> bool:
-    """Whether equal graphs are looked for. On devices of several kinds there is no setting to plan them near."""
-    budget = request.budget
-    return budget.substitutions and (budget.everywhere or request.mesh.is_homogeneous) and not interrupt.is_asked()
-
-
-def _best_graph(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> tuple[Graph, Plan]:
-    """The graph to take of the model's own, whose plan is given, and those that substitutions make; with its plan."""
-    began = time.monotonic()
-    found, settings = rewrites(graph, request), settings_near(plan)
-    given = PlannedGraph(GraphCandidate(graph, (), found.before_ns), settings[0] if settings else None, plan)
-    if request.budget.everywhere:
-        wanted = takewhile(lambda _: not interrupt.is_asked(), found.candidates)
-        entries = [given, *(_placed_anywhere(candidate, request, progress) for candidate in wanted)]
-    else:
-        with reporting(progress, len(found.candidates) + len(settings)) as report:
-            near = partial(_planned_near, plan, request, report)
-            entries = entries_near(given, found.candidates, settings, near, partial(_is_over, began + NEARBY_S))
-        faster = much_faster(entries)
-        if faster is not None and not interrupt.is_asked():
-            less = replace(request.budget, seconds=request.budget.seconds * _SECOND_SHARE)
-            entries.append(_placed_anywhere(faster, replace(request, budget=less), progress))
-    best = taken(entries)
-    return best.candidate.graph, reported(entries, best, found, time.monotonic() - began)
-
-
-def _is_over(deadline: float) -> bool:
-    return interrupt.is_asked() or time.monotonic() > deadline
-
-
-def _planned_near(
-    plan: Plan, request: Request, report: Report, candidate: GraphCandidate, setting: SearchSetting
-) -> Plan | None:
-    found = planned_near(candidate.graph, plan, setting, request, load_profile(request.mesh.profile))
-    step = "no plan found that fits" if found is None else _step_text(found)
-    report(f"{rules_text(rule_counts(candidate.steps))} on {setting}: {step}")
-    return found
-
-
-def _placed_anywhere(candidate: GraphCandidate, request: Request, progress: Report | None) -> PlannedGraph:
-    try:
-        plan = placed(candidate.graph, request, progress)
-    except (InfeasibleError, interrupt.Interrupted):
-        return PlannedGraph(candidate, None, None)
-    return PlannedGraph(candidate, setting_of(plan), plan)
-
-
-def _graphs_text(plan: Plan) -> str:
-    assert plan.search.rewriting is not None
-    return f"{len(plan.search.rewriting.graphs)} graphs planned"
-
-
-def _said_if_interrupted(plan: Plan) -> Plan:
-    if not interrupt.is_asked():
-        return plan
-    return replace(plan, search=replace(plan.search, stop_reason=f"interrupted, {plan.search.stop_reason}"))
-
-
-def _step_text(plan: Plan) -> str:
-    return f"{plan.predicted.step_time_ns / 1e6:.3f} ms a step"
+    return search(PASSES, graph, Context(request, _expert_plans, progress, passes or Passes(progress)))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -258,12 +142,10 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
     return planned_jointly(graph, replace(request, budget=budget), progress)[1]
 
 
-def _refined(graph: Graph, plan: Plan, request: Request, progress: Report | None) -> Plan:
-    if not request.mesh.is_homogeneous:
-        return plan
-    others = _expert_plans(graph, request) if request.budget.proposals >= _SEVERAL_STARTS else []
-    blocks, profile = find_blocks(graph, request.constraints), load_profile(request.mesh.profile)
-    return refined(graph, blocks, request, profile, plan, progress, others)
+@without_collector()
+def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
+    """The fastest plan that fits of a traced model by placements and stages alone. Raises like `parallelize`."""
+    return search((stage, place, balance, kinds, fit), graph, Context(request, _expert_plans, progress))[1]
 
 
 def _expert_plans(graph: Graph, request: Request) -> list[tuple[str, Plan]]:
@@ -281,24 +163,6 @@ def _expert_plans(graph: Graph, request: Request) -> list[tuple[str, Plan]]:
             )  # fmt: skip
             found.append((f"template {', '.join(f'{key}={value}' for key, value in choice.items())}", plan))
     return found
-
-
-def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
-    """The fastest plan that fits of a traced model by placements and stages alone. Raises like `parallelize`."""
-    blocks = find_blocks(graph, request.constraints)
-    if not request.mesh.is_homogeneous:
-        return best_mixed_plan(graph, blocks, request, profiles_of(request.mesh), progress)
-    find = best_staged_plan if _looks_for_stages(request) else best_plan
-    profile = load_profile(request.mesh.profile)
-    return find(graph, blocks, request, profile, progress)
-
-
-def _looks_for_stages(request: Request) -> bool:
-    """Whether plans of several stages are looked for: where constraints ask for them, or may be and nothing forbids."""
-    pinned = {constraint.stages for constraint in request.constraints} - {None}
-    if pinned:
-        return pinned != {1}
-    return request.budget.stages and request.mode == "train" and request.mesh.num_devices > 1
 
 
 @faults_told()

@@ -18,10 +18,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar import interrupt
 from autopar.branches.finding import ForkRegion, find_regions
 from autopar.branches.placing import Joins, put_in_branches
 from autopar.branches.times import Times
+from autopar.clock import is_interrupted
 from autopar.cost import Profile
 from autopar.errors import AutoparError, PlacementError
 from autopar.ir.branches import SUMMED, branch_rule, check_forks, check_inner_conversions, homes, refusal
@@ -80,7 +80,7 @@ def with_branches(
     taken: list[Taken] = []
     best, form = plan, None
     for candidate in candidates(graph, plan, times, representative, pinned):
-        if time.monotonic() > deadline or interrupt.is_asked():
+        if time.monotonic() > deadline or is_interrupted():
             break
         if _overlaps(best, candidate):
             continue

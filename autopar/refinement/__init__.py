@@ -16,11 +16,11 @@ from autopar.cost import Profile
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Refinement
-from autopar.planning import Request, SearchBudget
 from autopar.progress import Report, reporting
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.shortened import shortened
 from autopar.refinement.worlds import Worlds, space_of
+from autopar.request import Request, SearchBudget
 from autopar.soap import Budget, RefinedPlan, Start, Watch, refine, refined_elsewhere
 from autopar.trace import Blocks
 

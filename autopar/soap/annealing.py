@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol
 
-from autopar import interrupt
+from autopar.clock import is_interrupted
 from autopar.ir.plan import Plan
 from autopar.soap.ledger import Ledger
 from autopar.soap.proposals import AXES, Proposals
@@ -150,7 +150,7 @@ class _Annealing:
 
     def _reason_to_stop(self) -> str:
         count = self.tally.proposals
-        if interrupt.is_asked():
+        if is_interrupted():
             return "interrupted"
         if count >= self.limit:
             return f"all {count:,} proposals made"

@@ -18,10 +18,11 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.microbatch import batch_types
-from autopar.planning import DividedGraph, Place, Request, divided, microbatch_counts
+from autopar.planning import DividedGraph, Place, divided, microbatch_counts
+from autopar.request import Request
 from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.simulate.layers import LayerCost, layer_costs
-from autopar.staged.ways import Candidate, Setting, StageStrategy
+from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
@@ -119,7 +120,7 @@ class Layered:
         parts = tuple(max(1, round(_STEPS * time / max(1, *times))) for time in times)
         return part_of_step(sharing, schedule, submeshes, microbatches, self.request.mode == "train", parts)
 
-    def in_time(self, candidate: Candidate) -> Candidate:
+    def in_time(self, candidate: EstimatedStages) -> EstimatedStages:
         """A candidate that was estimated as if no rank left its core to others, with that.
 
         Stages of other sizes may leave each other more: as much as all cores, which is what the bound allows for.
@@ -136,7 +137,7 @@ class Layered:
         """Whether ranks share cores."""
         return sharing_of([self.shared]) is not None
 
-    def part_of_candidate(self, candidate: Candidate) -> float:
+    def part_of_candidate(self, candidate: EstimatedStages) -> float:
         """As `part_of_step`."""
         if not self.shares_cores:
             return 1.0

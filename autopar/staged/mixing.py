@@ -7,16 +7,15 @@ compute layers again, as many layers of each as memory allows are kept after tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar import interrupt
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.interop import ChosenStage, StageKind, best_stages
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight
 from autopar.staged.layered import Layered
-from autopar.staged.ways import Candidate, StageStrategy, hidden_bubble, in_two_parts, largest_peak
+from autopar.staged.ways import EstimatedStages, StageStrategy, hidden_bubble, in_two_parts, largest_peak
 
 _COUNTS = 2
 """Numbers of microbatches that are looked at, the best first."""
@@ -30,7 +29,7 @@ _SHARE = 0.7
 """Of the budget, until when to look at more."""
 
 
-def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[Candidate]:
+def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> list[EstimatedStages]:
     """Candidates whose stages are not all alike, out of the ways of those that were found."""
     if (
         layered.request.mode != "train"
@@ -38,21 +37,21 @@ def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[
         or any(rule.stages for rule in layered.request.constraints)
     ):
         return []
-    deadline = started + _SHARE * layered.request.budget.seconds
+    until = clock.part(_SHARE)
     best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:_BEST]
     more = [fewer for candidate in best if (fewer := keeping_more(layered, candidate, layered.admitted))]
     for count in _best_counts(layered, found):
-        if time.monotonic() < deadline and not interrupt.is_asked():
+        if not until.is_over:
             more += _of_count(layered, [c for c in found if c.microbatches == count])
     return more
 
 
-def _best_counts(layered: Layered, found: Sequence[Candidate]) -> list[int]:
+def _best_counts(layered: Layered, found: Sequence[EstimatedStages]) -> list[int]:
     fitting = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)
     return list(dict.fromkeys(c.microbatches for c in fitting))[:_COUNTS]
 
 
-def _of_count(layered: Layered, found: Sequence[Candidate]) -> Iterator[Candidate]:
+def _of_count(layered: Layered, found: Sequence[EstimatedStages]) -> Iterator[EstimatedStages]:
     ways = _ways(layered, found)
     kinds = [layered.kind(way) for way in ways]
     mesh, count = layered.request.mesh, found[0].microbatches
@@ -65,7 +64,7 @@ def _of_count(layered: Layered, found: Sequence[Candidate]) -> Iterator[Candidat
             yield from _candidates(layered, own, choice.stages, choice.step_ns, best.lower_bound_ns)
 
 
-def _ways(layered: Layered, found: Sequence[Candidate]) -> list[StageStrategy]:
+def _ways(layered: Layered, found: Sequence[EstimatedStages]) -> list[StageStrategy]:
     """Of each submesh the placements of its best candidate that fits, with every recomputation; the best of all first.
 
     One choice of placements for each logical shape.
@@ -81,7 +80,7 @@ def _ways(layered: Layered, found: Sequence[Candidate]) -> list[StageStrategy]:
 
 def _candidates(
     layered: Layered, kinds: Sequence[StageKind], stages: Sequence[ChosenStage], step_ns: int, bound_ns: int
-) -> Iterator[Candidate]:
+) -> Iterator[EstimatedStages]:
     """The choice, and the same with fewer layers computed again; where all is alike, the latter alone."""
     of_stage = [kinds[kind] for _, _, kind in stages]
     ways = tuple(kind.key for kind in of_stage)
@@ -89,14 +88,14 @@ def _candidates(
     count = ways[0].setting.microbatches
     again = tuple(ways[stage].recompute for stage in of_layer)
     peak = largest_peak(of_stage, of_layer, count, PLAIN)
-    found = layered.in_time(Candidate(ways, PLAIN, of_layer, again, step_ns, peak, bound_ns))
+    found = layered.in_time(EstimatedStages(ways, PLAIN, of_layer, again, step_ns, peak, bound_ns))
     if len(set(ways)) > 1:
         yield found
         may_wait = all(layered.may_wait(len(ways), way.recompute) for way in ways)
         for schedule in in_two_parts(count, len(ways)) if may_wait else ():
             peak = largest_peak(of_stage, of_layer, count, schedule)
             less = step_ns - hidden_bubble(of_stage, of_layer, count, schedule)
-            waiting = Candidate(ways, schedule, of_layer, again, less, peak, min(less, bound_ns))
+            waiting = EstimatedStages(ways, schedule, of_layer, again, less, peak, min(less, bound_ns))
             yield layered.in_time(waiting)
     fewer = keeping_more(layered, found, layered.admitted)
     if fewer is not None:
@@ -138,7 +137,7 @@ class _MixedStage:
         return next((kept for kept in sizes if self.peak_bytes(kept) <= admitted), 0)
 
 
-def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candidate | None:
+def keeping_more(layered: Layered, candidate: EstimatedStages, admitted: int) -> EstimatedStages | None:
     """The candidate with as few layers computed again as estimates of so many bytes allow; None where it has none less.
 
     The sum of all stages' times gets less, and the slowest's, which every other microbatch waits for.
@@ -165,7 +164,7 @@ def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candi
     )  # fmt: skip
 
 
-def _stages(layered: Layered, candidate: Candidate) -> list[_MixedStage]:
+def _stages(layered: Layered, candidate: EstimatedStages) -> list[_MixedStage]:
     of_layer, count = candidate.stage_of_layer, len(candidate.ways)
     return [
         _MixedStage(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar import interrupt
+from autopar.clock import is_interrupted
 from autopar.substitute.defined import OPAQUE, Definition, Values
 from autopar.substitute.lowering import PARTS
 from autopar.substitute.matching import Match, Matcher
@@ -63,7 +63,7 @@ class _BacktrackingLimits(NamedTuple):
 
     def reached(self, seen: int, since: int) -> str:
         """Which limit is reached; "" if none is. since: substitutions tried since the best graph."""
-        if interrupt.is_asked() or time.monotonic() - self.begin > self.seconds:
+        if is_interrupted() or time.monotonic() - self.begin > self.seconds:
             return f"the time limit of {self.seconds:.3g} s"
         if seen >= self.most:
             return f"the limit of {self.most} graphs"

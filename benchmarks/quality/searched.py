@@ -28,7 +28,7 @@ from autopar.intraop import Placements
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.pipeline import _BUDGETS, planned_jointly
-from autopar.planning import Request
+from autopar.request import Request
 from autopar.simulate import Incremental, IncrementalStages
 from autopar.staged import finalists
 from autopar.trace import trace

@@ -10,10 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-
-import autopar
-from autopar import Constraint, Plan, SearchBudget
-from autopar.ir.graph import Graph
 from autopar.jointly import (
     PlannedGraph,
     SearchSetting,
@@ -25,10 +21,14 @@ from autopar.jointly import (
     settings_near,
     taken,
 )
+
+import autopar
+from autopar import Constraint, Plan, SearchBudget
+from autopar.ir.graph import Graph
+from autopar.passes.rewrite import Rewrites, rewrites
 from autopar.pipeline import placed, planned_jointly, with_templates
-from autopar.planning import Request
 from autopar.profiler import load_profile
-from autopar.rewrites import Rewrites, rewrites
+from autopar.request import Request
 from autopar.substitute import GraphCandidate
 from autopar.trace import trace
 from models import llama

@@ -15,8 +15,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.staged.finalists import Finalists, first_ranks
 from autopar.staged.layered import Layered
 from autopar.staged.mixing import _candidates, keeping_more, mixed

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import autopar
-from autopar import interrupt
+from autopar.clock import is_interrupted
 from autopar.progress import Passes, reporting
 from models import mlp
 
@@ -83,7 +83,7 @@ def test_an_interrupt_ends_the_search_with_the_best_plan_so_far(capsys: pytest.C
     autopar.verify(plan, model, batch)
     assert "stopping with the best plan so far" in capsys.readouterr().err
     assert signal.getsignal(signal.SIGINT) is before
-    assert not interrupt.is_asked()
+    assert not is_interrupted()
 
 
 def test_an_interrupt_before_there_is_a_plan_gives_up() -> None:

@@ -21,8 +21,9 @@ from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, template_of_graph
-from autopar.planning import Request, SearchBudget, divided
+from autopar.planning import divided
 from autopar.profiler import profiles_of
+from autopar.request import Request, SearchBudget
 from autopar.shares import SharedBatch, best_mixed_plan, best_rows, near_rows
 from autopar.simulate import Timeline, simulate
 from autopar.trace import find_blocks, trace

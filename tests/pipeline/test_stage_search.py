@@ -17,8 +17,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step, template_of_graph
-from autopar.planning import Request, SearchBudget
 from autopar.profiler.library import template_profile
+from autopar.request import Request, SearchBudget
 from autopar.staged.layered import Layered
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import Setting

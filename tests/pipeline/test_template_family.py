@@ -13,7 +13,7 @@ from autopar import Constraint, Plan, SearchBudget
 from autopar.experts import Family, Template, with_templates
 from autopar.ir.graph import Graph
 from autopar.pipeline import planned_jointly, template_of_graph
-from autopar.planning import Request
+from autopar.request import Request
 from autopar.trace import trace
 from models import llama
 

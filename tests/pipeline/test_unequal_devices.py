@@ -22,8 +22,9 @@ from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
-from autopar.planning import Request, SearchBudget, divided
+from autopar.planning import divided
 from autopar.profiler import profiles_of, template_profile
+from autopar.request import Request, SearchBudget
 from autopar.simulate import simulate
 from autopar.trace import find_blocks, trace
 from autopar.unequal import UnequalStages, best_unequal_plan, sizes_by_speed

@@ -1,4 +1,4 @@
-"""Templates of one stage that people run, looked at before a search answers: none of one line beats what it returns.
+"""template: templates of one stage that people run → those that fit, so that none of one line beats the answer.
 
     dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
@@ -12,23 +12,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cache, cached_property, partial
+from typing import NamedTuple
 
-from autopar import interrupt
+from autopar.clock import is_interrupted
+from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
-from autopar.ir import verifier
 from autopar.ir.graph import Graph, is_inside
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
+from autopar.ir.tried import Tried
 from autopar.microbatch import batch_types, divisible
-from autopar.ops import admits
-from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
+from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
 from autopar.template import template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
@@ -109,11 +110,16 @@ class _BlockRecomputation(NamedTuple):
     without_ns: int
 
 
-def with_templates(graph: Graph, plan: Plan, request: Request) -> Plan:
-    """The plan, or the fastest template of one stage that fits and is faster; either says which were looked at."""
-    if not _is_open(request):
-        return plan
-    return Family(graph, plan, request).fastest()
+def template(front: Front, context: Context) -> Iterator[Candidate]:
+    """Templates of the model's own graph that may be faster than its best plan, where constraints leave them open."""
+    best = front.best_of(front.given) if front.round == 1 else None
+    if best is None or not _is_open(context.request):
+        return
+    family = Family(best.graph, best.plan, context.request)
+    family.look()
+    context.rows += family.rows
+    for name, place, plan in family.found:
+        yield of_plan(front.given, place.outline, plan, partial(_stated, name, place, plan))
 
 
 def _is_open(request: Request) -> bool:
@@ -121,6 +127,12 @@ def _is_open(request: Request) -> bool:
     rules, mesh = request.constraints, request.mesh
     is_open = all(rule.axis is None and rule.recompute is None and rule.stages in (None, 1) for rule in rules)
     return is_open and mesh.is_homogeneous and mesh.num_devices > 1
+
+
+def _stated(name: str, place: Place, plan: Plan) -> Plan:
+    """A template as a plan for the step."""
+    stated = place.part.on_all_axes(plan)
+    return replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))
 
 
 class Family:
@@ -135,7 +147,7 @@ class Family:
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
         self.best_ns, self.limit = plan.predicted.step_time_ns, request.memory_limit or self.shared.usable_bytes
         self.found: list[tuple[str, ShortPlace, Plan]] = []
-        self.rows: list[Mapping[str, Any]] = []
+        self.rows: list[Tried] = []
         self._beyond: list[float] = []  # of what was played, so many times the least a step took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
         pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
@@ -149,25 +161,11 @@ class Family:
         last = next(n for n in range(len(_COUNTS), 0, -1) if n == 1 or (trains and divisible(short, _COUNTS[n - 1])))
         return _COUNTS[:last]
 
-    def fastest(self) -> Plan:
+    def look(self) -> None:
         """Raises nothing: a template that cannot be is told of in a row."""
         for tp in divisors(self.request.mesh.devices_per_node):
-            if interrupt.is_asked() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
+            if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
-        best = next(self._stated(), self.searched)
-        return replace(best, search=replace(best.search, tried=(*self.searched.search.tried, *self.rows)))
-
-    def _stated(self) -> Iterator[Plan]:
-        """Those that are faster than what was searched, the fastest first, as plans for the step."""
-        for name, place, plan in sorted(self.found, key=lambda item: item[2].predicted.step_time_ns):
-            if plan.predicted.step_time_ns < self.searched.predicted.step_time_ns:
-                try:
-                    stated = place.part.on_all_axes(plan)
-                    verifier.verify(self.graph, stated, admits)
-                except AutoparError as error:
-                    self.rows.append({"template": name, "infeasible": str(error)})
-                    continue
-                yield replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))
 
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
@@ -301,7 +299,7 @@ class Family:
 
         beyond: by how much the peak of such a template was above what its placements use by estimate.
         """
-        if interrupt.is_asked():
+        if is_interrupted():
             return None
         try:
             plan = _fitted(self.place(template), self.limit, beyond)
@@ -314,15 +312,15 @@ class Family:
         return plan
 
     def _refuse(self, template: Template, why: str) -> None:
-        self.rows.append(_row(template, str(template)) | {"infeasible": why})
+        self.rows.append(replace(_row(template, str(template)), infeasible=why))
 
     def _note(self, template: Template, plan: Plan, name: str, least_ns: int) -> None:
         told = plan.predicted
         self._beyond.append(max(1.0, told.step_time_ns / least_ns))
         self.found.append((name, self.place(template), plan))
         self.best_ns = min(self.best_ns, told.step_time_ns)
-        row = {"step_time_ns": told.step_time_ns, "peak_bytes": told.peak_bytes}
-        self.rows.append(_row(template, name) | row)
+        row = replace(_row(template, name), step_time_ns=told.step_time_ns, peak_bytes=told.peak_bytes)
+        self.rows.append(row)
 
     # Places ----------------------------------------
 
@@ -418,10 +416,10 @@ def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
     raise InfeasibleError(told, peak or None)
 
 
-def _row(template: Template, name: str) -> dict[str, Any]:
-    """For `SearchReport.tried`."""
+def _row(template: Template, name: str) -> Tried:
+    """What the report says of a template."""
     sizes = (size for size in (template.dp, template.tp) if size > 1)
-    return {"mesh": "x".join(map(str, sizes)), "template": name, "microbatches": template.microbatches}
+    return Tried(mesh="x".join(map(str, sizes)), template=name, microbatches=template.microbatches)
 
 
-__all__ = ["Family", "Template", "with_templates"]
+__all__ = ["Family", "Template", "template"]

@@ -1,0 +1,41 @@
+"""stage: an open graph → plans of one stage or several on equal submeshes, the best simulated (Alpa §5).
+
+Placements of one microbatch are solved for each kind of submesh on a short graph, layers are shared out over stages by
+dynamic programming, and the best few are simulated as plans of the whole model (`autopar.staged`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+
+from autopar.clock import Clock
+from autopar.driver import Candidate, Context, Front
+from autopar.errors import InfeasibleError, PlanError
+from autopar.staged import searched_stages, stages_near
+
+
+def stage(front: Front, context: Context) -> Iterator[Candidate]:
+    """Plans of stages, where devices are alike; for a graph whose outline is given, in that one."""
+    looks = context.looks_for_stages
+    for asked in front.in_turn(lambda outline: looks if outline is None else outline.num_submeshes > 1):
+        if asked.outline is not None or not context.keeps_one_stage(asked.graph):
+            clock = Clock.of(0.0)
+            yield from _played(asked, front, context)
+            front.spent_s[asked] = clock.passed_s
+
+
+def _played(asked: Candidate, front: Front, context: Context) -> Iterator[Candidate]:
+    outline = asked.outline
+    given = asked.graph, context.blocks(asked.graph), context.asked_of(asked), context.profile
+    if outline is None:
+        finalists = searched_stages(*given, context.progress, context.noting(asked))
+        front.kept["stage", asked] = finalists
+    else:
+        try:
+            finalists = stages_near(*given, outline)
+        except (InfeasibleError, PlanError):  # it may not be cut into so many stages or microbatches
+            return
+    for found, played in finalists.plans:
+        made = partial(finalists.stated, found, played)
+        yield asked.planned(found.outline, played.step_time_ns, played.peak_bytes, made)
