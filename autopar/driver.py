@@ -26,14 +26,15 @@ from autopar.ir import verifier
 from autopar.ir.buffers import joins_modules
 from autopar.ir.graph import Graph
 from autopar.ir.outline import Outline, sizes_text
-from autopar.ir.plan import Plan, Rewriting
+from autopar.ir.plan import Plan, Rewriting, rule_counts
 from autopar.ir.tried import Tried
 from autopar.ir.writing import write_whole
 from autopar.microbatch import axes_of_parts
 from autopar.ops import admits
 from autopar.profiler import load_profile, profiles_of
-from autopar.progress import Passes, Report
+from autopar.progress import Passes, Report, reporting
 from autopar.request import Request
+from autopar.show.text import rules_text
 from autopar.substitute import GraphCandidate
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import Blocks, find_blocks
@@ -47,9 +48,9 @@ class Candidate:
     """A graph that is to be planned, or a plan of one.
 
     outline: where a plan is looked for, None for anywhere; of a plan, its own. clock: until when planning it may begin.
-    seconds: what that may take, None for what the request says. step_ns, peak_bytes: as the plan was simulated.
-    made: states the plan, once it is asked for. asked: which open graph it is a plan of. is_bounded: a bound is known of
-    all of it, so that it is taken where others are as fast.
+    seconds: what that may take, None for what the request says. step_ns, peak_bytes: as the plan was simulated. made:
+    states the plan, once it is asked for. asked: which open graph it is a plan of. is_bounded: a bound of it is known,
+    so that it is taken where others are as fast.
     """
 
     variant: GraphCandidate
@@ -148,6 +149,13 @@ class Context:
         budget = self.request.budget
         return replace(self.request, budget=replace(budget, seconds=asked.seconds or budget.seconds))
 
+    def say_planned(self, asked: Candidate, found: Sequence[Candidate]) -> None:
+        """Reports what came of an equal graph where it was planned."""
+        least_ns = min((one.step_ns for one in found), default=None)
+        step = "no plan found that fits" if least_ns is None else f"{least_ns / 1e6:.3f} ms a step"
+        with reporting(self.progress, 1) as report:
+            report(f"{rules_text(rule_counts(asked.variant.steps))} on {asked.outline}: {step}")
+
     def noting(self, asked: Candidate) -> Callable[[Tried], None]:
         """What takes a row: those of other graphs than the model's own are told in one each (`rewriting`)."""
         return self.rows.append if asked.is_given else lambda row: None
@@ -223,9 +231,8 @@ def simplest(found: Sequence[Candidate]) -> Candidate:
     substitution that gains less may as well lose. The model as it was written needs no reason.
     """
     most = min(one.step_ns for one in found) * (1 + RESOLUTION)
-    return min(
-        (one for one in found if one.step_ns <= most), key=lambda one: (len(one.variant.steps), one.step_ns, not one.is_bounded)
-    )  # fmt: skip
+    near = (one for one in found if one.step_ns <= most)
+    return min(near, key=lambda one: (len(one.variant.steps), one.step_ns, not one.is_bounded))
 
 
 def refused(candidate: Candidate, error: AutoparError) -> Tried:
@@ -300,7 +307,7 @@ def _dump(name: str, found: Sequence[Candidate]) -> None:
     folder = os.environ.get("AUTOPAR_DUMP")
     plans = [candidate for candidate in found if candidate.made is not None] if folder else []
     for number, candidate in enumerate(plans):
-        path = Path(str(folder), f"{name}-{number}")
+        path = Path(str(folder), f"{name}-{number:03d}")
         try:
             text = replace(candidate.plan, substitutions=candidate.variant.steps).to_json()
             write_whole(path.with_suffix(".json"), text)

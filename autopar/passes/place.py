@@ -44,7 +44,9 @@ def place(front: Front, context: Context) -> Iterator[Candidate]:
         return
     for asked in front.in_turn(lambda outline: outline is None or outline.num_submeshes == 1):
         if asked.outline is not None:
-            yield from _near(asked, asked.outline, front, context)
+            near = [*_near(asked, asked.outline, front, context)]
+            yield from near
+            context.say_planned(asked, near)
         elif _is_wanted(asked, front, context):
             search = front.kept["place", asked] = PlaceSearch(asked, front, context)
             for there, plan in search.run():

@@ -6,6 +6,7 @@ dynamic programming, and the best few are simulated as plans of the whole model 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 
@@ -13,6 +14,7 @@ from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front
 from autopar.errors import InfeasibleError, PlanError
 from autopar.staged import searched_stages, stages_near
+from autopar.staged.finalists import Finalists
 
 
 def stage(front: Front, context: Context) -> Iterator[Candidate]:
@@ -31,11 +33,16 @@ def _played(asked: Candidate, front: Front, context: Context) -> Iterator[Candid
     if outline is None:
         finalists = searched_stages(*given, context.progress, context.noting(asked))
         front.kept["stage", asked] = finalists
-    else:
-        try:
-            finalists = stages_near(*given, outline)
-        except (InfeasibleError, PlanError):  # it may not be cut into so many stages or microbatches
-            return
+        yield from _candidates(asked, finalists)
+        return
+    found: list[Candidate] = []
+    with contextlib.suppress(InfeasibleError, PlanError):  # it may not be cut into so many stages or microbatches
+        found += _candidates(asked, stages_near(*given, outline))
+    yield from found
+    context.say_planned(asked, found)
+
+
+def _candidates(asked: Candidate, finalists: Finalists) -> Iterator[Candidate]:
     for found, played in finalists.plans:
         made = partial(finalists.stated, found, played)
         yield asked.planned(found.outline, played.step_time_ns, played.peak_bytes, made)
