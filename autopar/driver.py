@@ -5,8 +5,9 @@
     best     of the plans that a profile cannot tell from the fastest, the one of the fewest substitutions
 
 After each pass the best plan is verified. What the verifier refuses is left out, with its reason as a row of the
-report, and the next best takes its place. An interrupt, or the end of time, leaves the best so far; where nothing is
-left, the first refusal is raised. `AUTOPAR_DUMP=folder` has every plan written between passes.
+report, and the next best takes its place. An interrupt, or the end of time, leaves the best so far. Where nothing is
+left a refusal is raised, that which names how much memory would do if there is one. `AUTOPAR_DUMP=folder` has every
+plan written between passes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 from autopar.clock import Clock, Interrupted, is_interrupted
 from autopar.cost import Profile
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir import verifier
 from autopar.ir.buffers import joins_modules
 from autopar.ir.graph import Graph
@@ -171,6 +172,7 @@ class Front:
         self.begun: list[Candidate] = []  # graphs that were open, and that a pass has looked at
         self.found: list[Candidate] = []
         self.refusals: list[AutoparError] = []
+        self.refused: set[Candidate | None] = set()  # graphs of which a plan was left out
         self.kept: dict[tuple[str, Candidate], Any] = {}  # what a pass has built for a graph, for a later one
         self.spent_s: dict[Candidate, float] = {}  # seconds that passes took for a graph
         self.round = 0
@@ -220,6 +222,7 @@ class Front:
             except AutoparError as error:
                 self.refusals.append(error)
                 self.found.remove(best)
+                self.refused.add(best.asked)
                 yield refused(best, error)
 
 
@@ -254,15 +257,15 @@ Pass = Callable[[Front, Context], Iterable[Candidate]]
 def search(passes: Sequence[Pass], graph: Graph, context: Context) -> tuple[Graph, Plan]:
     """The best plan that passes find of a model's graph, or of a graph equal to it, with that graph.
 
-    Raises the first refusal where nothing is found, Interrupted where there was nothing yet when the user asked for an
-    end.
+    Raises InfeasibleError, or the first refusal, where nothing is found; Interrupted where there was nothing yet when
+    the user asked for an end.
     """
     front = Front(graph)
     while front.next_round():
         for one in passes:
             _run(one, front, context)
     if front.best is None:
-        raise front.refusals[0]
+        raise next((error for error in front.refusals if isinstance(error, InfeasibleError)), front.refusals[0])
     return front.best.graph, _told(front.best, context)
 
 

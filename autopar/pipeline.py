@@ -1,4 +1,4 @@
-"""The ordered pass list: trace → substitute → intra-op ILP with ZeRO storage, stages → SOAP → emit, verified.
+"""The ordered pass list: trace → `PASSES` (stages and placements, equal graphs, SOAP), verified after each → emit.
 
 Each candidate (a graph, a logical mesh, stages) is scored by the one simulator; the fastest that fits wins.
 """

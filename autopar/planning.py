@@ -1,8 +1,4 @@
-"""The search over logical meshes and numbers of microbatches: each place gets its best plan, the simulator picks.
-
-place = (graph of one microbatch, logical mesh)      intra-op placements with ZeRO storage → simulate → fits?
-Where no place has a plan that fits, blocks are computed again (`zero.recomputation`), too.
-"""
+"""Places: a logical mesh for the graph of one microbatch, its intra-op problem, and the best plan that fits there."""
 
 from __future__ import annotations
 

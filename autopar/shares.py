@@ -25,6 +25,7 @@ from autopar.ir.shares import alike_ranks, check_shares
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types
 from autopar.planning import DividedGraph, Place, divided
+from autopar.refusal import devices_hold_more
 from autopar.request import Request
 from autopar.simulate import Timeline, predict, simulate
 from autopar.template import check_split
@@ -264,7 +265,4 @@ class SharedBatch:
             for lane in timeline.lanes
             if lane.peak_bytes > (limit := self.limits[self._kind(lane.ranks.start)])
         ]
-        return InfeasibleError(
-            f"found no shares of the batch within the bytes of each device of {self.mesh}: {', '.join(needs)}; use "
-            "more microbatches, zero, recompute or more devices"
-        )
+        return devices_hold_more("shares of the batch", self.mesh, needs, "more microbatches, zero, recompute")

@@ -22,6 +22,7 @@ from autopar.ir.mesh import LogicalMesh, Mesh
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch_plan, over_microbatches
 from autopar.planning import DividedGraph, Place
+from autopar.refusal import devices_hold_more
 from autopar.request import Request
 from autopar.simulate import Timeline, predict, simulate
 from autopar.simulate.segments import block_times_ns
@@ -146,11 +147,9 @@ class UnequalStages:
             f"{self.limits[stage]:,}"
             for stage, size in over.items()
         ]
-        return InfeasibleError(
-            f"found no plan of {len(self.ranks)} stages within the bytes of each device of {self.mesh}: of the last "
-            f"one tried, {', '.join(needs) or 'no stage could have a block'}; use zero, recompute, more microbatches "
-            "or more devices"
-        )
+        needs = [f"of the last one tried, {one}" for one in needs[:1]] + needs[1:] or ["no stage could have a block"]
+        what = f"plan of {len(self.ranks)} stages"
+        return devices_hold_more(what, self.mesh, needs, "zero, recompute, more microbatches")
 
     def _equal(self, count: int) -> tuple[int, ...]:
         if not count or count % len(self.ranks):

@@ -147,7 +147,7 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """How equal graphs were looked for and planned, and which was taken (`autopar.jointly`).
+    """How equal graphs were looked for and planned, and which was taken (`autopar.passes.rewrite`).
 
     seen: graphs that substitutions led to; stop_reason: why the search for more ended. seconds: of all.
     """

@@ -30,7 +30,7 @@ def _least(asked: Candidate, front: Front) -> Iterator[Candidate]:
         except InfeasibleError as error:
             refusal = error
     finalists = front.kept.get(("stage", asked))
-    if finalists is not None:
+    if finalists is not None and asked not in front.refused:
         found, played = finalists.smallest(refusal)
         made = partial(finalists.stated, found, played)
         yield asked.planned(found.outline, played.step_time_ns, played.peak_bytes, made)

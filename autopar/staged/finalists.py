@@ -16,7 +16,7 @@ from autopar.ir.plan import Choice, Plan, SearchReport
 from autopar.ir.tried import Tried
 from autopar.microbatch import one_microbatch_plan, over_microbatches
 from autopar.planning import DividedGraph, Place
-from autopar.refusal import most_of
+from autopar.refusal import does_not_fit
 from autopar.simulate import Incremental, Timeline, predict, simulate, traffic_by_submesh
 from autopar.staged.mixing import keeping_more
 from autopar.staged.search import StagedSearch
@@ -231,18 +231,12 @@ class Finalists:
         chosen, played = min(simulated, key=lambda pair: pair[1].peak_bytes)
         if refusal is not None and (refusal.smallest_bytes or played.peak_bytes) <= played.peak_bytes:
             raise refusal
-        raise self._does_not_fit(chosen.row, played)
-
-    def _does_not_fit(self, row: Tried, played: Timeline) -> InfeasibleError:
-        needed = played.peak_bytes
-        return InfeasibleError(
-            f"expected a plan within memory_limit = {self.layered.limit:,} bytes a device of {self.request.mesh}, "
-            f"found none: the smallest limit that can be met is {needed:,} bytes (in {row.stages} stages of logical "
-            f"mesh {row.mesh}, {row.microbatches} microbatches, schedule {row.schedule}, "
-            f"recompute={row.recompute!r}), most of it {most_of(predict(played).memory)}. Raise memory_limit to "
-            "that, use more devices, or a smaller batch.",
-            needed,
+        row = chosen.row
+        where = (
+            f"in {row.stages} stages of logical mesh {row.mesh}, {row.microbatches} microbatches, schedule "
+            f"{row.schedule}, recompute={row.recompute!r}"
         )
+        raise does_not_fit(self.request.mesh, self.layered.limit, predict(played), where)
 
 
 def first_ranks(sizes: Sequence[int], num_devices: int) -> list[int]:

@@ -117,7 +117,7 @@ class Counted(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.count = CountedOnce()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(1024, 1024) for _ in range(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -139,13 +139,22 @@ class CountedOnce(nn.Module):
         return x * self.seen
 
 
-def test_a_buffer_that_stages_would_part_is_planned_on_one_stage() -> None:
-    """The default search ended in a PlanError that asked for one stage, though it had plans of one."""
-    whole = trace(Counted(), (torch.randn(64, 64),))
+@pytest.mark.parametrize("mesh", [autopar.Mesh("v100", nodes=2), autopar.Mesh("cpu", devices_per_node=2)], ids=str)
+def test_a_buffer_that_stages_would_part_is_planned_on_one_stage(mesh: autopar.Mesh) -> None:
+    """The default search ended in a PlanError that asked for one stage, though it had slower plans of one."""
+    whole = trace(Counted(), (torch.randn(1, 1024),))
     assert whole.mutations and not joins_modules(whole), "nothing but the verifier sees it"
-    mesh = autopar.Mesh("cpu", devices_per_node=2)
-    answer = planned_jointly(whole, Request(mesh, "train", "adamw", None, (), SearchBudget(5.0, proposals=0)))[1]
-    assert not answer.stages
-    stages = (autopar.Constraint(stages=2),)
+    used_whole = autopar.Constraint("*", ("R",), what="used")
+
+    def found(*rules: autopar.Constraint, limit: int | None = None) -> Plan:
+        budget = SearchBudget(5.0, substitutions=False, proposals=0)
+        return planned_jointly(whole, Request(mesh, "train", "adamw", limit, (used_whole, *rules), budget))[1]
+
+    answer = found()
+    faster = [row for row in answer.search.tried if (row.step_time_ns or 10**12) < answer.predicted.step_time_ns]
+    assert not answer.stages and faster and all((row.stages or 1) > 1 for row in faster)
+    assert any("take one stage" in str(row.infeasible) for row in answer.search.tried)
     with pytest.raises(PlanError, match="take one stage"):
-        planned_jointly(whole, Request(mesh, "train", "adamw", None, stages, SearchBudget(5.0, proposals=0)))
+        found(autopar.Constraint(stages=2))
+    with pytest.raises(InfeasibleError, match="smallest limit that can be met"):
+        found(limit=answer.predicted.peak_bytes // 8)
