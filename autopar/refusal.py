@@ -71,13 +71,13 @@ def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
 def does_not_fit(
     mesh: Mesh, limit: int, least: Prediction, where: str, largest: Sequence[tuple[str, str, int]] = ()
 ) -> InfeasibleError:  # fmt: skip
-    """What is raised where nothing fits. least: of the plan of least memory; where it was found. largest: its tensors by
-    name, kind and bytes."""
+    """What is raised where nothing fits. least: of the plan of least memory; where it was found. largest: its tensors
+    by name, kind and bytes."""
     sizes = ", ".join(f"{name} ({size:,} bytes{_with_state(kind)})" for name, kind, size in largest)
     return InfeasibleError(
         f"expected a plan within memory_limit = {limit:,} bytes a device of {mesh}, found none: "
-        f"the smallest limit that can be met is {least.peak_bytes:,} bytes ({where}), most of it {most_of(least.memory)}"
-        f"{f'; the largest tensors are {sizes}' if sizes else ''}. "
+        f"the smallest limit that can be met is {least.peak_bytes:,} bytes ({where}), "
+        f"most of it {most_of(least.memory)}{f'; the largest tensors are {sizes}' if sizes else ''}. "
         "Raise memory_limit to that, use more devices, or a smaller batch.",
         least.peak_bytes,
     )
