@@ -41,6 +41,7 @@ from autopar.refusal import fit_or_refuse
 from autopar.request import Request
 from autopar.simulate import predict, simulate, traffic_by_submesh, traffic_over_microbatches
 from autopar.trace import Blocks
+from autopar.tunables import FIT_TRIES, LEAST_SOLVE_S
 from autopar.zero import (
     Modules,
     storage_options,
@@ -111,11 +112,6 @@ def pinned_tensors(graph: Graph, rules: Sequence[Constraint]) -> set[str]:
     return found
 
 
-LEAST_S = 2.0
-"""What a solve may take at least, however little time is left."""
-_TRIES = 6
-
-
 def microbatch_counts(graph: Graph, request: Request) -> Iterator[int]:
     """The pinned number, or 1, 2, 4, … as long as the model's batch can be divided so."""
     pinned = {c.microbatches for c in request.constraints if c.microbatches is not None}
@@ -152,10 +148,10 @@ class Place:
         deadline = time.monotonic() + seconds
         too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
         between = bool(floor or self.request.recompute)
-        tries = _TRIES if between else _TRIES - 2
+        tries = FIT_TRIES if between else FIT_TRIES - 2
         for _ in range(2 * tries if floor else tries):
             try:
-                plan = self.within(asked, max(LEAST_S, deadline - time.monotonic()))
+                plan = self.within(asked, max(LEAST_SOLVE_S, deadline - time.monotonic()))
             except InfeasibleError:
                 if not too_high or not between:
                     raise
@@ -207,7 +203,7 @@ class Place:
         """The plan of least usage, and what is largest in it. Raises InfeasibleError where there is no strategy."""
         budget = self.request.budget
         least = self.placements.least_memory(budget.seconds, budget.seed)
-        return self.within(least.usage_bytes, LEAST_S), least
+        return self.within(least.usage_bytes, LEAST_SOLVE_S), least
 
     @cached_property
     def placements(self) -> Placements:
@@ -281,7 +277,7 @@ def fit_or_refuse_over(places: Sequence[Place]) -> tuple[Place, Plan]:
     """The last resort when the search found no plan that fits: the one of least memory, or the error that names it."""
 
     def below(place: Place, limit: int) -> Plan:
-        return place.fit(LEAST_S, limit)
+        return place.fit(LEAST_SOLVE_S, limit)
 
     def at_last(place: Place, least: LeastMemory) -> Plan:
         limit, floor = place.placements.draft.memory_limit, -(-least.usage_bytes // place.part.num_submeshes)

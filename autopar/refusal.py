@@ -18,10 +18,9 @@ from autopar.intraop import LeastMemory
 from autopar.ir.mesh import Mesh
 from autopar.ir.outline import sizes_text
 from autopar.ir.plan import Plan, Prediction
+from autopar.tunables import MAX_FAILURES
 
 Place = TypeVar("Place")
-
-MAX_FAILURES = 6  # of asking a place for less, before the best so far is named
 
 
 def fit_or_refuse(

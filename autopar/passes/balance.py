@@ -23,10 +23,7 @@ from autopar.planning import divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.shares import SharedBatch
 from autopar.template import template_recompute
-
-_LEAST_S = 1.0
-_SHARE = 0.5
-"""Of the budget, where stages of one kind of device are looked for, too."""
+from autopar.tunables import BALANCE_SHARE, LEAST_SEARCH_S
 
 
 def balance(front: Front, context: Context) -> Iterator[Candidate]:
@@ -36,7 +33,7 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
     if context.request.mesh.is_homogeneous or pinned - {1}:
         return
     for asked in front.in_turn(lambda outline: outline is None):
-        share = 1.0 if pinned else _SHARE
+        share = 1.0 if pinned else BALANCE_SHARE
         search = _ShareSearch(asked, context, Clock.of(share * context.asked_of(asked).budget.seconds))
         for outline, plan in search.run():
             yield of_plan(asked, outline, plan, partial(search.reported, plan))
@@ -107,7 +104,7 @@ class _ShareSearch:
         return plan
 
     def _planned(self, axes: LogicalMesh, microbatches: int, recompute: str) -> Plan:
-        seconds = max(_LEAST_S, self.clock.left_s) / len(self.shapes)
+        seconds = max(LEAST_SEARCH_S, self.clock.left_s) / len(self.shapes)
         request = self.request.recomputing(template_recompute(self.graph, self.paths, recompute))
         request = replace(request, budget=replace(request.budget, seconds=seconds))
         part = divided(self.graph, self.blocks, microbatches)

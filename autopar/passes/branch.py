@@ -14,10 +14,8 @@ from autopar.errors import InfeasibleError
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch_plan
-from autopar.planning import LEAST_S, Place, divided, pinned_nodes
-
-_SHARE = 0.5
-"""Of the budget."""
+from autopar.planning import Place, divided, pinned_nodes
+from autopar.tunables import BRANCH_SHARE, LEAST_SOLVE_S
 
 
 def branch(front: Front, context: Context) -> Iterator[Candidate]:
@@ -32,7 +30,7 @@ def branch(front: Front, context: Context) -> Iterator[Candidate]:
     plan = searched.plan
     if plan.stages or context.request.mesh.num_devices == 1:
         return
-    clock = Clock.of(_SHARE * context.request.budget.seconds)
+    clock = Clock.of(BRANCH_SHARE * context.request.budget.seconds)
     part = divided(front.given.graph, context.blocks(front.given.graph), plan.microbatches)
     inner, request = one_microbatch_plan(plan), context.request.recomputing(plan.recompute)
     here = Place(part, inner.axes, request, context.profile)
@@ -43,7 +41,7 @@ def branch(front: Front, context: Context) -> Iterator[Candidate]:
         if axes != inner.axes and not clock.is_over:
             there = Place(part, axes, request, context.profile)
             with contextlib.suppress(InfeasibleError):
-                other = _in_branches(there, there.fit(max(LEAST_S, clock.left_s / 2)), clock)
+                other = _in_branches(there, there.fit(max(LEAST_SOLVE_S, clock.left_s / 2)), clock)
                 best = min(best, (there, other), key=lambda one: one[1].predicted.step_time_ns)
     there, plan = best
     yield replace(of_plan(front.given, there.outline, plan, partial(part.on_all_axes, plan)), rank=START)

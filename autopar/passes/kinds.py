@@ -23,11 +23,8 @@ from autopar.microbatch import divisible
 from autopar.planning import divided
 from autopar.progress import Report, reporting
 from autopar.template import template_recompute
+from autopar.tunables import LEAST_SEARCH_S, MOST_A_STAGE
 from autopar.unequal import UnequalStages
-
-_LEAST_S = 1.0
-_MOST_BUBBLES = 8
-"""Of so many microbatches for each stage the bubble is small: more are not looked at."""
 
 
 def kinds(front: Front, context: Context) -> Iterator[Candidate]:
@@ -37,7 +34,7 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
         return
     for asked in front.in_turn(lambda outline: outline is None):
         left = context.asked_of(asked).budget.seconds - front.spent_s.get(asked, 0.0)
-        search = _UnequalSearch(asked, context, Clock.of(max(_LEAST_S, left)))
+        search = _UnequalSearch(asked, context, Clock.of(max(LEAST_SEARCH_S, left)))
         with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
             found = search.run(report)
         for plan in found:
@@ -123,7 +120,7 @@ class _UnequalSearch:
     def _counts(self, stages: int) -> list[int]:
         """Microbatches that the batch divides into, from as many as there are stages on."""
         pinned = [c.microbatches for c in self.request.constraints if c.microbatches is not None]
-        powers = [1 << n for n in range(12) if stages <= 1 << n <= _MOST_BUBBLES * stages]
+        powers = [1 << n for n in range(12) if stages <= 1 << n <= MOST_A_STAGE * stages]
         return [n for n in pinned or powers if divisible(self.graph, n)]
 
     def _neighbours(self, setting: _UnequalSetting) -> Iterator[_UnequalSetting]:

@@ -20,18 +20,10 @@ from autopar.ir.mesh import logical_meshes
 from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.plan import Plan
 from autopar.ir.tried import Tried
-from autopar.planning import LEAST_S, Place, divided, microbatch_counts
+from autopar.planning import Place, divided, microbatch_counts
 from autopar.progress import Report, reporting
+from autopar.tunables import FEW_DEVICES, LEAST_PLACE_SHARE, LEAST_SOLVE_S, MOST_HIDDEN, NEARBY_S
 from autopar.zero import Modules, Recomputable, fit_with_recomputation, joined, pinned_modules, recomputable
-
-_FEW_DEVICES = 8
-"""Where stages are looked for, one stage is looked at again on so few devices, on logical meshes of three axes, too."""
-_LEAST_SHARE = 0.25
-"""Of the budget what this search has at least, however long that for stages took."""
-_HIDDEN = 1.25
-"""A plan's step is at most so many times shorter than what it costs, by what the simulator finds hidden."""
-_NEARBY_S = 6.0
-"""What a plan in a given outline may take."""
 
 Found = tuple[Place, Plan]
 Fit = Callable[[Place, float], Plan]
@@ -59,7 +51,7 @@ def _is_wanted(asked: Candidate, front: Front, context: Context) -> bool:
     if not context.looks_for_stages or context.keeps_one_stage(asked.graph):
         return True
     stages = {rule.stages for rule in context.request.constraints} - {None, 1}
-    is_small = context.request.mesh.num_devices <= _FEW_DEVICES
+    is_small = context.request.mesh.num_devices <= FEW_DEVICES
     return is_small and not stages and not ends(front.best_of(asked) is not None)
 
 
@@ -73,7 +65,7 @@ def _near(asked: Candidate, outline: Outline, front: Front, context: Context) ->
         part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
         for axes in shapes[:1]:
             there = Place(part, axes, again, context.profile)
-            plan = there.fit(_NEARBY_S)
+            plan = there.fit(NEARBY_S)
             yield of_plan(asked, there.outline, plan, partial(part.on_all_axes, plan))
     except (InfeasibleError, PlanError):  # it may not be cut into so many microbatches
         return
@@ -88,7 +80,7 @@ class PlaceSearch:
         self.has_plan, known = front.best is not None, front.best_of(asked)
         self.than_ns = None if known is None else known.step_ns
         seconds = context.asked_of(asked).budget.seconds
-        self.clock = Clock.of(max(seconds - front.spent_s.get(asked, 0.0), _LEAST_SHARE * seconds))
+        self.clock = Clock.of(max(seconds - front.spent_s.get(asked, 0.0), LEAST_PLACE_SHARE * seconds))
         options = recomputable(self.graph, self._paths)
         pinned = pinned_modules(options, context.request.constraints)
         self.request = context.asked_of(asked).recomputing(pinned or ())
@@ -132,7 +124,7 @@ class PlaceSearch:
             for number, there in enumerate(places):
                 if is_interrupted() and found:
                     break
-                seconds = max(LEAST_S, self.clock.left_s / (len(places) - number))
+                seconds = max(LEAST_SOLVE_S, self.clock.left_s / (len(places) - number))
                 plan = self._candidate(there, fit, seconds, report)
                 found += [(there, plan)] if plan is not None else []
         return found
@@ -164,7 +156,7 @@ class PlaceSearch:
 def may_be_faster(there: Place, than_ns: float) -> bool:
     """Whether not even placements without a limit of memory cost so much more that nothing could hide it."""
     budget = there.request.budget
-    return there.placements.unlimited_cost_ns(LEAST_S, budget.seed, budget.gap) <= than_ns * _HIDDEN
+    return there.placements.unlimited_cost_ns(LEAST_SOLVE_S, budget.seed, budget.gap) <= than_ns * MOST_HIDDEN
 
 
 def _to_recompute(places: list[Place], fitting: list[Found]) -> list[Place]:
@@ -178,7 +170,7 @@ def _to_recompute(places: list[Place], fitting: list[Found]) -> list[Place]:
 def _is_unlimited(there: Place, plan: Plan) -> bool:
     """Whether the place's plan would be no cheaper without a limit of memory, as far as the search can say."""
     budget = there.request.budget
-    free_ns = there.placements.unlimited_cost_ns(LEAST_S, budget.seed, budget.gap)
+    free_ns = there.placements.unlimited_cost_ns(LEAST_SOLVE_S, budget.seed, budget.gap)
     return plan.search.cost_ns * (1 - budget.gap) <= free_ns
 
 

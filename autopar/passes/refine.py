@@ -9,9 +9,7 @@ from autopar.clock import is_interrupted
 from autopar.driver import REFINED, START, Candidate, Context, Front, of_plan, outline_of
 from autopar.ir.plan import Plan
 from autopar.refinement import refined
-
-_SEVERAL_STARTS = 5_000
-"""With so many proposals, refinement begins at expert plans and at a drawn one, too."""
+from autopar.tunables import SEVERAL_STARTS
 
 
 def refine(front: Front, context: Context) -> Iterator[Candidate]:
@@ -30,13 +28,13 @@ def _others(best: Candidate, front: Front, context: Context) -> list[Candidate]:
     """Of the model's own graph."""
     searched, few = front.best_of(front.given, "stage", "place", "fit"), context.request.budget.proposals
     fastest = front.best_of(front.given)
-    is_beaten = searched is not None and searched is not fastest and few < _SEVERAL_STARTS
+    is_beaten = searched is not None and searched is not fastest and few < SEVERAL_STARTS
     beside = [one for one in front.found if one.rank == START]
     return [*([searched] if is_beaten and searched is not None else []), *beside]
 
 
 def _refined(start: Candidate, context: Context) -> Plan:
     request = context.request
-    others = context.by_hand(start.graph, request) if request.budget.proposals >= _SEVERAL_STARTS else []
+    others = context.by_hand(start.graph, request) if request.budget.proposals >= SEVERAL_STARTS else []
     blocks = context.blocks(start.graph)
     return refined(start.graph, blocks, request, context.profile, start.plan, context.progress, [*others])

@@ -42,21 +42,7 @@ from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, withou
 from autopar.substitute.pricing import Pricer
 from autopar.substitute.searching import SHORT
 from autopar.trace import find_blocks
-
-_SHARE_OF_TIME = 0.25
-"""Of the search budget, for each of the two searches."""
-_SHORT_S = 4.0
-"""What each may take where graphs are not planned everywhere. Mostly it ends long before, by counts."""
-
-
-NEAR = 1.1
-"""Settings in which a plan takes so many times the best one's step are near enough for an equal graph to be better."""
-_MOST_SETTINGS = 3
-NEARBY_S = 6.0
-"""Seconds, from the begin of the search for equal graphs, after which planning of no more of them begins; the fastest
-on one device is planned in any case: where finding it took that long, leaving it out would leave all to chance."""
-_SECOND_SHARE = 0.5
-"""Of the budget for planning an equal graph in all settings, where it is much faster than the model's own."""
+from autopar.tunables import ANYWHERE_SHARE, MOST_SETTINGS, NEAR_SETTING, NEARBY_S, SUBSTITUTION_S, SUBSTITUTION_SHARE
 
 
 def rewrite(front: Front, context: Context) -> Iterator[Candidate]:
@@ -89,13 +75,13 @@ def _next(front: Front, context: Context) -> Iterator[Candidate]:
     entries = planned_graphs(front)
     in_first = [entry for entry in entries[1:] if entry.asked.outline == (settings[0] if settings else None)]
     best = min(in_first, key=_step_ns, default=None)
-    others = settings[1:] if best is not None and best.step_ns <= NEAR * entries[0].step_ns else []
+    others = settings[1:] if best is not None and best.step_ns <= NEAR_SETTING * entries[0].step_ns else []
     if front.round == 2 and best is not None and others:
         yield from (Candidate(best.asked.variant, setting, clock) for setting in others)
     else:
         faster = much_faster(entries)
         if faster is not None and all(one.asked.outline is not None for one in entries if one.asked.variant is faster):
-            yield Candidate(faster, seconds=context.request.budget.seconds * _SECOND_SHARE)
+            yield Candidate(faster, seconds=context.request.budget.seconds * ANYWHERE_SHARE)
 
 
 def settings_near(front: Front) -> list[Outline]:
@@ -107,10 +93,10 @@ def settings_near(front: Front) -> list[Outline]:
     assert best is not None and best.outline is not None
     alike = [(one.step_ns, one.outline) for one in front.found if one.asked is front.given and one.rank == PLANNED]
     others = sorted(((ns, outline.setting) for ns, outline in alike if outline and outline.is_alike), key=_by_step)
-    near = [setting for step_ns, setting in others if step_ns <= NEAR * best.step_ns]
+    near = [setting for step_ns, setting in others if step_ns <= NEAR_SETTING * best.step_ns]
     if not best.outline.is_alike:
-        return list(dict.fromkeys(near or [setting for _, setting in others[:1]]))[:_MOST_SETTINGS]
-    return list(dict.fromkeys((best.outline.setting, *near)))[:_MOST_SETTINGS]
+        return list(dict.fromkeys(near or [setting for _, setting in others[:1]]))[:MOST_SETTINGS]
+    return list(dict.fromkeys((best.outline.setting, *near)))[:MOST_SETTINGS]
 
 
 def _by_step(pair: tuple[float, Outline]) -> tuple[float, str, int, int]:
@@ -147,7 +133,7 @@ def much_faster(entries: Sequence[PlannedGraph]) -> GraphCandidate | None:
     """The graph of the fastest plan where that is so much faster than the model's own, which comes first, that settings
     near its best say little."""
     given, best = entries[0], min(entries, key=_step_ns)
-    return best.asked.variant if best.step_ns * NEAR < given.step_ns else None
+    return best.asked.variant if best.step_ns * NEAR_SETTING < given.step_ns else None
 
 
 def _step_ns(entry: PlannedGraph) -> float:
@@ -243,8 +229,8 @@ def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
     pinned in one of them stays as it is in all."""
     blocks, budget = find_blocks(graph), request.budget
     pinned = pinned | {blocks.representative_tensor(name) for name in pinned}
-    seconds = _SHARE_OF_TIME * budget.seconds
-    limits: dict[str, Any] = {"seconds": min(seconds, _SHORT_S), "limits": SHORT}
+    seconds = SUBSTITUTION_SHARE * budget.seconds
+    limits: dict[str, Any] = {"seconds": min(seconds, SUBSTITUTION_S), "limits": SHORT}
     if budget.everywhere:
         limits = {"seconds": seconds}
     return substituted(

@@ -33,29 +33,22 @@ from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
 from autopar.template import template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
+from autopar.tunables import (
+    ALIKE,
+    EXPOSED,
+    LEAST_GAIN,
+    NEAR_SHARDED,
+    TEMPLATE_COUNTS,
+    TEMPLATE_TRIES,
+    USAGE_ABOVE,
+    USAGE_BELOW,
+    USAGE_NEAR,
+)
 from autopar.zero import Groups, joined, recomputable
 
-_NEAR = 1.1
-"""A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded."""
-_ALIKE = 1.03
-"""Where a template is likely to take so many times the best step, it does so with the sequence split, too, and among
-more ranks."""
-_COUNTS = (1, 2, 4, 8)
-"""Numbers of microbatches that are looked at, until one fits."""
-_USAGE_ABOVE = 1.15
-"""Placements may be estimated to need so many times what they do: not all that they need is needed at once."""
-_NEAR_ABOVE = 1.03
-"""The same, where it is known by how much the peak of a like template was above the estimate."""
-_EXPOSED = 0.2
-"""Of what ZeRO-3 gathers and reduces, a step waits for about this part."""
-_USAGE_BELOW = 0.9
-"""What placements use by estimate is about this part of their peak: gradients of activations come on top."""
-_REFINED = 0.01
-"""A part of the best step: what computing fewer blocks again would gain is tried where it is more."""
 _BUDGET = SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0)
 _SOLVE = (2.0, _BUDGET.seed, _BUDGET.gap)
 """Seconds, seed and gap of a solve."""
-_TRIES = 3
 _MANY = _ANY = 2**62
 
 
@@ -158,8 +151,12 @@ class Family:
     def _possible_counts(self) -> Sequence[int]:
         """Where a batch divides into so many microbatches, it does into half as many."""
         trains, short = self.request.mode == "train", self.folded.graph
-        last = next(n for n in range(len(_COUNTS), 0, -1) if n == 1 or (trains and divisible(short, _COUNTS[n - 1])))
-        return _COUNTS[:last]
+        last = next(
+            n
+            for n in range(len(TEMPLATE_COUNTS), 0, -1)
+            if n == 1 or (trains and divisible(short, TEMPLATE_COUNTS[n - 1]))
+        )
+        return TEMPLATE_COUNTS[:last]
 
     def look(self) -> None:
         """Raises nothing: a template that cannot be is told of in a row."""
@@ -175,9 +172,9 @@ class Family:
         if not counts:
             return True
         least_ns, fitting_ns = self._look_at(one, counts)
-        if tp > 1 and self._likely_ns(fitting_ns) <= _ALIKE * self.best_ns:
+        if tp > 1 and self._likely_ns(fitting_ns) <= ALIKE * self.best_ns:
             self._look_at(replace(one, sequence_parallel=True), counts)
-        return tp == 1 or self._likely_ns(least_ns) <= _ALIKE * self.best_ns
+        return tp == 1 or self._likely_ns(least_ns) <= ALIKE * self.best_ns
 
     def _look_at(self, family: Template, counts: Sequence[int]) -> tuple[int, int]:
         """What a step takes at least in any number of microbatches; and with what must be computed again for it to fit.
@@ -227,7 +224,7 @@ class Family:
 
     def _look_less_sharded(self, one: Template, sharded: Plan, usage: int) -> None:
         """usage: estimate of the plan with ZeRO-3."""
-        if sharded.predicted.step_time_ns > _NEAR * self.best_ns or one.zero < 3:
+        if sharded.predicted.step_time_ns > NEAR_SHARDED * self.best_ns or one.zero < 3:
             return
         beyond = sharded.predicted.peak_bytes - usage
         for zero in (1, 0) if one.microbatches == 1 else (2,):
@@ -240,7 +237,7 @@ class Family:
         """To make a template fit by computing blocks again, the fastest first. known: of it without."""
         options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
-            usage = {c: round(known.usage(c) / _USAGE_BELOW) for c in counts}
+            usage = {c: round(known.usage(c) / USAGE_BELOW) for c in counts}
             most = {c: self._peaks.get(replace(family, microbatches=c), usage[c]) for c in counts}
             inside = known.inside(joined(groups))
             fitting = [c for c in counts if most[c] - inside // c <= self.limit]
@@ -257,7 +254,7 @@ class Family:
                     first = min(every, max(1, _blocks_for(most[count] - self.limit, saved, every)))
                     own_ns = (again.least_ns - known.least_ns) // every
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
-                    least_ns = known.least_ns + first * own_ns + round(sent_ns * _EXPOSED)
+                    least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
                     template = replace(family, recompute=kind, microbatches=count)
                     found.append(_BlockRecomputation(least_ns, template, groups, first, saved, own_ns, known.least_ns))
         return sorted(found, key=lambda recomputation: recomputation.least_ns)
@@ -274,7 +271,7 @@ class Family:
         """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
         place, every = self.place(recomputation.template), len(recomputation.groups)
         plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), recomputation.first, set[int](), None
-        while count not in tried and len(tried) < _TRIES:
+        while count not in tried and len(tried) < TEMPLATE_TRIES:
             tried.add(count)
             plan = place.scored(replace(plan, recompute=joined(recomputation.groups[:count])))
             above = plan.predicted.peak_bytes - self.limit
@@ -282,7 +279,7 @@ class Family:
             more = _blocks_for(above, recomputation.saved, every)
             gained = -more * recomputation.own_ns
             if above <= 0 and (
-                gained < _REFINED * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
+                gained < LEAST_GAIN * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
             ):
                 break
             count = min(every, max(1, count + more))
@@ -403,8 +400,8 @@ def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
     beyond: by how much peaks are above the usage of placements, if that is known.
     """
     usage, peak = place.placements.unlimited(*_SOLVE).peak_usage, 0
-    asked = min(usage, int(limit * _USAGE_ABOVE) if beyond is None else int(limit * _NEAR_ABOVE) - beyond)
-    for _ in range(_TRIES):
+    asked = min(usage, int(limit * USAGE_ABOVE) if beyond is None else int(limit * USAGE_NEAR) - beyond)
+    for _ in range(TEMPLATE_TRIES):
         if asked < usage and asked < place.placements.least_memory(*_SOLVE[:2]).usage_bytes:
             break
         plan = place.within(asked, _SOLVE[0])

@@ -26,9 +26,8 @@ from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, 
 from autopar.staged.layered import Layered
 from autopar.staging import cut
 from autopar.trace import Blocks
+from autopar.tunables import WALKED
 from autopar.zero import recomputable
-
-_WALKED = 200  # proposals that a random start is away
 
 
 class Worlds:
@@ -133,7 +132,7 @@ class Worlds:
         """A random start: where a walk ends that takes every typed proposal."""
         random, space, draft = Random(seed), first.world.space, first.world.space.draft(first.plan)
         proposals = Proposals(space)
-        for _ in range(0 if proposals.is_empty() else _WALKED):
+        for _ in range(0 if proposals.is_empty() else WALKED):
             draft = space.changed(draft, proposals.draw(draft, random)) or draft
         return Start("a drawn plan", first.world, draft.plan)
 

@@ -22,13 +22,7 @@ from autopar.staged.mixing import keeping_more
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import EstimatedStages, StageStrategy
 from autopar.staging import cut
-
-FINALISTS = 3
-"""Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
-_MOST_FINALISTS, _QUICK_S = 32, 1.5
-_CORRECTIONS = 3
-_BORDERS = 0.01
-"""Of plans whose steps are within this share of the fastest's, other borders of stages are looked at."""
+from autopar.tunables import CORRECTIONS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S
 
 
 class Finalists:
@@ -58,7 +52,7 @@ class Finalists:
         as much too high as is usual here.
         """
         first = _distinct(self.found, 0, self.layered.admitted)
-        plans = self._simulated_of(first, _MOST_FINALISTS)
+        plans = self._simulated_of(first, MOST_FINALISTS)
         if not plans:
             return plans
         usual = statistics.median(candidate.peak_bytes / played.peak_bytes for candidate, played in plans)
@@ -73,7 +67,7 @@ class Finalists:
         ranks: what estimates leave out (waiting for each other, cores that ranks share) is much alike there.
         """
         plans: list[tuple[EstimatedStages, Timeline]] = []
-        quick = Clock.of(_QUICK_S)
+        quick = Clock.of(QUICK_S)
         left, off = list(candidates), dict[Any, float]()
         while left:
             candidate = min(left, key=lambda one: one.step_ns * off.get(_submeshes(one), 1.0))
@@ -92,13 +86,13 @@ class Finalists:
     ) -> list[tuple[EstimatedStages, Timeline]]:
         """With the runners-up of the fastest plans, whose stages begin at other layers, as far as there is time.
 
-        Of all that are within `_BORDERS` of the fastest: where ranks share cores, those that wait leave theirs to
+        Of all that are within `LIKE_BORDERS` of the fastest: where ranks share cores, those that wait leave theirs to
         others, so that borders change the step by little, and the estimate may not tell which are best.
         """
         if not plans:
             return plans
         fastest_ns = min(played.step_time_ns for _, played in plans)
-        near = {_but_borders(c) for c, played in plans if played.step_time_ns <= fastest_ns * (1 + _BORDERS)}
+        near = {_but_borders(c) for c, played in plans if played.step_time_ns <= fastest_ns * (1 + LIKE_BORDERS)}
         known = {(candidate.ways, candidate.schedule, candidate.stage_of_layer) for candidate, _ in plans}
         others: dict[Any, EstimatedStages] = {}
         for candidate in self.found:
@@ -106,7 +100,7 @@ class Finalists:
             is_like = _but_borders(candidate) in near
             if is_like and key not in known and candidate.peak_bytes <= self.layered.admitted:
                 others.setdefault(key, candidate)
-        return plans + self._simulated_of(list(others.values()), _MOST_FINALISTS)
+        return plans + self._simulated_of(list(others.values()), MOST_FINALISTS)
 
     def _kept_more(self, plans: list[tuple[EstimatedStages, Timeline]]) -> list[tuple[EstimatedStages, Timeline]]:
         """With the fastest plan again, of which fewer layers are computed again, if any are and that fits.
@@ -116,7 +110,7 @@ class Finalists:
         if not plans:
             return plans
         best, played = min(plans, key=lambda pair: pair[1].step_time_ns)
-        for _ in range(_CORRECTIONS):
+        for _ in range(CORRECTIONS):
             admitted = int(self.layered.limit * best.peak_bytes / played.peak_bytes)
             fewer = keeping_more(self.layered, best, admitted)
             if fewer is None:

@@ -16,17 +16,7 @@ from autopar.interop import ChosenStage, StageKind, best_stages
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight
 from autopar.staged.layered import Layered
 from autopar.staged.ways import EstimatedStages, StageStrategy, hidden_bubble, in_two_parts, largest_peak
-
-_COUNTS = 2
-"""Numbers of microbatches that are looked at, the best first."""
-_SIZES = 4
-"""Submeshes of sizes within this factor of the best's are mixed: others are far off, and each size has its tables."""
-_ROUNDS = 8
-_MOST_STAGES = 64
-_BEST = 8
-"""Candidates, the best first, of which fewer layers are computed again where that fits."""
-_SHARE = 0.7
-"""Of the budget, until when to look at more."""
+from autopar.tunables import KEPT_MORE, MIXED_COUNTS, MIXED_ROUNDS, MIXED_SHARE, MIXED_SIZES, MOST_STAGES
 
 
 def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> list[EstimatedStages]:
@@ -37,8 +27,8 @@ def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> l
         or any(rule.stages for rule in layered.request.constraints)
     ):
         return []
-    until = clock.part(_SHARE)
-    best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:_BEST]
+    until = clock.part(MIXED_SHARE)
+    best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:KEPT_MORE]
     more = [fewer for candidate in best if (fewer := keeping_more(layered, candidate, layered.admitted))]
     for count in _best_counts(layered, found):
         if not until.is_over:
@@ -48,7 +38,7 @@ def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> l
 
 def _best_counts(layered: Layered, found: Sequence[EstimatedStages]) -> list[int]:
     fitting = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)
-    return list(dict.fromkeys(c.microbatches for c in fitting))[:_COUNTS]
+    return list(dict.fromkeys(c.microbatches for c in fitting))[:MIXED_COUNTS]
 
 
 def _of_count(layered: Layered, found: Sequence[EstimatedStages]) -> Iterator[EstimatedStages]:
@@ -57,7 +47,7 @@ def _of_count(layered: Layered, found: Sequence[EstimatedStages]) -> Iterator[Es
     mesh, count = layered.request.mesh, found[0].microbatches
     for own in (kinds, [kind for kind in kinds if kind.key.setting == ways[0].setting]) if ways else ():
         try:
-            best = best_stages(own, mesh.num_devices, count, PLAIN, _MOST_STAGES, _ROUNDS)
+            best = best_stages(own, mesh.num_devices, count, PLAIN, MOST_STAGES, MIXED_ROUNDS)
         except InfeasibleError:
             continue
         for choice in (best.best, *best.runners_up[-1:]):
@@ -74,7 +64,7 @@ def _ways(layered: Layered, found: Sequence[EstimatedStages]) -> list[StageStrat
     for candidate in fitting:
         best.setdefault(candidate.ways[0].setting.num_devices, candidate.ways[0])
     size = next(iter(best), 1)
-    near = [way for devices, way in best.items() if size <= devices * _SIZES and devices <= size * _SIZES]
+    near = [way for devices, way in best.items() if size <= devices * MIXED_SIZES and devices <= size * MIXED_SIZES]
     return [replace(way, recompute=name) for way in near for name in layered.recomputations]
 
 

@@ -31,32 +31,24 @@ from autopar.staged.ways import (
     in_two_parts,
     largest_peak,
 )
+from autopar.tunables import (
+    CHUNKS,
+    FIRST_LOOK_SHARE,
+    FULL_MICROBATCHES,
+    HOPELESS,
+    HULL_HALVINGS,
+    LIKELY_STAGES,
+    NEAR_TEMPLATE,
+    RUNNERS_UP,
+    SOLVE_SHARE,
+    STAGE_SHARE,
+    TEMPLATE_SHAPES,
+)
 
-_HALVINGS = 3
-"""Of the hull of time against memory, towards the fastest placements that fit."""
-_HOPELESS = 1.03
-"""A setting whose fastest placements would take so many times the best estimate is not looked at further."""
 _NEVER = 2**62
-_TEMPLATE_SHAPES = 8
-"""Logical shapes, the best first, for which placements are also found around templates."""
-_NEAR = 1.25
-"""A template that would take so many times the best estimate is not looked at with more or fewer microbatches."""
-_LIKELY_STAGES = 8
-"""The number of stages that is looked at first: what comes later is judged by what was found."""
-_SHARE = 0.5
-"""Of the budget for the search; the rest is for simulating the best."""
-_FIRST_SHARE = 0.5
-"""Of that for a first look at each logical shape; what comes after it is judged by the best of these."""
-_SOLVE_SHARE = 0.1
-"""Of the budget what one solve may take: there are many, and each needs to be near enough only."""
-_FULL = 4
-"""With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins."""
-_CHUNKS = (2, 4)
 _WHOLE = sorted((s.name for s in SCHEDULES.values() if not s.has_chunks and not s.splits_backward), key=PLAIN.__ne__)
 """Schedules of whole stages and whole backward passes, the plain one first."""
 _CHUNKED = [row.name for row in SCHEDULES.values() if row.has_chunks and not row.splits_backward]
-_RUNNERS_UP = 2
-"""Other borders between stages that are kept of each setting, for when it is the best when simulated."""
 
 
 class _Look(NamedTuple):
@@ -85,7 +77,7 @@ class StagedSearch:
         self.stop_reason = "all settings"
         self.clock = Clock.of(self.request.budget.seconds)
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
-        self._solver = _SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
+        self._solver = SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
         self._best_ns = _NEVER
         self._known: dict[Setting, _Look] = {}
         self._floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
@@ -107,14 +99,14 @@ class StagedSearch:
                 f"expected a number of stages that {mesh} and {layers} layers allow, found "
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
-        sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / _LIKELY_STAGES)))
+        sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / LIKELY_STAGES)))
         of_size = [[(size, axes) for axes in reversed(logical_shapes(size, mesh.devices_per_node))] for size in sizes]
         return [shape for rank in zip_longest(*of_size) for shape in rank if shape is not None]
 
     def run(self, report: Report) -> list[EstimatedStages]:
         """Everything that was looked at in time, the fastest by estimate first."""
-        clock = self.clock.part(_SHARE)
-        for size, axes in self._by_first_look(clock.part(_FIRST_SHARE)):
+        clock = self.clock.part(STAGE_SHARE)
+        for size, axes in self._by_first_look(clock.part(FIRST_LOOK_SHARE)):
             if self._candidates and clock.is_over:
                 self.stop_reason = clock.stop_reason
                 break
@@ -168,7 +160,7 @@ class StagedSearch:
         shapes: dict[LogicalMesh, Setting] = {}
         for _, setting in sorted([*fitting, *self._floors], key=lambda pair: pair[0]):
             shapes.setdefault(setting.axes, setting)
-        settings = [named for setting in [*shapes.values()][:_TEMPLATE_SHAPES] for named in _as_templates(setting)]
+        settings = [named for setting in [*shapes.values()][:TEMPLATE_SHAPES] for named in _as_templates(setting)]
         self._look_until(settings, clock)
         near = [setting for setting in settings if self._is_near(setting)]
         for factor in (0.5, 2.0):
@@ -188,7 +180,7 @@ class StagedSearch:
     def _is_near(self, setting: Setting) -> bool:
         """Whether a setting was looked at, and is so near the best that another number of microbatches may be it."""
         known = self._known.get(setting)
-        return known is not None and min(known.floor_ns, known.least_ns) <= _NEAR * self._best_ns
+        return known is not None and min(known.floor_ns, known.least_ns) <= NEAR_TEMPLATE * self._best_ns
 
     def _setting(self, size: int, axes: LogicalMesh, number: int) -> Setting:
         """With the microbatches of that place among the counts."""
@@ -196,7 +188,7 @@ class StagedSearch:
 
     def _start(self, size: int) -> int:
         """The place of the fewest microbatches that make the bubble small."""
-        wanted, counts = _FULL * (self.request.mesh.num_devices // size - 1), self.layered.counts
+        wanted, counts = FULL_MICROBATCHES * (self.request.mesh.num_devices // size - 1), self.layered.counts
         return next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)
 
     def _climb(self, size: int, axes: LogicalMesh) -> list[EstimatedStages]:
@@ -249,13 +241,13 @@ class StagedSearch:
             fastest = curve.fastest()
             part = self.layered.part_of_step(PLAIN, stages, count, (1,) * stages)
             in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
-            if setting.zero is None and not is_near and in_a_row * self._hidden > _HOPELESS * self._best_ns:
+            if setting.zero is None and not is_near and in_a_row * self._hidden > HOPELESS * self._best_ns:
                 self._floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
             found = self._staged(setting, fastest, self._least_again)
             floor = min(candidate.step_ns for candidate in found)
             self._hidden = min(self._hidden, floor / in_a_row)
-            if floor < _HOPELESS * self._best_ns and self._least(found) == _NEVER:
+            if floor < HOPELESS * self._best_ns and self._least(found) == _NEVER:
                 found += self._variants(setting, curve, fastest)
         except InfeasibleError:
             return _Look(_NEVER, _NEVER, [])
@@ -270,7 +262,7 @@ class StagedSearch:
         ways = [(schedule, 1) for schedule in _WHOLE]
         if self.layered.may_wait(stages, self._least_again):
             ways += [(schedule, 1) for schedule in in_two_parts(count, stages)]
-        ways += [(name, chunks) for name in _CHUNKED for chunks in _CHUNKS if self._makes_chunks(stages, chunks, count)]
+        ways += [(name, chunks) for name in _CHUNKED for chunks in CHUNKS if self._makes_chunks(stages, chunks, count)]
         return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
 
     def _makes_chunks(self, stages: int, chunks: int, count: int) -> bool:
@@ -307,7 +299,7 @@ class StagedSearch:
         found += (here := self._staged(setting, small, recompute))
         if self._least(here) == _NEVER:
             return found
-        for _ in range(_HALVINGS):
+        for _ in range(HULL_HALVINGS):
             between = curve.between(fast, small)
             if between is None:
                 break
@@ -338,7 +330,7 @@ class StagedSearch:
                 found = best_stages([free], self.request.mesh.num_devices, count, schedule)
             kinds, ways = [kind] * stages, (way,) * stages
             may_wait = schedule == PLAIN and self.layered.may_wait(stages, way.recompute)
-            for choice in (found.best, *found.runners_up[:_RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
+            for choice in (found.best, *found.runners_up[:RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)
                 step, bound = choice.step_ns, found.lower_bound_ns
@@ -360,7 +352,7 @@ class StagedSearch:
         """Equal chunks, each submesh with several in turn."""
         kind, layers = self.layered.kind(way), self.layered.layers.count
         stages, count = way.setting.num_stages, way.setting.microbatches
-        for chunks, schedule in product(_CHUNKS, _CHUNKED):
+        for chunks, schedule in product(CHUNKS, _CHUNKED):
             if not self._makes_chunks(stages, chunks, count):
                 continue
             of_layer = tuple(layer * stages * chunks // layers for layer in range(layers))
