@@ -9,7 +9,7 @@ from functools import partial
 
 from autopar.branches import with_branches
 from autopar.clock import Clock, is_interrupted
-from autopar.driver import START, Candidate, Context, Front, of_plan
+from autopar.driver import START, Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import InfeasibleError
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import Plan
@@ -27,18 +27,18 @@ def branch(front: Front, context: Context) -> Iterator[Candidate]:
     searched = None if front.opened else front.best_of(front.given, "stage", "place", "fit")
     if searched is None or not context.request.mesh.is_homogeneous or is_interrupted():
         return
-    plan = searched.plan
-    if plan.stages or context.request.mesh.num_devices == 1:
+    plan, axes_before = searched.plan, outline_of(searched.plan).axes
+    if len(plan.stages) > 1 or context.request.mesh.num_devices == 1:
         return
     clock = Clock.of(BRANCH_SHARE * context.request.budget.seconds)
     part = divided(front.given.graph, context.blocks(front.given.graph), plan.microbatches)
     inner, request = one_microbatch_plan(plan), context.request.recomputing(plan.recompute)
-    here = Place(part, inner.axes, request, context.profile)
+    here = Place(part, axes_before, request, context.profile)
     best = here, _in_branches(here, inner, clock)
     if best[1] is inner:
         return
     for axes in logical_meshes(request.mesh):
-        if axes != inner.axes and not clock.is_over:
+        if axes != axes_before and not clock.is_over:
             there = Place(part, axes, request, context.profile)
             with contextlib.suppress(InfeasibleError):
                 other = _in_branches(there, there.fit(max(LEAST_SOLVE_S, clock.left_s / 2)), clock)
