@@ -100,13 +100,9 @@ def of_plan(asked: Candidate, outline: Outline, plan: Plan, made: Callable[[], P
 
 @dataclass(eq=False)
 class Context:
-    """What was asked, and what is told of the search; passes write rows, and none reads them.
-
-    by_hand: plans that people would write for a graph, each with a name.
-    """
+    """What was asked, and what is told of the search; passes write rows, and none reads them."""
 
     request: Request
-    by_hand: Callable[[Graph, Request], Sequence[tuple[str, Plan]]] = lambda graph, request: ()
     progress: Report | None = None
     passes: Passes = field(default_factory=lambda: Passes(None))
     rows: list[Tried] = field(default_factory=list)

@@ -5,29 +5,27 @@ Each candidate (a graph, a logical mesh, stages) is scored by the one simulator;
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from autopar.arguments import check_arguments
+from autopar.by_hand import template_of_graph
 from autopar.clock import interrupts_caught
 from autopar.collector import without_collector
 from autopar.cost.memory import optimizer_of
 from autopar.driver import Context, search
 from autopar.emit import emit
-from autopar.errors import AutoparError, InfeasibleError, PlanError
+from autopar.errors import PlanError
 from autopar.ir import verifier
 from autopar.ir.constraint import Constraint, require_matches
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, checked
 from autopar.ir.plan import Plan
-from autopar.microbatch import batch_types, one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
 from autopar.passes.balance import balance
 from autopar.passes.branch import branch
@@ -38,17 +36,13 @@ from autopar.passes.refine import refine
 from autopar.passes.rewrite import graph_of, rewrite
 from autopar.passes.stage import stage
 from autopar.passes.template import template
-from autopar.planning import Place, divided, fit_or_refuse_over
-from autopar.profiler import load_profile, profiles_of
 from autopar.program import PlannedProgram, model_state
 from autopar.progress import Passes, Report
-from autopar.request import Request, SearchBudget
-from autopar.shares import SharedBatch
-from autopar.simulate import Timeline, simulate
-from autopar.staging import cut, equal_stages
-from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
-from autopar.trace import find_blocks, held_against_eager, trace, with_loss
-from autopar.unequal import UnequalStages
+from autopar.request import Request, SearchBudget, budget_of, memory_limit_of
+from autopar.simulate import Timeline
+from autopar.step import simulated_step, with_simulator
+from autopar.template import template_axes, template_ranks
+from autopar.trace import held_against_eager, trace, with_loss
 
 PASSES = (
     stage,  # a graph → plans of stages on equal submeshes: placements by ILP, layers by dynamic programming   Alpa
@@ -65,11 +59,6 @@ PASSES = (
 
 _COMPUTE_DTYPES = {None: None, "bf16": torch.bfloat16}
 _NOT_ASKED = "no, check=False was asked for"
-_BUDGETS = {
-    "fast": SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0),
-    "default": SearchBudget(20.0),
-    "thorough": SearchBudget(300.0, gap=0.0, everywhere=True, proposals=50_000, refine_seconds=120.0),
-}
 
 
 @faults_told()
@@ -103,7 +92,7 @@ def parallelize(
         progress=progress, **({} if plan is None else {"plan": plan}),
     )  # fmt: skip
     mesh, passes = checked(mesh), Passes(progress)
-    _limit(memory_limit)  # refused before the model is traced
+    memory_limit_of(memory_limit)  # refused before the model is traced
     optimizer_of(optimizer)
     given = model, example_inputs, loss_fn, mode if plan is None else plan.mode, _precision(precision, plan)
     graph = _trace(*given)
@@ -111,7 +100,8 @@ def parallelize(
     passes.ended("trace", f"{len(graph.nodes):,} operators, checked against eager: {against_eager}")
     if plan is None:
         require_matches(constraints, graph)
-        request = Request(mesh, mode, optimizer, _limit(memory_limit), tuple(constraints), _budget(search), precision)
+        limit, budget = memory_limit_of(memory_limit), budget_of(search)
+        request = Request(mesh, mode, optimizer, limit, tuple(constraints), budget, precision)
         with interrupts_caught():
             graph, plan = planned_jointly(graph, request, progress, passes)
     elif str(plan.mesh) != str(mesh):
@@ -121,7 +111,7 @@ def parallelize(
     verifier.verify(graph, plan, admits)
     source = emit(graph, plan)
     passes.ended("emit", f"{source.count(chr(10)):,} lines")
-    plan = replace(_with_simulator(plan, graph), checked_against_eager=against_eager)
+    plan = replace(with_simulator(plan, graph), checked_against_eager=against_eager)
     return PlannedProgram(graph, plan, source, model_state(with_loss(model, loss_fn)))
 
 
@@ -133,7 +123,7 @@ def planned_jointly(
 
     Raises like `parallelize`.
     """
-    return search(PASSES, graph, Context(request, _expert_plans, progress, passes or Passes(progress)))
+    return search(PASSES, graph, Context(request, progress, passes or Passes(progress)))
 
 
 def planned(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
@@ -145,24 +135,7 @@ def planned(graph: Graph, request: Request, progress: Report | None = None) -> P
 @without_collector()
 def placed(graph: Graph, request: Request, progress: Report | None = None) -> Plan:
     """The fastest plan that fits of a traced model by placements and stages alone. Raises like `parallelize`."""
-    return search((stage, place, balance, kinds, fit), graph, Context(request, _expert_plans, progress))[1]
-
-
-def _expert_plans(graph: Graph, request: Request) -> list[tuple[str, Plan]]:
-    """Templates to begin with, too, as far as the model and constraints allow them: data parallel, whole and sharded,
-    and beside tensor parallel inside a node."""
-    devices, inner = request.mesh.num_devices, request.mesh.devices_per_node
-    found = []
-    choices: list[dict[str, int]] = [{"dp": devices}, {"dp": devices, "zero": 3}, {"dp": devices // inner, "tp": inner}]
-    for choice in choices:
-        with contextlib.suppress(AutoparError):
-            plan = template_of_graph(
-                graph, request.mesh, dp=choice["dp"], tp=choice.get("tp", 1), zero=choice.get("zero", 0),
-                mode=request.mode, optimizer=request.optimizer, precision=request.precision,
-                memory_limit=request.memory_limit, constraints=request.constraints,
-            )  # fmt: skip
-            found.append((f"template {', '.join(f'{key}={value}' for key, value in choice.items())}", plan))
-    return found
+    return search((stage, place, balance, kinds, fit), graph, Context(request, progress))[1]
 
 
 @faults_told()
@@ -204,51 +177,6 @@ def template_plan(
     return replace(plan, checked_against_eager=against_eager)
 
 
-def template_of_graph(
-    graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
-    chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none", split: str = "equal",
-    mode: str = "train", optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
-    constraints: Sequence[Constraint] = (),
-) -> Plan:  # fmt: skip
-    """`template_plan` of a traced model, under further constraints."""
-    axes = template_axes(mesh, dp, tp, pp)
-    first_ranks = template_ranks(mesh, pp, chunks, schedule)
-    part = divided(graph, find_blocks(graph), microbatches)
-    paths = tuple(path for group in part.blocks.paths for path in group)
-    by_speed = split != "equal" or not mesh.is_homogeneous
-    if pp > 1 and not by_speed:
-        members = equal_stages(graph, paths, len(first_ranks))
-        part = replace(part, cut=lambda plan: cut(graph, plan, members, first_ranks, schedule), num_submeshes=pp)
-    batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
-    rules = [*template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch), *constraints]
-    again = template_recompute(graph, paths, recompute)
-    limit = _limit(memory_limit)
-    request = Request(mesh, mode, optimizer, limit, tuple(rules), _BUDGETS["fast"], precision, again)
-    if by_speed:
-        kinds = {group.profile: axes for group in mesh.groups}
-        if pp == 1 and not mesh.is_homogeneous:
-            return _checked(SharedBatch(part, axes, request, profiles_of(mesh)).plan(split), graph)
-        stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
-        plan = stages.plan(split)
-    else:
-        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
-    return _checked(plan, graph)
-
-
-def _checked(plan: Plan, graph: Graph) -> Plan:
-    """The plan, verified, with what `plan.timeline()` calls."""
-    verifier.verify(graph, plan, admits)
-    return _with_simulator(plan, graph)
-
-
-def _fitted(place: Place) -> Plan:
-    try:
-        plan = place.fit(place.request.budget.seconds)
-    except InfeasibleError:
-        _, plan = fit_or_refuse_over([place])
-    return place.part.on_all_axes(plan)
-
-
 @faults_told()
 def verify(plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None) -> None:
     """Type-checks a plan against a model. Raises PlanError or PlacementError with node and source line."""
@@ -268,7 +196,7 @@ def with_timeline(
     plan: Plan, model: nn.Module, example_inputs: Any, *, loss_fn: Callable[..., Any] | None = None
 ) -> Plan:
     """A plan that was read from a file, with what `plan.timeline()` needs of the model. Raises like `verify`."""
-    return _with_simulator(plan, _verified_graph(plan, model, example_inputs, loss_fn))
+    return with_simulator(plan, _verified_graph(plan, model, example_inputs, loss_fn))
 
 
 def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: Callable[..., Any] | None) -> Graph:
@@ -277,18 +205,6 @@ def _verified_graph(plan: Plan, model: nn.Module, example_inputs: Any, loss_fn: 
     graph = graph_of(plan, _trace(model, example_inputs, loss_fn, plan.mode, _precision(plan.precision)))
     verifier.verify(graph, plan, admits)
     return graph
-
-
-def _with_simulator(plan: Plan, graph: Graph) -> Plan:
-    """The plan with what `plan.timeline()` calls."""
-    return replace(plan, simulator=partial(simulated_step, graph))
-
-
-@faults_told()
-def simulated_step(graph: Graph, plan: Plan) -> Timeline:
-    """The timeline of a whole step; the simulator plays one microbatch's graph as often as there are microbatches."""
-    part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
-    return simulate(part, one_microbatch_plan(plan), profiles_of(plan.mesh))
 
 
 def _trace(model: nn.Module, example_inputs: Any, loss_fn: Any, mode: str, precision: str | None) -> Graph:
@@ -317,21 +233,3 @@ def _precision(precision: str | None, plan: Plan | None = None) -> str | None:
             f"expected precision={plan.precision!r}, which the plan is for, found {precision!r}; plan again"
         )
     return _precision(plan.precision)
-
-
-def _limit(memory_limit: Any) -> int | None:
-    """Bytes a device, where they were asked for; at least one, so that 0 is refused with what would do."""
-    is_number = isinstance(memory_limit, (int, float)) and not isinstance(memory_limit, bool)
-    if memory_limit is None:
-        return None
-    if not is_number or not 0 <= memory_limit < 2**63:
-        raise PlanError(f"expected memory_limit in bytes a device, such as 16_000_000_000, found {memory_limit!r}")
-    return max(1, int(memory_limit))
-
-
-def _budget(search: str | SearchBudget) -> SearchBudget:
-    if isinstance(search, SearchBudget):
-        return search
-    if not isinstance(search, str) or search not in _BUDGETS:
-        raise PlanError(f"expected search as one of {', '.join(_BUDGETS)} or a SearchBudget, found {search!r}")
-    return _BUDGETS[search]

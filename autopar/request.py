@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.constraint import Constraint
@@ -55,3 +56,29 @@ class Request:
     def recomputing(self, modules: tuple[str, ...]) -> Request:
         """The request with these modules computed again."""
         return replace(self, recompute=modules)
+
+
+BUDGETS = {
+    "fast": SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0),
+    "default": SearchBudget(20.0),
+    "thorough": SearchBudget(300.0, gap=0.0, everywhere=True, proposals=50_000, refine_seconds=120.0),
+}
+"""By name."""
+
+
+def budget_of(search: str | SearchBudget) -> SearchBudget:
+    if isinstance(search, SearchBudget):
+        return search
+    if not isinstance(search, str) or search not in BUDGETS:
+        raise PlanError(f"expected search as one of {', '.join(BUDGETS)} or a SearchBudget, found {search!r}")
+    return BUDGETS[search]
+
+
+def memory_limit_of(memory_limit: Any) -> int | None:
+    """Bytes a device, where they were asked for; at least one, so that 0 is refused with what would do."""
+    is_number = isinstance(memory_limit, (int, float)) and not isinstance(memory_limit, bool)
+    if memory_limit is None:
+        return None
+    if not is_number or not 0 <= memory_limit < 2**63:
+        raise PlanError(f"expected memory_limit in bytes a device, such as 16_000_000_000, found {memory_limit!r}")
+    return max(1, int(memory_limit))

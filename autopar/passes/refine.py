@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from autopar.by_hand import expert_plans
 from autopar.clock import is_interrupted
 from autopar.driver import REFINED, START, Candidate, Context, Front, of_plan, outline_of
 from autopar.ir.plan import Plan
@@ -35,6 +36,6 @@ def _others(best: Candidate, front: Front, context: Context) -> list[Candidate]:
 
 def _refined(start: Candidate, context: Context) -> Plan:
     request = context.request
-    others = context.by_hand(start.graph, request) if request.budget.proposals >= SEVERAL_STARTS else []
+    others = expert_plans(start.graph, request) if request.budget.proposals >= SEVERAL_STARTS else []
     blocks = context.blocks(start.graph)
-    return refined(start.graph, blocks, request, context.profile, start.plan, context.progress, [*others])
+    return refined(start.graph, blocks, request, context.profile, start.plan, context.progress, others)
