@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 
+from autopar.clock import Clock
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
 from autopar.cost.work import operator
@@ -145,13 +145,13 @@ class Place:
         """
         draft = self.placements.draft
         limit = asked = draft.memory_limit if limit is None else limit
-        deadline = time.monotonic() + seconds
+        clock = Clock.of(seconds)
         too_low, too_high = max(0, floor - 1), 0  # usages that no plan has, and whose plan's peak does not fit
         between = bool(floor or self.request.recompute)
         tries = FIT_TRIES if between else FIT_TRIES - 2
         for _ in range(2 * tries if floor else tries):
             try:
-                plan = self.within(asked, max(LEAST_SOLVE_S, deadline - time.monotonic()))
+                plan = self.within(asked, max(LEAST_SOLVE_S, clock.left_s))
             except InfeasibleError:
                 if not too_high or not between:
                     raise
