@@ -88,8 +88,8 @@ class Candidate:
 
 def outline_of(plan: Plan) -> Outline:
     """What is decided of a plan before its placements."""
-    shapes = {stage.first_rank: axes for stage, axes in zip(plan.stages, axes_of_parts(plan), strict=False)}
-    return Outline(tuple(shapes.values()) or (axes_of_parts(plan)[0],), plan.microbatches, schedule=plan.schedule)
+    submeshes = {stage.first_rank: axes for stage, axes in zip(plan.stages, axes_of_parts(plan), strict=True)}
+    return Outline(tuple(submeshes.values()), plan.microbatches, schedule=plan.schedule)
 
 
 def of_plan(asked: Candidate, outline: Outline, plan: Plan, made: Callable[[], Plan] | None = None) -> Candidate:

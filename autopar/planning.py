@@ -9,7 +9,6 @@ from functools import cached_property, partial
 from autopar.clock import Clock
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
-from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import (
     KeptParameter,
@@ -26,7 +25,7 @@ from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.outline import Outline
-from autopar.ir.plan import Plan, Storage
+from autopar.ir.plan import Plan, Stage, Storage
 from autopar.microbatch import (
     Types,
     cut_constraints,
@@ -37,6 +36,7 @@ from autopar.microbatch import (
     over_microbatches,
 )
 from autopar.ops import coverage
+from autopar.ops.table import operator
 from autopar.refusal import fit_or_refuse
 from autopar.request import Request
 from autopar.simulate import predict, simulate, traffic_by_submesh, traffic_over_microbatches
@@ -74,10 +74,10 @@ class DividedGraph:
 
     def on_all_axes(self, plan: Plan) -> Plan:
         """A plan of one stage for one microbatch as one for the step, with the exact bytes that it sends."""
-        if plan.stages:
+        if len(plan.stages) > 1:
             return plan
         full = over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan
-        sent = traffic_over_microbatches(self.whole, full, self.graph, plan)
+        sent = traffic_over_microbatches(self.whole, full.parts[0], self.graph, plan.parts[0])
         return replace(full, predicted=replace(full.predicted, comm_bytes=sent))
 
 
@@ -242,7 +242,7 @@ class Place:
         mesh = self.request.mesh
         levels = [level for level, count in zip(LEVELS, (mesh.devices_per_node, mesh.nodes), strict=True) if count > 1]
         trains = self.request.optimizer is not None and self.request.mode == "train"
-        families = {operator(node.op).family for node in graph.nodes} | ({"optimizer"} if trains else set())
+        families = {operator(node.op).work.family for node in graph.nodes} | ({"optimizer"} if trains else set())
         return self.profile.sources(families, levels)
 
     def draft(self) -> Plan:
@@ -252,11 +252,7 @@ class Place:
             fingerprint=graph.fingerprint,
             model=graph.model_name,
             mesh=request.mesh,
-            axes=self.axes,
-            inputs={},
-            storage={},
-            nodes={},
-            redistributes=(),
+            stages=(Stage(0, self.axes),),
             microbatches=self.part.microbatches,
             recompute=request.recompute,
             mode=request.mode,

@@ -63,7 +63,9 @@ def fit_or_refuse(
 
 
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
-    where = f"on logical mesh {sizes_text(plan.axes)}{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}"
+    where = (
+        f"on logical mesh {sizes_text(plan.stage.axes)}{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}"
+    )
     return does_not_fit(plan.mesh, plan.memory_limit, plan.predicted, where, least.largest)
 
 
