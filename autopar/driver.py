@@ -12,6 +12,7 @@ plan written between passes.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import Any
 
 from autopar.clock import Clock, Interrupted, is_interrupted
 from autopar.cost import Profile
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import AutoparError, InfeasibleError, MeshError, PlacementError, PlanError
 from autopar.ir import verifier
 from autopar.ir.buffers import joins_modules
 from autopar.ir.graph import Graph
@@ -39,6 +40,7 @@ from autopar.show.text import rules_text
 from autopar.substitute import GraphCandidate
 from autopar.substitute.backtracking import RESOLUTION
 from autopar.trace import Blocks, find_blocks
+from autopar.tunables import NEARBY_S
 
 START, PLANNED, REFINED = range(3)
 """Ranks of candidates: where refinement may begin, but no answer; a plan; a plan that is refined, which goes first."""
@@ -141,17 +143,28 @@ class Context:
         """Of all kinds of devices."""
         return profiles_of(self.request.mesh)
 
+    def nearby(self, front: Front) -> Request:
+        """What is asked of an equal graph in a given outline: what the best plan of the model's own computes again."""
+        given, budget = front.best_of(front.given), self.request.budget
+        again = () if given is None else given.plan.recompute
+        return replace(self.request, recompute=again, budget=replace(budget, seconds=NEARBY_S))
+
     def asked_of(self, asked: Candidate) -> Request:
         """What is asked of a graph: the request, with the time that there is for it."""
         budget = self.request.budget
         return replace(self.request, budget=replace(budget, seconds=asked.seconds or budget.seconds))
 
-    def say_planned(self, asked: Candidate, found: Sequence[Candidate]) -> None:
-        """Reports what came of an equal graph where it was planned."""
+    def near(self, asked: Candidate, planned: Callable[[], Iterable[Candidate]]) -> list[Candidate]:
+        """What a pass finds of an equal graph in its outline, reported. Nothing where it has no plan that fits there,
+        or may not be cut into so many stages, microbatches or rows."""
+        found: list[Candidate] = []
+        with contextlib.suppress(InfeasibleError, MeshError, PlacementError, PlanError):
+            found += planned()
         least_ns = min((one.step_ns for one in found), default=None)
         step = "no plan found that fits" if least_ns is None else f"{least_ns / 1e6:.3f} ms a step"
         with reporting(self.progress, 1) as report:
             report(f"{rules_text(rule_counts(asked.variant.steps))} on {asked.outline}: {step}")
+        return found
 
     def noting(self, asked: Candidate) -> Callable[[Tried], None]:
         """What takes a row: those of other graphs than the model's own are told in one each (`rewriting`)."""

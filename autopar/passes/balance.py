@@ -32,12 +32,22 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
     pinned = {rule.stages for rule in context.request.constraints} - {None}
     if context.request.mesh.is_homogeneous or pinned - {1}:
         return
-    for asked in front.in_turn(lambda outline: outline is None):
+    for asked in front.in_turn(lambda outline: outline is None or outline.num_submeshes == 1):
+        if asked.outline is not None:
+            yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
+            continue
         share = 1.0 if pinned else BALANCE_SHARE
         search = _ShareSearch(asked, context, Clock.of(share * context.asked_of(asked).budget.seconds))
         for outline, plan in search.run():
             yield of_plan(asked, outline, plan, partial(search.reported, plan))
         front.spent_s[asked] = search.clock.passed_s
+
+
+def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
+    """The best plan of an equal graph on the axes of an outline. Raises InfeasibleError where none fits."""
+    part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
+    plan = SharedBatch(part, outline.axes, context.nearby(front), context.profiles).plan("speed")
+    yield of_plan(asked, outline, plan)
 
 
 Found = tuple[Outline, Plan]

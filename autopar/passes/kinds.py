@@ -15,7 +15,7 @@ from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of
 from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
-from autopar.ir.outline import sizes_text
+from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.plan import Plan, SearchReport
 from autopar.ir.schedule import PLAIN
 from autopar.ir.tried import Tried
@@ -32,13 +32,27 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
     pinned = {rule.stages for rule in context.request.constraints} - {None}
     if context.request.mesh.is_homogeneous or pinned == {1}:
         return
-    for asked in front.in_turn(lambda outline: outline is None):
+    for asked in front.in_turn(lambda outline: outline is None or outline.num_submeshes > 1):
+        if asked.outline is not None:
+            yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
+            continue
         left = context.asked_of(asked).budget.seconds - front.spent_s.get(asked, 0.0)
         search = _UnequalSearch(asked, context, Clock.of(max(LEAST_SEARCH_S, left)))
         with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
             found = search.run(report)
         for plan in found:
             yield of_plan(asked, outline_of(plan), plan, partial(search.reported, plan))
+
+
+def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
+    """The best plan of an equal graph, each kind's stages on the axes of an outline. Raises InfeasibleError where none
+    fits."""
+    part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
+    axes = {group.profile: outline.axes for group in context.request.mesh.groups}
+    paths = [path for group in part.blocks.paths for path in group]
+    stages = UnequalStages(part, axes, 1, PLAIN, paths, context.nearby(front), context.profiles)
+    plan = stages.plan("speed")
+    yield of_plan(asked, outline_of(plan), plan)
 
 
 @dataclass(frozen=True)

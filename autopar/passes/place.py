@@ -14,7 +14,7 @@ from functools import partial
 
 from autopar.clock import Clock, ends, is_interrupted
 from autopar.driver import Candidate, Context, Front, of_plan
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError
 from autopar.interop.submeshes import logical_shapes
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.outline import Outline, sizes_text
@@ -22,7 +22,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.tried import Tried
 from autopar.planning import Place, divided, microbatch_counts
 from autopar.progress import Report, reporting
-from autopar.tunables import FEW_DEVICES, LEAST_PLACE_SHARE, LEAST_SOLVE_S, MOST_HIDDEN, NEARBY_S
+from autopar.tunables import FEW_DEVICES, LEAST_PLACE_SHARE, LEAST_SOLVE_S, MOST_HIDDEN
 from autopar.zero import Modules, Recomputable, fit_with_recomputation, joined, pinned_modules, recomputable
 
 Found = tuple[Place, Plan]
@@ -36,9 +36,7 @@ def place(front: Front, context: Context) -> Iterator[Candidate]:
         return
     for asked in front.in_turn(lambda outline: outline is None or outline.num_submeshes == 1):
         if asked.outline is not None:
-            near = [*_near(asked, asked.outline, front, context)]
-            yield from near
-            context.say_planned(asked, near)
+            yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
         elif _is_wanted(asked, front, context):
             search = front.kept["place", asked] = PlaceSearch(asked, front, context)
             for there, plan in search.run():
@@ -56,19 +54,15 @@ def _is_wanted(asked: Candidate, front: Front, context: Context) -> bool:
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
-    """The best plan in an outline, computing again what that of the model's own graph does; none where none fits."""
-    mesh, given = context.request.mesh, front.best_of(front.given)
-    again = context.request.recomputing(given.plan.recompute if given is not None else ())
+    """The best plan in an outline. Raises InfeasibleError where none fits."""
+    mesh, request = context.request.mesh, context.nearby(front)
     every = [*logical_meshes(mesh), *logical_shapes(mesh.num_devices, mesh.devices_per_node)]
-    shapes = [axes for axes in every if sizes_text(axes) == sizes_text(outline.axes)]
-    try:
+    axes = next((axes for axes in every if sizes_text(axes) == sizes_text(outline.axes)), None)
+    if axes is not None:
         part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
-        for axes in shapes[:1]:
-            there = Place(part, axes, again, context.profile)
-            plan = there.fit(NEARBY_S)
-            yield of_plan(asked, there.outline, plan, partial(part.on_all_axes, plan))
-    except (InfeasibleError, PlanError):  # it may not be cut into so many microbatches
-        return
+        there = Place(part, axes, request, context.profile)
+        plan = there.fit(request.budget.seconds)
+        yield of_plan(asked, there.outline, plan, partial(part.on_all_axes, plan))
 
 
 class PlaceSearch:

@@ -46,10 +46,9 @@ from autopar.tunables import ANYWHERE_SHARE, MOST_SETTINGS, NEAR_SETTING, NEARBY
 
 
 def rewrite(front: Front, context: Context) -> Iterator[Candidate]:
-    """Opens equal graphs: at first all of them, then the best of those in more settings, until there is no more to see.
-    On devices of several kinds there is no setting to plan them near."""
+    """Opens equal graphs: at first all of them, then the best of those in more settings, as far as that may help."""
     budget, given = context.request.budget, front.best_of(front.given)
-    if given is None or not budget.substitutions or not (budget.everywhere or context.request.mesh.is_homogeneous):
+    if given is None or not budget.substitutions:
         return
     if front.round == 1 and not is_interrupted():
         clock = Clock.of(NEARBY_S)

@@ -15,9 +15,11 @@ import autopar
 from autopar import Constraint, Plan, SearchBudget
 from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of, search
+from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import make_axes
 from autopar.ir.outline import Outline
+from autopar.ops import admits
 from autopar.passes.place import place
 from autopar.passes.rewrite import (
     Rewrites,
@@ -197,3 +199,15 @@ def test_parameters_stay_as_they_are_for_optimizers_that_would_notice(optimizer:
     assert any(candidate.graph.packed for candidate in rewrites(graph(), request()).candidates)
     asked = replace(request(), optimizer=optimizer)
     assert not any(candidate.graph.packed for candidate in rewrites(graph(), asked).candidates)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_equal_graphs_are_planned_on_unequal_devices_too(stages: int) -> None:
+    """Near the best plan of the model's own graph, shares of the batch or stages of one kind each."""
+    mesh = autopar.Mesh([("a100", 1, 1), ("v100", 1, 1)])
+    asked = replace(request((Constraint(stages=stages),)), mesh=mesh)
+    whole, found = planned_jointly(graph(), asked)
+    verifier.verify(whole, found, admits)
+    given, *others = found.search.rewriting.graphs if found.search.rewriting is not None else ()
+    assert others and min(one.step_time_ns or 10**18 for one in others) < (given.step_time_ns or 0)
+    assert found.substitutions and len(found.stages) == stages
