@@ -74,7 +74,7 @@ class _Converter:
             name.removeprefix(self.prefix): value for name, value in program.constants.items() if torch.is_tensor(value)
         }
         self.regions = regions(program)
-        self.calls: dict[fx.Node, _Call] = {}
+        self.calls: dict[fx.Node, _FxCall] = {}
         self.num_copies = 0
         self.copy: _Copy | None = None  # the block that is being written out for another one
 
@@ -217,7 +217,7 @@ class _Converter:
                 self.tensors[name] = Tensor(name, *result, differentiable)
         self.nodes.append(made)
 
-    def _read(self, node: fx.Node) -> _Call:
+    def _read(self, node: fx.Node) -> _FxCall:
         """What a node says, which is the same for each copy of it."""
         if node not in self.calls:
             named = ((key, _argument(item, node)) for key, item in node.kwargs.items() if key != "pin_memory")
@@ -229,7 +229,7 @@ class _Converter:
                 check_layout(item, f"a result of {node.target} at {_line(node)}")
             looks = [_looks(item) if torch.is_tensor(item) else None for item in items]
             scope = _scope(node, self.prefix)
-            self.calls[node] = _Call(str(node.target), args, kwargs, scope, _source(node), looks)
+            self.calls[node] = _FxCall(str(node.target), args, kwargs, scope, _source(node), looks)
         return self.calls[node]
 
     def _name(self, node: fx.Node) -> str:
@@ -400,7 +400,7 @@ class _Converter:
         return f"{path or name.strip('%')}{list(self.tensors[name].shape)}{where}"
 
 
-class _Call(NamedTuple):
+class _FxCall(NamedTuple):
     """What a node says. args, kwargs: in which tensors are called as fx's nodes are. results: shape and dtype of each,
     None for what is no tensor."""
 
