@@ -27,6 +27,19 @@ def overload(name: str) -> torch._ops.OpOverload:
     return found
 
 
+def base_name(op: str) -> str:
+    """The operator without namespace and overload: aten.linear.default → linear."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
+
+
+def argument(node: Node, position: int, name: str, default: Any) -> Any:
+    """An argument of an operator call, given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return dict(node.kwargs).get(name, default)
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """A node in its graph, as rules see it."""

@@ -13,7 +13,7 @@ import autopar
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis, I, Placement, R, parse_placement
-from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
+from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, apply, cheapest_path, transfer_bytes
 from autopar.ir.verifier import output_placement
 from autopar.ops import axis_rules, shape_error
@@ -54,15 +54,11 @@ class _Follower:
             fingerprint=self.graph.fingerprint,
             model=self.graph.model_name,
             mesh=autopar.Mesh("cpu", devices_per_node=math.prod(axis.size for axis in self.axes)),
-            axes=self.axes,
-            inputs=self.inputs,
-            storage=self.storage,
-            nodes=nodes,
-            redistributes=(),
+            stages=(Stage(0, self.axes, self.inputs, self.storage, nodes),),
         )
         for name in (*self.graph.outputs, *self.graph.mutations.values()):
-            self._bring(name, output_placement(self.graph, draft, name))
-        plan = replace(draft, redistributes=tuple(self.redistributes.values()))
+            self._bring(name, output_placement(self.graph, draft.stage, name))
+        plan = draft.placed(redistributes=tuple(self.redistributes.values()))
         return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(self.graph, plan)))
 
     def _choose(self, node: Node) -> NodePlan:
@@ -73,7 +69,7 @@ class _Follower:
             operands = tuple(zip(*(rule.operands for rule in combination), strict=True))
             results = tuple(zip(*(rule.results for rule in combination), strict=True))
             moved = [self._moved(name, wanted) for name, wanted in zip(node.operands, operands, strict=True)]
-            if None not in moved and not shape_error(self.graph, node, operands, results, self.axes):
+            if None not in moved and not shape_error(self.graph, node, operands, self.axes):
                 split = sum(type_.kind == "S" for placement in (*operands, *results) for type_ in placement)
                 found.append((sum(size for size in moved if size is not None), -split, operands, results))
         if not found:
