@@ -16,7 +16,7 @@ from autopar.interop.clustering import portable_nodes
 from autopar.ir.graph import Graph
 from autopar.microbatch import check_plan
 from autopar.pipeline import planned
-from autopar.planning import Request, SearchBudget
+from autopar.request import Request, SearchBudget
 from autopar.trace import trace
 
 

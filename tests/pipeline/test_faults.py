@@ -42,11 +42,11 @@ ROOMS = [
     ("autopar.trace.export.check_markers", "template", "tracing the model"),
     ("autopar.trace.trace.clean", "search", "tracing the model"),
     ("autopar.trace.guard._estimate_s", "search", "tracing the model"),
-    ("autopar.pipeline.divided", "template", "planning"),
+    ("autopar.by_hand.divided", "template", "planning"),
     ("autopar.intraop.builder._undominated", "template", "planning"),
     ("autopar.staging._reads", "stages", "planning"),
     ("autopar.simulate.program.pack_gradients", "template", "planning"),
-    ("autopar.ir.verifier._check_identity", "template", "checking the plan"),
+    ("autopar.ir.verifier._check_axes", "template", "checking the plan"),
     ("autopar.emit.program.build_tree", "search", "writing the program"),
 ]
 
@@ -67,7 +67,7 @@ def test_faults_of_each_room_say_what_was_done(planted: str, how: str, doing: st
 
 @pytest.mark.parametrize("kind", [IndexError, AttributeError, TypeError, ValueError, RuntimeError, ZeroDivisionError])
 def test_faults_of_each_kind_are_told(kind: type[Exception]) -> None:
-    with mock.patch("autopar.ir.verifier._check_identity", side_effect=kind()), pytest.raises(InternalError):
+    with mock.patch("autopar.ir.verifier._check_axes", side_effect=kind()), pytest.raises(InternalError):
         planned("template")
 
 
@@ -137,7 +137,7 @@ def test_what_a_callback_raises_keeps_its_type(kind: type[Exception]) -> None:
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), MemoryError(), OSError("disk"), ImportError("lib"),
                                    torch.OutOfMemoryError(), UserWarning("x"), PlanError("ours")])  # fmt: skip
 def test_what_is_meant_goes_on_as_it_is(error: BaseException) -> None:
-    with mock.patch("autopar.ir.verifier._check_identity", side_effect=error), pytest.raises(type(error)) as caught:
+    with mock.patch("autopar.ir.verifier._check_axes", side_effect=error), pytest.raises(type(error)) as caught:
         planned("template")
     assert caught.value is error
 
