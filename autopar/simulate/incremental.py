@@ -18,8 +18,9 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.simulate.part_player import Unsupported
-from autopar.simulate.parted import Beyond, PartedStep
-from autopar.simulate.schedule import profiles_of_stages
+from autopar.simulate.parted import PartedStage
+from autopar.simulate.player import Beyond
+from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.step import ranks_differ, simulate
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.variants import Variants
@@ -36,7 +37,7 @@ class Incremental:
 
     def __init__(self, graph: Graph, profile: Profile | Mapping[str, Profile]) -> None:
         self._graph, self._profile = graph, profile
-        self._played: OrderedDict[int, tuple[Plan, PartedStep | Timeline]] = OrderedDict()
+        self._played: OrderedDict[int, tuple[Plan, PlayedStep | Timeline]] = OrderedDict()
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
         self.num_whole = 0  # of plans that were simulated as a whole
 
@@ -46,7 +47,7 @@ class Incremental:
             played = self._play(plan, until_ns)
         except Beyond as beyond:
             return beyond.least_ns
-        return played.end_ns if isinstance(played, PartedStep) else played.step_time_ns
+        return played.end_ns if isinstance(played, PlayedStep) else played.step_time_ns
 
     def peak_bytes(self, plan: Plan) -> int:
         """As `simulate(graph, plan, profile).peak_bytes`."""
@@ -55,16 +56,25 @@ class Incremental:
     def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
         """How much the peak is above a limit; where it is far below, memory is not added up moment by moment."""
         played = self._play(plan)
-        if isinstance(played, PartedStep) and played.most_bytes() <= limit_bytes:
+        if isinstance(played, PlayedStep) and self._most_bytes(played) <= limit_bytes:
             return 0
         return max(0, self.peak_bytes(plan) - limit_bytes)
+
+    def _most_bytes(self, step: PlayedStep) -> int:
+        """At least the peak: every part of a pass at its own fullest, as if that were at one time."""
+        stage, (submesh,) = step.stages[0].player, step.submeshes
+        assert isinstance(stage, PartedStage)
+        rise = stage.variants.rise_bytes
+        risen = sum([rise(played) * count for played, count in submesh.played.items()])
+        changed = sum([max(0, size) for piece in submesh.pieces if not piece.tasks for _, size, _, _ in piece.changes])
+        return stage.variants.resident_bytes(stage.plan, stage.parts) + risen + changed
 
     def timeline(self, plan: Plan) -> Timeline:
         """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
         played = self._play(plan)
-        return played.timeline() if isinstance(played, PartedStep) else played
+        return played.timeline() if isinstance(played, PlayedStep) else played
 
-    def _play(self, plan: Plan, until_ns: float = math.inf) -> PartedStep | Timeline:
+    def _play(self, plan: Plan, until_ns: float = math.inf) -> PlayedStep | Timeline:
         known = self._played.get(id(plan))
         if known is None:
             known = self._played[id(plan)] = plan, self._played_now(plan, until_ns)
@@ -72,7 +82,7 @@ class Incremental:
                 self._played.popitem(last=False)
         return known[1]
 
-    def _played_now(self, plan: Plan, until_ns: float) -> PartedStep | Timeline:
+    def _played_now(self, plan: Plan, until_ns: float) -> PlayedStep | Timeline:
         if not _is_whole(plan):
             try:
                 return self._step(plan, until_ns)
@@ -81,9 +91,10 @@ class Incremental:
         self.num_whole += 1
         return simulate(self._graph, plan, self._profile)
 
-    def _step(self, plan: Plan, until_ns: float) -> PartedStep:
+    def _step(self, plan: Plan, until_ns: float) -> PlayedStep:
         with without_collector():
-            return PartedStep(self._variants_of(plan), plan, until_ns)
+            variants = self._variants_of(plan)
+            return play_stages(self._graph, plan, [PartedStage(variants, plan)], [variants.profile], until_ns)
 
     def _variants_of(self, plan: Plan) -> Variants:
         key = plan.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks

@@ -46,7 +46,7 @@ class IncrementalStages:
         with without_collector():
             profiles, prices = profiles_of_stages(plan, self._profile), dict[Any, Any]()
             players = [self._player(plan, index, profile, prices) for index, profile in enumerate(profiles)]
-            return play_stages(self._graph, plan, players, profiles)
+            return play_stages(self._graph, plan, players, profiles).timeline()
 
     def _player(self, plan: Plan, index: int, profile: Profile, prices: Prices) -> Player:
         stage, leaving = plan.stages[index], leaving_by_name(self._graph, plan, index)

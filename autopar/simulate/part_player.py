@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment, Sent
+from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment
 from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing, meets
+from autopar.simulate.player import ROOT, UNDER_WAY, PassKind, Played, Player, Travelling, finished, meets
 from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first
 from autopar.simulate.sharing import Share
 
 Ends = tuple[tuple[int, str], ...]
 """Of tasks: when they end, and their kinds."""
-
-NO_STANDING = Standing()
 
 
 class Unsupported(Exception):
@@ -74,19 +72,6 @@ LENT = -1  # the unit of slots that belong to those of other parts
 FOLLOWING, PRECEDING = -1, -2  # whose a slot is: of the unit ahead forward, or backward
 
 
-class Travelling(NamedTuple):
-    """Gradients on their way to smaller shards (as `Journey`). new_bytes: of shards that take the place of no others,
-    which are there at the end where they were summed in a buffer before."""
-
-    end_ns: int
-    kind: str
-    copied_bytes: int
-    added_bytes: int
-    new_bytes: int
-    whole_bytes: int
-    has_buffer: bool
-
-
 class PartEntry(NamedTuple):
     """All that a part of a pass depends on.
 
@@ -129,7 +114,7 @@ class Exit(NamedTuple):
     their way; own: of each share, when the last gradient of this part was there, −1 for none. live, pinned, whole:
     of its own; ahead: whether the unit of another part is on its way, and what of it arrives packed."""
 
-    done: Pass
+    done: Played
     last_ns: int
     host_ns: int
     waiting: str
@@ -333,7 +318,7 @@ class PartPlayer(Player):
     def _exit(self, latest: int) -> Exit:
         engine, lowered = self.engine, self.part.lowered
         tasks, length, is_forward = engine.tasks, engine.free_ns, self._kind.name == FORWARD
-        done = finished(self._kind, engine, dict(self.comm_bytes), self.along)
+        done = finished(engine, dict(self.comm_bytes), self.along)
         entering = range(lowered.num_entering)
         ahead = {self.following, self.preceding} & self._live
         own_live = self._live - ahead - {ROOT}
@@ -501,25 +486,6 @@ class Begin(Player):
         tasks = self.engine.tasks
         return {unit: [(tasks[task][3], size) for task, size in found] for unit, found in self._arriving.items()}
 
-    @property
-    def last_ns(self) -> int:
-        """When the latest computation ended, from where compute is free."""
-        return self.engine.tasks[self.engine.last][3] - self.engine.free_ns
-
-    def result(self) -> Pass:
+    def result(self) -> Played:
         """The pass as it ran."""
-        return finished(PassKind("begin"), self.engine, dict(self.comm_bytes), self.along)
-
-
-def finished(kind: PassKind, engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], Sent]) -> Pass:
-    """What an engine has played, as a pass. sent: bytes by collective; along: the same by axis and kind."""
-    tasks, length = engine.tasks, engine.free_ns
-    spent: dict[str, int] = defaultdict(int)
-    for stream, _, start, end, cause in tasks[engine.num_carried :]:
-        if stream == COMPUTE:
-            spent[cause] += end - start
-    return Pass(
-        kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, along, length,
-        engine.links, [span for span in engine.in_flight if span[1] > length],
-        tasks[engine.last][3] - tasks[engine.last][2], engine.unmet_ns, engine.has_met, NO_STANDING, {},
-    )  # fmt: skip
+        return finished(self.engine, dict(self.comm_bytes), self.along)

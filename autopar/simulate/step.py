@@ -33,7 +33,7 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
         trains, programs = plan.mode == "train" and graph.loss is not None, lower_stages(graph, plan, profiles)
         pairs = zip(programs, profiles, strict=True)
         players = [Player(program, own, trains, sums_early) for program, own in pairs]
-        return play_stages(graph, plan, players, profiles)
+        return play_stages(graph, plan, players, profiles).timeline()
 
 
 def ranks_differ(plan: Plan) -> bool:

@@ -59,7 +59,8 @@ class _UnlikeStep:
         self.plan, self.trains = plan, plan.mode == "train" and graph.loss is not None
         self.meeting = Meeting(keys)
         self.submeshes = [Submesh(lane.ranks, [number]) for number, lane in enumerate(lanes)]
-        self.stages = [StageProgress(Player(lane.program, lane.profile, self.trains, sums_early)) for lane in lanes]
+        self.players = [Player(lane.program, lane.profile, self.trains, sums_early) for lane in lanes]
+        self.stages = [StageProgress(player) for player in self.players]
         self._known: dict[Any, list[Pass]] = {}
 
     def run(self) -> None:
@@ -75,12 +76,14 @@ class _UnlikeStep:
     def _play(self, kinds: Sequence[PassKind], label: str) -> None:
         begins = [submesh.free_ns for submesh in self.submeshes]
         states = [
-            stage.player.state(kind, submesh.carried(begin), stage.at(begin))
-            for stage, submesh, kind, begin in zip(self.stages, self.submeshes, kinds, begins, strict=True)
+            player.state(kind, submesh.carried(begin), stage.at(begin))
+            for player, stage, submesh, kind, begin in zip(
+                self.players, self.stages, self.submeshes, kinds, begins, strict=True
+            )
         ]
         key = tuple(states), tuple(begin - begins[0] for begin in begins)
         if key not in self._known:
-            plays = [partial(_played, stage.player, state) for stage, state in zip(self.stages, states, strict=True)]
+            plays = [partial(_played, player, state) for player, state in zip(self.players, states, strict=True)]
             self._known[key] = self.meeting.play(begins, plays)
         for submesh, stage, begin, done in zip(self.submeshes, self.stages, begins, self._known[key], strict=True):
             submesh.take(done, begin, label)
@@ -89,7 +92,8 @@ class _UnlikeStep:
     def timeline(self) -> Timeline:
         """What was played; of lanes that end together, the breakdown is that of the one that computes longest."""
         makespan = max(submesh.end_ns for submesh in self.submeshes)
-        lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
+        held = [stage.player.residents for stage in self.stages]
+        lanes = tuple(lane_of(submesh, makespan, own) for submesh, own in zip(self.submeshes, held, strict=True))
         ends = [submesh.end_ns for submesh in self.submeshes]
         last = lanes[max(range(len(lanes)), key=lambda n: (ends[n], lanes[n].breakdown.compute_ns))]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))

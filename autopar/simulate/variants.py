@@ -30,7 +30,7 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import Pass
+from autopar.simulate.player import Pass, Played
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, Transmission
 from autopar.simulate.repeats import segments_of
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
@@ -45,8 +45,7 @@ class Gathered(NamedTuple):
 
     ready: Mapping[int, Mapping[int, tuple[int, str]]]
     arriving: Mapping[int, Mapping[int, list[tuple[int, int]]]]
-    done: Pass
-    last_ns: int
+    done: Played
 
 
 class Joined(NamedTuple):
@@ -61,6 +60,7 @@ class Joined(NamedTuple):
     gathered: Gathered
     lent: Sequence[Mapping[int, Key]]
     regathers: bool
+    passes: dict[Any, Pass]
 
 
 class Variants:
@@ -91,7 +91,7 @@ class Variants:
         self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
         self._held = [0] * len(graph.stored)
         self._updated = 0, 0
-        self._rises: dict[Pass, int] = {}
+        self._rises: dict[Played, int] = {}
 
     @property
     def is_full(self) -> bool:
@@ -186,7 +186,7 @@ class Variants:
         if known is None:
             nothing = ((-1, -1),) * len(parts)
             known = self._joined[players] = Joined(
-                players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False
+                players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False, {}
             )  # fmt: skip
         return known
 
@@ -226,7 +226,7 @@ class Variants:
             borrowed = [_borrowed(player, number, preceding, parts, lent) for number, player in enumerate(players)]
             together = [{**own, **others} for own, others in zip(lent, borrowed, strict=True)]
             self._joined[key] = Joined(
-                key, following, preceding, root_parts, root, self._gathers(parts), together, True
+                key, following, preceding, root_parts, root, self._gathers(parts), together, True, {}
             )  # fmt: skip
         return self._joined[key]
 
@@ -324,7 +324,7 @@ class Variants:
             sizes = sum(part.first_bytes for part in parts)
             begin = Begin(LocalProgram(), self.profile, set())
             begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
-            return Gathered({}, {}, begin.result(), 0)
+            return Gathered({}, {}, begin.result())
         key = tuple([self._first_form(part) for part in parts])
         known = self._gathered.get(key)
         if known is None:
@@ -375,7 +375,7 @@ class Variants:
         for at, found in begin.arriving_ns().items():
             number, local = home[at]
             arriving[number][local] += found
-        return Gathered(ready, arriving, begin.result(), begin.last_ns)
+        return Gathered(ready, arriving, begin.result())
 
     def optimizer(self, plan: Plan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
@@ -399,7 +399,7 @@ class Variants:
                 most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
         self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
 
-    def rise_bytes(self, done: Pass) -> int:
+    def rise_bytes(self, done: Played) -> int:
         """The most that a pass adds to what was there when it began."""
         known = self._rises.get(done)
         if known is None:
