@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from typing import NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
@@ -29,6 +30,7 @@ class GraphFacts:
         self._block_of: dict[tuple[str, frozenset[str]], str] = {}
         self.constants, self.folded = constant_tensors(graph), folded_tensors(graph)
         self._graph = weakref.ref(graph)
+        self.segments: dict[Hashable, Any] = {}  # what `repeats` has found, by what that depends on
         self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
 
     def twins(self, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:

@@ -21,7 +21,7 @@ from autopar.simulate.part_player import Unsupported
 from autopar.simulate.parted import PartedStage
 from autopar.simulate.player import Beyond
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
-from autopar.simulate.step import ranks_differ, simulate
+from autopar.simulate.step import has_parts, simulate_whole
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.variants import Variants
 
@@ -67,10 +67,10 @@ class Incremental:
         rise = stage.variants.rise_bytes
         risen = sum([rise(played) * count for played, count in submesh.played.items()])
         changed = sum([max(0, size) for piece in submesh.pieces if not piece.tasks for _, size, _, _ in piece.changes])
-        return stage.variants.resident_bytes(stage.plan, stage.parts) + risen + changed
+        return stage.variants.resident_bytes(stage.plan, stage.joined.parts) + risen + changed
 
     def timeline(self, plan: Plan) -> Timeline:
-        """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
+        """As `simulate(graph, plan, profile)`."""
         played = self._play(plan)
         return played.timeline() if isinstance(played, PlayedStep) else played
 
@@ -83,13 +83,13 @@ class Incremental:
         return known[1]
 
     def _played_now(self, plan: Plan, until_ns: float) -> PlayedStep | Timeline:
-        if not _is_whole(plan):
+        if has_parts(plan):
             try:
                 return self._step(plan, until_ns)
             except Unsupported:
                 pass
         self.num_whole += 1
-        return simulate(self._graph, plan, self._profile)
+        return simulate_whole(self._graph, plan, self._profile)
 
     def _step(self, plan: Plan, until_ns: float) -> PlayedStep:
         with without_collector():
@@ -105,8 +105,3 @@ class Incremental:
             if len(self._variants) > KEPT_VARIANTS:
                 self._variants.popitem(last=False)
         return known
-
-
-def _is_whole(plan: Plan) -> bool:
-    """Whether it is simulated as a whole."""
-    return bool(plan.stages or plan.forks) or ranks_differ(plan)

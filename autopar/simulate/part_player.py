@@ -69,6 +69,7 @@ class Root(NamedTuple):
 
 
 LENT = -1  # the unit of slots that belong to those of other parts
+BEGUN = "begun"
 FOLLOWING, PRECEDING = -1, -2  # whose a slot is: of the unit ahead forward, or backward
 
 
@@ -236,7 +237,7 @@ class PartPlayer(Player):
     def _add_slot(self, part: Part, number: int, unit: int, whose: int) -> int:
         slots, value = self.program.slots, len(self.program.values) + len(self.foreign)
         self.foreign[value] = whose, part.program.slots[number].value
-        slots.append(part.program.slots[number].at(value, unit))
+        slots.append(part.program.slots[number].at(value, unit, whose))
         return len(slots) - 1
 
     def _own_bucket(self, bucket: RootBucket, root: Root) -> Bucket:
@@ -411,6 +412,11 @@ class PartPlayer(Player):
         if slot.reduces_each or self._kind.is_last:
             self._sent.append(index)
         super()._send_home(bucket, [*after, self._others[index]])
+
+    def _first_tensor(self, bucket: Bucket) -> str:
+        """That of another part if it has begun the bucket: `Variants.renamed` knows which."""
+        share = self.shares[self._bucket_of[bucket.slots[0]]]
+        return f"{BEGUN}:{share.way}" if share.comes else super()._first_tensor(bucket)
 
     def _whole_bytes(self, index: int) -> int:
         return self.shares[index].whole_bytes

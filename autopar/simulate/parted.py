@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import BACKWARD, FORWARD
@@ -22,7 +23,6 @@ from autopar.simulate.part_player import (
     PartPlayer,
     ending,
 )
-from autopar.simulate.parts import Part
 from autopar.simulate.player import (
     LEAVE_GRADIENTS,
     Beyond,
@@ -30,6 +30,7 @@ from autopar.simulate.player import (
     Pass,
     PassKind,
     Played,
+    Rename,
     Standing,
     Travelling,
     finished,
@@ -68,17 +69,13 @@ class PartedStage:
         self.joined = joined = variants.joined(plan)
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
         self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent))
+        self.renames: list[Rename] = [partial(variants.renamed, joined, n) for n in range(len(joined.players))]
         self._meets = any(player.meets for player in joined.players)
         self._work_ns = {
-            FORWARD: sum([part.work_ns[0] for part in self.parts]),
-            BACKWARD: sum([part.work_ns[1] for part in self.parts]),
+            FORWARD: sum([part.work_ns[0] for part in self.joined.parts]),
+            BACKWARD: sum([part.work_ns[1] for part in self.joined.parts]),
             "optimizer": self.optimizer_ns,
         }
-
-    @property
-    def parts(self) -> list[Part]:
-        """What is played."""
-        return [player.part for player in self.joined.players]
 
     @property
     def receives(self) -> Collection[str]:
@@ -93,7 +90,7 @@ class PartedStage:
     @property
     def residents(self) -> list[tuple[int, str]]:
         """As in `StagePlayer`."""
-        return self.variants.residents(self.plan, self.parts)
+        return self.variants.residents(self.plan, self.joined.parts)
 
     def work_ns(self, name: str) -> int:
         """As in `StagePlayer`."""
@@ -123,7 +120,7 @@ class PartedStage:
             ((n, unit), *one) for n, found in gathered.arriving.items() for unit, ends in found.items() for one in ends
         ]  # fmt: skip
         standing = Standing(ready=tuple(ready), arriving=tuple(arriving))
-        return _pass(PassKind("begin"), gathered.done, [], standing)
+        return _pass(PassKind("begin"), gathered.done, standing, partial(self.variants.renamed, self.joined, -1))
 
     def _optimize(self, carried: Carried, standing: Standing) -> Pass:
         engine = Engine(self.variants.profile.facts.overlap_slowdown, carried)
@@ -135,12 +132,12 @@ class PartedStage:
         task = engine.compute("optimizer", "optimizer", self.optimizer_ns, after)
         engine.allocate(task, self.workspace, "workspace")
         engine.release(task, self.workspace, "workspace")
-        return _pass(PassKind("optimizer"), finished(engine, {}, {}), [], Standing(held=standing.held))
+        return _pass(PassKind("optimizer"), finished(engine, {}, {}), Standing(held=standing.held))
 
 
-def _pass(kind: PassKind, played: Played, changes: list[Change], standing: Standing) -> Pass:
+def _pass(kind: PassKind, played: Played, standing: Standing, rename: Rename | None = None) -> Pass:
     return Pass(
-        kind, ((0, played),), changes, played.length_ns, played.links, played.in_flight, played.last_ns,
+        kind, ((0, played, rename),), [], played.length_ns, played.links, played.in_flight, played.last_ns,
         played.unmet_ns, played.has_met, standing,
     )  # fmt: skip
 
@@ -160,7 +157,7 @@ class _PartedPass:
         self.has_met = False
         self.left_ns = stage.work_ns(kind.name)
         self.links, self.in_flight = dict(carried.links), [*carried.in_flight]
-        self.pieces: list[tuple[int, Played]] = []
+        self.pieces: list[tuple[int, Played, Rename]] = []
         self.changes: list[Change] = []
         self.home, self.held = [*standing.home], set(standing.held)
         self.ready: list[dict[int, tuple[int, str]]] = [{} for _ in range(count)]
@@ -260,7 +257,7 @@ class _PartedPass:
     def _take(self, number: int, player: PartPlayer, known: Exit) -> None:
         """Goes on from where a part has left the streams, and what it has under way."""
         begin, done = self.now, known.done
-        self.pieces.append((begin, done))
+        self.pieces.append((begin, done, self.stage.renames[number]))
         self.now = begin + done.length_ns
         self.unmet_ns, self.has_met = done.unmet_after(self.unmet_ns), self.has_met or done.has_met
         self.last, self.waiting = self.now + known.last_ns, known.waiting
@@ -390,7 +387,7 @@ class _PartedPass:
                 self.now = self.last = now
                 return number
             done = known.done
-            pieces.append((now, done))
+            pieces.append((now, done, self.stage.renames[number]))
             now += done.length_ns
             self.unmet_ns = unmet_ns = done.unmet_after(unmet_ns)
             self.has_met = self.has_met or done.has_met

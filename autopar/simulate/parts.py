@@ -116,6 +116,7 @@ class Lowered:
     loss: int  # the value, −1 for none
     constants: dict[int, int]
     keeps: tuple[str, ...]  # the stored tensors that it reads
+    origin: int  # the number of the segment that it was made of
     is_marked: bool = False
     marked: dict[int, tuple[Marked, int]] = field(default_factory=dict)  # by the number of what is wanted
 
@@ -225,7 +226,7 @@ class PartLowering(Lowering):
         return Lowered(
             program, self.calls, before, leaving, storages, after,
             self.known[loss, self.placements[loss]] if made and loss is not None else -1, self.constants,
-            segment.keeps,
+            segment.keeps, segment.number,
         )  # fmt: skip
 
     def _enter_values(self, segment: Segment, before: Arriving) -> None:

@@ -35,6 +35,7 @@ ROOT = 0  # the unit of parameters that belong to no block
 LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
 
 
+Rename = Callable[[str], str]
 Meet = Callable[[int, int], int]
 """From a collective's axis, and when this rank could start it: when all of its ranks can."""
 
@@ -164,11 +165,11 @@ class Played(_Unmet):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pass(_Unmet):
-    """One pass as it ran; times in ns from its begin. pieces: what was played of it, and when each of them began;
-    changes: of memory, beside theirs; the rest as in `Played`."""
+    """One pass as it ran; times in ns from its begin. pieces: what was played of it, when each of them began, and what
+    renames their tasks (as in `TimelinePiece`); changes: of memory, beside theirs; the rest as in `Played`."""
 
     kind: PassKind
-    pieces: tuple[tuple[int, Played], ...]
+    pieces: tuple[tuple[int, Played, Rename | None], ...]
     changes: list[Change]
     length_ns: int
     links: dict[str, int]
@@ -183,7 +184,7 @@ class Pass(_Unmet):
         """Of all pieces."""
         return [
             (stream, name, begin + start, begin + end, kind)
-            for begin, played in self.pieces for stream, name, start, end, kind in played.tasks
+            for begin, played, _ in self.pieces for stream, name, start, end, kind in played.tasks
         ]  # fmt: skip
 
     @property
@@ -193,7 +194,7 @@ class Pass(_Unmet):
             return self.pieces[0][1].allocations
         found = [
             (begin + time, size, kind, moment)
-            for begin, played in self.pieces for time, size, kind, moment in played.allocations
+            for begin, played, _ in self.pieces for time, size, kind, moment in played.allocations
         ]  # fmt: skip
         return found + self.changes
 
@@ -365,7 +366,7 @@ class Player:
             home=tuple([pair for pair in home if pair[0] > length]),
         )  # fmt: skip
         return Pass(
-            self._kind, ((0, played),), [], length, played.links, played.in_flight, played.last_ns,
+            self._kind, ((0, played, None),), [], length, played.links, played.in_flight, played.last_ns,
             played.unmet_ns, played.has_met, standing,
         )  # fmt: skip
 
@@ -673,11 +674,15 @@ class Player:
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
         if bucket.transmissions:
-            name = f"gradient of {slots[0].tensor}"
+            name = f"gradient of {self._first_tensor(bucket)}"
             _, last = self._transmit(name, "gradient", bucket.transmissions, after)
             self._home.append(last)
         if slots[0].shrinks:
             self._begin_journey(self._bucket_of[bucket.slots[0]], last)
+
+    def _first_tensor(self, bucket: Bucket) -> str:
+        """What a bucket is called by."""
+        return self.program.slots[bucket.slots[0]].tensor
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""

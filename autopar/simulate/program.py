@@ -172,12 +172,12 @@ class Slot:
         self.shrinks = any(step.before.kind == "S" for step in self.steps)
         self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
 
-    def at(self, value: int, unit: int) -> Slot:
-        """The slot in another program."""
+    def at(self, value: int, unit: int, whose: int) -> Slot:
+        """The slot in another program, where its tensor is told apart from that program's own."""
         other = object.__new__(Slot)
         for name in _SLOT_FIELDS:  # a third of the time that `copy.copy` takes
             setattr(other, name, getattr(self, name))
-        other.value, other.unit = value, unit
+        other.value, other.unit, other.tensor = value, unit, f"{whose}:{self.tensor}"
         return other
 
 

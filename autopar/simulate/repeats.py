@@ -39,6 +39,15 @@ class Segment:
     kind: int = -1
 
 
+def known_segments(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
+    """As `segments_of`, found once for a graph."""
+    key = recomputed, ROOT_NODES
+    if key not in facts.segments:
+        facts.segments[key] = segments_of(graph, facts, recomputed)
+    found: tuple[Segment, ...] = facts.segments[key]
+    return found
+
+
 def segments_of(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
     """The segments of a graph of one stage without branches."""
     runs = _runs(graph, facts, recomputed)

@@ -125,8 +125,8 @@ class Submesh:
         self.unmet_ns = done.unmet_after(self.unmet_ns)
         self.links.update((link, begin + end) for link, end in done.links.items())
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
-        for at, played in done.pieces:
-            self.pieces.append(TimelinePiece(begin + at, label, played.tasks, played.allocations))
+        for at, played, rename in done.pieces:
+            self.pieces.append(TimelinePiece(begin + at, label, played.tasks, played.allocations, rename))
             self.played[played] += 1
         if done.changes:
             self.pieces.append(TimelinePiece(begin, "", [], done.changes))

@@ -16,7 +16,17 @@ from autopar.simulate.differences import Differences, Key
 from autopar.simulate.engine import Change as MemoryChange
 from autopar.simulate.engine import Moment
 from autopar.simulate.facts import graph_facts
-from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
+from autopar.simulate.part_player import (
+    BEGUN,
+    FOLLOWING,
+    PRECEDING,
+    Ahead,
+    Begin,
+    PartPlayer,
+    Root,
+    RootBucket,
+    Unsupported,
+)
 from autopar.simulate.parts import (
     Arriving,
     CrossingValue,
@@ -32,7 +42,7 @@ from autopar.simulate.parts import (
 )
 from autopar.simulate.player import Pass, Played
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, Transmission
-from autopar.simulate.repeats import segments_of
+from autopar.simulate.repeats import Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
@@ -62,6 +72,11 @@ class Joined(NamedTuple):
     regathers: bool
     passes: dict[Any, Pass]
 
+    @property
+    def parts(self) -> list[Part]:
+        """What is played."""
+        return [player.part for player in self.players]
+
 
 class Variants:
     """Lowers plans by what is new in them."""
@@ -69,7 +84,7 @@ class Variants:
     def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
         self.graph, self.profile = graph, profile
         facts = graph_facts(graph, profile.device_type)
-        self.segments = segments_of(graph, facts, frozenset(plan.recompute))
+        self.segments = known_segments(graph, facts, frozenset(plan.recompute))
         batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
         self.lowering = PartLowering(graph, plan, profile, plan.mesh.devices_per_node, facts, batched)
         self.trains = self.lowering.trains
@@ -91,6 +106,7 @@ class Variants:
         self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
         self._held = [0] * len(graph.stored)
         self._updated = 0, 0
+        self._named: dict[tuple[int, int], dict[str, str]] = {}
         self._rises: dict[Played, int] = {}
 
     @property
@@ -266,6 +282,38 @@ class Variants:
         after the first microbatch all of them."""
         return self._all if microbatches > 1 else self._shared
 
+    # Names ----------------------------------------
+
+    def renamed(self, joined: Joined, number: int, name: str) -> str:
+        """The name of a part's task, which was played for an equal part of the model, word by word; of the step's begin
+        for -1. Slots of other parts (`Slot.at`) say whose they are."""
+        words = []
+        for word in name.split(" "):
+            whose, mark, tensor = word.rpartition(":")
+            if whose == BEGUN:
+                at, tensor = _begun(joined, number, int(tensor))
+            else:
+                at = self._part_of(joined, number, int(whose)) if mark else number
+            words.append(tensor if at < 0 else self._names(joined.parts[at].lowered.origin, at).get(tensor, tensor))
+        return " ".join(words)
+
+    def _part_of(self, joined: Joined, number: int, whose: int) -> int:
+        if number < 0:
+            return whose
+        if whose in (FOLLOWING, PRECEDING):
+            return (joined.following if whose == FOLLOWING else joined.preceding)[number][0]
+        return joined.root_parts[whose]
+
+    def _names(self, origin: int, number: int) -> Mapping[str, str]:
+        """What is called so in a segment, as it is called in an equal one."""
+        if origin == number:
+            return {}
+        known = self._named.get((origin, number))
+        if known is None:
+            pairs = zip(_names_in(self.segments[origin]), _names_in(self.segments[number]), strict=True)
+            known = self._named[origin, number] = dict(pairs)
+        return known
+
     # What is regathered ----------------------------------------
 
     def _lent(self, parts: Sequence[Part]) -> list[dict[int, Key]]:
@@ -307,7 +355,7 @@ class Variants:
         for at, (number, n) in enumerate(found):
             slot = parts[number].program.slots[n]
             unit = (number, slot.unit) if slot.unit else (0, 0)
-            program.slots.append(slot.at(at, units.setdefault(unit, len(units))))
+            program.slots.append(slot.at(at, units.setdefault(unit, len(units)), number))
         buckets = [
             RootBucket(
                 tuple((place[found[n][0]], found[n][1]) for n in bucket.slots), bucket.transmissions, bucket.convert_ns
@@ -358,7 +406,7 @@ class Variants:
                 slot = part.program.slots[n]
                 unit = (number, slot.unit) if slot.unit else (0, 0)
                 places.append((number, n))
-                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units))))
+                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units)), number))
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
         inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
@@ -433,6 +481,21 @@ class Variants:
             constants.update((names[storage], size) for storage, size in lowered.constants.items())
             entering = [names[storage] for storage in lowered.storages]
         lowering.constants = dict(enumerate(constants.values()))
+
+
+def _begun(joined: Joined, number: int, way: int) -> tuple[int, str]:
+    """Which part has begun a bucket of this way that a part goes on with, and what the bucket is called by there."""
+    for at in range(number + 1, len(joined.players)):
+        player = joined.players[at]
+        for share in player.shares:
+            if share.way == way and share.goes and not share.comes:
+                return at, player.program.slots[share.slots[0]].tensor
+    raise AssertionError(f"expected a part after {number} that begins a bucket of way {way}")
+
+
+def _names_in(segment: Segment) -> list[str]:
+    """Of its operators and tensors, in an order that equal segments have them in, too."""
+    return [*(node.name for node in segment.nodes), *segment.enters, *segment.made, *segment.stored, *segment.keeps]
 
 
 def _in_time(change: MemoryChange) -> tuple[int, int, int]:

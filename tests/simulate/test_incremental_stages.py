@@ -15,7 +15,8 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
 from autopar.refinement import Worlds
-from autopar.simulate import IncrementalStages, simulate
+from autopar.simulate import IncrementalStages
+from autopar.simulate.step import simulate_whole
 from autopar.soap import Proposals
 from benchmarks.soap.delta import differences
 from tests.soap.test_space import graph
@@ -61,7 +62,7 @@ def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
     own, profile = microbatch(schedule), worlds(schedule).profile
     stages = IncrementalStages(own, profile)
     for plan in plans(schedule):
-        assert not differences(simulate(own, plan, profile), stages.timeline(plan))
+        assert not differences(simulate_whole(own, plan, profile), stages.timeline(plan))
 
 
 def test_only_changed_stages_are_lowered() -> None:
