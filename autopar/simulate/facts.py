@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
@@ -30,7 +29,6 @@ class GraphFacts:
         self._block_of: dict[tuple[str, frozenset[str]], str] = {}
         self.constants, self.folded = constant_tensors(graph), folded_tensors(graph)
         self._graph = weakref.ref(graph)
-        self.segments: dict[Hashable, Any] = {}  # what `repeats` has found, by what that depends on
         self._twins: tuple[tuple[tuple[str, ...], ...], dict[str, tuple[int, int]]] | None = None
 
     def twins(self, blocks: tuple[tuple[str, ...], ...]) -> dict[str, tuple[int, int]]:

@@ -237,7 +237,7 @@ class PartPlayer(Player):
     def _add_slot(self, part: Part, number: int, unit: int, whose: int) -> int:
         slots, value = self.program.slots, len(self.program.values) + len(self.foreign)
         self.foreign[value] = whose, part.program.slots[number].value
-        slots.append(part.program.slots[number].at(value, unit, whose))
+        slots.append(part.program.slots[number].at(value, unit, f"{whose}:{number}"))
         return len(slots) - 1
 
     def _own_bucket(self, bucket: RootBucket, root: Root) -> Bucket:

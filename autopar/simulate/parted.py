@@ -35,7 +35,7 @@ from autopar.simulate.player import (
     Travelling,
     finished,
 )
-from autopar.simulate.variants import Variants
+from autopar.simulate.variants import SentValues, Variants
 
 LONG_AGO = -(1 << 62)
 NOTHING: frozenset[int] = frozenset()
@@ -64,9 +64,10 @@ NO_GRADIENTS: _Gradients = ((), (), NOTHING, NOTHING, NOTHING, (), ())
 class PartedStage:
     """A stage of a plan, in parts."""
 
-    def __init__(self, variants: Variants, plan: Plan) -> None:
+    def __init__(self, variants: Variants, plan: Plan, sent: SentValues) -> None:
+        """plan: of the stage."""
         self.variants, self.plan = variants, plan
-        self.joined = joined = variants.joined(plan)
+        self.joined = joined = variants.joined(plan, sent)
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
         self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent))
         self.renames: list[Rename] = [partial(variants.renamed, joined, n) for n in range(len(joined.players))]
@@ -80,17 +81,30 @@ class PartedStage:
     @property
     def receives(self) -> Collection[str]:
         """As in `StagePlayer`."""
-        return ()
+        return self.variants.graph.received
 
     @property
     def kept(self) -> Collection[str]:
         """As in `StagePlayer`."""
-        return ()
+        saved: list[bool] = [False] * self.joined.parts[0].lowered.num_memory
+        for part in self.joined.parts:
+            lowered, own = part.lowered, saved
+            saved = [s in part.saved or (s < len(own) and own[s]) for s in lowered.storages]
+        program = part.program
+        sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
+        return {
+            name for name, storage in sent
+            if storage in part.saved or (storage < len(own) and own[storage]) or program.memory[storage].owner < 0
+        }  # fmt: skip
 
     @property
     def residents(self) -> list[tuple[int, str]]:
         """As in `StagePlayer`."""
         return self.variants.residents(self.plan, self.joined.parts)
+
+    def has_work(self, name: str) -> bool:
+        """Whether anything runs in a pass of that name."""
+        return name == FORWARD or any(part.direction is not None and part.direction.steps for part in self.joined.parts)
 
     def work_ns(self, name: str) -> int:
         """As in `StagePlayer`."""
@@ -152,7 +166,7 @@ class _PartedPass:
         self.variants, self.joined, self.players, self.lent_slots = stage.variants, joined, joined.players, joined.lent
         self.host, count = stage.variants.profile.host, len(joined.players)
         self.now = self.last = 0
-        self.busy, self.waiting = self.host.pass_ns if self.host else 0, kind.name
+        self.busy, self.waiting = self.host.pass_ns if self.host and stage.has_work(kind.name) else 0, kind.name
         self.begun_unmet_ns = self.unmet_ns = carried.unmet_ns
         self.has_met = False
         self.left_ns = stage.work_ns(kind.name)
@@ -425,6 +439,9 @@ class _PartedPass:
             transient = left.transient
         if self.joined.regathers:
             self._end_pass(exits)
+        received = sum([player.part.received_bytes for player in self.players])
+        if received:
+            self.changes.append((self.last, -received, "activation gradients", Moment.START))
 
     def _play_backward(
         self, number: int, player: PartPlayer, kind: PassKind, gradients: Mapping[int, Ends], transient: frozenset[int],

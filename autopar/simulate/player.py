@@ -14,10 +14,11 @@ A pass that begins in the same state as an earlier one of its kind is that one, 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 from autopar.cost import Profile
@@ -140,7 +141,7 @@ class _Unmet:
         return self.unmet_ns if self.has_met else before_ns + self.unmet_ns
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Played(_Unmet):
     """What an engine has played of a pass; times in ns from its begin. `length_ns`: until the compute stream is free
     again.
@@ -161,6 +162,13 @@ class Played(_Unmet):
     last_ns: int
     unmet_ns: int
     has_met: bool
+
+    @cached_property
+    def rise_bytes(self) -> int:
+        """The most that it adds to what was there when it began. In order: when, at which moment of that, and what
+        gives back before what takes (as in `memory`)."""
+        changes = sorted(self.allocations, key=lambda change: (change[0], change[3], change[1]))
+        return max(0, *itertools.accumulate(size for _, size, _, _ in changes)) if changes else 0
 
 
 @dataclass(frozen=True, eq=False, slots=True)

@@ -16,7 +16,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from autopar.cost import Profile
@@ -220,7 +220,8 @@ class PlayedStep:
     def __init__(
         self, graph: Graph, plan: Plan, players: Sequence[StagePlayer], profiles: Sequence[Profile], until_ns: float
     ) -> None:
-        self.plan, self.sharing, self.until_ns = plan, sharing_of(profiles) if plan.stages else None, until_ns
+        self.plan, self.sharing = plan, sharing_of(profiles) if plan.stages else None
+        self.until_ns = math.inf if self.sharing else until_ns  # else time passes faster where ranks wait
         self.trains = plan.mode == "train" and graph.loss is not None
         self.stages = [StageProgress(player) for player in players]
         self.submeshes = _submeshes(plan)
@@ -387,13 +388,19 @@ class PlayedStep:
     # Result ----------------------------------------
 
     @property
-    def end_ns(self) -> int:
+    def _makespan(self) -> int:
         """When all streams are free, while ranks that wait leave their cores to nobody."""
         return max([submesh.end_ns for submesh in self.submeshes])
 
+    @property
+    def step_time_ns(self) -> int:
+        """How long the step takes."""
+        return self._makespan if self.sharing is None else self.timeline.step_time_ns
+
+    @cached_property
     def timeline(self) -> Timeline:
         """Everything that was played."""
-        makespan = self.end_ns
+        makespan = self._makespan
         lanes = tuple(lane_of(submesh, makespan, self._residents(submesh)) for submesh in self.submeshes)
         if self.sharing is not None:
             beside = [Beside(submesh.around, submesh.carrying_ns) for submesh in self.submeshes]

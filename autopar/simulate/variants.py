@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
+from autopar.ir.placement import Placement
 from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.differences import Differences, Key
-from autopar.simulate.engine import Change as MemoryChange
 from autopar.simulate.engine import Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import (
@@ -46,7 +46,10 @@ from autopar.simulate.repeats import Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
-KEPT_RISES = 1 << 14
+
+
+SentValues = Mapping[tuple[str, Placement], bool]
+"""What a stage sends to later ones, in which placements, and whether the gradient comes back."""
 
 
 class Gathered(NamedTuple):
@@ -81,12 +84,13 @@ class Joined(NamedTuple):
 class Variants:
     """Lowers plans by what is new in them."""
 
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
-        self.graph, self.profile = graph, profile
-        facts = graph_facts(graph, profile.device_type)
+    def __init__(self, whole: Graph, graph: Graph, plan: Plan, profile: Profile, per_node: int) -> None:
+        """graph, plan: of the stage; whole: of all stages."""
+        self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
+        facts = graph_facts(whole, profile.device_type)
         self.segments = known_segments(graph, facts, frozenset(plan.recompute))
-        batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
-        self.lowering = PartLowering(graph, plan, profile, plan.mesh.devices_per_node, facts, batched)
+        batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
+        self.lowering = PartLowering(graph, plan, profile, per_node, facts, batched)
         self.trains = self.lowering.trains
         self.differences = Differences(graph, self.segments, plan)
         self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
@@ -107,7 +111,6 @@ class Variants:
         self._held = [0] * len(graph.stored)
         self._updated = 0, 0
         self._named: dict[tuple[int, int], dict[str, str]] = {}
-        self._rises: dict[Played, int] = {}
 
     @property
     def is_full(self) -> bool:
@@ -123,9 +126,9 @@ class Variants:
 
     # Lowering ----------------------------------------
 
-    def parts(self, plan: Plan) -> list[Part]:
+    def parts(self, plan: Plan, sent: SentValues) -> list[Part]:
         """The plan's parts: see `parts` for the four walks."""
-        lowered = self._lowered_parts(plan)
+        lowered = self._lowered_parts(plan, sent)
         marked = self._marked_parts(lowered)
         first = marked[0].lowered
         before = self._number(KeptBefore((False,) * first.num_memory, (False,) * first.num_entering))
@@ -147,13 +150,19 @@ class Variants:
             wanted = known[1]
         return parts[::-1]
 
-    def _lowered_parts(self, plan: Plan) -> list[Lowered]:
-        numbers = self.differences.numbers(plan)
+    def _lowered_parts(self, plan: Plan, sent: SentValues) -> list[Lowered]:
+        numbers = [*self.differences.numbers(plan)]
+        if self.is_stage:
+            received = tuple([plan.inputs[name] for name in self.graph.received])
+            numbers[0] = self._number((numbers[0], received))
+            numbers[-1] = self._number((numbers[-1], tuple(sent.items())))
         before, found = self._number(self._begin(plan)), []
         for segment, number in zip(self.segments, numbers, strict=True):
             known = self._lowered.get((segment.kind, number, before))
             if known is None:
-                part = self.lowering.lower(segment, plan, dict(self.differences.steps), self._contents[before])
+                leaving = sent if segment.number == len(self.segments) - 1 else {}
+                steps = dict(self.differences.steps)
+                part = self.lowering.lower(segment, plan, steps, self._contents[before], leaving)
                 known = self._lowered[segment.kind, number, before] = part, self._number(part.after)
             found.append(known[0])
             before = known[1]
@@ -186,12 +195,15 @@ class Variants:
 
     # Joining ----------------------------------------
 
-    def joined(self, plan: Plan) -> Joined:
-        """The plan's parts, as they are played."""
+    def joined(self, plan: Plan, sent: SentValues) -> Joined:
+        """The plan's parts, as they are played. sent: what the stage sends to later ones, and whether the gradient
+        comes back."""
         self._check_gathered_alike(plan)
-        parts = self.parts(plan)
+        parts = self.parts(plan, sent)
         shares = self._shares(parts)
         regathers = any(part.regathers for part in parts)
+        if regathers and self.is_stage:
+            raise Unsupported("parameters of one stage of several are regathered in each of its passes")
         if regathers:
             return self._join_regathering(parts, shares)
         players = tuple([
@@ -286,23 +298,26 @@ class Variants:
 
     def renamed(self, joined: Joined, number: int, name: str) -> str:
         """The name of a part's task, which was played for an equal part of the model, word by word; of the step's begin
-        for -1. Slots of other parts (`Slot.at`) say whose they are."""
+        for -1. A word like "2:3" means a slot of another part (`Slot.at`), or the bucket of a way that others began."""
         words = []
         for word in name.split(" "):
-            whose, mark, tensor = word.rpartition(":")
-            if whose == BEGUN:
-                at, tensor = _begun(joined, number, int(tensor))
-            else:
-                at = self._part_of(joined, number, int(whose)) if mark else number
+            whose, mark, which = word.rpartition(":")
+            at, tensor = number, word
+            if mark:
+                at, n = self._slot_meant(joined, number, whose, int(which))
+                tensor = joined.parts[at].program.slots[n].tensor
             words.append(tensor if at < 0 else self._names(joined.parts[at].lowered.origin, at).get(tensor, tensor))
         return " ".join(words)
 
-    def _part_of(self, joined: Joined, number: int, whose: int) -> int:
+    def _slot_meant(self, joined: Joined, number: int, whose: str, which: int) -> tuple[int, int]:
+        """The part, and the slot's number there."""
+        if whose == BEGUN:
+            return _begun(joined, number, which)
         if number < 0:
-            return whose
-        if whose in (FOLLOWING, PRECEDING):
-            return (joined.following if whose == FOLLOWING else joined.preceding)[number][0]
-        return joined.root_parts[whose]
+            return int(whose), which
+        if int(whose) in (FOLLOWING, PRECEDING):
+            return (joined.following if int(whose) == FOLLOWING else joined.preceding)[number][0], which
+        return joined.root_parts[int(whose)], which
 
     def _names(self, origin: int, number: int) -> Mapping[str, str]:
         """What is called so in a segment, as it is called in an equal one."""
@@ -355,7 +370,7 @@ class Variants:
         for at, (number, n) in enumerate(found):
             slot = parts[number].program.slots[n]
             unit = (number, slot.unit) if slot.unit else (0, 0)
-            program.slots.append(slot.at(at, units.setdefault(unit, len(units)), number))
+            program.slots.append(slot.at(at, units.setdefault(unit, len(units)), ""))
         buckets = [
             RootBucket(
                 tuple((place[found[n][0]], found[n][1]) for n in bucket.slots), bucket.transmissions, bucket.convert_ns
@@ -406,7 +421,7 @@ class Variants:
                 slot = part.program.slots[n]
                 unit = (number, slot.unit) if slot.unit else (0, 0)
                 places.append((number, n))
-                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units)), number))
+                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units)), f"{number}:{n}"))
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
         inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
@@ -447,16 +462,6 @@ class Variants:
                 most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
         self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
 
-    def rise_bytes(self, done: Played) -> int:
-        """The most that a pass adds to what was there when it began."""
-        known = self._rises.get(done)
-        if known is None:
-            if len(self._rises) >= KEPT_RISES:
-                self._rises.clear()
-            held = itertools.accumulate(size for _, size, _, _ in sorted(done.allocations, key=_in_time))
-            known = self._rises[done] = max(held, default=0)
-        return max(0, known)
-
     def resident_bytes(self, plan: Plan, parts: Sequence[Part]) -> int:
         """Bytes that stay through the step; at least, where nothing is trained."""
         self.optimizer(plan)
@@ -483,24 +488,18 @@ class Variants:
         lowering.constants = dict(enumerate(constants.values()))
 
 
-def _begun(joined: Joined, number: int, way: int) -> tuple[int, str]:
-    """Which part has begun a bucket of this way that a part goes on with, and what the bucket is called by there."""
+def _begun(joined: Joined, number: int, way: int) -> tuple[int, int]:
+    """The first slot of a bucket of this way that a part goes on with: the part that began it, and the number there."""
     for at in range(number + 1, len(joined.players)):
-        player = joined.players[at]
-        for share in player.shares:
+        for share in joined.players[at].shares:
             if share.way == way and share.goes and not share.comes:
-                return at, player.program.slots[share.slots[0]].tensor
+                return at, share.slots[0]
     raise AssertionError(f"expected a part after {number} that begins a bucket of way {way}")
 
 
 def _names_in(segment: Segment) -> list[str]:
     """Of its operators and tensors, in an order that equal segments have them in, too."""
     return [*(node.name for node in segment.nodes), *segment.enters, *segment.made, *segment.stored, *segment.keeps]
-
-
-def _in_time(change: MemoryChange) -> tuple[int, int, int]:
-    """When, at which moment of that, and what gives back before what takes (as in `timeline`)."""
-    return change[0], change[3], change[1]
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

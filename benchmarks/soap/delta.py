@@ -4,8 +4,9 @@
 
 A proposal changes the placements of one operator, how one tensor is stored, or what is computed again, in one layer or
 in all equal ones; half of them are taken, so that plans drift far from the templates that they began with. Equal means:
-step time, breakdown, exposed time by kind, bytes by collective, peak memory and what it consists of, every task; and, asked whether
-a step is within a time, or its peak within a limit, drawn around what is true, the answer is that of the whole.
+step time, breakdown, exposed time by kind, bytes by collective, peak memory and what it consists of, every task; and,
+asked whether a step is within a time, or its peak within a limit, drawn around what is true, the answer is that of the
+whole.
 
 Timed is a GPT of 32 layers on 64 and on 8 devices. One proposal after another is simulated whole (from plan and graph
 to step time and peak), then by its difference to those before; a tenth of them are taken. Times are those
@@ -26,8 +27,7 @@ from typing import Any
 
 from autopar.ir.plan import Plan
 from autopar.simulate import Timeline
-from autopar.simulate.incremental import Incremental
-from autopar.simulate.step import simulate_whole
+from autopar.simulate.incremental import Incremental, simulate_whole
 from benchmarks.facts import facts, write_record
 from benchmarks.simulate.run import SMALL
 from benchmarks.soap.cases import CASES, Case, Start, start

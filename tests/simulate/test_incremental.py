@@ -24,11 +24,10 @@ from autopar.profiler import load_profile
 from autopar.refinement import space_of
 from autopar.simulate import repeats
 from autopar.simulate.facts import graph_facts
-from autopar.simulate.incremental import Incremental
+from autopar.simulate.incremental import Incremental, simulate_whole
 from autopar.simulate.part_player import PartPlayer
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.repeats import segments_of
-from autopar.simulate.step import simulate_whole
 from autopar.soap.space import Change
 from autopar.trace import find_blocks, trace
 from benchmarks.soap.cases import CASES, WAITS, Start, start

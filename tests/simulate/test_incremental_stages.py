@@ -15,8 +15,8 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
 from autopar.refinement import Worlds
-from autopar.simulate import IncrementalStages
-from autopar.simulate.step import simulate_whole
+from autopar.simulate import Incremental
+from autopar.simulate.incremental import simulate_whole
 from autopar.soap import Proposals
 from benchmarks.soap.delta import differences
 from tests.soap.test_space import graph
@@ -60,15 +60,15 @@ def microbatch(schedule: str) -> Graph:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
     own, profile = microbatch(schedule), worlds(schedule).profile
-    stages = IncrementalStages(own, profile)
+    stages = Incremental(own, profile)
     for plan in plans(schedule):
         assert not differences(simulate_whole(own, plan, profile), stages.timeline(plan))
 
 
 def test_only_changed_stages_are_lowered() -> None:
     own, (first, *_) = microbatch("1f1b"), plans("1f1b")
-    stages = IncrementalStages(own, worlds("1f1b").profile)
+    stages = Incremental(own, worlds("1f1b").profile)
     stages.timeline(first)
-    assert stages.num_lowered == len(first.stages)
+    assert stages.num_whole == len(first.stages)
     stages.timeline(first)
-    assert stages.num_lowered == len(first.stages)
+    assert stages.num_whole == len(first.stages)
