@@ -154,11 +154,11 @@ class PartPlayer(Player):
 
     def __init__(
         self, part: Part, profile: Profile, trains: bool, shares: tuple[Share, ...], following: Ahead | None = None,
-        preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False,
+        preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False, begins_back: bool = False,
         lent: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         """following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
-        self.lent = lent
+        self.lent, self.begins_back = lent, begins_back
         self.part, self.trains, self.sums_early, self.is_first = part, trains, True, is_first
         self.program = copy.copy(part.program)
         self.program.reductions = [
@@ -185,7 +185,9 @@ class PartPlayer(Player):
             raise Unsupported  # the parameter is read first where no gradient flows, and its bucket is there
         self._complete_at = self._completing()
         self.known: dict[Any, Exit] = {}
-        self.forward: Forward = part.forward.setdefault((following, preceding, root, is_first, lent), Forward())
+        self.forward: Forward = part.forward.setdefault(
+            (following, preceding, root, is_first, begins_back, lent), Forward()
+        )
         self.waits = tuple(
             (index, share.way) for index, share in enumerate(shares) if share.completed_at >= 0 and share.comes
         )
@@ -277,6 +279,9 @@ class PartPlayer(Player):
                     self._launch(self.orders.visits[0])
             latest = self._run_forward(range(NUM_BEFORE, self.part.end))
         elif self.direction is not None:
+            if self.begins_back:
+                self._launch(ROOT)
+                self._unpack(ROOT)
             self._run_steps(self.direction)
         return self._exit(latest)
 

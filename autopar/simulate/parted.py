@@ -237,7 +237,7 @@ class _PartedPass:
         now, last = self.now, self.last - self.now
         live, root = self.live[number], -1
         if player.has_root and self.joined.root is not None:
-            root = self.root if kind.name == BACKWARD else self.joined.root.num_slots
+            root = self.root if kind.name == BACKWARD and not player.begins_back else self.joined.root.num_slots
             live = live | {0} if self.root >= 0 else live
         arriving: tuple[tuple[int, int, int], ...] = ()
         if self.arriving[number]:
@@ -366,7 +366,7 @@ class _PartedPass:
             self._done(player.part.work_ns[0])
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
-        if not self.variants.trains and self.joined.regathers:
+        if self.joined.regathers and (self.variants.is_stage or not self.variants.trains):
             self._end_pass(exits)
 
     def _play_forward(self, number: int, player: PartPlayer, ends: Sequence[tuple[int, str] | None]) -> Exit:

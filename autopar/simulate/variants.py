@@ -202,12 +202,10 @@ class Variants:
         parts = self.parts(plan, sent)
         shares = self._shares(parts)
         regathers = any(part.regathers for part in parts)
-        if regathers and self.is_stage:
-            raise Unsupported("parameters of one stage of several are regathered in each of its passes")
         if regathers:
             return self._join_regathering(parts, shares)
         players = tuple([
-            self._player(part, own, (None, None, None, number == 0, frozenset()))
+            self._player(part, own, (None, None, None, number == 0, False, frozenset()))
             for number, (part, own) in enumerate(zip(parts, shares, strict=True))
         ])  # fmt: skip
         known = self._joined.get(players)
@@ -241,11 +239,13 @@ class Variants:
         lent = self._lent(parts)
         following, preceding = _neighbours(parts)
         root_parts, root = self._root(parts)
+        begins_back = len(parts) - 1 if self.is_stage else -1  # it gathers again what belongs to no unit
         players = []
         for number, part in enumerate(parts):
             around = (
                 _ahead(parts, following[number], _gathers_in), _ahead(parts, preceding[number], _is_entered),
-                root if number == 0 or number in root_parts else None, number == 0,
+                root if number in (0, begins_back) or number in root_parts else None, number == 0,
+                number == begins_back,
                 frozenset(n for n in lent[number] if part.program.slots[n].value < part.lowered.num_entering),
             )  # fmt: skip
             players.append(self._player(part, shares[number], around))
