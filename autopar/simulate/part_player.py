@@ -473,12 +473,12 @@ def ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Chan
 class Begin(Player):
     """The begin of a step: parameters that are gathered once. units: those that something runs in."""
 
-    def __init__(self, program: LocalProgram, profile: Profile, units: set[int]) -> None:
+    def __init__(self, program: LocalProgram, profile: Profile, units: set[int], carried: Carried) -> None:
         self.program, self._meet = program, None
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdown = profile.facts.overlap_slowdown
         self.orders = Orders(last=dict.fromkeys(units, -1))
-        self.engine = Engine(self._slowdown, Carried(), 0, "forward")
+        self.engine = Engine(self._slowdown, carried, 0, "forward")
         self.comm_bytes, self.along = defaultdict(int), {}
         self._ready, self._arriving, self._pinned, self._awaited = {}, defaultdict(list), set(), []
 

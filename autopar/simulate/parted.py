@@ -114,7 +114,7 @@ class PartedStage:
         """As in `StagePlayer`."""
         bound = bound or NO_BOUND
         if kind.name == "begin":
-            return self._begin_step()
+            return self._begin_step(carried)
         if kind.name == "optimizer":
             return self._optimize(carried, standing)
         if kind.name in LEAVE_GRADIENTS:
@@ -127,8 +127,8 @@ class PartedStage:
             raise Beyond(bound.beside_ns + known.length_ns)
         return known
 
-    def _begin_step(self) -> Pass:
-        gathered = self.joined.gathered
+    def _begin_step(self, carried: Carried) -> Pass:
+        gathered = self.variants.gathered(self.joined.parts, carried._replace(last_ns=0, unmet_ns=0))
         ready = [((n, value), *end) for n, found in gathered.ready.items() for value, end in found.items()]
         arriving = [
             ((n, unit), *one) for n, found in gathered.arriving.items() for unit, ends in found.items() for one in ends

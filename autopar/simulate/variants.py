@@ -14,7 +14,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.differences import Differences, Key
-from autopar.simulate.engine import Moment
+from autopar.simulate.engine import Carried, Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import (
     BEGUN,
@@ -70,7 +70,6 @@ class Joined(NamedTuple):
     preceding: Sequence[tuple[int, int]]
     root_parts: tuple[int, ...]
     root: Root | None
-    gathered: Gathered
     lent: Sequence[Mapping[int, Key]]
     regathers: bool
     passes: dict[Any, Pass]
@@ -212,7 +211,7 @@ class Variants:
         if known is None:
             nothing = ((-1, -1),) * len(parts)
             known = self._joined[players] = Joined(
-                players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False, {}
+                players, nothing, nothing, (), None, ({},) * len(parts), False, {}
             )  # fmt: skip
         return known
 
@@ -254,7 +253,7 @@ class Variants:
             borrowed = [_borrowed(player, number, preceding, parts, lent) for number, player in enumerate(players)]
             together = [{**own, **others} for own, others in zip(lent, borrowed, strict=True)]
             self._joined[key] = Joined(
-                key, following, preceding, root_parts, root, self._gathers(parts), together, True, {}
+                key, following, preceding, root_parts, root, together, True, {}
             )  # fmt: skip
         return self._joined[key]
 
@@ -381,17 +380,17 @@ class Variants:
 
     # The step's begin and end ----------------------------------------
 
-    def _gathers(self, parts: Sequence[Part]) -> Gathered:
-        """Plays the begin of the step, without what stays."""
+    def gathered(self, parts: Sequence[Part], carried: Carried) -> Gathered:
+        """Plays the begin of the step, from what other stages of the device have under way."""
         if not any(part.first_sent for part in parts):
             sizes = sum(part.first_bytes for part in parts)
-            begin = Begin(LocalProgram(), self.profile, set())
+            begin = Begin(LocalProgram(), self.profile, set(), carried)
             begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
             return Gathered({}, {}, begin.result())
-        key = tuple([self._first_form(part) for part in parts])
+        key = carried, tuple([self._first_form(part) for part in parts])
         known = self._gathered.get(key)
         if known is None:
-            known = self._gathered[key] = self._played_gathers(parts)
+            known = self._gathered[key] = self._played_gathers(parts, carried)
         ready = {
             number: {parts[number].program.slots[n].value: end for n, end in ends.items()}
             for number, ends in known.ready.items()
@@ -411,7 +410,7 @@ class Variants:
             part.first_form = self._number(form)
         return part.first_form
 
-    def _played_gathers(self, parts: Sequence[Part]) -> Gathered:
+    def _played_gathers(self, parts: Sequence[Part], carried: Carried) -> Gathered:
         """As `Gathered`, but slots by number."""
         places, program = list[tuple[int, int]](), LocalProgram()
         units: dict[tuple[int, int], int] = {(0, 0): 0}
@@ -425,7 +424,7 @@ class Variants:
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
         inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
-        begin = Begin(program, self.profile, inside)
+        begin = Begin(program, self.profile, inside, carried)
         if is_plain:
             quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts)
             begin.engine.allocate(0, quiet, "gathered", Moment.SEND)
