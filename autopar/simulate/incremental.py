@@ -43,7 +43,7 @@ KEPT_STAGES = 12  # of each place in the row
 class _KnownStage(NamedTuple):
     """A stage that was lowered whole: all that its program depends on, and what plays it."""
 
-    stage: Stage | Plan
+    stage: Stage
     leaving: Mapping[str, tuple[Placement, ...]]
     rest: Any
     player: Player
@@ -96,12 +96,12 @@ class Incremental:
         return known[1]
 
     def _played_now(self, plan: Plan, until_ns: float) -> PlayedStep | Timeline:
-        if not plan.stages and (plan.forks or ranks_differ(plan)):
+        if len(plan.stages) == 1 and (plan.stage.forks or ranks_differ(plan)):
             own = self._profile
             known = own if isinstance(own, Mapping) else {group.profile: own for group in plan.mesh.groups}
             return play_unlike(self._graph, plan, known, self._sums_early)
         profiles = profiles_of_stages(plan, self._profile)
-        is_cut = self._in_parts and not (plan.stages and SCHEDULES[plan.schedule].splits_backward)
+        is_cut = self._in_parts and not (len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward)
         for in_parts in (True, False) if is_cut else (False,):
             try:
                 players = self._players(plan, profiles, in_parts)
@@ -127,15 +127,15 @@ class Incremental:
         known = self._variants.get(key)
         if known is None or known.is_full:
             known = self._variants[key] = Variants(self._graph, graph, part, profile, devices_per_node(plan, index))
-            if len(self._variants) > KEPT_VARIANTS * max(1, len(plan.stages)):
+            if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)
-        answered = {*answered_values(self._graph, plan, index)} if plan.stages else set()
+        answered = {*answered_values(self._graph, plan, index)} if len(plan.stages) > 1 else set()
         sent = {value: value in answered for value in leaving_values(self._graph, plan, index)}
         return PartedStage(known, part, sent)
 
     def _stage_graph(self, plan: Plan, index: int) -> Graph:
         """One graph for equal stages, whatever their placements."""
-        if not plan.stages:
+        if len(plan.stages) == 1:
             return self._graph
         stage, firsts = plan.stages[index], tuple([stage.first_rank for stage in plan.stages])
         back = tuple([name for name, _ in answered_values(self._graph, plan, index)])
@@ -150,12 +150,11 @@ class Incremental:
 
     def _whole(self, plan: Plan, index: int, profile: Profile, prices: Prices) -> StagePlayer:
         """A stage lowered whole, one that was known before if it is as it was."""
-        stage, leaving = plan.stages[index] if plan.stages else plan, leaving_by_name(self._graph, plan, index)
+        stage, leaving = plan.stages[index], leaving_by_name(self._graph, plan, index)
         is_last = index == len(plan.stages) - 1
         rest = (
             plan.mesh, plan.microbatches, plan.schedule, plan.recompute, plan.mode, plan.optimizer, plan.blocks,
-            plan.precision, len(plan.stages), is_last,
-            answered_values(self._graph, plan, index) if plan.stages else (),
+            plan.precision, len(plan.stages), is_last, answered_values(self._graph, plan, index),
         )  # fmt: skip
         kept = self._known.setdefault(index, [])
         for number, known in enumerate(kept):
@@ -190,7 +189,7 @@ def simulate_whole(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Pro
 
 def ranks_differ(plan: Plan) -> bool:
     """Whether ranks of one stage differ, in their devices or in their shares."""
-    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.axes)
+    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.stage.axes)
 
 
 def _most_bytes(step: PlayedStep) -> float:

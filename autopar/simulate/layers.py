@@ -62,7 +62,7 @@ def layer_costs(
     what stays, of which a stage has the sum over its layers, but of the workspace, of which it has the largest.
     """
     shared = profile.shared_by(plan.mesh.devices_per_node)
-    profiles = [shared] * max(1, len(plan.stages))
+    profiles = [shared] * len(plan.stages)
     trains = plan.mode == "train" and graph.loss is not None
     players = [Player(program, shared, trains) for program in lower_stages(graph, plan, profiles)]
     transfers = find_transfers(graph, plan, players, profiles)
@@ -70,7 +70,7 @@ def layer_costs(
         _cost(player, plan.microbatches, _crossing_ns(transfers, number), constants_once)
         for number, player in enumerate(players)
     ]
-    if not (splits and trains and plan.stages):
+    if not (splits and trains and len(plan.stages) > 1):
         return costs
     in_two = lower_stages(graph, replace(plan, schedule=_IN_TWO), profiles)
     return [_with_two_parts(cost, program, shared) for cost, program in zip(costs, in_two, strict=True)]

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from autopar.ir.plan import Plan
+from autopar.ir.plan import StagePlan
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.simulate.differences import Key
 from autopar.simulate.engine import Carried, Change, Engine, Moment
@@ -64,7 +64,7 @@ NO_GRADIENTS: _Gradients = ((), (), NOTHING, NOTHING, NOTHING, (), ())
 class PartedStage:
     """A stage of a plan, in parts."""
 
-    def __init__(self, variants: Variants, plan: Plan, sent: SentValues) -> None:
+    def __init__(self, variants: Variants, plan: StagePlan, sent: SentValues) -> None:
         """plan: of the stage."""
         self.variants, self.plan = variants, plan
         self.joined = joined = variants.joined(plan, sent)

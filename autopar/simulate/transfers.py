@@ -112,8 +112,8 @@ def way_of(turn: Turn) -> tuple[int, str]:
 
 def find_transfers(graph: Graph, plan: Plan, stages: Sequence[StagePlayer], profiles: Sequence[Profile]) -> Transfers:
     """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
-    found = Transfers({}, {}, {}, {}, [profile.runtime if plan.stages else None for profile in profiles])
-    if not plan.stages:
+    found = Transfers({}, {}, {}, {}, [profile.runtime if len(plan.stages) > 1 else None for profile in profiles])
+    if len(plan.stages) == 1:
         return found
     kept = [stage.kept for stage in stages]
     for target, receiver in enumerate(stages):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan
+from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.differences import Differences, Key
@@ -83,7 +83,7 @@ class Joined(NamedTuple):
 class Variants:
     """Lowers plans by what is new in them."""
 
-    def __init__(self, whole: Graph, graph: Graph, plan: Plan, profile: Profile, per_node: int) -> None:
+    def __init__(self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int) -> None:
         """graph, plan: of the stage; whole: of all stages."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         facts = graph_facts(whole, profile.device_type)
@@ -125,7 +125,7 @@ class Variants:
 
     # Lowering ----------------------------------------
 
-    def parts(self, plan: Plan, sent: SentValues) -> list[Part]:
+    def parts(self, plan: StagePlan, sent: SentValues) -> list[Part]:
         """The plan's parts: see `parts` for the four walks."""
         lowered = self._lowered_parts(plan, sent)
         marked = self._marked_parts(lowered)
@@ -149,7 +149,7 @@ class Variants:
             wanted = known[1]
         return parts[::-1]
 
-    def _lowered_parts(self, plan: Plan, sent: SentValues) -> list[Lowered]:
+    def _lowered_parts(self, plan: StagePlan, sent: SentValues) -> list[Lowered]:
         numbers = [*self.differences.numbers(plan)]
         if self.is_stage:
             received = tuple([plan.inputs[name] for name in self.graph.received])
@@ -167,7 +167,7 @@ class Variants:
             before = known[1]
         return found
 
-    def _begin(self, plan: Plan) -> Arriving:
+    def _begin(self, plan: StagePlan) -> Arriving:
         names = self.segments[0].enters
         bases = tuple([plan.inputs[name] for name in names])
         values = tuple([
@@ -194,7 +194,7 @@ class Variants:
 
     # Joining ----------------------------------------
 
-    def joined(self, plan: Plan, sent: SentValues) -> Joined:
+    def joined(self, plan: StagePlan, sent: SentValues) -> Joined:
         """The plan's parts, as they are played. sent: what the stage sends to later ones, and whether the gradient
         comes back."""
         self._check_gathered_alike(plan)
@@ -215,7 +215,7 @@ class Variants:
             )  # fmt: skip
         return known
 
-    def _check_gathered_alike(self, plan: Plan) -> None:
+    def _check_gathered_alike(self, plan: StagePlan) -> None:
         """Raises Unsupported where a parameter of several segments is regathered to several placements: that one of
         them is gathered says nothing of the others."""
         for name in self._read_by_several:
@@ -439,14 +439,14 @@ class Variants:
             arriving[number][local] += found
         return Gathered(ready, arriving, begin.result())
 
-    def optimizer(self, plan: Plan) -> tuple[int, int]:
+    def optimizer(self, plan: StagePlan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
         changed = self.differences.changed_storage(plan)
         if changed:
             self._update(plan, changed)
         return self._updated
 
-    def _update(self, plan: Plan, changed: set[int]) -> None:
+    def _update(self, plan: StagePlan, changed: set[int]) -> None:
         lowering, stored = self.lowering, self.graph.stored
         lowering.plan = plan
         for number in changed:
@@ -461,19 +461,19 @@ class Variants:
                 most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
         self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
 
-    def resident_bytes(self, plan: Plan, parts: Sequence[Part]) -> int:
+    def resident_bytes(self, plan: StagePlan, parts: Sequence[Part]) -> int:
         """Bytes that stay through the step; at least, where nothing is trained."""
         self.optimizer(plan)
         self._place_residents(plan, parts)
         return sum(self._held) + sum([size for size, _ in self.lowering.other_residents()])
 
-    def residents(self, plan: Plan, parts: Sequence[Part]) -> list[tuple[int, str]]:
+    def residents(self, plan: StagePlan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
         self._place_residents(plan, parts)
         self.lowering._residents()
         return self.lowering.program.residents
 
-    def _place_residents(self, plan: Plan, parts: Sequence[Part]) -> None:
+    def _place_residents(self, plan: StagePlan, parts: Sequence[Part]) -> None:
         lowering, loss = self.lowering, self.graph.loss
         lowering.plan, lowering.program = plan, LocalProgram()
         lowering.placements = {} if loss is None else {loss: ()}
