@@ -27,7 +27,8 @@ from autopar.ir.structure import batch_inputs, is_random, tensors_of_inputs
 from autopar.ir.verifier import update_placement
 from autopar.ops import axis_rules
 from autopar.ops.call import call_of
-from autopar.ops.communication import is_mean_cross_entropy
+from autopar.ops.communication import is_mean_over_samples
+from autopar.ops.table import operator
 
 Types = Mapping[str, NodePlan]
 """Placements of each node on the microbatch axis alone."""
@@ -107,7 +108,7 @@ def _check_updates(graph: Graph, types: Mapping[str, Type]) -> None:
 
 def _check_mean(graph: Graph, node: Node, plan: NodePlan) -> None:
     """That the targets of a mean cross-entropy, which all microbatches count together, are known before the first."""
-    if not is_mean_cross_entropy(call_of(graph, node)) or plan.operands[0][0].kind != "S":
+    if not is_mean_over_samples(call_of(graph, node)) or plan.operands[0][0].kind != "S":
         return
     known = tensors_of_inputs(graph)
     if not known.issuperset(node.operands[1:]):
@@ -195,9 +196,8 @@ def _divides(graph: Graph, names: tuple[str, ...], types: tuple[Type, ...], coun
 
 def _mixes_samples(graph: Graph, node: Node, plan: NodePlan) -> bool:
     """Batch statistics are reduced inside the operator, over ranks only; in evaluation there are none."""
-    if "batch_norm" not in node.op or plan.operands[0] != (S(0),):
-        return False
-    return bool(call_of(graph, node).arguments.get("training", "no_training" not in node.op))
+    mixes = operator(node.op).mixes_samples
+    return mixes is not None and plan.operands[0] == (S(0),) and mixes(call_of(graph, node))
 
 
 # Between the step and one microbatch ----------------------------------------

@@ -17,7 +17,6 @@ from autopar import interrupt
 from autopar.branches import with_branches
 from autopar.cost import Profile
 from autopar.cost.collectives import LEVELS
-from autopar.cost.work import operator
 from autopar.errors import InfeasibleError, PlanError
 from autopar.intraop import (
     KeptParameter,
@@ -44,6 +43,7 @@ from autopar.microbatch import (
     over_microbatches,
 )
 from autopar.ops import coverage
+from autopar.ops.table import operator
 from autopar.progress import Report, reporting
 from autopar.refusal import fit_or_refuse
 from autopar.simulate import predict, simulate, traffic_by_submesh, traffic_over_microbatches
@@ -492,7 +492,7 @@ class Place:
         mesh = self.request.mesh
         levels = [level for level, count in zip(LEVELS, (mesh.devices_per_node, mesh.nodes), strict=True) if count > 1]
         trains = self.request.optimizer is not None and self.request.mode == "train"
-        families = {operator(node.op).family for node in graph.nodes} | ({"optimizer"} if trains else set())
+        families = {operator(node.op).work.family for node in graph.nodes} | ({"optimizer"} if trains else set())
         return self.profile.sources(families, levels)
 
     def draft(self) -> Plan:

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from autopar.cost import collectives, compute, crossing, kernels, layout, memory, work, workspace
+from autopar.cost import collectives, compute, crossing, kernels, memory
 from autopar.cost.files import SCHEMA, profiles_folder
+from autopar.ops import layout, saved, work, workspace
 from docs.markdown import docstring, page, table
 
 ACCURACY = Path(__file__).parents[1] / "benchmarks" / "accuracy"
@@ -53,7 +54,7 @@ def cost_model() -> str:
         "## Operators",
         docstring(compute),
         docstring(work),
-        f"The table has {len(work.OPERATORS)} operators; their families are the rows of the profiles below.",
+        "The families are the rows of the profiles below.",
         "### Kernels of measured profiles",
         docstring(kernels),
         "### Copies",
@@ -64,6 +65,7 @@ def cost_model() -> str:
         docstring(crossing),
         "## Memory",
         docstring(memory),
+        docstring(saved),
         docstring(workspace),
         "## The step",
         SIMULATION,

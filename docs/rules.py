@@ -12,7 +12,7 @@ from typing import Any
 from autopar.ops import notation, proofs
 from autopar.ops.notation import AxisRule, einsum_rules
 from autopar.ops.patterns import Entry
-from autopar.ops.table import TABLE
+from autopar.ops.table import RULES
 from docs.markdown import docstring, page, summary, table
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "substitution" / "results.json"
@@ -51,12 +51,12 @@ def rules() -> str:
         "(all `R` and all `I` are always possible):",
         table(("input", "weight", "bias", "result"), _linear()),
         "## The table",
-        f"{len(TABLE)} operators, named without `aten.` and `.default`. Where a text cannot say it, because dims are\n"
+        f"{len(RULES)} operators, named without `aten.` and `.default`. Where a text cannot say it, because dims are\n"
         "given as arguments, a function does, and is described. *Linear*: it also runs on summands.",
         table(("rule", "also on summands", "operators"), _table_rows()),
         "## From torch",
         f"{len(proved)} overloads are proved on torch's sample inputs, of which "
-        f"{sum(name not in TABLE for name in proved)} are not in the table above. Proofs and what failed are in "
+        f"{sum(name not in RULES for name in proved)} are not in the table above. Proofs and what failed are in "
         "[proofs.json](../autopar/ops/proofs.json); `python -m tests.ops.sweep` makes them anew.",
         "## Substitutions",
         SUBSTITUTIONS,
@@ -75,7 +75,7 @@ def rules() -> str:
 
 def _linear() -> Iterator[tuple[str, ...]]:
     shapes = [(4, 8, 16), (32, 16), (32,)]
-    entry = TABLE["aten.linear.default"]
+    entry = RULES["aten.linear.default"]
     assert isinstance(entry, Entry)
     for rule in einsum_rules(entry.text, shapes, [(4, 8, 32)], entry.partial, entry.additive):
         yield tuple(f"`{type_}`" for type_ in (*rule.operands, *rule.results))
@@ -84,7 +84,7 @@ def _linear() -> Iterator[tuple[str, ...]]:
 def _table_rows() -> Iterator[tuple[str, str, str]]:
     """A row for each distinct rule, in the table's order of operators that have it."""
     rows: dict[tuple[str, str], list[str]] = {}
-    for name, rule in TABLE.items():
+    for name, rule in RULES.items():
         text = f"`{rule.text}`" if isinstance(rule, Entry) else _described(rule)
         partial = f"`{rule.partial}`" if isinstance(rule, Entry) and rule.partial else ""
         rows.setdefault((text, partial), []).append(f"`{name.removeprefix('aten.').removesuffix('.default')}`")

@@ -8,25 +8,16 @@ time = call_ns · gradients + max(Σ FLOPs · rate(shape), bytes / bandwidth) + 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
 
 from autopar.cost.kernels import Kernels, backward_kernels, forward_kernels
 from autopar.cost.profile import OperatorCurve, Profile
-from autopar.cost.work import (
-    VIEW,
-    Work,
-    WorkKey,
-    backward_work,
-    base_name,
-    forward_flops,
-    forward_work,
-    operator,
-)
 from autopar.ir.graph import DTYPE_BYTES, Node, Tensor
 from autopar.ir.placement import Shape
+from autopar.ops.call import base_name
+from autopar.ops.table import operator
+from autopar.ops.work import VIEW, Work, WorkKey
 
 
 def node_time_ns(
@@ -82,7 +73,7 @@ def flops(node: Node, operand_shapes: tuple[Shape, ...], result_shapes: tuple[Sh
     sizes = tuple(4 for _ in operand_shapes), tuple(4 for _ in result_shapes)
     wanted = tuple(True for _ in operand_shapes)
     call = WorkKey(node.op, operand_shapes, result_shapes, *sizes, wanted, "float32", _detail(node))
-    return forward_flops(call)
+    return operator(node.op).work.forward_flops(call)
 
 
 def optimizer_time_ns(num_bytes: int, num_tensors: int, num_kernels: int, sharded: bool, profile: Profile) -> int:
@@ -101,19 +92,19 @@ def pointwise_time_ns(num_bytes: int, profile: Profile) -> int:
     return _memory_ns(num_bytes, "pointwise", 0, profile) + _call_ns(curve, 0, profile) if num_bytes else 0
 
 
-SPLIT_NORM_PASSES = (6, 8)  # over the activation, each read and written once: `runtime.lowering.statistics`
+def split_norm_time_ns(passes: tuple[int, int], num_bytes: int, profile: Profile) -> tuple[int, int]:
+    """Nanoseconds (forward, backward) of a norm whose statistics cross ranks: plain operators, pass by pass.
 
-
-def split_norm_time_ns(num_bytes: int, profile: Profile) -> tuple[int, int]:
-    """Nanoseconds (forward, backward) of a batch norm whose statistics cross ranks: plain operators, pass by pass."""
-    forward, backward = (passes * pointwise_time_ns(2 * num_bytes, profile) for passes in SPLIT_NORM_PASSES)
+    passes: how often forward and backward each read and write as much as the activation's `num_bytes`.
+    """
+    forward, backward = (count * pointwise_time_ns(2 * num_bytes, profile) for count in passes)
     return forward, backward
 
 
-def split_norm_backward_ns(num_bytes: int, profile: Profile) -> tuple[int, int]:
+def split_norm_backward_ns(passes: tuple[int, int], num_bytes: int, profile: Profile) -> tuple[int, int]:
     """Nanoseconds of its gradient to the activation, and of that to the weight: a product and its sum."""
     a_pass = pointwise_time_ns(2 * num_bytes, profile)
-    return (SPLIT_NORM_PASSES[1] - 2) * a_pass, 2 * a_pass
+    return (passes[1] - 2) * a_pass, 2 * a_pass
 
 
 def copy_time_ns(num_bytes: int, profile: Profile) -> int:
@@ -132,8 +123,9 @@ def node_call(
     operands = [tensors[name] for name in node.operands]
     dtypes = [tensor.dtype for tensor in operands]
     result_dtypes = [tensors[name].dtype for name in node.results]
+    kernel = operator(node.op).work.kernel
     return WorkKey(
-        _name(node),
+        kernel(node) if kernel else node.op,
         operand_shapes,
         result_shapes,
         tuple([DTYPE_BYTES[dtype] for dtype in dtypes]),
@@ -144,57 +136,29 @@ def node_call(
     )
 
 
-def _name(node: Node) -> str:
-    """The operator, and which of its kernels where an argument chooses."""
-    is_tanh = node.op == "aten.gelu.default" and argument(node, 1, "approximate", "none") == "tanh"
-    return "aten.gelu_tanh.default" if is_tanh else node.op
-
-
 def _detail(node: Node) -> str:
-    if ".einsum" in node.op:
-        return str(node.args[0])
-    if "_pool" in node.op and "adaptive" not in node.op:
-        return str(_window(node))
-    if ".routed_experts" in node.op:
-        return str(node.args[-1])
-    if "attention" in node.op:
-        return "causal" if argument(node, 5, "is_causal", False) else ""
-    return ""
-
-
-def _window(node: Node) -> int:
-    """Elements of a pool's window: one length may stand for that of every dim."""
-    given = argument(node, 1, "kernel_size", 1)
-    lengths = given if isinstance(given, tuple) else (given,)
-    dims = int(base_name(node.op).partition("pool")[2][0])
-    return math.prod(lengths) if len(lengths) == dims else int(lengths[0] ** dims)
-
-
-def argument(node: Node, position: int, name: str, default: Any) -> Any:
-    """An argument of an operator call, given by position or by name."""
-    if len(node.args) > position:
-        return node.args[position]
-    return dict(node.kwargs).get(name, default)
+    detail = operator(node.op).work.detail
+    return detail(node) if detail else ""
 
 
 @lru_cache(maxsize=1 << 18)
 def _call_time_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
-    row = operator(call.op)
+    kind = operator(call.op).work
     view_forward, view_backward = profile.facts.view_ns
-    if row is VIEW:
+    if kind is VIEW:
         return view_forward, view_backward if any(call.differentiable) else 0
-    forward = _work_ns(call, forward_work(call), row.family, 0, profile)
-    backward = _work_ns(call, backward_work(call), row.family, 1, profile) if any(call.differentiable) else 0
-    return (view_forward if row.family == "view" else forward), backward
+    forward = _work_ns(call, kind.forward(call), kind.family, 0, profile)
+    backward = _work_ns(call, kind.backward(call), kind.family, 1, profile) if any(call.differentiable) else 0
+    return (view_forward if kind.family == "view" else forward), backward
 
 
 @lru_cache(maxsize=1 << 18)
 def _call_issue_ns(call: WorkKey, profile: Profile) -> tuple[int, int]:
     """Views launch nothing; the backward pass launches a kernel for each gradient."""
-    host = profile.host
-    if host is None or operator(call.op) is VIEW:
+    host, kind = profile.host, operator(call.op).work
+    if host is None or kind is VIEW:
         return 0, 0
-    return host.operator_ns, backward_work(call).kernels * host.gradient_ns
+    return host.operator_ns, kind.backward(call).kernels * host.gradient_ns
 
 
 def _work_ns(call: WorkKey, work: Work, family: str, direction: int, profile: Profile) -> int:

@@ -23,8 +23,10 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from autopar.cost.work import WorkKey, base_name, forward_flops, operator
 from autopar.ir.placement import Shape
+from autopar.ops.call import base_name
+from autopar.ops.table import operator
+from autopar.ops.work import WorkKey
 
 
 class Kernel(NamedTuple):
@@ -60,9 +62,9 @@ class Product(NamedTuple):
 
 def forward_kernels(call: WorkKey) -> Kernels | None:
     """The kernels of the forward direction; None for a call that no table is made for."""
-    family = operator(call.op).family
+    family = operator(call.op).work.family
     if family == "attention":
-        return Kernels((_attention(call, "forward", forward_flops(call)),))
+        return Kernels((_attention(call, "forward", operator(call.op).work.forward_flops(call)),))
     if family == "convolution":
         return Kernels((_convolution(call, "forward"),))
     product = product_of(call)
@@ -74,9 +76,9 @@ def forward_kernels(call: WorkKey) -> Kernels | None:
 
 def backward_kernels(call: WorkKey) -> Kernels | None:
     """The kernels of the gradients of the differentiable operands."""
-    family = operator(call.op).family
+    family = operator(call.op).work.family
     if family == "attention":
-        return Kernels((_attention(call, "backward", forward_flops(call)),))
+        return Kernels((_attention(call, "backward", operator(call.op).work.forward_flops(call)),))
     if family == "convolution":
         sides = zip(("input", "weight"), call.differentiable, strict=False)
         return Kernels(tuple(_convolution(call, side) for side, wanted in sides if wanted), 0, _biases(call, 2))
@@ -180,7 +182,7 @@ def _convolution(call: WorkKey, side: str) -> Kernel:
     groups = max(1, image[1] // weight[1])
     channels, filters, size = weight[1], max(1, weight[0] // groups), math.sqrt(math.prod(result[2:]))
     kernel = "1x1" if math.prod(weight[2:]) == 1 else "3x3"
-    flops = forward_flops(call)
+    flops = operator(call.op).work.forward_flops(call)
     if groups > 1:
         return Kernel(f"grouped convolution 3x3 {side}", (math.sqrt(channels * filters), size, image[0]), flops)
     if any(length > made + window - 1 for length, made, window in zip(image[2:], result[2:], weight[2:], strict=True)):

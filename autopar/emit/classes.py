@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.emit.attributes import Attributes
-from autopar.emit.calls import CallWriter
+from autopar.emit.calls import CallWriter, local_lengths, rank_length
 from autopar.emit.literals import constant_text
 from autopar.emit.module import Module
 from autopar.emit.names import Names, attribute, class_name, escaped, is_number, keywords
 from autopar.emit.packed import pieces_text
-from autopar.emit.plain import local_lengths, rank_length
 from autopar.emit.tree import Region
 from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Node, Stored, Tensor

@@ -57,7 +57,7 @@ def keywords(items: Mapping[str, str]) -> str:
     return f"**{{{', '.join(f'{name!r}: {text}' for name, text in items.items())}}}"
 
 
-def operator(op: str) -> str:
+def operator_text(op: str) -> str:
     """The expression for an operator such as aten.add.Tensor."""
     namespace, *path = op.split(".")
     text = namespace if namespace == "aten" else "torch.ops"

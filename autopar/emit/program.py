@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.emit.calls import LOWERED
 from autopar.emit.classes import INDENT, Classes, ClassWriter
 from autopar.emit.counting import counting_lines, without_summands
 from autopar.emit.early import count_lines, find_early
@@ -24,6 +23,7 @@ from autopar.ir.statements import Flat, Value, flatten
 from autopar.ir.structure import block_paths
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops import defining_module
+from autopar.ops.table import LOWERED
 
 _HEADER = '''"""{model} on {mesh} as {axes}. Emitted by autopar; every statement names the line it comes from.
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from autopar.cost import Profile, collective_time_ns, node_time_ns
 from autopar.cost.compute import pointwise_time_ns
-from autopar.cost.memory import Extra, Saved, optimizer_state_bytes, saved_values, storage_root
+from autopar.cost.memory import optimizer_state_bytes, saved_values, storage_root
 from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategies, Strategy
@@ -25,6 +25,7 @@ from autopar.ir.redistribution import Step
 from autopar.ir.structure import folded_tensors
 from autopar.ops import call_key
 from autopar.ops.communication import inner_communication
+from autopar.ops.saved import Extra, Saved
 from autopar.selection.problem import NO_PATH_NS
 
 Times = npt.NDArray[np.int64]

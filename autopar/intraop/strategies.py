@@ -51,7 +51,7 @@ def enumerate_strategies(graph: Graph, node: Node, axes: LogicalMesh, whole: Gra
         )
         results = tuple(tuple(rule.results[position] for rule in combination) for position in range(len(node.results)))
         are_long_enough = all(map(long_enough, shapes, (*operands, *results)))
-        if are_long_enough and not shape_error(graph, node, operands, results, axes):
+        if are_long_enough and not shape_error(graph, node, operands, axes):
             found.append(Strategy(operands, results))
     return found
 

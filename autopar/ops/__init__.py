@@ -1,4 +1,4 @@
-"""What every operator is: which types it may run with locally, and how it runs on local tensors."""
+"""What every operator is, a row each: the types that it runs with, its work, memory, collectives, and local call."""
 
 from autopar.ops.call import overload, real
 from autopar.ops.definitions import defining_module

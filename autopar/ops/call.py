@@ -27,6 +27,19 @@ def overload(name: str) -> torch._ops.OpOverload:
     return found
 
 
+def base_name(op: str) -> str:
+    """The operator without namespace and overload: aten.linear.default → linear."""
+    parts = op.split(".")
+    return parts[1] if len(parts) > 1 else op
+
+
+def argument(node: Node, position: int, name: str, default: Any) -> Any:
+    """An argument of an operator call, given by position or by name."""
+    if len(node.args) > position:
+        return node.args[position]
+    return dict(node.kwargs).get(name, default)
+
+
 @dataclass(frozen=True, eq=False)
 class Call:
     """A node in its graph, as rules see it."""
@@ -51,7 +64,7 @@ class Call:
         schema = overload(self.node.op)._schema
         named = [(a.name, value) for a, value in zip(schema.arguments, self.node.args, strict=False)]
         for name, value in [*named, *self.node.kwargs]:
-            used = len(list(references(value)))
+            used = len(references(value))
             if used:
                 found[name] = tuple(range(count, count + used))
                 count += used

@@ -13,8 +13,12 @@ from typing import Any
 
 import torch
 
+from autopar.ir.placement import S
+from autopar.ops import saved, work
 from autopar.ops.call import Call
+from autopar.ops.local import LocalCall, tuple_of
 from autopar.ops.notation import AxisRule, einsum_rules
+from autopar.ops.operator import Operator
 from autopar.runtime.lowering.experts import activated
 
 ROUTED_EXPERTS = "autopar.routed_experts.default"
@@ -42,3 +46,26 @@ def routed_experts(call: Call) -> list[AxisRule]:
     """Tokens; experts, whose ranks each add what their own experts make; columns of the result."""
     text = "t D, t K, t K, e D N, e H m -> t m"
     return einsum_rules(text, call.operand_shapes, call.result_shapes, "RRPRR RRRRP")
+
+
+def _local(local: LocalCall) -> str:
+    """The runtime's function always: the operator is autopar's own."""
+    axes = local.axes_where(3, lambda type_: type_ == S(0))
+    options = [repr(local.call.arguments[key]) for key in ("activation", "gated", "num_experts")]
+    return f"rt.routed_experts({', '.join([*local.names, *options, tuple_of(axes)])})"
+
+
+def _grouped_mm_local(local: LocalCall) -> str:
+    """The operator is another library's, which the program need not import."""
+    return f"rt.grouped_mm({', '.join(local.names)})"
+
+
+EXPERTS: dict[str, Operator] = {
+    ROUTED_EXPERTS: Operator(
+        routed_experts, work=work.EXPERTS, saved=saved.routed_experts, local=_local, needs_elements=True
+    ),
+    "transformers.grouped_mm_fallback.default": Operator(
+        work=work.LINEAR, saved=saved.matrices, local=_grouped_mm_local
+    ),
+    "_grouped_mm": Operator(work=work.LINEAR),
+}

@@ -23,7 +23,9 @@ from autopar.ir.graph import Node
 from autopar.ir.placement import P, R
 from autopar.ir.structure import FUNCTION, HOOK
 from autopar.ops.call import Call
+from autopar.ops.local import LocalCall
 from autopar.ops.notation import AxisRule, einsum_rules
+from autopar.ops.operator import Operator
 
 _LIBRARY: Any = torch.library.Library("autopar", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -43,6 +45,24 @@ def gradient_hook(call: Call) -> list[AxisRule]:
         text = ", ".join(["..."] * (others + 1)) + " -> ..."
         rules += einsum_rules(text, call.operand_shapes, call.result_shapes)
     return rules
+
+
+def _hook_local(local: LocalCall) -> str:
+    first, *others = local.names
+    return f"rt.hooked({', '.join([first, local.call.node.args[1], *others])})"
+
+
+def _function_local(local: LocalCall) -> str:
+    """The model's own forward and backward, by the runtime's function."""
+    function, _, arguments, _, draws = local.call.node.args
+    text = ", ".join(filter(None, (repr(function), arguments.format(*local.names))))
+    return f"rt.draw(rt.apply, {text})" if draws else f"rt.apply({text})"
+
+
+FUNCTIONS: dict[str, Operator] = {
+    FUNCTION: Operator(local=_function_local),
+    HOOK: Operator(gradient_hook, local=_hook_local),
+}
 
 
 def rule_key(node: Node) -> str:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from autopar.ops import kinds, work
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule
+from autopar.ops.operator import Operator
 from autopar.ops.patterns import Entry, RuleFunction
 
 
@@ -190,25 +192,26 @@ def searchsorted(call: Call) -> list[AxisRule]:
     return Entry(f"{', '.join(operands)} -> {' '.join(made)}")(call)
 
 
-INDEXING: dict[str, RuleFunction] = {
-    "aten.index.Tensor": index,
-    "aten._unsafe_index.Tensor": index,
-    "aten.index_put.default": index_put,
-    "aten._unsafe_index_put.default": index_put,
-    "aten.index_select.default": index_select,
-    "aten.gather.default": gather,
-    "aten.take.default": take,
-    "aten.scatter.src": scatter(_never),
-    "aten.scatter.value": scatter(_never),
-    "aten.scatter.reduce": scatter(lambda call: call.arguments["reduce"] == "add"),
-    "aten.scatter.value_reduce": scatter(_never),
-    "aten.scatter_add.default": scatter(lambda call: True),
-    "aten.scatter_reduce.two": scatter(_adds_to_own),
-    "aten.index_add.default": along_index(adds=True),
-    "aten.index_copy.default": along_index(adds=False),
-    "aten.index_fill.int_Scalar": along_index(adds=False),
-    "aten.index_fill.int_Tensor": along_index(adds=False),
-    "aten.index_reduce.default": along_index(adds=False),
-    "aten.bucketize.Tensor": bucketize,
-    "aten.searchsorted.Tensor": searchsorted,
+INDEXING: dict[str, Operator] = {
+    "aten.index.Tensor": kinds.LOOKUP.by(index),
+    "aten._unsafe_index.Tensor": Operator(index),
+    "aten.index_put.default": kinds.SCATTER.by(index_put),
+    "aten._unsafe_index_put.default": Operator(index_put),
+    "aten.index_select.default": kinds.LOOKUP.by(index_select),
+    "aten.gather.default": kinds.LOOKUP.by(gather),
+    "aten.take.default": Operator(take),
+    "aten.scatter.src": kinds.SCATTER.by(scatter(_never)),
+    "aten.scatter.value": kinds.SCATTER.by(scatter(_never)),
+    "aten.scatter.reduce": kinds.SCATTER.by(scatter(lambda call: call.arguments["reduce"] == "add")),
+    "aten.scatter.value_reduce": kinds.SCATTER.by(scatter(_never)),
+    "aten.scatter_add.default": kinds.SCATTER.by(scatter(lambda call: True)),
+    "aten.scatter_reduce.two": Operator(scatter(_adds_to_own), work=work.SCATTER),
+    "aten.index_add.default": kinds.SCATTER.by(along_index(adds=True)),
+    "aten.index_copy.default": kinds.SCATTER.by(along_index(adds=False)),
+    "aten.index_fill.int_Scalar": Operator(along_index(adds=False)),
+    "aten.index_fill.int_Tensor": Operator(along_index(adds=False)),
+    "aten.index_reduce.default": Operator(along_index(adds=False)),
+    "aten.bucketize.Tensor": Operator(bucketize),
+    "aten.searchsorted.Tensor": Operator(searchsorted),
+    "take_along_dim": kinds.LOOKUP,
 }

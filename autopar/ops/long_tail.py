@@ -5,16 +5,11 @@ from __future__ import annotations
 from collections import Counter
 
 from autopar.ir.placement import P, S
-from autopar.ops import views
+from autopar.ops import kinds, views
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule
-from autopar.ops.patterns import (
-    Entry,
-    RuleFunction,
-    along_dim,
-    reduction,
-    split_sum,
-)
+from autopar.ops.operator import Operator
+from autopar.ops.patterns import Entry, along_dim, reduction, split_sum
 
 
 def einsum(call: Call) -> list[AxisRule]:
@@ -124,45 +119,45 @@ def solve_triangular(call: Call) -> list[AxisRule]:
     return Entry(f"... M N, {sides} -> {sides}", "RP")(call)
 
 
-LONG_TAIL: dict[str, RuleFunction] = {
-    "aten.einsum.default": einsum,
+LONG_TAIL: dict[str, Operator] = {
+    "aten.einsum.default": kinds.EINSUM.by(einsum),
     # along one dim, which stays whole
-    "aten.cumprod.default": along_dim,
-    "aten.logcumsumexp.default": along_dim,
-    "aten.cummax.default": along_dim,
-    "aten.cummin.default": along_dim,
-    "aten.sort.stable": along_dim,
-    "autopar.ctc_loss.default": ctc_loss,
+    "aten.cumprod.default": kinds.REDUCTION.by(along_dim),
+    "aten.logcumsumexp.default": Operator(along_dim),
+    "aten.cummax.default": Operator(along_dim),
+    "aten.cummin.default": Operator(along_dim),
+    "aten.sort.stable": kinds.REDUCTION.by(along_dim),
+    "autopar.ctc_loss.default": Operator(ctc_loss, needs_elements=True),
     # over dims that go
-    "aten.nansum.default": nansum,
-    "aten.linalg_vector_norm.default": vector_norm,
-    "aten.var_mean.correction": reduction,
-    "aten.std.correction": reduction,
-    "aten.std_mean.correction": reduction,
-    "aten.prod.dim_int": reduction,
-    "aten.any.dims": reduction,
-    "aten.all.dims": reduction,
-    "aten.median.dim": reduction,
-    "aten.nanmedian.dim": reduction,
-    "aten.kthvalue.default": reduction,
-    "aten.mode.default": reduction,
-    "aten.histc.default": histogram,
+    "aten.nansum.default": Operator(nansum),
+    "aten.linalg_vector_norm.default": kinds.EXTREME.by(vector_norm),
+    "aten.var_mean.correction": kinds.VARIANCE.by(reduction),
+    "aten.std.correction": kinds.VARIANCE.by(reduction),
+    "aten.std_mean.correction": kinds.REDUCTION.by(reduction),
+    "aten.prod.dim_int": kinds.EXTREME.by(reduction),
+    "aten.any.dims": kinds.REDUCTION.by(reduction),
+    "aten.all.dims": kinds.REDUCTION.by(reduction),
+    "aten.median.dim": Operator(reduction),
+    "aten.nanmedian.dim": Operator(reduction),
+    "aten.kthvalue.default": Operator(reduction),
+    "aten.mode.default": Operator(reduction),
+    "aten.histc.default": Operator(histogram),
     # rearrangements
-    "aten.view_copy.default": views.reshape,
-    "aten._reshape_copy.default": views.reshape,
-    "aten.view.dtype": view_dtype,
-    "aten.view_as_complex.default": view_as_complex,
-    "aten.view_as_real.default": view_as_real,
-    "aten.repeat.default": repeat,
-    "aten.unsafe_split.Tensor": views.split,
-    "aten.unsafe_split_with_sizes.default": views.split,
-    "aten.diag_embed.default": diag_embed,
-    "aten.slice_scatter.default": slice_scatter,
-    "aten.select_scatter.default": select_scatter,
+    "aten.view_copy.default": Operator(views.reshape, limits=(views.reshape_error,), size="size"),
+    "aten._reshape_copy.default": Operator(views.reshape, limits=(views.reshape_error,), size="size"),
+    "aten.view.dtype": kinds.SAME_ELEMENTS.by(view_dtype),
+    "aten.view_as_complex.default": Operator(view_as_complex),
+    "aten.view_as_real.default": Operator(view_as_real),
+    "aten.repeat.default": kinds.COPY.by(repeat),
+    "aten.unsafe_split.Tensor": Operator(views.split),
+    "aten.unsafe_split_with_sizes.default": Operator(views.split),
+    "aten.diag_embed.default": Operator(diag_embed),
+    "aten.slice_scatter.default": kinds.COPY.by(slice_scatter),
+    "aten.select_scatter.default": kinds.COPY.by(select_scatter),
     # matrices, distances, sampling
-    "aten.linalg_solve_triangular.default": solve_triangular,
-    "aten._cdist_forward.default": Entry("... m D, ... n D -> ... m n"),
-    "aten.grid_sampler_2d.default": Entry("n c X0 X1, n y0 y1 W -> n c y0 y1", "PR"),
-    "aten.grid_sampler_3d.default": Entry("n c X0 X1 X2, n y0 y1 y2 W -> n c y0 y1 y2", "PR"),
-    "aten._prelu_kernel.default": Entry("..., ... -> ..."),
+    "aten.linalg_solve_triangular.default": Operator(solve_triangular),
+    "aten._cdist_forward.default": Operator(Entry("... m D, ... n D -> ... m n")),
+    "aten.grid_sampler_2d.default": Operator(Entry("n c X0 X1, n y0 y1 W -> n c y0 y1", "PR")),
+    "aten.grid_sampler_3d.default": Operator(Entry("n c X0 X1 X2, n y0 y1 y2 W -> n c y0 y1 y2", "PR")),
+    "aten._prelu_kernel.default": Operator(Entry("..., ... -> ...")),
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Hashable
 from typing import Literal
 
@@ -21,20 +20,17 @@ from autopar.ir.placement import (
     Type,
     format_placement,
     lengths_along,
-    num_shards,
 )
 from autopar.ir.structure import FUNCTION, OWN_BACKWARD, is_random
-from autopar.ops import bags, proofs, registry, views, windows
+from autopar.ops import proofs, registry
 from autopar.ops.call import Call, call_of, overload
 from autopar.ops.functions import function_name, rule_key
 from autopar.ops.notation import AxisRule, check_shapes, every, parse
 from autopar.ops.patterns import Entry
-from autopar.ops.table import TABLE, find
+from autopar.ops.table import find, operator
 
 Source = Literal["user", "table", "registry", "replicated"]
 _USER: dict[str, Entry] = {}
-_CREATION = ("arange", "zeros", "ones", "full", "empty", "scalar_tensor", "eye", "tril_indices", "triu_indices",
-             "linspace", "new_ones", "new_zeros", "new_full", "new_empty")  # fmt: skip
 
 
 def register_rule(
@@ -133,7 +129,7 @@ def _every(node: Node) -> list[AxisRule]:
 
 
 def _creates(node: Node) -> bool:
-    return node.op.split(".")[1] in _CREATION
+    return operator(node.op).creates
 
 
 def _new_tensors(call: Call) -> list[AxisRule]:
@@ -186,7 +182,7 @@ def call_key(graph: Graph, node: Node) -> Hashable:
         repr(map_references((node.args, node.kwargs), lambda name: Ref(order[name]))),
         tuple([None if name is None else order[name] for name in node.outputs]),
         tuple([(x.shape, x.dtype, x.differentiable, x.name in graph.stored_by_tensor) for x in tensors]),
-        node.operands if node.op == bags.EMBEDDING_BAG else (),  # its rules ask what made an operand
+        node.operands if operator(node.op).asks_makers else (),
     )
 
 
@@ -203,7 +199,7 @@ def has_rules(op: torch._ops.OpOverload) -> bool:
 @functools.cache  # every trace asks for all of aten's operators
 def _has_own_rules(op: torch._ops.OpOverload) -> bool:
     name = str(op)
-    return name.split(".")[1] in _CREATION or find(name) is not None or registry.knows(op)
+    return operator(name).creates or find(name) is not None or registry.knows(op)
 
 
 def coverage(graph: Graph) -> dict[str, str]:
@@ -218,75 +214,27 @@ def coverage(graph: Graph) -> dict[str, str]:
     return {**graph.found["coverage", ""]}
 
 
-def shape_error(
-    graph: Graph, node: Node, operands: tuple[Placement, ...], results: tuple[Placement, ...], axes: tuple[Axis, ...]
-) -> str | None:
+def shape_error(graph: Graph, node: Node, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
     """Why local shapes forbid these placements, or None: reshapes keep equal slices whole, heads split in groups."""
-    call = call_of(graph, node)
-    if TABLE.get(node.op) is views.squeeze:
-        return _squeeze_error(call, operands[0], axes)
-    if TABLE.get(node.op) is views.reshape:
-        before, after = call.shape(0), call.result_shapes[0]
-        for type_ in operands[0]:
-            if type_.kind == "S":
-                shards = num_shards(operands[0], type_.dim, axes)
-                limit = views.reshape_limit(before, after, type_.dim)
-                if limit % shards and not _same_dim(before, after, type_.dim, results[0]):
-                    return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
-    if error := _channel_error(call, operands[0], axes) or _shares_error(call, operands[0], axes) if operands else None:
+    call, row = call_of(graph, node), operator(node.op)
+    for limit in row.limits:
+        if error := limit(call, operands, axes):
+            return error
+    if row.cuts_samples_alone and operands and (error := _shares_error(operands[0], axes)):
         return error
-    if node.op == bags.EMBEDDING_BAG and (error := bags.bags_error(call, operands, axes)):
-        return error
-    if ".upsample_nearest" in node.op and (error := windows.upsample_error(call, operands[0], axes)):
-        return error
-    if windows.has_windows(node.op) and (error := windows.window_error(call, operands[0], axes)):
-        return error
-    if node.op in proofs.NEED_ELEMENTS or any(word in node.op for word in _NEED_ELEMENTS):
+    if row.needs_elements or node.op in proofs.NEED_ELEMENTS:
         return _empty_slice_error(call, operands, axes)
-    if node.op == "aten.scaled_dot_product_attention.default":
-        return _heads_error(call, operands, axes)
     return None
 
 
-def _heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
-    """Heads in groups split by whole groups; inside of that, the queries of a group may be split among ranks."""
-    head = len(call.shape(0)) - 3
-    heads = [shape[head] for shape in call.operand_shapes[:3]]
-    if len(set(heads)) == 1:
-        return None
-    together = [position for position, type_ in enumerate(operands[1]) if type_ == S(head)]
-    alone = [position for position, type_ in enumerate(operands[0]) if type_ == S(head) and position not in together]
-    shards = math.prod(axes[position].size for position in together)
-    if any(count % shards for count in heads if count > 1):
-        return f"heads {heads} do not split in {shards}"
-    if alone and together and alone[0] < together[-1]:
-        return f"axis {axes[alone[0]].name} splits queries alone, outside of axis {axes[together[-1]].name}'s groups"
-    return None
-
-
-def _channel_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
-    """Channels of grouped convolutions and of group norm split by whole groups."""
-    if ".conv" in call.node.op:
-        channel = len(call.shape(0)) - len(call.shape(1)) + 1
-        return windows.groups_error(call, operand, axes, call.arguments["groups"], channel)
-    if call.node.op == "aten.group_norm.default":
-        return windows.groups_error(call, operand, axes, call.arguments["num_groups"], 1)
-    return None
-
-
-def _shares_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
-    """Windows and groups of channels are shared out evenly only: an axis with shares may cut their samples alone."""
+def _shares_error(operand: Placement, axes: tuple[Axis, ...]) -> str | None:
+    """An axis with shares may cut samples alone of what is shared out evenly only, as windows are."""
     cut = [axis for type_, axis in zip(operand, axes, strict=True) if axis.shares and type_.kind == "S" and type_.dim]
-    if cut and (windows.has_windows(call.node.op) or any(word in call.node.op for word in _SHARED_EVENLY)):
-        return f"axis {cut[0].name}, which has shares, cuts more than the samples: {format_placement(operand)}"
-    return None
-
-
-_SHARED_EVENLY = (".conv", "group_norm", "upsample", "pool")
-
-#: torch's kernels for these refuse tensors without elements, forward or backward, or even crash on them
-_NEED_ELEMENTS = (".conv", "batch_norm", "group_norm", "instance_norm", "pool", "upsample", "embedding",
-                  "cross_entropy", "ctc_loss", "native_dropout", "routed_experts")  # fmt: skip
+    return (
+        f"axis {cut[0].name}, which has shares, cuts more than the samples: {format_placement(operand)}"
+        if cut
+        else None
+    )
 
 
 def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
@@ -295,22 +243,6 @@ def _empty_slice_error(call: Call, operands: tuple[Placement, ...], axes: tuple[
         if any(length and 0 in lengths_along(shape, placement, dim, axes) for dim, length in enumerate(shape)):
             return f"{list(shape)} split as {format_placement(placement)} leaves a rank without elements"
     return None
-
-
-def _squeeze_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
-    for dim in views.squeezed_dims(call):
-        length = call.shape(0)[dim]
-        if length > 1 and 1 in lengths_along(call.shape(0), operand, dim, axes):
-            return f"dim {dim} of {list(call.shape(0))} as {format_placement(operand)} would be squeezed away on a rank"
-    return None
-
-
-def _same_dim(before: tuple[int, ...], after: tuple[int, ...], dim: int, result: Placement) -> bool:
-    """Whether the dim passes the reshape unchanged, so that uneven slices stay slices."""
-    return any(
-        left == (dim,) and len(right) == 1 and before[dim] == after[right[0]]
-        for left, right in views.reshape_groups(before, after)
-    )
 
 
 def admits(
@@ -323,4 +255,4 @@ def admits(
         if rule not in known:
             left = ", ".join(map(str, rule.operands))
             return f"no rule of {node.op} runs {left} -> {', '.join(map(str, rule.results))} on axis {axis.name}"
-    return shape_error(graph, node, operands, results, axes)
+    return shape_error(graph, node, operands, axes)

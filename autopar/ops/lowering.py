@@ -11,22 +11,11 @@ from collections.abc import Callable
 from typing import Any
 
 from autopar.ir.graph import Graph, Node
-from autopar.ops.call import overload
+from autopar.ops.call import call_of, overload
+from autopar.ops.table import operator
 
 Args = tuple[Any, ...]
 Kwargs = tuple[tuple[str, Any], ...]
-
-#: operator (without its overload) -> the argument that holds the shape of the result
-_SHAPE_ARGUMENT = {
-    "view": "size", "_unsafe_view": "size", "view_copy": "size", "reshape": "shape", "_reshape_copy": "size",
-    "expand": "size", "expand_copy": "size",
-    "zeros": "size", "ones": "size", "full": "size", "empty": "size", "rand": "size", "randn": "size",
-    "new_zeros": "size", "new_ones": "size", "new_full": "size", "new_empty": "size",
-}  # fmt: skip
-
-#: operator -> the argument that holds in how many groups its channels fall
-_GROUPS_ARGUMENT = {"group_norm": "num_groups", "convolution": "groups", **dict.fromkeys(
-    (f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)), "groups")}  # fmt: skip
 
 
 class RankLength(int):
@@ -50,14 +39,14 @@ def local_arguments(graph: Graph, node: Node, result_local_shapes: tuple[tuple[i
     result_local_shapes: the shape that this rank holds of each named result (`node.results`). A size of -1 stays
     -1, unless the local result is empty on a rank, where it would be ambiguous. References stay as they are.
     """
-    name = node.op.split(".")[1]
-    if not result_local_shapes or (name not in _SHAPE_ARGUMENT and name not in _GROUPS_ARGUMENT):
+    row = operator(node.op)
+    if not result_local_shapes or not (row.size or row.groups):
         return node.args, node.kwargs
     local, whole = result_local_shapes[0], graph.tensors[node.results[0]].shape
-    if name in _SHAPE_ARGUMENT:
-        return _replaced(node, _SHAPE_ARGUMENT[name], lambda size: _local_size(size, local))
-    channel = len(whole) - len(graph.tensors[node.operands[1]].shape) + 1 if "conv" in name else 1
-    return _replaced(node, _GROUPS_ARGUMENT[name], lambda count: _local_groups(count, whole[channel], local[channel]))
+    if row.groups is None:
+        return _replaced(node, row.size, lambda size: _local_size(size, local))
+    channel = row.groups.channel(call_of(graph, node))
+    return _replaced(node, row.groups.argument, lambda count: _local_groups(count, whole[channel], local[channel]))
 
 
 def _replaced(node: Node, wanted: str, change: Callable[[Any], Any]) -> tuple[Args, Kwargs]:

@@ -7,15 +7,25 @@ by the property test that shards, runs locally, combines and compares.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cache
+
 import torch
 
-from autopar.ir.placement import I, P, R, S
-from autopar.ir.structure import HOOK, RANDOM
-from autopar.ops import bags, experts, functions, proofs, views, windows
-from autopar.ops.call import Call, overload
+from autopar.ir.placement import P, R, S
+from autopar.ir.structure import RANDOM
+from autopar.ops import kinds, proofs, saved, views, work, workspace
+from autopar.ops.attention import ATTENTION
+from autopar.ops.call import Call, base_name, overload
+from autopar.ops.dropout import RANDOMNESS
+from autopar.ops.embedding import EMBEDDINGS
+from autopar.ops.experts import EXPERTS
+from autopar.ops.functions import FUNCTIONS
 from autopar.ops.indexing import INDEXING
 from autopar.ops.long_tail import LONG_TAIL
+from autopar.ops.losses import LOSSES
 from autopar.ops.notation import AxisRule, einsum_rules
+from autopar.ops.operator import Operator
 from autopar.ops.patterns import (
     Entry,
     RuleFunction,
@@ -23,48 +33,20 @@ from autopar.ops.patterns import (
     cumsum,
     linear_leading_dims,
     linear_reduction,
-    passes_leading_dims,
     reduction,
 )
-from autopar.ops.writes import OVERWRITTEN
+from autopar.ops.statistics import STATISTICS, mean_over_ranks
+from autopar.ops.windows import IMAGES
+from autopar.ops.writes import OVERWRITTEN, overwritten_call
 
 
 def pointwise(call: Call) -> list[AxisRule]:
     """Every dim splits; dims that broadcast from 1 are missing in that operand. Linear ones pass summands."""
-    count = len(call.node.operands)
+    count, linear = len(call.node.operands), operator(call.node.op).linear
+    partial = linear if isinstance(linear, str) else linear(call)
+    words = " ".join(word for word in partial.split() if len(word) == count)
     text = ", ".join(["..."] * count) + " -> " + ", ".join(["..."] * len(call.node.results))
-    return einsum_rules(text, call.operand_shapes, call.result_shapes, _linear_words(call))
-
-
-_BOTH_SUMMANDS = {"aten.add.Tensor", "aten.sub.Tensor"}
-_ONE_SUMMAND = {"aten.mul.Tensor"}
-_SUMMANDS = {OVERWRITTEN: "PP", "aten.lerp.Scalar": "PP", "aten.lerp.Tensor": "PPR", "aten.addcmul.default": "PPR PRP",
-             "aten.addcdiv.default": "PPR", "aten.where.self": "RPP"}  # fmt: skip
-_FIRST_SUMMAND = {"aten.div.Tensor", "aten.mul.Scalar", "aten.div.Scalar", "aten.neg.default", "aten.clone.default",
-                  "aten.contiguous.default", "aten._to_copy.default", "aten.to.dtype", "aten.detach.default",
-                  "aten.positive.default"}  # fmt: skip
-
-
-def _linear_words(call: Call) -> str:
-    """Under which operand types a pointwise operator is linear, by name (a sum, a product, a scaling)."""
-    op, count = call.node.op, len(call.node.operands)
-    if op in _BOTH_SUMMANDS:
-        return "PP" if count == 2 else ""
-    if op in _ONE_SUMMAND:
-        return "PR RP" if count == 2 else "P"
-    if op in _SUMMANDS:
-        return _SUMMANDS[op]
-    if op == "aten.masked_fill.Scalar":
-        return "PR" if call.arguments["value"] == 0 else ""
-    if op in _FIRST_SUMMAND and _all_floating(call):
-        return "P" + "R" * (count - 1)
-    return ""
-
-
-def _all_floating(call: Call) -> bool:
-    """What is summed and what comes of it; a count that it is divided by may be an integer."""
-    names = (call.node.operands[0], *call.node.results)
-    return all("float" in call.graph.tensors[name].dtype for name in names)
+    return einsum_rules(text, call.operand_shapes, call.result_shapes, words)
 
 
 def matmul(call: Call) -> list[AxisRule]:
@@ -89,108 +71,6 @@ def plus_product(product: str) -> RuleFunction:
     return rules
 
 
-def attention(call: Call) -> list[AxisRule]:
-    """Batch dims and heads split; so do queries when nothing is causal. Keys do not: softmax needs them whole.
-
-    With grouped heads (enable_gqa) the head dim is the query's and the key's own, split together; or the query's
-    alone, where each rank then takes the keys and values of its groups.
-    """
-    query = call.shape(0)
-    batch = "" if len(query) == 3 else "b "
-    causal = bool(call.arguments["is_causal"])
-    q = "Q" if causal else "q"
-    text = f"{batch}h {q} D, {batch}h T D, {batch}h T V"
-    if call.has_tensor("attn_mask"):
-        mask = {4: f"{batch}h {q} T", 3: f"h {q} T", 2: f"{q} T"}[len(call.shape(3))]
-        text += f", {mask}"
-    if len(query) not in (3, 4) or float(call.arguments["dropout_p"]) > 0.0:
-        return []
-    rules = Entry(f"{text} -> {batch}h {q} V", "RRP" + "R" * (len(call.node.operands) - 3))(call)
-    rules = [rule for rule in rules if _heads_agree(call, rule)]
-    return [*rules, *(_queries_alone(call, rule) for rule in rules if _splits_groups(call, rule))]
-
-
-def _heads_agree(call: Call, rule: AxisRule) -> bool:
-    """All heads are split, or none are; a single head, which all queries share, is nothing to split."""
-    head = len(call.shape(0)) - 3
-    own = zip(rule.operands[:3], call.operand_shapes[:3], strict=True)
-    split = [type_ == S(head) for type_, shape in own if shape[head] > 1]
-    return all(split) or not any(split)
-
-
-def _splits_groups(call: Call, rule: AxisRule) -> bool:
-    head = len(call.shape(0)) - 3
-    query, key, value = (shape[head] for shape in call.operand_shapes[:3])
-    return rule.operands[0] == rule.operands[1] == S(head) and query > key == value
-
-
-def _queries_alone(call: Call, rule: AxisRule) -> AxisRule:
-    return AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results)
-
-
-def layer_norm(call: Call) -> list[AxisRule]:
-    """All dims but those that are normalized."""
-    width = len(call.arguments["normalized_shape"])
-    own = " ".join(f"H{i}" for i in range(width))
-    operands = ", ".join([f"... {own}"] + [own] * (len(call.node.operands) - 1))
-    return Entry(f"{operands} -> ... {own}")(call)
-
-
-def embedding(call: Call) -> list[AxisRule]:
-    """Columns split as columns; split rows give summands (a masked lookup); ids split as they are."""
-    rank = len(call.shape(1))
-    rules = [AxisRule((S(1), R), (S(rank),)), AxisRule((P, R), (P,))]
-    if call.arguments["scale_grad_by_freq"] or call.arguments["sparse"]:
-        return rules  # the gradient of a row needs all ids
-    return [*rules, AxisRule((S(0), R), (P,)), *(AxisRule((R, S(dim)), (S(dim),)) for dim in range(rank))]
-
-
-def cross_entropy(call: Call) -> list[AxisRule]:
-    """Split samples give summands of the mean over the global count; split classes are reduced inside, giving I.
-
-    Weights of classes are whole.
-    """
-    logits = call.shape(0)
-    weight = (R,) if call.has_tensor("weight") else ()
-    if len(logits) < 2 or "float" in call.tensor(1).dtype or (weight and call.tensor(2).differentiable):
-        return []
-    spread = call.arguments["reduction"] == 0
-    sample_dims = [0, *range(2, len(logits))]
-    rules = []
-    for position, dim in enumerate(sample_dims):
-        rules.append(AxisRule((S(dim), S(position), *weight), (S(position) if spread else P,)))
-    if not spread and not weight and len(logits) == 2 and float(call.arguments["label_smoothing"]) == 0.0:
-        rules.append(AxisRule((S(1), R), (I,)))
-    return rules
-
-
-def dropout(call: Call) -> list[AxisRule]:
-    """Any dim; ranks draw independent masks for their slices."""
-    count = len(call.node.results)
-    return [AxisRule((S(dim),), (S(dim),) * count) for dim in range(len(call.shape(0)))]
-
-
-def batch_norm(call: Call) -> list[AxisRule]:
-    """Channels split with their statistics; split samples and spatial dims reduce the statistics inside."""
-    names = ["weight", "bias", "running_mean", "running_var"]
-    others = [position for name in names for position in call.positions.get(name, ())]
-    outputs, shape = call.result_positions(), call.shape(0)
-    rules = []
-    for dim in [dim for dim, size in enumerate(shape) if size > 1]:
-        channel = S(0) if dim == 1 else R
-        rules.append(AxisRule((S(dim),) + (channel,) * len(others), tuple(channel if p else S(dim) for p in outputs)))
-    return rules
-
-
-def group_norm(call: Call) -> list[AxisRule]:
-    """Samples; channels by whole groups, with their weights; spatial dims reduce the statistics inside."""
-    others, shape = len(call.node.operands) - 1, call.shape(0)
-    rules = []
-    for dim in [dim for dim, size in enumerate(shape) if size > 1]:
-        rules.append(AxisRule((S(dim),) + (S(0) if dim == 1 else R,) * others, (S(dim),)))
-    return rules
-
-
 def recurrent(call: Call) -> list[AxisRule]:
     """LSTM, GRU and RNN: samples, with their initial and final states, when there is no dropout between layers.
 
@@ -203,24 +83,6 @@ def recurrent(call: Call) -> list[AxisRule]:
     states, weights = len(call.positions["hx"]), len(call.positions["params"])
     results = tuple(sample if position == 0 else S(1) for position in call.result_positions())
     return [AxisRule((sample,) + (S(1),) * states + (R,) * weights, results)]
-
-
-def max_pool(call: Call) -> list[AxisRule]:
-    """All dims before the image's; rows and columns exchange their borders."""
-    return [*passes_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
-
-
-def avg_pool(call: Call) -> list[AxisRule]:
-    """All dims before the image's, and linear; rows and columns exchange their borders."""
-    return [*linear_leading_dims(len(windows.windows(call)))(call), *windows.spatial_rules(call)]
-
-
-def adaptive_avg_pool(call: Call) -> list[AxisRule]:
-    """A mean over all of the image is a local sum, as any mean; smaller windows need their dims whole."""
-    size = call.arguments["output_size"]
-    leading = len(call.shape(0)) - len(size)
-    whole = [dim for dim in range(leading, len(call.shape(0))) if set(size) == {1} and call.shape(0)[dim] > 1]
-    return [*linear_leading_dims(len(size))(call), *(AxisRule((S(dim),), (P,)) for dim in whole)]
 
 
 def identity(call: Call) -> list[AxisRule]:
@@ -236,114 +98,168 @@ def one_hot(call: Call) -> list[AxisRule]:
     return [AxisRule((S(dim),), (S(dim),)) for dim in range(len(call.shape(0)))]
 
 
+def unbind(call: Call) -> list[AxisRule]:
+    """Dims that are not selected stay split; linear."""
+    return [AxisRule(rule.operands, rule.results * len(call.node.results)) for rule in views.select(call)]
+
+
 def topk(call: Call) -> list[AxisRule]:
     """Every dim but the one that it runs along."""
     return along_dim(call)
 
 
-_VIEW = dict.fromkeys(("aten.view.default", "aten._unsafe_view.default", "aten.reshape.default"), views.reshape)
+def _named(names: str, kind: Operator) -> dict[str, Operator]:
+    """Rows of names without overloads: torch's tags and registry have their rules."""
+    return dict.fromkeys(names.split(), kind)
 
-TABLE: dict[str, RuleFunction] = {
+
+OPERATORS: dict[str, Operator] = {
+    **ATTENTION,
+    **EMBEDDINGS,
+    **EXPERTS,
+    **FUNCTIONS,
+    **IMAGES,
     **INDEXING,
     **LONG_TAIL,
+    **LOSSES,
+    **RANDOMNESS,
+    **STATISTICS,
     # contractions
-    "aten.linear.default": Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,)),
-    "aten.mm.default": Entry("m k, k n -> m n", "PR RP"),
-    "aten.bmm.default": Entry("b m k, b k n -> b m n", "PR RP"),
-    "aten.baddbmm.default": plus_product("b m k, b k n -> b m n"),
-    "aten.matmul.default": matmul,
-    "aten.addmm.default": plus_product("m k, k n -> m n"),
-    "aten.addmv.default": plus_product("m k, k -> m"),
-    "aten.addbmm.default": plus_product("b m k, b k n -> m n"),
-    "aten.addr.default": plus_product("m, n -> m n"),
-    "aten.dot.default": Entry("k, k -> ", "PR RP"),
-    "aten.mv.default": Entry("m k, k -> m", "PR RP"),
-    "aten.conv1d.default": windows.convolution,
-    "aten.conv2d.default": windows.convolution,
-    "aten.conv3d.default": windows.convolution,
-    "aten.convolution.default": windows.convolution,
-    "aten.conv_transpose1d.default": windows.transposed_convolution,
-    "aten.conv_transpose2d.input": windows.transposed_convolution,
-    "aten.conv_transpose3d.input": windows.transposed_convolution,
-    "aten.scaled_dot_product_attention.default": attention,
-    experts.ROUTED_EXPERTS: experts.routed_experts,
-    # normalisation, loss, lookup, randomness
-    "aten.layer_norm.default": layer_norm,
-    "aten.rms_norm.default": layer_norm,
-    "aten.group_norm.default": group_norm,
-    "aten._native_batch_norm_legit_functional.default": batch_norm,
-    "aten._native_batch_norm_legit.no_stats": batch_norm,
-    "aten._native_batch_norm_legit_no_training.default": batch_norm,
-    **dict.fromkeys((f"aten.{kind}.input" for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")), recurrent),
-    "aten.cross_entropy_loss.default": cross_entropy,
-    "aten.embedding.default": embedding,
-    bags.EMBEDDING_BAG: bags.embedding_bag,
-    "aten.native_dropout.default": dropout,
-    "aten.softmax.int": along_dim,
-    "aten._softmax.default": along_dim,
-    "aten._safe_softmax.default": along_dim,
-    "aten.log_softmax.int": along_dim,
-    "aten._log_softmax.default": along_dim,
-    "aten.cumsum.default": cumsum,
-    "aten.topk.default": topk,
-    "aten.sort.default": along_dim,
-    "aten.argsort.default": along_dim,
-    "aten.one_hot.default": one_hot,
-    # reductions
-    "aten.sum.default": linear_reduction,
-    "aten.sum.dim_IntList": linear_reduction,
-    "aten.mean.default": linear_reduction,
-    "aten.mean.dim": linear_reduction,
-    "aten.amax.default": reduction,
-    "aten.amin.default": reduction,
-    "aten.argmax.default": reduction,
-    "aten.argmin.default": reduction,
-    "aten.var.correction": reduction,
-    "aten.max.dim": reduction,
-    "aten.min.dim": reduction,
-    "aten.any.dim": reduction,
-    "aten.all.dim": reduction,
-    "aten.logsumexp.default": reduction,
+    "aten.linear.default": kinds.PRODUCT.by(Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))),
+    "aten.mm.default": kinds.PRODUCT.by(Entry("m k, k n -> m n", "PR RP")),
+    "aten.bmm.default": kinds.PRODUCT.by(Entry("b m k, b k n -> b m n", "PR RP")),
+    "aten.baddbmm.default": kinds.PLUS_PRODUCT.by(plus_product("b m k, b k n -> b m n")),
+    "aten.matmul.default": kinds.PRODUCT.by(matmul),
+    "aten.addmm.default": kinds.PLUS_PRODUCT.by(plus_product("m k, k n -> m n")),
+    "aten.addmv.default": kinds.PLUS_PRODUCT.by(plus_product("m k, k -> m")),
+    "aten.addbmm.default": Operator(plus_product("b m k, b k n -> m n")),
+    "aten.addr.default": Operator(plus_product("m, n -> m n")),
+    "aten.dot.default": kinds.PRODUCT.by(Entry("k, k -> ", "PR RP")),
+    "aten.mv.default": kinds.PRODUCT.by(Entry("m k, k -> m", "PR RP")),
+    # along dims
+    **{f"aten.{kind}.input": Operator(recurrent) for kind in ("lstm", "gru", "rnn_tanh", "rnn_relu")},
+    "aten.softmax.int": kinds.SOFTMAX.by(along_dim),
+    "aten._softmax.default": kinds.SOFTMAX.by(along_dim),
+    "aten._safe_softmax.default": Operator(along_dim),
+    "aten.log_softmax.int": kinds.SOFTMAX.by(along_dim),
+    "aten._log_softmax.default": kinds.SOFTMAX.by(along_dim),
+    "aten.cumsum.default": kinds.CUMSUM.by(cumsum),
+    "aten.topk.default": kinds.REDUCTION.by(topk),
+    "aten.sort.default": kinds.REDUCTION.by(along_dim),
+    "aten.argsort.default": Operator(along_dim),
+    "aten.one_hot.default": Operator(one_hot, work=work.CREATION),
+    "aten.sum.default": kinds.SUM_OF_DIMS.by(linear_reduction),
+    "aten.sum.dim_IntList": kinds.SUM_OF_DIMS.by(linear_reduction),
+    "aten.mean.default": kinds.MEAN.by(linear_reduction, local=mean_over_ranks),
+    "aten.mean.dim": kinds.MEAN.by(linear_reduction, local=mean_over_ranks),
+    "aten.amax.default": kinds.EXTREME.by(reduction),
+    "aten.amin.default": kinds.EXTREME.by(reduction),
+    "aten.argmax.default": kinds.REDUCTION.by(reduction),
+    "aten.argmin.default": kinds.REDUCTION.by(reduction),
+    "aten.var.correction": kinds.VARIANCE.by(reduction),
+    "aten.max.dim": kinds.EXTREME.by(reduction),
+    "aten.min.dim": kinds.EXTREME.by(reduction),
+    "aten.any.dim": kinds.REDUCTION.by(reduction),
+    "aten.all.dim": kinds.REDUCTION.by(reduction),
+    "aten.logsumexp.default": kinds.SOFTMAX.by(reduction, saved=saved.operand_and_result),
+    **_named("norm", kinds.EXTREME),
+    **_named("nll_loss", Operator(work=work.NLL, saved=saved.indices)),
+    **_named("nll_loss_forward", Operator(work=work.NLL)),
     # rearrangements
-    "aten.alias.default": identity,
-    **_VIEW,
-    "aten.transpose.int": views.transpose,
-    "aten.t.default": views.matrix_transpose,
-    "aten.permute.default": views.permute,
-    "aten.unsqueeze.default": views.unsqueeze,
-    "aten.squeeze.default": views.squeeze,
-    "aten.squeeze.dim": views.squeeze,
-    "aten.squeeze.dims": views.squeeze,
-    "aten.expand.default": views.expand,
-    "aten.slice.Tensor": views.slice_,
-    "aten.select.int": views.select,
-    "aten.split.Tensor": views.split,
-    "aten.split_with_sizes.default": views.split,
-    "aten.unbind.int": lambda call: [
-        AxisRule(rule.operands, rule.results * len(call.node.results)) for rule in views.select(call)
-    ],
-    "aten.cat.default": views.cat,
-    "aten.stack.default": views.stack,
-    "aten.pad.default": views.pad,
-    "aten.constant_pad_nd.default": views.pad,
-    "aten.flip.default": views.roll_or_flip,
-    "aten.roll.default": views.roll_or_flip,
-    HOOK: functions.gradient_hook,
-    "aten.diagonal.default": views.diagonal,
-    "aten.unfold.default": views.unfold,
-    "aten.tril.default": linear_leading_dims(2),
-    "aten.triu.default": linear_leading_dims(2),
-    # pooling and interpolation
-    **{f"aten.max_pool{n}d.default": max_pool for n in (1, 2, 3)},
-    **{f"aten.avg_pool{n}d.default": avg_pool for n in (1, 2, 3)},
-    **{f"aten.adaptive_max_pool{n}d.default": passes_leading_dims(n) for n in (1, 2, 3)},
-    **{f"aten.adaptive_avg_pool{n}d.default": adaptive_avg_pool for n in (1, 2, 3)},
-    **{f"aten.upsample_nearest{n}d.vec": windows.upsample_nearest for n in (1, 2, 3)},
-    "aten.upsample_linear1d.vec": linear_leading_dims(1),
-    "aten.upsample_bilinear2d.vec": linear_leading_dims(2),
-    "aten.upsample_bicubic2d.vec": linear_leading_dims(2),
-    "aten.upsample_trilinear3d.vec": linear_leading_dims(3),
-}
+    "aten.alias.default": kinds.SAME_ELEMENTS.by(identity),
+    "aten.view.default": kinds.RESHAPE,
+    "aten._unsafe_view.default": kinds.RESHAPE,
+    "aten.reshape.default": replace(kinds.RESHAPE, size="shape"),
+    "aten.transpose.int": kinds.SAME_ELEMENTS.by(views.transpose),
+    "aten.t.default": kinds.SAME_ELEMENTS.by(views.matrix_transpose),
+    "aten.permute.default": kinds.SAME_ELEMENTS.by(views.permute),
+    "aten.unsqueeze.default": kinds.SAME_ELEMENTS.by(views.unsqueeze),
+    "aten.squeeze.default": kinds.SQUEEZE,
+    "aten.squeeze.dim": kinds.SQUEEZE,
+    "aten.squeeze.dims": kinds.SQUEEZE,
+    "aten.expand.default": kinds.VIEW.by(views.expand, size="size"),
+    "aten.slice.Tensor": kinds.SLICE.by(views.slice_),
+    "aten.select.int": kinds.SLICE.by(views.select),
+    "aten.split.Tensor": kinds.SLICE.by(views.split),
+    "aten.split_with_sizes.default": kinds.SLICE.by(views.split),
+    "aten.unbind.int": kinds.SLICE.by(unbind),
+    "aten.cat.default": kinds.JOIN.by(views.cat),
+    "aten.stack.default": kinds.WHOLE_COPY.by(views.stack),
+    "aten.pad.default": kinds.COPY.by(views.pad),
+    "aten.constant_pad_nd.default": kinds.COPY.by(views.pad),
+    "aten.flip.default": kinds.COPY.by(views.roll_or_flip),
+    "aten.roll.default": kinds.COPY.by(views.roll_or_flip),
+    "aten.diagonal.default": kinds.SLICE.by(views.diagonal),
+    "aten.unfold.default": kinds.SLICE.by(views.unfold),
+    "aten.tril.default": kinds.COPY.by(linear_leading_dims(2)),
+    "aten.triu.default": kinds.COPY.by(linear_leading_dims(2)),
+    "aten.detach.default": kinds.SAME_ELEMENTS.by(linear="P"),
+    **_named("flatten unflatten view_as movedim swapaxes mT identity", kinds.SAME_ELEMENTS),
+    **_named("expand_as broadcast_to numpy_T real imag", kinds.VIEW),
+    **_named("expand_copy", Operator(size="size")),
+    **_named("narrow chunk as_strided", kinds.SLICE),
+    **_named("lift_fresh_copy", kinds.NO_WORK),
+    **_named("_assert_tensor_metadata sym_size", Operator(work=work.VIEW)),
+    "aten.clone.default": kinds.WHOLE_COPY.by(linear="P"),
+    "aten.contiguous.default": kinds.WHOLE_COPY.by(linear="P"),
+    "aten._to_copy.default": kinds.COPY.by(linear="P"),
+    "aten.to.dtype": kinds.COPY.by(linear="P"),
+    **_named("copy", kinds.COPY),
+    **_named("reflection_pad2d replication_pad2d", Operator(work=work.COPY)),
+    "aten.masked_fill.Scalar": kinds.MASKED_COPY.by(linear=lambda call: "PR" if call.arguments["value"] == 0 else ""),
+    **_named("repeat_interleave", kinds.MASKED_COPY),
+    # tensors of its own
+    **_named("zeros ones full new_zeros new_ones", kinds.FILLED),
+    **_named("empty new_full new_empty", kinds.CREATION.by(size="size")),
+    **_named("arange linspace eye scalar_tensor", kinds.CREATION),
+    **_named("tril_indices triu_indices", Operator(creates=True)),
+    **_named("zeros_like ones_like full_like empty_like", kinds.LIKE),
+    # point by point
+    OVERWRITTEN: kinds.NO_WORK.by(local=overwritten_call, linear="PP"),
+    "aten.add.Tensor": kinds.TERMS.by(passes=saved.gradients_of_sum, linear="PP"),
+    "aten.sub.Tensor": kinds.TERMS.by(passes=saved.gradient_of_minuend, linear="PP"),
+    **_named("rsub", kinds.TERMS),
+    **_named("add_ sub_ __add__ __sub__", Operator(work=work.SUM)),
+    "aten.mul.Tensor": kinds.FACTORS.by(linear="P PR RP"),
+    "aten.mul.Scalar": kinds.FACTORS.by(linear="P"),
+    "aten.div.Tensor": kinds.QUOTIENT.by(linear="P PR"),
+    "aten.div.Scalar": kinds.QUOTIENT.by(linear="P"),
+    "aten.where.self": Operator(saved=saved.indices, workspace=workspace.product, linear="RPP"),
+    "aten.neg.default": Operator(saved=saved.nothing, linear="P"),
+    "aten.positive.default": Operator(linear="P"),
+    "aten.lerp.Scalar": Operator(linear="PP"),
+    "aten.lerp.Tensor": Operator(linear="PPR"),
+    "aten.addcmul.default": Operator(linear="PPR PRP"),
+    "aten.addcdiv.default": Operator(linear="PPR"),
+    **_named("relu", Operator(saved=saved.result)),
+    **_named("clamp clamp_min clamp_max leaky_relu", kinds.OF_INPUT),
+    **_named("abs", kinds.OF_INPUT.by(workspace=workspace.backward(1))),
+    **_named("gelu", kinds.OF_INPUT.by(work=work.GELU)),
+    **_named("gelu_tanh", Operator(work=work.GELU_TANH)),
+    **_named("silu", kinds.OF_INPUT.by(work=work.SILU)),
+    **_named("tanh sigmoid exp exp2 expm1", kinds.CURVE_OF_RESULT),
+    **_named("log log2 tan erf sinh cosh asin acos atan", kinds.CURVE_OF_INPUT),
+    **_named("softplus mish elu hardswish log_sigmoid", kinds.CURVE_OF_INPUT),
+    **_named("sin cos log1p", kinds.CURVE_OF_INPUT.by(workspace=workspace.backward(1))),
+    **_named("sqrt reciprocal", kinds.CURVE_OF_RESULT.by(workspace=workspace.backward(1))),
+    **_named("rsqrt", kinds.CURVE_OF_RESULT.by(workspace=workspace.backward(2))),
+    **_named("pow", kinds.CURVE.by(saved=saved.power, workspace=workspace.backward(2))),
+    **_named("selu atan2", kinds.CURVE),
+}  # fmt: skip
+"""By overload ("aten.linear.default"), or by name ("tanh") where nothing but torch's sources has a rule."""
+
+RULES: dict[str, RuleFunction] = {op: row.rule for op, row in OPERATORS.items() if row.rule is not None}
+#: operators that call a function of the runtime where their placements ask for it
+LOWERED = frozenset(op for op, row in OPERATORS.items() if row.local is not None)
+_BY_NAME = {base_name(op): row.of_other_overloads() for op, row in OPERATORS.items() if "." in op}
+_BY_NAME |= {name: row for name, row in OPERATORS.items() if "." not in name}
+
+
+@cache
+def operator(op: str) -> Operator:
+    """The row of an operator: its own, what holds of its other overloads, or that of any pointwise operator."""
+    return OPERATORS.get(op) or _BY_NAME.get(base_name(op), kinds.POINTWISE)
+
 
 _LIKE = ("ones_like", "zeros_like", "full_like", "empty_like")
 #: pointwise for our purpose, though torch does not tag them so
@@ -355,8 +271,8 @@ _POINTWISE = {"aten.clone.default", "aten._to_copy.default", "aten.detach.defaul
 
 def find(op: str) -> RuleFunction | None:
     """The table's entry of an operator: by name, or as a pointwise operator by torch's own tag."""
-    if op in TABLE:
-        return TABLE[op]
+    if op in RULES:
+        return RULES[op]
     name = op.split(".")[1]
     tagged = torch.Tag.pointwise in overload(op).tags and name not in RANDOM
     tagged = tagged and not (op.startswith("aten.") and proofs.objection(op))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.ir.placement import P, S, Type
+from autopar.ir.placement import Axis, P, Placement, S, Type, format_placement, lengths_along, num_shards
 from autopar.ops.call import Call
 from autopar.ops.notation import AxisRule
 
@@ -62,6 +62,25 @@ def reshape_limit(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> 
     return 1
 
 
+def reshape_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Equal slices stay whole: they must not be cut in a group of dims that becomes others."""
+    before, after = call.shape(0), call.result_shapes[0]
+    for type_ in operands[0]:
+        if type_.kind == "S":
+            shards = num_shards(operands[0], type_.dim, axes)
+            if reshape_limit(before, after, type_.dim) % shards and not _same_dim(before, after, type_.dim):
+                return f"dim {type_.dim} of {list(before)} in {shards} slices does not reshape to {list(after)}"
+    return None
+
+
+def _same_dim(before: tuple[int, ...], after: tuple[int, ...], dim: int) -> bool:
+    """Whether the dim passes the reshape unchanged, so that uneven slices stay slices."""
+    return any(
+        left == (dim,) and len(right) == 1 and before[dim] == after[right[0]]
+        for left, right in reshape_groups(before, after)
+    )
+
+
 def dim_map(mapping: list[int | None], linear: bool = True) -> list[AxisRule]:
     """Rules of a one-operand operator whose result dim d comes from operand dim `mapping[d]`."""
     rules = [AxisRule((P,), (P,))] if linear else []
@@ -107,6 +126,16 @@ def squeeze(call: Call) -> list[AxisRule]:
     """Dims that stay pass through; `squeeze_error` keeps a slice of length 1 from being squeezed too."""
     gone = squeezed_dims(call)
     return dim_map([dim for dim, size in enumerate(call.shape(0)) if size > 1 or dim not in gone])
+
+
+def squeeze_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """A slice of length 1 must not be squeezed away where the whole dim stays."""
+    for dim in squeezed_dims(call):
+        length = call.shape(0)[dim]
+        if length > 1 and 1 in lengths_along(call.shape(0), operands[0], dim, axes):
+            placement = format_placement(operands[0])
+            return f"dim {dim} of {list(call.shape(0))} as {placement} would be squeezed away on a rank"
+    return None
 
 
 def expand(call: Call) -> list[AxisRule]:

@@ -1,4 +1,4 @@
-"""Convolutions and poolings: their windows along each spatial dim, their rules, and what a split dim exchanges.
+"""Convolutions, poolings and interpolation: windows along spatial dims, rules, and what a split dim exchanges.
 
 An output row covers the input rows under its window, so that a rank may need rows that its neighbours hold: a halo.
 The runtime sends each of those straight to whoever needs it (`runtime.lowering.halo`), which works for any stride,
@@ -12,9 +12,14 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, num_shards
+from autopar.ir.placement import Axis, P, Placement, R, S, chunk_length, local_shape, num_shards
+from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call
+from autopar.ops.inner import Inner, Sent
+from autopar.ops.local import LocalCall, items
 from autopar.ops.notation import AxisRule, einsum_rules
+from autopar.ops.operator import Groups, Operator
+from autopar.ops.patterns import linear_leading_dims, passes_leading_dims
 from autopar.runtime.lowering.halo import Window, overlap, ranges
 
 _GENERAL = "aten.convolution.default"  # with any number of spatial dims, transposed or not
@@ -92,24 +97,44 @@ def _group_rules(call: Call, channel: int) -> list[AxisRule]:
     return [AxisRule((S(channel),) + (S(0),) * (len(call.node.operands) - 1), (S(channel),))]
 
 
-def groups_error(call: Call, operand: Placement, axes: tuple[Axis, ...], groups: int, channel: int) -> str | None:
-    """Why channels cannot be split so, or None: each slice must hold whole groups."""
-    shards = num_shards(operand, channel, axes)
-    if shards > 1 and groups % shards and (groups > 1 or call.node.op == "aten.group_norm.default"):
-        return f"{groups} groups of channels do not split in {shards}"
-    return None
+def _channel(call: Call) -> int:
+    return len(call.shape(0)) - len(call.shape(1)) + 1
 
 
-def window_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
-    """Why spatial dims cannot be split so, or None: one axis a dim, and every rank makes some of the result."""
+def _groups_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Each slice of the channels must hold whole groups."""
+    groups, shards = call.arguments["groups"], num_shards(operands[0], _channel(call), axes)
+    return f"{groups} groups of channels do not split in {shards}" if groups > 1 and groups % shards else None
+
+
+def _windows_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """One axis splits a spatial dim, and every rank makes some of the result."""
     for dim in spatial_dims(call):
-        shards = [axis.size for axis, type_ in zip(axes, operand, strict=True) if type_ == S(dim) and axis.size > 1]
+        shards = [axis.size for axis, type_ in zip(axes, operands[0], strict=True) if type_ == S(dim) and axis.size > 1]
         if len(shards) > 1:
             return f"spatial dim {dim} is split by {len(shards)} axes; halos are exchanged over one"
         after = call.result_shapes[0][dim]
         if shards and not chunk_length(after, shards[0], shards[0] - 1):
             return f"spatial dim {dim} of the result, {after} long, leaves one of {shards[0]} ranks without a row"
     return None
+
+
+def max_pool(call: Call) -> list[AxisRule]:
+    """All dims before the image's; rows and columns exchange their borders."""
+    return [*passes_leading_dims(len(windows(call)))(call), *spatial_rules(call)]
+
+
+def avg_pool(call: Call) -> list[AxisRule]:
+    """All dims before the image's, and linear; rows and columns exchange their borders."""
+    return [*linear_leading_dims(len(windows(call)))(call), *spatial_rules(call)]
+
+
+def adaptive_avg_pool(call: Call) -> list[AxisRule]:
+    """A mean over all of the image is a local sum, as any mean; smaller windows need their dims whole."""
+    size = call.arguments["output_size"]
+    leading = len(call.shape(0)) - len(size)
+    whole = [dim for dim in range(leading, len(call.shape(0))) if set(size) == {1} and call.shape(0)[dim] > 1]
+    return [*linear_leading_dims(len(size))(call), *(AxisRule((S(dim),), (P,)) for dim in whole)]
 
 
 def upsample_nearest(call: Call) -> list[AxisRule]:
@@ -122,13 +147,16 @@ def upsample_nearest(call: Call) -> list[AxisRule]:
     return [*(AxisRule((S(dim),), (S(dim),)) for dim in dims), AxisRule((P,), (P,))]
 
 
-def upsample_error(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> str | None:
-    """Why spatial dims cannot be split so, or None: slices of the result must come from the same ranks' slices."""
+def _upsample_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Slices of the result must come from the same ranks' slices."""
     for dim in range(2, len(call.shape(0))):
-        shards = num_shards(operand, dim, axes)
+        shards = num_shards(operands[0], dim, axes)
         if call.shape(0)[dim] % shards:
             return f"spatial dim {dim} of {list(call.shape(0))} does not split evenly in {shards}"
     return None
+
+
+# Halos ----------------------------------------
 
 
 class Halo(NamedTuple):
@@ -152,7 +180,7 @@ def halos(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> list[Halo]:
     return found
 
 
-def pads_split_dim(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> bool:
+def _pads_split_dim(call: Call, operand: Placement, axes: tuple[Axis, ...]) -> bool:
     """Whether a split dim has padding, which only the outer ranks add."""
     pairs = zip(spatial_dims(call), windows(call), strict=True)
     return any(window.padding and num_shards(operand, dim, axes) > 1 for dim, window in pairs)
@@ -173,9 +201,109 @@ def _halo(window: Window, axis: int, dim: int, size: int, parts: int) -> Halo | 
     return Halo(axis, dim, sent, received, needed[0][1] - needed[0][0])
 
 
-def with_row_lengths(local: tuple[int, ...], found: list[Halo]) -> Iterator[tuple[Halo, int]]:
+def _with_row_lengths(local: tuple[int, ...], found: list[Halo]) -> Iterator[tuple[Halo, int]]:
     """Each exchange with the elements of a row at rank 0: a later one carries the rows that earlier ones brought."""
     sizes = list(local)
     for halo in found:
         yield halo, math.prod(size for dim, size in enumerate(sizes) if dim != halo.dim)
         sizes[halo.dim] = halo.extended
+
+
+def _exchange(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> Sent:
+    """Forward each rank sends the rows that others need, backward the gradients of those that it got."""
+    local, itemsize = local_shape(call.shape(0), operands[0], axes), call.tensor(0).itemsize
+    forward: list[Inner] = []
+    backward: list[Inner] = []
+    for halo, row in _with_row_lengths(local, halos(call, operands[0], axes)):
+        sent, received = ([count * row * itemsize for count in counts] for counts in (halo.sent, halo.received))
+        forward.append(Inner("all_to_all", halo.axis, sent[0], max(sent)))
+        backward.insert(0, Inner("all_to_all", halo.axis, received[0], max(received)))
+    return forward, backward
+
+
+# On one rank ----------------------------------------
+
+
+def _splits(local: LocalCall) -> str | None:
+    """The split spatial dims with their axes and whole lengths; None where the operator itself runs on the shards."""
+    call, placement = local.call, local.placements[0]
+    if not halos(call, placement, local.axes) and not _pads_split_dim(call, placement, local.axes):
+        return None
+    found = []
+    for dim in spatial_dims(call):
+        found += [f"({dim}, {name}, {call.shape(0)[dim]})" for name in local.axes_where(0, S(dim).__eq__)]
+    return items(found)
+
+
+def _sizes(call: Call, *fields: str) -> str:
+    return ", ".join(str([getattr(window, field) for window in windows(call)]) for field in fields)
+
+
+def _convolution_local(local: LocalCall) -> str | None:
+    splits = None if local.call.arguments.get("transposed") else _splits(local)
+    if splits is None:
+        return None
+    tensors = f"{local.names[0]}, {local.names[1]}, {local.variable('bias')}"
+    sizes, groups = _sizes(local.call, "stride", "padding", "dilation"), local.on_rank().arguments["groups"]
+    return f"rt.convolution({tensors}, {sizes}, {groups}, {splits})"
+
+
+def _max_pool_local(local: LocalCall) -> str | None:
+    splits, sizes = _splits(local), _sizes(local.call, "kernel", "stride", "padding", "dilation")
+    return None if splits is None else f"rt.max_pool({local.names[0]}, {sizes}, {splits})"
+
+
+def _avg_pool_local(local: LocalCall) -> str | None:
+    splits, sizes = _splits(local), _sizes(local.call, "kernel", "stride", "padding")
+    counts = bool(local.call.arguments["count_include_pad"])
+    return None if splits is None else f"rt.avg_pool({local.names[0]}, {sizes}, {counts}, {splits})"
+
+
+def _adaptive_avg_pool_local(local: LocalCall) -> str | None:
+    shape, num_spatial = local.call.shape(0), len(local.call.arguments["output_size"])
+    dims = list(range(len(shape) - num_spatial, len(shape)))
+    if not any(type_.kind == "S" and type_.dim in dims for type_ in local.placements[0]):
+        return None
+    return f"rt.mean({local.names[0]}, {dims}, True, {math.prod(shape[-num_spatial:])})"
+
+
+_OF_IMAGES = Operator(needs_elements=True, cuts_samples_alone=True)
+_PRODUCT = _OF_IMAGES.by(saved=saved.matrices, limits=(_groups_error,), groups=Groups("groups", _channel))
+_CONVOLUTION = _PRODUCT.by(
+    convolution, work=work.CONVOLUTION, workspace=workspace.convolution, inside=_exchange, local=_convolution_local,
+    limits=(_groups_error, _windows_error),
+)  # fmt: skip
+_TRANSPOSED = _PRODUCT.by(transposed_convolution, work=work.TRANSPOSED_CONVOLUTION)
+_MAX = _OF_IMAGES.by(work=work.MAX_POOL, saved=saved.pooled)
+_MAX_POOL = _MAX.by(max_pool, inside=_exchange, local=_max_pool_local, limits=(_windows_error,))
+_MEAN = _OF_IMAGES.by(work=work.AVG_POOL, saved=saved.operand)
+_AVG_POOL = _MEAN.by(avg_pool, inside=_exchange, local=_avg_pool_local, limits=(_windows_error,))
+_ADAPTIVE_AVG_POOL = _MEAN.by(adaptive_avg_pool, work=work.ADAPTIVE_AVG_POOL, local=_adaptive_avg_pool_local)
+_OTHER_POOLS = """
+    _adaptive_avg_pool2d _adaptive_avg_pool3d fractional_max_pool2d fractional_max_pool3d max_pool1d_with_indices
+    max_pool3d_with_indices max_pool2d_with_indices_backward max_unpool2d max_unpool3d _upsample_bilinear2d_aa
+"""
+
+IMAGES: dict[str, Operator] = {
+    "aten.conv1d.default": _CONVOLUTION,
+    "aten.conv2d.default": _CONVOLUTION,
+    "aten.conv3d.default": _CONVOLUTION,
+    "aten.convolution.default": _CONVOLUTION,
+    "_convolution": Operator(work=work.CONVOLUTION),
+    "aten.conv_transpose1d.default": _TRANSPOSED,
+    "aten.conv_transpose2d.input": _TRANSPOSED,
+    "aten.conv_transpose3d.input": _TRANSPOSED,
+    **{f"aten.max_pool{n}d.default": _MAX_POOL for n in (1, 2, 3)},
+    **{f"aten.avg_pool{n}d.default": _AVG_POOL for n in (1, 2, 3)},
+    **{f"aten.adaptive_max_pool{n}d.default": _MAX.by(passes_leading_dims(n), work=work.ADAPTIVE_MAX_POOL)
+       for n in (1, 2, 3)},
+    **{f"aten.adaptive_avg_pool{n}d.default": _ADAPTIVE_AVG_POOL for n in (1, 2, 3)},
+    "max_pool2d_with_indices": _MAX,
+    **dict.fromkeys(_OTHER_POOLS.split(), _OF_IMAGES),
+    **{f"aten.upsample_nearest{n}d.vec": _OF_IMAGES.by(upsample_nearest, limits=(_upsample_error,))
+       for n in (1, 2, 3)},
+    "aten.upsample_linear1d.vec": _OF_IMAGES.by(linear_leading_dims(1)),
+    "aten.upsample_bilinear2d.vec": _OF_IMAGES.by(linear_leading_dims(2)),
+    "aten.upsample_bicubic2d.vec": _OF_IMAGES.by(linear_leading_dims(2)),
+    "aten.upsample_trilinear3d.vec": _OF_IMAGES.by(linear_leading_dims(3)),
+}  # fmt: skip

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.ops.local import LocalCall
+
 OVERWRITTEN = "autopar.overwritten.default"
 
 torch.library.define("autopar::overwritten", "(Tensor x, Tensor value) -> Tensor", tags=(torch.Tag.pointwise,))
@@ -28,3 +30,8 @@ def _gradients(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
 
 
 torch.library.register_autograd(overwritten, _gradients)
+
+
+def overwritten_call(local: LocalCall) -> str:
+    """The runtime's function always: the operator is autopar's own."""
+    return f"rt.overwritten({', '.join(local.names)})"

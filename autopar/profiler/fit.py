@@ -15,7 +15,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost.profile import FORMAT, NO_OVERLAP
-from autopar.cost.work import WorkKey, backward_work, forward_flops, forward_work
+from autopar.ops.table import operator
+from autopar.ops.work import WorkKey, WorkKind
 
 RESERVE_BYTES = 512 << 20
 LEAST_SHARE = 0.1  # of a measured time that is left after call costs: below it lies noise
@@ -76,9 +77,13 @@ def _call(point: Mapping[str, Any]) -> WorkKey:
     return WorkKey(op, operands, results[0], tuple(itemsizes), results[1], gradients, "float32", point["detail"])
 
 
+def _kind(point: Mapping[str, Any]) -> WorkKind:
+    return operator(_call(point).op).work
+
+
 def _flops(point: Mapping[str, Any]) -> int:
     """Of a product by its shape (m, n, k), whichever way its operands are stored."""
-    return 2 * math.prod(point["shape"]) if point["op"] == "mm" else forward_flops(_call(point))
+    return 2 * math.prod(point["shape"]) if point["op"] == "mm" else _kind(point).forward_flops(_call(point))
 
 
 # Facts ----------------------------------------
@@ -87,7 +92,7 @@ def _flops(point: Mapping[str, Any]) -> int:
 def _bandwidth(copies: Points) -> float:
     """Bytes a second of the largest copy, read and written."""
     largest = max(copies, key=lambda point: math.prod(point["shape"]))
-    return forward_work(_call(largest)).num_bytes / float(largest["forward_ns"]) * 1e9
+    return _kind(largest).forward(_call(largest)).num_bytes / float(largest["forward_ns"]) * 1e9
 
 
 def _facts(
@@ -193,7 +198,7 @@ def _samples(points: Points, side: str, computes: bool, call_ns: int, engine: in
     """Work and nanoseconds without the call, sorted by work; of a matrix gradient, one of its kernels."""
     found: Samples = []
     for point in points:
-        work = (forward_work if side == "forward" else backward_work)(_call(point))
+        work = (_kind(point).forward if side == "forward" else _kind(point).backward)(_call(point))
         kernels = work.products if computes and side == "backward" and point["family"] != "attention" else 1
         total = point[f"{side}_ns"] - engine
         left = max(total - call_ns, LEAST_SHARE * total, 1.0)

@@ -25,14 +25,14 @@ from autopar.runtime.declare import (
 from autopar.runtime.errors import CollectiveError, ProgramError, WorldError
 from autopar.runtime.functions import apply, hooked, imported
 from autopar.runtime.inputs import in_first, microbatch, total
-from autopar.runtime.lowering.cross_entropy import cross_entropy, start_valid_count, valid_count
-from autopar.runtime.lowering.dropout import dropout, native_dropout
-from autopar.runtime.lowering.embedding import embedding, embedding_bag
-from autopar.runtime.lowering.experts import grouped_mm, routed_experts
-from autopar.runtime.lowering.heads import heads_of
-from autopar.runtime.lowering.statistics import batch_norm, group_norm, mean
-from autopar.runtime.lowering.windows import avg_pool, convolution, max_pool
-from autopar.runtime.lowering.writes import overwritten
+from autopar.runtime.lowering.cross_entropy import *
+from autopar.runtime.lowering.dropout import *
+from autopar.runtime.lowering.embedding import *
+from autopar.runtime.lowering.experts import *
+from autopar.runtime.lowering.heads import *
+from autopar.runtime.lowering.statistics import *
+from autopar.runtime.lowering.windows import *
+from autopar.runtime.lowering.writes import *
 from autopar.runtime.mesh import Axis, RankMesh, make_rank_mesh
 from autopar.runtime.placement import local_offset, local_size
 from autopar.runtime.randomness import draw, reference_dropout, seed_dropout, set_exact_dropout
@@ -62,21 +62,11 @@ __all__ = [
     "WorldError",
     "Zeros",
     "apply",
-    "avg_pool",
-    "batch_norm",
     "build",
     "computed_once",
-    "convolution",
     "count_bytes",
-    "cross_entropy",
     "draw",
-    "dropout",
-    "embedding",
-    "embedding_bag",
     "folded",
-    "group_norm",
-    "grouped_mm",
-    "heads_of",
     "hooked",
     "imported",
     "in_first",
@@ -86,21 +76,14 @@ __all__ = [
     "local_offset",
     "local_size",
     "make_rank_mesh",
-    "max_pool",
-    "mean",
     "microbatch",
-    "native_dropout",
-    "overwritten",
     "owned",
     "recomputed",
     "redistribute",
     "reference_dropout",
     "renamed",
-    "routed_experts",
     "save_checkpoint",
     "seed_dropout",
     "set_exact_dropout",
-    "start_valid_count",
     "total",
-    "valid_count",
 ]

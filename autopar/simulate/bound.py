@@ -25,12 +25,12 @@ from typing import NamedTuple
 from autopar.cost import Profile
 from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
-from autopar.cost.memory import Extra
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
+from autopar.ops.saved import Extra
 from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.parts import PartLowering

@@ -6,9 +6,10 @@ import weakref
 from collections import defaultdict
 from typing import NamedTuple
 
-from autopar.cost.memory import Saved, is_view, passes_gradient, saved_values
+from autopar.cost.memory import is_view, passes_gradient, saved_values
 from autopar.ir.graph import Graph, Node
 from autopar.ir.structure import block_paths, constant_tensors, folded_tensors
+from autopar.ops.saved import Saved
 
 
 class NodeFacts(NamedTuple):

@@ -25,13 +25,15 @@ from autopar.cost.compute import (
     split_norm_backward_ns,
     split_norm_time_ns,
 )
-from autopar.cost.memory import Extra, optimizer_moved_bytes, optimizer_state_bytes, optimizer_workspace_bytes
+from autopar.cost.memory import (
+    optimizer_moved_bytes,
+    optimizer_state_bytes,
+    optimizer_workspace_bytes,
+    workspace_bytes,
+)
 from autopar.cost.profile import Waits
-from autopar.cost.work import operator
-from autopar.cost.workspace import Sizes, workspace_bytes
 from autopar.errors import PlanError
 from autopar.ir.branches import (
-    MEAN_LOSSES,
     Coordinates,
     Home,
     coordinates_of,
@@ -49,7 +51,11 @@ from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.structure import batch_inputs
-from autopar.ops.communication import Inner
+from autopar.ops.communication import inner_communication
+from autopar.ops.inner import Inner
+from autopar.ops.saved import Extra
+from autopar.ops.table import operator
+from autopar.ops.workspace import Sizes
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
 from autopar.simulate.copies import Copies, keeps_gradient
 from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
@@ -649,11 +655,13 @@ class Lowering:
                 else None
             )
             inner, inner_backward = self._inner(node)
-            if inner and self.profile.runtime and operator(node.op).family == "batch_norm":
+            own, _ = inner_communication(self.graph, node, placements.operands, self.plan.axes)
+            passes = operator(node.op).passes_when_split
+            if own and passes and self.profile.runtime:
                 size = values[inputs[0]].num_bytes
-                times = split_norm_time_ns(size, self.profile)
-                split = split and split._replace(backward_ns=split_norm_backward_ns(size, self.profile))
-            workspace = self._workspace(node, inputs, outputs, bool(inner))
+                times = split_norm_time_ns(passes, size, self.profile)
+                split = split and split._replace(backward_ns=split_norm_backward_ns(passes, size, self.profile))
+            workspace = self._workspace(node, inputs, outputs, bool(own))
             known = OperatorPrice(placements, *times, issue_ns, inner, inner_backward, workspace, back, split)
             self.prices.operators[key] = known
         return known
@@ -705,8 +713,6 @@ class Lowering:
     def _workspace(self, node: Node, inputs: list[int], outputs: list[int], communicates: bool) -> tuple[int, int]:
         """What the operator takes for a while, beside its operands and results."""
         values = self.program.values
-        if node.op in MEAN_LOSSES:  # sums over samples leave it as it is, those over classes do not
-            communicates = values[inputs[0]].shape[1:2] != self.graph.tensors[node.operands[0]].shape[1:2]
         sizes = Sizes(
             tuple([values[value].shape for value in inputs]),
             tuple([self._made_shape(values[value]) for value in outputs]),

@@ -19,7 +19,8 @@ from autopar.ir.stages import stage_graph
 from autopar.ir.structure import block_paths, computed_once, folded_tensors, is_cut
 from autopar.ir.verifier import MICROBATCH
 from autopar.ops.call import call_of
-from autopar.ops.communication import Sent, count_of_targets, inner_communication, is_mean_cross_entropy
+from autopar.ops.communication import count_of_targets, inner_communication, is_mean_over_samples
+from autopar.ops.inner import Sent
 from autopar.simulate.recomputation import Recomputation
 from autopar.simulate.regathering import Regathering
 from autopar.simulate.timeline import Timeline
@@ -165,7 +166,7 @@ def _add(
 def _counting_path(graph: Graph, plan: StagePlan) -> set[tuple[str, Placement]]:
     """The redistributions that lead to the targets of a mean loss: several microbatches count these first."""
     nodes = graph.nodes if plan.microbatches > 1 else ()
-    pending = [node for node in nodes if is_mean_cross_entropy(call_of(graph, node))]
+    pending = [node for node in nodes if is_mean_over_samples(call_of(graph, node))]
     found: set[tuple[str, Placement]] = set()
     needed = {(node.operands[1], plan.nodes[node.name].operands[1]) for node in pending}
     while needed:

@@ -12,8 +12,8 @@ from autopar.cost import flops, node_time_ns
 from autopar.cost.compute import node_call
 from autopar.cost.kernels import backward_kernels, forward_kernels
 from autopar.cost.profile import OperatorCurve, Profile
-from autopar.cost.work import backward_work, forward_work
 from autopar.ir.graph import Graph, Node
+from autopar.ops.table import operator
 from autopar.profiler import load_profile, measure
 from autopar.trace import trace
 
@@ -122,8 +122,9 @@ def test_a_pool_computes_an_element_of_each_window() -> None:
         shapes = [tuple(graph.tensors[name].shape for name in names) for names in (node.operands, node.results)]
         call = node_call(node, shapes[0], shapes[1], graph.tensors)
         if "pool" in node.op:
-            assert flops(node, shapes[0], shapes[1]) == forward_work(call).flops
-            found[node.op.split(".")[1]] = forward_work(call).flops, backward_work(call).flops
+            kind = operator(node.op).work
+            assert flops(node, shapes[0], shapes[1]) == kind.forward(call).flops
+            found[node.op.split(".")[1]] = kind.forward(call).flops, kind.backward(call).flops
     image = 2 * 64 * 32 * 32
     assert found == {
         "max_pool2d": (9 * image, image), "avg_pool2d": (5 * image, 5 * image),

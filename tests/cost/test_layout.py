@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.layout import copied_reshapes, dense_strides, reshaped_strides
+from autopar.ops.layout import copied_reshapes, dense_strides, reshaped_strides
 from autopar.trace import trace
 from models import gpt, llama
 

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost.memory import (
-    Extra,
     optimizer_moved_bytes,
     optimizer_state_bytes,
     saved_values,
@@ -18,6 +17,7 @@ from autopar.cost.memory import (
 )
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
+from autopar.ops.saved import Extra
 from autopar.trace import trace
 from models import gpt
 

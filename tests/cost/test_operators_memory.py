@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.cost.memory import Extra, saved_values, storage_root
-from autopar.cost.workspace import Sizes, workspace_bytes
+from autopar.cost.memory import saved_values, storage_root, workspace_bytes
+from autopar.ops.saved import Extra
+from autopar.ops.workspace import Sizes
 from autopar.trace import trace
 from benchmarks.accuracy.lifetimes import track
 

@@ -69,7 +69,7 @@ class _Follower:
             operands = tuple(zip(*(rule.operands for rule in combination), strict=True))
             results = tuple(zip(*(rule.results for rule in combination), strict=True))
             moved = [self._moved(name, wanted) for name, wanted in zip(node.operands, operands, strict=True)]
-            if None not in moved and not shape_error(self.graph, node, operands, results, self.axes):
+            if None not in moved and not shape_error(self.graph, node, operands, self.axes):
                 split = sum(type_.kind == "S" for placement in (*operands, *results) for type_ in placement)
                 found.append((sum(size for size in moved if size is not None), -split, operands, results))
         if not found:

@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.emit.calls import LOWERED
 from autopar.ir.graph import Atom, Graph, Node, Ref, map_references
 from autopar.ir.graph import Tensor as Value
 from autopar.ir.placement import Axis, P, Placement, R, Type, local_shape
 from autopar.ops import overload
 from autopar.ops.lowering import local_arguments
 from autopar.ops.notation import AxisRule
+from autopar.ops.table import LOWERED
 from tests.ops.shards import Shards, combine, deal, make_axes
 
 

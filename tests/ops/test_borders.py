@@ -18,8 +18,7 @@ def refusal(op: str, args: tuple[Any, ...], x: str, others: str, sizes: tuple[in
     """The reason against x and its result placed so, and the other operands all placed otherwise."""
     case = make_case(f"aten.{op}", args, {})
     operands: list[Placement] = [parse_placement(x), *[parse_placement(others)] * (len(case.operands) - 1)]
-    results = (parse_placement(x),) * len(case.results)
-    return shape_error(case.graph, case.node, tuple(operands), results, make_axes(sizes))
+    return shape_error(case.graph, case.node, tuple(operands), make_axes(sizes))
 
 
 def test_one_axis_splits_a_spatial_dim() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from autopar.emit.calls import LOWERED
 from autopar.ops import axis_rules
+from autopar.ops.table import LOWERED
 from tests.ops import emitted
 from tests.ops.interpreter import Case, Layout, difference, make_case
 from tests.ops.shards import Shards, deal

@@ -11,7 +11,7 @@ from autopar.ir.placement import is_even
 from autopar.ir.structure import HOOK
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
-from autopar.ops.table import TABLE
+from autopar.ops.table import RULES
 from tests.ops.interpreter import Case, Layout, check, make_case
 from tests.ops.long_tail_samples import long_tail
 from tests.ops.samples import Sample, table_samples
@@ -77,7 +77,7 @@ def test_rules_hold_for_uneven_slices(sample: Sample) -> None:
 
 def test_every_entry_of_the_table_has_a_sample() -> None:
     """But for hooks of gradients, which are text of a program: tests/carried/test_hooks.py runs them in plans."""
-    assert set(TABLE) - {HOOK} <= {sample.op for sample in SAMPLES}
+    assert set(RULES) - {HOOK} <= {sample.op for sample in SAMPLES}
 
 
 def test_how_much_is_covered(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,11 +8,10 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.emit.calls import LOWERED
 from autopar.ir.placement import P, R, S
 from autopar.ops import axis_rules, has_rules, overload, proofs, registry
 from autopar.ops.notation import AxisRule
-from autopar.ops.table import TABLE, find
+from autopar.ops.table import LOWERED, RULES, find
 from tests.ops.interpreter import make_case
 from tests.ops.samples import Sample, close, exact, f
 from tests.ops.sweep import Calls, everything_trusted, is_candidate, prove, summary
@@ -49,11 +48,11 @@ def test_how_much_is_proved(capsys: pytest.CaptureFixture[str]) -> None:
         print(f"{len(trusted)} of the {len(known)} in DTensor's registry that write to nothing are trusted")
     assert len(record["proved"]) >= 350 and len(trusted) >= 250
     assert all(overload(op) for op in (*record["proved"], *record["need_elements"], *record["failed"]))
-    assert not set(record["failed"]) & set(TABLE)
+    assert not set(record["failed"]) & set(RULES)
 
 
 def test_what_writes_to_its_operands_has_no_rules() -> None:
-    writing = [op for op in registry.overloads() if op._schema.is_mutable and str(op) not in TABLE]
+    writing = [op for op in registry.overloads() if op._schema.is_mutable and str(op) not in RULES]
     assert len(writing) > 300
     assert [str(op) for op in writing if has_rules(op)] == ["aten.eye.m_out"]  # which makes a tensor
 

@@ -63,7 +63,7 @@ def test_reshapes_that_do_not_keep_slices_whole_are_refused(
     case = make_case(f"aten.{op}.default", (f(*before), after), {})
     rule = next(rule for rule in axis_rules(case.graph, case.node) if rule.operands == (type_,))
     layout = Layout((rule,) * len(sizes), sizes)
-    error = shape_error(case.graph, case.node, layout.operands, layout.results, layout.axes)
+    error = shape_error(case.graph, case.node, layout.operands, layout.axes)
     assert error is not None and "does not reshape" in error
 
 
@@ -71,7 +71,7 @@ def test_reshapes_that_leave_an_uneven_dim_alone_are_not_refused() -> None:
     case = make_case("aten.view.default", (f(5, 4, 6), [5, 24]), {})
     rule = next(rule for rule in axis_rules(case.graph, case.node) if rule.operands == (S(0),))
     layout = Layout((rule,), (2,))
-    assert shape_error(case.graph, case.node, layout.operands, layout.results, layout.axes) is None
+    assert shape_error(case.graph, case.node, layout.operands, layout.axes) is None
     assert check(case, layout.rules, layout.sizes) is None
 
 
@@ -84,7 +84,7 @@ def test_a_squeeze_that_would_remove_a_slice_of_length_one_is_refused() -> None:
     case = make_case("aten.squeeze.default", (f(3, 4),), {})
     rule = next(rule for rule in axis_rules(case.graph, case.node) if rule.operands == (S(0),))
     layout = Layout((rule,), (2,))  # 2 rows and 1 row
-    error = shape_error(case.graph, case.node, layout.operands, layout.results, layout.axes)
+    error = shape_error(case.graph, case.node, layout.operands, layout.axes)
     assert error is not None and "squeezed" in error
 
 

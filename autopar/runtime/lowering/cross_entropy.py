@@ -24,6 +24,8 @@ from autopar.runtime.lowering.statistics import widen
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset
 
+__all__ = ["cross_entropy", "start_valid_count", "valid_count"]
+
 
 def cross_entropy(
     logits: Tensor,

@@ -10,6 +10,8 @@ from torch import Tensor
 from autopar.runtime.mesh import Axis
 from autopar.runtime.randomness import apply_mask, keep_mask
 
+__all__ = ["dropout", "native_dropout"]
+
 
 def dropout(
     x: Tensor,

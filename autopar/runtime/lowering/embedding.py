@@ -12,6 +12,8 @@ from autopar.runtime.lowering.ranges import check_range
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset
 
+__all__ = ["embedding", "embedding_bag"]
+
 
 def embedding(
     ids: Tensor, weight: Tensor, axis: Axis | Sequence[Axis], num_embeddings: int, padding_idx: int = -1

@@ -12,6 +12,8 @@ from torch import Tensor
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset
 
+__all__ = ["grouped_mm", "routed_experts"]
+
 
 def routed_experts(
     x: Tensor,

@@ -10,6 +10,8 @@ from torch import Tensor
 from autopar.runtime.mesh import Axis
 from autopar.runtime.placement import local_offset, local_size
 
+__all__ = ["heads_of"]
+
 
 def heads_of(x: Tensor, dim: int, num_queries: int, group: int, axes: Sequence[Axis]) -> Tensor:
     """For each query head of this rank the head of x that its group shares: (…, heads, …) → (…, own queries, …).

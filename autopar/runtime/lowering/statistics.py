@@ -1,4 +1,4 @@
-"""Means, batch and group normalisation over dims that mesh axes split.
+"""Means, batch, group and weight normalisation over dims that mesh axes split.
 
 Statistics take two all-reduces an axis, of the sums and then of the squares of what is left of the mean: as exact as
 one device's, whatever the mean. Their backward passes take as many. Half precision is summed in float32.
@@ -15,6 +15,8 @@ from torch import Tensor
 from autopar.runtime import comm
 from autopar.runtime.mesh import Axis
 from autopar.runtime.redistribute import redistribute
+
+__all__ = ["batch_norm", "group_norm", "mean", "weight_norm"]
 
 BatchNorm = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
@@ -102,6 +104,16 @@ def group_norm(
     variance = _sum_over(centred.square().sum(2, keepdim=True), axes) / count
     normal = (centred * (variance + eps).rsqrt()).view(x.shape)
     return _affine(normal, weight, bias).to(x.dtype)
+
+
+def weight_norm(v: Tensor, g: Tensor, dim: int, axes: Sequence[Axis]) -> tuple[Tensor, Tensor]:
+    """v · g / ‖v‖ for each slice of a weight along `dim`, of which other dims are split over the `axes`, and the norms.
+
+    `g` has the length 1 along those, and is R on the axes. The squares take one all-reduce an axis.
+    """
+    others, wide = [other for other in range(v.dim()) if other != dim], widen(v)
+    norms = _sum_over(wide.square().sum(others, keepdim=True), axes).sqrt()
+    return (wide * (g / norms)).to(v.dtype), norms.detach()
 
 
 def widen(x: Tensor) -> Tensor:

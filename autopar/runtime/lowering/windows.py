@@ -15,6 +15,8 @@ from torch import Tensor
 from autopar.runtime.lowering.halo import Window, chunk, rows_of_padding, with_halo
 from autopar.runtime.mesh import Axis
 
+__all__ = ["avg_pool", "convolution", "max_pool"]
+
 Split = tuple[int, Axis, int]
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+__all__ = ["overwritten"]
+
 
 class _Overwritten(torch.autograd.Function):
     @staticmethod

@@ -12,10 +12,9 @@ import math
 import weakref
 from collections.abc import Mapping
 
-from autopar.cost.compute import argument
-from autopar.cost.work import base_name
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Shape
+from autopar.ops.call import argument, base_name
 
 Strides = tuple[int, ...]
 

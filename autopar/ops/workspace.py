@@ -1,9 +1,10 @@
 """Memory that an operator takes beside its operands and results, and gives back before it ends.
 
-`WORKSPACE` has a row an operator: bytes in the forward and in the backward pass, beside what is saved and the
-gradients that come in and go out. Measured operator by operator from the record of torch's allocator (torch 2.13,
-CPU), and explained by how its gradient is computed: `pow` multiplies three tensors one after the other. On GPUs, a
-library may take workspace of its own for convolutions and matrix products; that is not known before it runs.
+Each rule says of a call how many bytes in the forward and in the backward pass, beside what is saved and the gradients
+that come in and go out; a row of the table (`table.OPERATORS`) names one where there are any. Measured operator by
+operator from the record of torch's allocator (torch 2.13, CPU), and explained by how its gradient is computed: `pow`
+multiplies three tensors one after the other. On GPUs, a library may take workspace of its own for convolutions and
+matrix products; that is not known before it runs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from autopar.cost.work import base_name
 from autopar.ir.placement import Shape
 
 
@@ -24,7 +24,7 @@ class Sizes(NamedTuple):
     itemsize: int
     differentiable: tuple[bool, ...]
     device_type: str
-    communicates: bool  # a batch norm over shards, a cross-entropy over split classes
+    communicates: bool  # its own work, inside: statistics over shards, a cross-entropy over split classes
 
     def operand(self, position: int) -> int:
         """Its bytes."""
@@ -39,45 +39,42 @@ class Sizes(NamedTuple):
 Workspace = tuple[int, int]
 
 
-def workspace_bytes(op: str, sizes: Sizes) -> Workspace:
-    """Bytes taken for a while in the forward and in the backward pass."""
-    rule = WORKSPACE.get(base_name(op))
-    return rule(sizes) if rule is not None and sizes.operands else (0, 0)
+WorkspaceRule = Callable[[Sizes], Workspace]
 
 
-def _backward(copies: int) -> Callable[[Sizes], Workspace]:
+def backward(copies: int) -> WorkspaceRule:
     """So many tensors as large as the first operand, in the backward pass."""
     return lambda sizes: (0, copies * sizes.operand(0))
 
 
-def _product(sizes: Sizes) -> Workspace:
+def product(sizes: Sizes) -> Workspace:
     """The gradient of an operand that was broadcast has the result's size, before it is summed."""
     pairs = zip(sizes.operands, sizes.differentiable, strict=True)
     return 0, sizes.result if any(wanted and shape != sizes.results[0] for shape, wanted in pairs) else 0
 
 
-def _quotient(sizes: Sizes) -> Workspace:
+def quotient(sizes: Sizes) -> Workspace:
     if len(sizes.operands) < 2 or not sizes.differentiable[1]:
         return 0, 0
     return 0, 2 * sizes.result
 
 
-def _cross_entropy(sizes: Sizes) -> Workspace:
+def cross_entropy(sizes: Sizes) -> Workspace:
     """Two gradients as large as the logits: of the log-probabilities, then of the logits."""
     return 0, 0 if sizes.communicates else sizes.operand(0)
 
 
-def _rms_norm(sizes: Sizes) -> Workspace:
+def rms_norm(sizes: Sizes) -> Workspace:
     """On CPUs its gradient is put together from those of products and powers."""
     return 0, 4 * sizes.operand(0) if sizes.device_type == "cpu" else 0
 
 
-def _batch_norm(sizes: Sizes) -> Workspace:
+def batch_norm(sizes: Sizes) -> Workspace:
     """Of a CPU, and where statistics are summed over shards: a product, before it is summed."""
     return 0, sizes.operand(0) if sizes.communicates or sizes.device_type == "cpu" else 0
 
 
-def _convolution(sizes: Sizes) -> Workspace:
+def convolution(sizes: Sizes) -> Workspace:
     """oneDNN computes in layouts of its own, into which and from which tensors are copied."""
     if sizes.device_type != "cpu" or is_plain_convolution(sizes):
         return 0, 0
@@ -91,19 +88,3 @@ def is_plain_convolution(sizes: Sizes) -> bool:
     """Whether torch multiplies matrices instead: kernels of one element whose result is at least as large."""
     weight = sizes.operands[1]
     return math.prod(weight[2:]) == 1 and sizes.operands[0][2:] == sizes.results[0][2:] and weight[0] >= weight[1]
-
-
-def _rows(names: str, rule: Callable[[Sizes], Workspace]) -> dict[str, Callable[[Sizes], Workspace]]:
-    return dict.fromkeys(names.split(), rule)
-
-
-WORKSPACE: dict[str, Callable[[Sizes], Workspace]] = {
-    **_rows("mul where", _product),
-    **_rows("div", _quotient),
-    **_rows("pow rsqrt cumsum", _backward(2)),
-    **_rows("sqrt reciprocal sin cos abs log1p", _backward(1)),
-    **_rows("cross_entropy_loss", _cross_entropy),
-    **_rows("rms_norm", _rms_norm),
-    **_rows("_native_batch_norm_legit_functional _native_batch_norm_legit native_batch_norm batch_norm", _batch_norm),
-    **_rows("conv1d conv2d conv3d convolution", _convolution),
-}

@@ -1,0 +1,98 @@
+"""Attention: batch dims and heads split, queries too where nothing is causal; grouped heads split by their groups."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from autopar.ir.placement import Axis, Placement, R, S
+from autopar.ops import saved, work
+from autopar.ops.call import Call
+from autopar.ops.local import LocalCall, tuple_of
+from autopar.ops.notation import AxisRule
+from autopar.ops.operator import Operator
+from autopar.ops.patterns import Entry
+
+
+def attention(call: Call) -> list[AxisRule]:
+    """Batch dims and heads split; so do queries when nothing is causal. Keys do not: softmax needs them whole.
+
+    With grouped heads (enable_gqa) the head dim is the query's and the key's own, split together; or the query's
+    alone, where each rank then takes the keys and values of its groups.
+    """
+    query = call.shape(0)
+    batch = "" if len(query) == 3 else "b "
+    causal = bool(call.arguments["is_causal"])
+    q = "Q" if causal else "q"
+    text = f"{batch}h {q} D, {batch}h T D, {batch}h T V"
+    if call.has_tensor("attn_mask"):
+        mask = {4: f"{batch}h {q} T", 3: f"h {q} T", 2: f"{q} T"}[len(call.shape(3))]
+        text += f", {mask}"
+    if len(query) not in (3, 4) or float(call.arguments["dropout_p"]) > 0.0:
+        return []
+    rules = Entry(f"{text} -> {batch}h {q} V", "RRP" + "R" * (len(call.node.operands) - 3))(call)
+    rules = [rule for rule in rules if _heads_agree(call, rule)]
+    return [*rules, *(_queries_alone(call, rule) for rule in rules if _splits_groups(call, rule))]
+
+
+def _heads_agree(call: Call, rule: AxisRule) -> bool:
+    """All heads are split, or none are; a single head, which all queries share, is nothing to split."""
+    head = len(call.shape(0)) - 3
+    own = zip(rule.operands[:3], call.operand_shapes[:3], strict=True)
+    split = [type_ == S(head) for type_, shape in own if shape[head] > 1]
+    return all(split) or not any(split)
+
+
+def _splits_groups(call: Call, rule: AxisRule) -> bool:
+    head = len(call.shape(0)) - 3
+    query, key, value = (shape[head] for shape in call.operand_shapes[:3])
+    return rule.operands[0] == rule.operands[1] == S(head) and query > key == value
+
+
+def _queries_alone(call: Call, rule: AxisRule) -> AxisRule:
+    return AxisRule((rule.operands[0], R, R, *rule.operands[3:]), rule.results)
+
+
+def _heads_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis, ...]) -> str | None:
+    """Heads in groups split by whole groups; inside of that, the queries of a group may be split among ranks."""
+    head = len(call.shape(0)) - 3
+    heads = [shape[head] for shape in call.operand_shapes[:3]]
+    if len(set(heads)) == 1:
+        return None
+    together = [position for position, type_ in enumerate(operands[1]) if type_ == S(head)]
+    alone = [position for position, type_ in enumerate(operands[0]) if type_ == S(head) and position not in together]
+    shards = math.prod(axes[position].size for position in together)
+    if any(count % shards for count in heads if count > 1):
+        return f"heads {heads} do not split in {shards}"
+    if alone and together and alone[0] < together[-1]:
+        return f"axis {axes[alone[0]].name} splits queries alone, outside of axis {axes[together[-1]].name}'s groups"
+    return None
+
+
+def _local(local: LocalCall) -> str | None:
+    """Where query heads are split further than those of keys and values: the call on one key and one value head for
+    each query head, which each rank takes out of the whole."""
+    call, node = local.call, local.call.node
+    head = len(call.shape(0)) - 3
+    query, key = local.placements[:2]
+    axes = [axis for axis, q, k in zip(local.axes, query, key, strict=True) if q == S(head) != k]
+    if not axes or call.shape(1)[head] == 1:
+        return None
+    together = math.prod(axis.size for axis, k in zip(local.axes, key, strict=True) if k == S(head))
+    count, group = call.shape(0)[head] // together, call.shape(0)[head] // call.shape(1)[head]
+    where = f"{head}, {count}, {group}, {tuple_of([axis.name for axis in axes])}"
+    names = [local.names[0], *(f"rt.heads_of({name}, {where})" for name in local.names[1:3]), *local.names[3:]]
+    kwargs = tuple((name, value) for name, value in node.kwargs if name != "enable_gqa")
+    return local.plain(names, replace(node, args=node.args[:7], kwargs=kwargs))
+
+
+_FUSED = Operator(work=work.ATTENTION, saved=saved.attention)
+
+ATTENTION: dict[str, Operator] = {
+    "aten.scaled_dot_product_attention.default": _FUSED.by(
+        attention, saved_on_cpu=saved.attention_on_cpu, limits=(_heads_error,), local=_local
+    ),
+    "_scaled_dot_product_flash_attention": _FUSED,
+    "_scaled_dot_product_efficient_attention": _FUSED,
+    "_scaled_dot_product_flash_attention_for_cpu": _FUSED,
+}

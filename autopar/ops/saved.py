@@ -1,0 +1,244 @@
+"""What autograd saves of an operator for its backward pass, after torch's derivatives.yaml.
+
+Each rule gives operands and results by name, and extras that are no tensors of the graph; a row of the table
+(`table.OPERATORS`) names one. Beside them, the rules of which gradients take no memory of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple, cast
+
+from autopar.ir.graph import Graph, Node
+from autopar.ir.placement import Shape
+from autopar.ops.call import argument
+from autopar.ops.layout import copied_factors, copied_rows
+
+
+class Extra(NamedTuple):
+    """A saved value that is no tensor of the graph: one element an index of some dims of tensor `like`.
+
+    is_number: a plain number that torch has made a tensor of. Hooks on saved tensors are not called for it
+    (torch/csrc/autograd/saved_variable.cpp), so that it stays where everything else is computed again.
+    """
+
+    like: str
+    dims: tuple[int, ...]
+    itemsize: int
+    is_number: bool = False
+
+    def num_bytes(self, shape: Shape) -> int:
+        """Its bytes when `like` has the given (local) shape."""
+        return math.prod(shape[dim] for dim in self.dims) * self.itemsize
+
+
+Saved = str | Extra
+SaveRule = Callable[[Node, Graph], list[Saved]]
+
+
+def _differentiable(name: str, graph: Graph) -> bool:
+    return graph.tensors[name].differentiable
+
+
+def _floating(name: str, graph: Graph) -> bool:
+    return graph.tensors[name].dtype.startswith(("float", "bfloat", "complex"))
+
+
+def everything(node: Node, graph: Graph) -> list[Saved]:
+    return [*node.operands, *node.results]
+
+
+def nothing(node: Node, graph: Graph) -> list[Saved]:
+    return []
+
+
+def operand(node: Node, graph: Graph) -> list[Saved]:
+    return [node.operands[0]]
+
+
+def result(node: Node, graph: Graph) -> list[Saved]:
+    return list(node.results[:1])
+
+
+def factors(node: Node, graph: Graph) -> list[Saved]:
+    """Each factor of a product is kept for the gradient of the other."""
+    names = node.operands
+    pairs = [(a, b) for i, a in enumerate(names) for j, b in enumerate(names) if i != j]
+    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def einsum_factors(node: Node, graph: Graph) -> list[Saved]:
+    """Of einsum: the same, as its copy where it is copied."""
+    kept = factors(node, graph)
+    for position in copied_factors(graph).get(node.name, ()):
+        name = node.operands[position]
+        if name in kept:
+            tensor = graph.tensors[name]
+            kept[kept.index(name)] = Extra(name, tuple(range(len(tensor.shape))), tensor.itemsize)
+    return kept
+
+
+def matrices(node: Node, graph: Graph) -> list[Saved]:
+    """Of linear and convolution: input and weight, each for the gradient of the other; never the bias.
+
+    An input that is copied for the product is kept as that copy.
+    """
+    left, right = node.operands[:2]
+    tensor, kept_left = graph.tensors[left], cast("Saved", left)
+    if node.name in copied_rows(graph):
+        kept_left = Extra(left, tuple(range(len(tensor.shape))), tensor.itemsize)
+    pairs = ((kept_left, right), (right, left))
+    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def added_matrices(node: Node, graph: Graph) -> list[Saved]:
+    _, left, right = node.operands[:3]
+    pairs = ((left, right), (right, left))
+    return [kept for kept, wanted in pairs if _differentiable(wanted, graph)]
+
+
+def quotient(node: Node, graph: Graph) -> list[Saved]:
+    if len(node.operands) < 2:
+        return []
+    left, right = node.operands
+    return [left, right] if _differentiable(right, graph) else [right]
+
+
+def with_number(rule: SaveRule) -> SaveRule:
+    """The rule, and a plain number as second factor: torch makes a tensor of it, on the CPU, in the number's own dtype
+    (float64, int64 or bool), which the gradient of the first factor keeps. Scalar overloads keep no tensor."""
+
+    def kept(node: Node, graph: Graph) -> list[Saved]:
+        number = node.args[1] if node.op.endswith(".Tensor") and len(node.args) > 1 else None
+        if not isinstance(number, (bool, int, float)):
+            return rule(node, graph)
+        return [*rule(node, graph), Extra(node.operands[0], (), 1 if isinstance(number, bool) else 8, is_number=True)]
+
+    return kept
+
+
+def indices(node: Node, graph: Graph) -> list[Saved]:
+    """Integer and boolean operands: what was looked up, or where."""
+    return [name for name in node.operands if not _floating(name, graph)]
+
+
+def power(node: Node, graph: Graph) -> list[Saved]:
+    return [*node.operands, *(node.results if len(node.operands) > 1 else ())]
+
+
+def operand_and_result(node: Node, graph: Graph) -> list[Saved]:
+    return [node.operands[0], *node.results[:1]]
+
+
+def dropout(node: Node, graph: Graph) -> list[Saved]:
+    """The mask: a result of native_dropout; one byte an element else."""
+    if argument(node, 2, "train", True) is False or argument(node, 1, "p", 0.5) == 0:
+        return []
+    mask = node.outputs[1] if len(node.outputs) > 1 else None
+    shape = graph.tensors[node.operands[0]].shape
+    return [mask if mask else Extra(node.operands[0], tuple(range(len(shape))), 1)]
+
+
+def row_normalization(node: Node, graph: Graph) -> list[Saved]:
+    """Input, weight, and a mean and a reciprocal deviation for each normalised row."""
+    return _normalized_rows(node, graph, statistics=2)
+
+
+def rms_normalization(node: Node, graph: Graph) -> list[Saved]:
+    """The same without the mean."""
+    return _normalized_rows(node, graph, statistics=1)
+
+
+def _normalized_rows(node: Node, graph: Graph, statistics: int) -> list[Saved]:
+    tensor = graph.tensors[node.operands[0]]
+    normalised = len(argument(node, 1, "normalized_shape", tensor.shape[-1:]))
+    rows = tuple(range(len(tensor.shape) - normalised))
+    return [node.operands[0], *node.operands[1:2], Extra(tensor.name, rows, 4 * statistics)]
+
+
+def composed_rms_norm(node: Node, graph: Graph) -> list[Saved]:
+    """As products and powers, one after the other: the normalised input is kept, too."""
+    dims = tuple(range(len(graph.tensors[node.operands[0]].shape)))
+    tensor = graph.tensors[node.operands[0]]
+    return [*rms_normalization(node, graph), Extra(tensor.name, dims, tensor.itemsize)]
+
+
+def batch_normalization(node: Node, graph: Graph) -> list[Saved]:
+    """Input, weight, and the statistics of each channel, which are results when the operator names them."""
+    return [*node.operands[:2], Extra(node.operands[0], (1,), 8)]
+
+
+def attention(node: Node, graph: Graph) -> list[Saved]:
+    """Operands, the output, and the log-sum-exp of each query's scores in float32 (FlashAttention).
+
+    A boolean mask is made one of numbers to add, which is kept instead.
+    GPUs draw a dropout mask inside the kernel. On a CPU, attention with dropout runs unfused and keeps the scores:
+    that is not counted.
+    """
+    query = graph.tensors[node.operands[0]]
+    rows = tuple(range(len(query.shape) - 1))
+    kept: list[Saved] = [*node.operands, *node.results[:1], Extra(query.name, rows, 4)]
+    for name in node.operands[3:]:
+        mask = graph.tensors[name]
+        if mask.dtype == "bool":
+            kept[kept.index(name)] = Extra(name, tuple(range(len(mask.shape))), query.itemsize)
+    return kept
+
+
+def attention_on_cpu(node: Node, graph: Graph) -> list[Saved]:
+    """Where the mask gets a gradient, products and a softmax instead of one kernel: the weights stay, not the mask.
+
+    Scaled copies stay of query and key, and of the result the copy with heads joined: as many bytes as else.
+    """
+    kept = attention(node, graph)
+    query, key = (graph.tensors[name] for name in node.operands[:2])
+    for name in (name for name in node.operands[3:] if _differentiable(name, graph) and name in kept):
+        weights = Extra(query.name, tuple(range(len(query.shape) - 1)), key.shape[-2] * query.itemsize)
+        kept[kept.index(name)] = weights
+    return kept
+
+
+def cross_entropy(node: Node, graph: Graph) -> list[Saved]:
+    """Log-probabilities, as large as the logits, the targets, and how many of them count."""
+    logits = graph.tensors[node.operands[0]]
+    dims = tuple(range(len(logits.shape)))
+    return [Extra(logits.name, dims, logits.itemsize), Extra(logits.name, (), logits.itemsize), *indices(node, graph)]
+
+
+def routed_experts(node: Node, graph: Graph) -> list[Saved]:
+    """Operands, and for each choice of a token its row, the hidden values before and after activation, its result."""
+    x, ids, _, up, down = (graph.tensors[name] for name in node.operands)
+    a_choice = x.shape[1] + up.shape[2] + 2 * down.shape[1] + down.shape[2]
+    return [*node.operands, Extra(x.name, (0,), ids.shape[1] * a_choice * x.itemsize)]
+
+
+def pooled(node: Node, graph: Graph) -> list[Saved]:
+    """The input and the position of each maximum."""
+    result = graph.tensors[node.results[0]]
+    if len(node.results) > 1:
+        return [node.operands[0], node.results[1]]
+    return [node.operands[0], Extra(result.name, tuple(range(len(result.shape))), 8)]
+
+
+# Gradients that pass ----------------------------------------
+
+PassRule = Callable[[Node, Graph], tuple[bool, ...]]
+"""Of each operand: whether its gradient is the result's, or a view of it, and takes no memory of its own."""
+
+
+def all_gradients(node: Node, graph: Graph) -> tuple[bool, ...]:
+    """Copies, sums and rearrangements."""
+    return (True,) * len(node.operands)
+
+
+def gradients_of_sum(node: Node, graph: Graph) -> tuple[bool, ...]:
+    """Of an addition; what was broadcast has its gradient summed."""
+    shape = graph.tensors[node.results[0]].shape
+    return tuple(graph.tensors[operand].shape == shape for operand in node.operands)
+
+
+def gradient_of_minuend(node: Node, graph: Graph) -> tuple[bool, ...]:
+    """Of a subtraction: the other's is negated."""
+    first, *others = gradients_of_sum(node, graph)
+    return (first, *(False for _ in others))

@@ -1,0 +1,331 @@
+"""What each kind of operator does: its family, floating-point operations, and the bytes that it moves, both ways.
+
+A row of the table (`table.OPERATORS`) has one of these kinds. An operator outside the table is taken to read its
+operands and write its results once (the `pointwise` family), like most of the long tail. Shapes are of one rank's
+slices, so the work is one rank's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+from autopar.ir.graph import Node
+from autopar.ir.placement import Shape
+from autopar.ops.call import argument, base_name
+
+
+class WorkKey(NamedTuple):
+    """All that the cost of an operator depends on: the memo key of `cost.compute`."""
+
+    op: str
+    operand_shapes: tuple[Shape, ...]
+    result_shapes: tuple[Shape, ...]
+    operand_itemsizes: tuple[int, ...]
+    result_itemsizes: tuple[int, ...]
+    differentiable: tuple[bool, ...]
+    dtype: str
+    detail: str = ""
+    """What the kind's `detail` says of the arguments: an einsum's equation, a pool's window."""
+
+    @property
+    def operand_bytes(self) -> list[int]:
+        return _num_bytes(self.operand_shapes, self.operand_itemsizes)
+
+    @property
+    def result_bytes(self) -> int:
+        return sum(_num_bytes(self.result_shapes, self.result_itemsizes))
+
+
+def _num_bytes(shapes: tuple[Shape, ...], itemsizes: tuple[int, ...]) -> list[int]:
+    return [math.prod(shape) * size for shape, size in zip(shapes, itemsizes, strict=True)]
+
+
+class Work(NamedTuple):
+    """FLOPs and bytes (read plus written) of one direction, and how many kernels it launches.
+
+    summed: bytes that each of the kernels reads that only add up rows, such as a bias's gradient; not in `num_bytes`.
+    """
+
+    flops: int
+    num_bytes: int
+    kernels: int
+    summed: tuple[int, ...] = ()
+
+    @property
+    def products(self) -> int:
+        """The kernels among which the FLOPs are divided."""
+        return max(1, self.kernels - len(self.summed))
+
+
+NO_WORK = Work(0, 0, 0)
+
+CountFlops = Callable[[WorkKey], int]
+CountBytes = Callable[[WorkKey], int]
+CountWork = Callable[[WorkKey], Work]
+
+
+class WorkKind(NamedTuple):
+    """How the work of a kind of operator is counted. `family` names its curve in a cost profile.
+
+    flops: of the forward pass; one a result element where None. moved: bytes of the forward pass; all operands and
+    results where None. gradient: the work of the gradients of the differentiable operands; a read of the incoming
+    gradient and a saved value and a write for each where None. detail: what the work depends on beside shapes.
+    """
+
+    family: str
+    flops: CountFlops | None = None
+    moved: CountBytes | None = None
+    gradient: CountWork | None = None
+    detail: Callable[[Node], str] | None = None
+    kernel: Callable[[Node], str] | None = None
+    """The operator whose row has the call's work, where arguments choose between kernels."""
+
+    def forward_flops(self, call: WorkKey) -> int:
+        """Floating-point operations of the forward pass."""
+        if self is VIEW or not call.result_shapes:
+            return 0
+        return self.flops(call) if self.flops else math.prod(call.result_shapes[0])
+
+    def forward(self, call: WorkKey) -> Work:
+        """FLOPs and bytes of the forward pass."""
+        return NO_WORK if self is VIEW else Work(self.forward_flops(call), (self.moved or _all_bytes)(call), 1)
+
+    def backward(self, call: WorkKey) -> Work:
+        """FLOPs and bytes of the gradients of the differentiable operands; none when there are none."""
+        if self is VIEW or not any(call.differentiable):
+            return NO_WORK
+        return (self.gradient or _memory_gradient)(call)
+
+
+def _all_bytes(call: WorkKey) -> int:
+    return sum(call.operand_bytes) + call.result_bytes
+
+
+def _differentiable_bytes(call: WorkKey) -> list[int]:
+    return [size for size, wanted in zip(call.operand_bytes, call.differentiable, strict=True) if wanted]
+
+
+# Matrix products --------------------------------------------------------
+
+
+def _linear_flops(call: WorkKey) -> int:
+    return 2 * math.prod(call.result_shapes[0]) * call.operand_shapes[0][-1]
+
+
+def _addmm_flops(call: WorkKey) -> int:
+    return 2 * math.prod(call.result_shapes[0]) * call.operand_shapes[1][-1]
+
+
+def _convolution_flops(call: WorkKey) -> int:
+    return 2 * math.prod(call.result_shapes[0]) * math.prod(call.operand_shapes[1][1:])
+
+
+def _transposed_convolution_flops(call: WorkKey) -> int:
+    return 2 * math.prod(call.operand_shapes[0]) * math.prod(call.operand_shapes[1][1:])
+
+
+def _einsum_flops(call: WorkKey) -> int:
+    """Every index combination once, two operations each: exact for up to two operands."""
+    inputs = call.detail.replace(" ", "").split("->")[0].split(",")
+    if len(inputs) != len(call.operand_shapes) or "." in call.detail:
+        return 2 * math.prod(call.result_shapes[0]) * call.operand_shapes[0][-1]
+    sizes = {
+        label: size
+        for labels, shape in zip(inputs, call.operand_shapes, strict=True)
+        for label, size in zip(labels, shape, strict=True)
+    }
+    return 2 * math.prod(sizes.values())
+
+
+def _products(family: str, flops: CountFlops, detail: Callable[[Node], str] | None = None) -> WorkKind:
+    """Backward one product like the forward's for each differentiable matrix; a bias is summed from the gradient."""
+
+    def gradient(call: WorkKey) -> Work:
+        wanted = [shape for shape, flag in zip(call.operand_shapes, call.differentiable, strict=True) if flag]
+        matrices = sum(not _is_bias(call, shape) for shape in wanted)
+        summed = (call.result_bytes,) * (len(wanted) - matrices)
+        return Work(matrices * flops(call), matrices * _all_bytes(call), len(wanted), summed)
+
+    return WorkKind(family, flops, gradient=gradient, detail=detail)
+
+
+def _is_bias(call: WorkKey, shape: Shape) -> bool:
+    return len(shape) == 1 and len(call.operand_shapes) > 2
+
+
+def _equation(node: Node) -> str:
+    return str(node.args[0])
+
+
+def _attention_flops(call: WorkKey) -> int:
+    """Scores and their product with the values; a causal mask leaves half of both to do."""
+    query, key, value = call.operand_shapes[:3]
+    products = 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    return products // 2 if call.detail == "causal" else products
+
+
+def _attention_gradient(call: WorkKey) -> Work:
+    """Five products instead of two: the scores are computed again (FlashAttention-2, section 3.1)."""
+    return Work(5 * _attention_flops(call) // 2, 2 * _all_bytes(call), 1)
+
+
+def _is_causal(node: Node) -> str:
+    return "causal" if argument(node, 5, "is_causal", False) else ""
+
+
+# Memory-bound operators -------------------------------------------------
+
+
+def _memory_gradient(call: WorkKey) -> Work:
+    """For each differentiable operand a gradient and a saved value are read, a gradient is written."""
+    wanted = _differentiable_bytes(call)
+    return Work(0, len(wanted) * call.result_bytes + 2 * sum(wanted), len(wanted))
+
+
+def _sum_gradient(call: WorkKey) -> Work:
+    """Of an addition: the gradient passes through; only an operand that was broadcast has it summed."""
+    summed = [size for size in _differentiable_bytes(call) if size != call.result_bytes]
+    return Work(0, len(summed) * call.result_bytes + sum(summed), len(summed))
+
+
+def _normalization_gradient(call: WorkKey) -> Work:
+    """Gradient and input are read for the statistics and again for the result; weight sums take no more.
+
+    Where only the weight's gradient is asked for, both are read once.
+    """
+    activation = call.operand_bytes[0]
+    return Work(0, (2 if call.differentiable[0] else 1) * activation + call.result_bytes, 1)
+
+
+def _window(node: Node) -> str:
+    """Elements of a pool's window: one length may stand for that of every dim."""
+    given = argument(node, 1, "kernel_size", 1)
+    lengths = given if isinstance(given, tuple) else (given,)
+    dims = int(base_name(node.op).partition("pool")[2][0])
+    return str(math.prod(lengths) if len(lengths) == dims else int(lengths[0] ** dims))
+
+
+def _pool_flops(call: WorkKey) -> int:
+    """One for each element of each window; of an adaptive pool, windows part the operand."""
+    made = math.prod(call.result_shapes[0])
+    return made * int(call.detail) if call.detail else max(made, math.prod(call.operand_shapes[0]))
+
+
+def _max_pool_gradient(call: WorkKey) -> Work:
+    """Each result's gradient is added where its largest element was, in zeros of the operand's size."""
+    return Work(math.prod(call.result_shapes[0]), sum(_differentiable_bytes(call)) + call.result_bytes, 1)
+
+
+def _avg_pool_gradient(call: WorkKey) -> Work:
+    """Each result's gradient is added to all of its window."""
+    return Work(_pool_flops(call), sum(_differentiable_bytes(call)) + call.result_bytes, 1)
+
+
+def _reduction_gradient(call: WorkKey) -> Work:
+    """The gradient is expanded to the operand."""
+    return Work(0, sum(_differentiable_bytes(call)) + call.result_bytes, 1)
+
+
+def _row_bytes(call: WorkKey) -> int:
+    """Only the rows that are looked up are read, not the table."""
+    return 2 * call.result_bytes
+
+
+def _lookup_bytes(call: WorkKey) -> int:
+    """As much is read as is written, and the indices."""
+    return 2 * call.result_bytes + sum(call.operand_bytes[1:])
+
+
+def _lookup_gradient(call: WorkKey) -> Work:
+    """The table's gradient is cleared and the looked-up rows are added to it."""
+    return Work(0, sum(_differentiable_bytes(call)) + 3 * call.result_bytes, 2)
+
+
+def _slice_gradient(call: WorkKey) -> Work:
+    """A slice's gradient is written into zeros of the operand's size."""
+    return Work(0, 2 * call.result_bytes + sum(_differentiable_bytes(call)), 2)
+
+
+def _cross_entropy_bytes(call: WorkKey) -> int:
+    """Logits are read and log-probabilities written; the rest is a row's scalar."""
+    return 2 * call.operand_bytes[0]
+
+
+def _cross_entropy_gradient(call: WorkKey) -> Work:
+    """A sparse gradient is written dense, and read with the log-probabilities to write the logits'."""
+    return Work(0, 5 * call.operand_bytes[0], 2)
+
+
+def _writes(call: WorkKey) -> int:
+    return call.result_bytes
+
+
+def _copy_gradient(call: WorkKey) -> Work:
+    return Work(0, 2 * sum(_differentiable_bytes(call)), 1)
+
+
+def _gelu_kernel(node: Node) -> str:
+    is_tanh = argument(node, 1, "approximate", "none") == "tanh"
+    return "aten.gelu_tanh.default" if is_tanh else node.op
+
+
+def _no_gradient(call: WorkKey) -> Work:
+    return NO_WORK
+
+
+def _nothing(call: WorkKey) -> int:
+    return 0
+
+
+def _experts_flops(call: WorkKey) -> int:
+    """Each token's choices go through two products each; a slice of the experts gets its share of the choices."""
+    ids, up, down = call.operand_shapes[1], call.operand_shapes[3], call.operand_shapes[4]
+    share = up[0] / int(call.detail or up[0])
+    return int(2 * math.prod(ids) * (up[1] * up[2] + down[1] * down[2]) * share)
+
+
+def _experts_gradient(call: WorkKey) -> Work:
+    """Two products for each of the forward's, group by group."""
+    return Work(2 * _experts_flops(call), 2 * _all_bytes(call), 4 * call.operand_shapes[3][0])
+
+
+def _num_experts(node: Node) -> str:
+    return str(node.args[-1])
+
+
+VIEW = WorkKind("view")
+SLICE = WorkKind("view", _nothing, _nothing, _slice_gradient)
+POINTWISE = WorkKind("pointwise")
+SUM = WorkKind("pointwise", gradient=_sum_gradient)
+TRANSCENDENTAL = WorkKind("transcendental")
+GELU = WorkKind("gelu", kernel=_gelu_kernel)
+GELU_TANH = WorkKind("gelu_tanh")
+SILU = WorkKind("silu")
+REDUCTION = WorkKind("reduction", gradient=_reduction_gradient)
+NORMALIZATION = WorkKind("normalization", gradient=_normalization_gradient)
+RMS_NORM = WorkKind("rms_norm", gradient=_normalization_gradient)
+BATCH_NORM = WorkKind("batch_norm", gradient=_normalization_gradient)
+BATCH_NORM_INFERENCE = WorkKind("batch_norm_inference", gradient=_normalization_gradient)
+MAX_POOL = WorkKind("max_pool", _pool_flops, gradient=_max_pool_gradient, detail=_window)
+ADAPTIVE_MAX_POOL = MAX_POOL._replace(detail=None)
+AVG_POOL = WorkKind("avg_pool", _pool_flops, gradient=_avg_pool_gradient, detail=_window)
+ADAPTIVE_AVG_POOL = AVG_POOL._replace(detail=None)
+STRAIGHT_COPY = WorkKind("straight_copy", gradient=_copy_gradient)
+COPY = WorkKind("copy", gradient=_copy_gradient)
+CREATION = WorkKind("copy", moved=_writes, gradient=_no_gradient)
+LINEAR = _products("matmul", _linear_flops)
+ADDMM = _products("matmul", _addmm_flops)
+EINSUM = _products("matmul", _einsum_flops, _equation)
+CONVOLUTION = _products("convolution", _convolution_flops)
+TRANSPOSED_CONVOLUTION = _products("convolution", _transposed_convolution_flops)
+EXPERTS = WorkKind("matmul", _experts_flops, gradient=_experts_gradient, detail=_num_experts)
+ATTENTION = WorkKind("attention", _attention_flops, gradient=_attention_gradient, detail=_is_causal)
+SOFTMAX = WorkKind("softmax")
+ROWS = WorkKind("gather", moved=_row_bytes, gradient=_lookup_gradient)
+LOOKUP = WorkKind("gather", moved=_lookup_bytes, gradient=_lookup_gradient)
+SCATTER = WorkKind("gather")
+CROSS_ENTROPY = WorkKind("cross_entropy", moved=_cross_entropy_bytes, gradient=_cross_entropy_gradient)
+NLL = WorkKind("gather", moved=_lookup_bytes, gradient=_reduction_gradient)
+DROPOUT = WorkKind("dropout")
