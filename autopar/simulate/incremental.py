@@ -32,7 +32,7 @@ from autopar.simulate.program import Prices, devices_per_node, leaving_by_name, 
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike
-from autopar.simulate.variants import Variants
+from autopar.simulate.variants import SentValues, Variants
 
 KEPT_PLANS = 4
 KEPT_VARIANTS = 4  # of each stage
@@ -120,7 +120,8 @@ class Incremental:
 
     def _parted(self, plan: Plan, index: int, profile: Profile) -> StagePlayer:
         """A stage in parts. Raises Unsupported."""
-        part, graph = plan.parts[index], self._stage_graph(plan, index)
+        sent = self._sent(plan, index)
+        part, graph = plan.parts[index], self._stage_graph(plan, index, sent)
         key = (
             id(graph), part.axes, part.mesh, part.microbatches, part.recompute, part.mode, part.optimizer, part.blocks
         )  # fmt: skip
@@ -129,18 +130,21 @@ class Incremental:
             known = self._variants[key] = Variants(self._graph, graph, part, profile, devices_per_node(plan, index))
             if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)
-        answered = {*answered_values(self._graph, plan, index)} if len(plan.stages) > 1 else set()
-        sent = {value: value in answered for value in leaving_values(self._graph, plan, index)}
         return PartedStage(known, part, sent)
 
-    def _stage_graph(self, plan: Plan, index: int) -> Graph:
+    def _sent(self, plan: Plan, index: int) -> SentValues:
+        if len(plan.stages) == 1:
+            return {}
+        answered = {*answered_values(self._graph, plan, index)}
+        return {value: value in answered for value in leaving_values(self._graph, plan, index)}
+
+    def _stage_graph(self, plan: Plan, index: int, sent: SentValues) -> Graph:
         """One graph for equal stages, whatever their placements."""
         if len(plan.stages) == 1:
             return self._graph
         stage, firsts = plan.stages[index], tuple([stage.first_rank for stage in plan.stages])
-        back = tuple([name for name, _ in answered_values(self._graph, plan, index)])
-        sent = tuple([name for name, _ in leaving_values(self._graph, plan, index)])
-        key = index, firsts, tuple(stage.inputs), tuple(stage.nodes), tuple(stage.storage), back, sent
+        leaves = tuple([(name, is_answered) for (name, _), is_answered in sent.items()])
+        key = index, firsts, tuple(stage.inputs), tuple(stage.nodes), tuple(stage.storage), leaves
         known: OrderedDict[Hashable, Graph] = self._graph.found.setdefault(("stages", ""), OrderedDict())
         if key not in known:
             known[key] = stage_graph(self._graph, plan, index)

@@ -226,7 +226,7 @@ class PlayedStep:
         self.stages = [StageProgress(player) for player in players]
         self.submeshes = _submeshes(plan)
         self.transfers = find_transfers(graph, plan, players, profiles)
-        self.ties = find_ties(graph, plan, profiles) if self.trains else []
+        self.ties = find_ties(graph, plan, profiles) if self.trains and len(plan.stages) > 1 else []
         self.home_of = {stage: submesh for submesh in self.submeshes for stage in submesh.stages}
         self.arrived: dict[tuple[int, str, int], list[_Arrival]] = defaultdict(list)  # stage, direction, microbatch
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)

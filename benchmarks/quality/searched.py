@@ -51,7 +51,7 @@ def counting() -> Iterator[Counter[str]]:
     counts = Counter[str]()
     asked: list[tuple[Any, str, str]] = [(Placements, "plan", "solved"), (Placements, "trade_offs", "solved")]
     asked += [(module, "simulate", "simulations") for module in (finalists, planning, shares, unequal)]
-    asked += [(Incremental, "_played_now", "simulations"), (Incremental, "timeline", "simulations")]
+    asked += [(Incremental, "_played_now", "simulations")]
     with ExitStack() as stack:
         for owner, name, kind in asked:
             counted = partial(_counted, counts, kind, getattr(owner, name))
