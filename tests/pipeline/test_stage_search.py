@@ -173,7 +173,7 @@ def test_a_constraint_on_one_layer_holds_there_alone() -> None:
     check_plan(graph(), plan)
     kept = {name: node for stage in plan.stages for name, node in stage.nodes.items()}
     readers = [node for node in graph().nodes for name in node.operands if name.endswith("mlp.up.weight")]
-    used = [kept[node.name].operands[1][1:] for node in readers]  # the first axis is that of the microbatches
+    used = [kept[node.name].operands[1] for node in readers]
     assert used[6] and {str(type_) for type_ in used[6]} == {"S(0)"}
     assert len({*used[:6], used[7]}) == 1 and used[6] not in used[:6]
 
