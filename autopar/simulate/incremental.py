@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 from autopar.collector import without_collector
@@ -111,12 +112,15 @@ class Incremental:
         raise AssertionError("expected whole stages to be played whatever they are")
 
     def _players(self, plan: Plan, profiles: list[Profile], in_parts: bool) -> list[StagePlayer]:
-        prices, found = dict[Any, Any](), list[StagePlayer]()
-        for index, profile in enumerate(profiles):
-            found.append(
-                self._parted(plan, index, profile) if in_parts else self._whole(plan, index, profile, prices)
-            )  # fmt: skip
-        return found
+        prices = dict[Any, Any]()
+        return [self._player(plan, index, profile, prices, in_parts) for index, profile in enumerate(profiles)]
+
+    def _player(self, plan: Plan, index: int, profile: Profile, prices: Prices, in_parts: bool) -> StagePlayer:
+        """A stage in parts, if they are asked for and can be."""
+        if in_parts:
+            with suppress(Unsupported):
+                return self._parted(plan, index, profile)
+        return self._whole(plan, index, profile, prices)
 
     def _parted(self, plan: Plan, index: int, profile: Profile) -> StagePlayer:
         """A stage in parts. Raises Unsupported."""
