@@ -75,6 +75,13 @@ CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "convolution": (lambda a, b: F.conv2d(a, b, None, 1, 1), ((4, 16, 16, 16), (16, 16, 3, 3))),
     "batch_norm": (lambda a, b: F.batch_norm(a, None, None, b, None, True), ((4, 16, 16, 16), (16,))),
     "max_pool2d": (lambda a, b: F.max_pool2d(a, 2) + b, ((4, 16, 16, 16), (1,))),
+    "max_pool1d": (lambda a, b: F.max_pool1d(a, 2).exp() + b, ((4, 16, 64), (1,))),
+    "max_pool3d": (lambda a, b: F.max_pool3d(a, 2).exp() + b, ((4, 16, 8, 8, 8), (1,))),
+    "avg_pool1d": (lambda a, b: F.avg_pool1d(a, 2).exp() + b, ((4, 16, 64), (1,))),
+    "avg_pool3d": (lambda a, b: F.avg_pool3d(a, 2).exp() + b, ((4, 16, 8, 8, 8), (1,))),
+    "adaptive_avg_pool3d": (lambda a, b: F.adaptive_avg_pool3d(a, 4).exp() + b, ((4, 16, 8, 8, 8), (1,))),
+    "adaptive_max_pool3d": (lambda a, b: F.adaptive_max_pool3d(a, 4).exp() + b, ((4, 16, 8, 8, 8), (1,))),
+    "weight_norm": (lambda a, b: torch._weight_norm(a, b.exp()), ((64, 16, 3), (64, 1, 1))),
     "masked_fill": (lambda a, b: a.masked_fill(a > 0, 0) + b, ROWS),
     "cross_entropy": (lambda a, b: F.cross_entropy(a + b, torch.arange(256)), ((256, 300), (300,))),
 }
