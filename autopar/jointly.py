@@ -74,7 +74,7 @@ def settings_near(plan: Plan) -> list[SearchSetting]:
 def setting_of(plan: Plan) -> SearchSetting | None:
     """The setting of a plan; None where its stages differ in shape."""
     shapes = {sizes_text(axes) for axes in axes_of_parts(plan)}
-    submeshes = len({stage.first_rank for stage in plan.stages}) or 1
+    submeshes = len({stage.first_rank for stage in plan.stages})
     return SearchSetting(shapes.pop(), submeshes, plan.microbatches) if len(shapes) == 1 else None
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping
 from dataclasses import replace
-from typing import Any
 
 from autopar.errors import PlanError
 from autopar.ir.buffers import update_line
@@ -240,24 +239,24 @@ def cut_constraints(graph: Graph, types: Types) -> tuple[Constraint, ...]:
 
 def over_microbatches(graph: Graph, plan: Plan, types: Types, count: int) -> Plan:
     """A plan for one microbatch, stated on the microbatch axis as well."""
-    axes = (microbatch_axis(count, plan.mesh.num_devices), *plan.axes)
+    stage = plan.stage
+    axes = (microbatch_axis(count, plan.mesh.num_devices), *stage.axes)
     batch = batch_inputs(graph)
-    nodes = {name: _joined(types[name], node) for name, node in plan.nodes.items()}
+    nodes = {name: _joined(types[name], node) for name, node in stage.nodes.items()}
     whole = {
         name: replace(kept, placement=(I if graph.tensors[name].differentiable else R, *kept.placement))
-        for name, kept in plan.storage.items()
+        for name, kept in stage.storage.items()
     }
     full = replace(
-        plan,
+        stage,
         axes=axes,
-        inputs={name: (S(0) if name in batch else R, *placement) for name, placement in plan.inputs.items()},
+        inputs={name: (S(0) if name in batch else R, *placement) for name, placement in stage.inputs.items()},
         storage=whole,
         nodes=nodes,
-        microbatches=count,
-        microbatch_inputs=batch,
     )
-    known = {(item.tensor, item.target): item.steps for item in plan.redistributes}
-    return replace(full, redistributes=_redistributes(graph, full, known))
+    known = {(item.tensor, item.target): item.steps for item in stage.redistributes}
+    full = replace(full, redistributes=_redistributes(graph, full, known))
+    return replace(plan, stages=(full,), microbatches=count, microbatch_inputs=batch)
 
 
 def _joined(types: NodePlan, plan: NodePlan) -> NodePlan:
@@ -267,9 +266,9 @@ def _joined(types: NodePlan, plan: NodePlan) -> NodePlan:
 
 
 def _redistributes(
-    graph: Graph, plan: Plan, known: Mapping[tuple[str, Placement], tuple[Step, ...]]
+    graph: Graph, stage: Stage, known: Mapping[tuple[str, Placement], tuple[Step, ...]]
 ) -> tuple[Redistribute, ...]:
-    placements = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+    placements = dict(stage.inputs) | {name: kept.placement for name, kept in stage.storage.items()}
     found: dict[tuple[str, Placement], Redistribute] = {}
 
     def need(name: str, wanted: Placement) -> None:
@@ -278,15 +277,15 @@ def _redistributes(
             found[name, wanted] = Redistribute(name, wanted, _steps(name, have, wanted, known))
 
     for node in graph.nodes:
-        for name, wanted in zip(node.operands, plan.nodes[node.name].operands, strict=True):
+        for name, wanted in zip(node.operands, stage.nodes[node.name].operands, strict=True):
             need(name, wanted)
-        placements.update(zip(node.results, plan.nodes[node.name].results, strict=True))
+        placements.update(zip(node.results, stage.nodes[node.name].results, strict=True))
     for name in graph.outputs:
         first = P if name == graph.loss else placements[name][0]
         rest = I if graph.tensors[name].differentiable else R
-        need(name, (first, *(rest for _ in plan.axes[1:])))
+        need(name, (first, *(rest for _ in stage.axes[1:])))
     for stored, name in graph.mutations.items():
-        need(name, (R, *update_placement(graph, plan, stored)[1:]))
+        need(name, (R, *update_placement(graph, stage, stored)[1:]))
     return tuple(found.values())
 
 
@@ -307,30 +306,29 @@ def _steps(
 
 def axes_of_parts(plan: Plan) -> list[LogicalMesh]:
     """Of each stage, or of the only one, the axes that its ranks are on: all but that of microbatches."""
-    return [part.axes if plan.microbatches == 1 else part.axes[1:] for part in plan.parts]
+    return [stage.axes if plan.microbatches == 1 else stage.axes[1:] for stage in plan.stages]
 
 
 def one_microbatch_plan(plan: Plan) -> Plan:
     """The plan as one microbatch sees it, without the microbatch axis: what is simulated `plan.microbatches` times."""
     if plan.microbatches == 1:
         return plan
-    if plan.stages:
-        return replace(plan, stages=tuple(replace(stage, **_inner(stage)) for stage in plan.stages))
-    return replace(plan, **_inner(plan))
+    return replace(plan, stages=tuple(map(_inner, plan.stages)))
 
 
-def _inner(placed: Plan | Stage) -> dict[str, Any]:
+def _inner(placed: Stage) -> Stage:
     """Everything that has the microbatch axis, without it."""
     kept = (replace(item, target=item.target[1:], steps=_inner_steps(item.steps)) for item in placed.redistributes)
     different = {id(node): node for node in placed.nodes.values()}  # equal layers have the same
     nodes = {number: _inner_node(node) for number, node in different.items()}
-    return {
-        "axes": placed.axes[1:],
-        "inputs": {name: placement[1:] for name, placement in placed.inputs.items()},
-        "storage": {name: _inner_storage(storage) for name, storage in placed.storage.items()},
-        "nodes": {name: nodes[id(node)] for name, node in placed.nodes.items()},
-        "redistributes": tuple(item for item in kept if item.steps),
-    }
+    return replace(
+        placed,
+        axes=placed.axes[1:],
+        inputs={name: placement[1:] for name, placement in placed.inputs.items()},
+        storage={name: _inner_storage(storage) for name, storage in placed.storage.items()},
+        nodes={name: nodes[id(node)] for name, node in placed.nodes.items()},
+        redistributes=tuple(item for item in kept if item.steps),
+    )
 
 
 def _inner_steps(steps: tuple[Step, ...]) -> tuple[Step, ...]:
@@ -349,6 +347,6 @@ def types_of(plan: Plan) -> Types:
     """What a plan says of each node on the microbatch axis."""
     return {
         name: NodePlan(tuple(p[:1] for p in node.operands), tuple(p[:1] for p in node.results))
-        for placed in (plan.stages or (plan,))
+        for placed in plan.stages
         for name, node in placed.nodes.items()
     }

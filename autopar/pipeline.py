@@ -167,7 +167,7 @@ def _others(graph: Graph, searched: Plan, best: Plan, request: Request) -> list[
     leave less to substitute, too, so that plans without may gain more by that.
     """
     few = request.budget.proposals < _SEVERAL_STARTS
-    others = [searched] if best.nodes is not searched.nodes and few else []
+    others = [searched] if best.stages is not searched.stages and few else []
     beside = _branched(graph, searched, request)
     return others if beside is searched else [*others, beside]
 

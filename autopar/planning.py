@@ -32,7 +32,7 @@ from autopar.intraop import (
 from autopar.ir.constraint import Constraint
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import LogicalMesh, Mesh, logical_meshes
-from autopar.ir.plan import Plan, Storage
+from autopar.ir.plan import Plan, Stage, Storage
 from autopar.microbatch import (
     Types,
     cut_constraints,
@@ -129,10 +129,10 @@ class DividedGraph:
 
     def on_all_axes(self, plan: Plan) -> Plan:
         """A plan of one stage for one microbatch as one for the step, with the exact bytes that it sends."""
-        if plan.stages:
+        if len(plan.stages) > 1:
             return plan
         full = over_microbatches(self.whole, plan, self.types, self.microbatches) if self.types else plan
-        sent = traffic_over_microbatches(self.whole, full, self.graph, plan)
+        sent = traffic_over_microbatches(self.whole, full.parts[0], self.graph, plan.parts[0])
         return replace(full, predicted=replace(full.predicted, comm_bytes=sent))
 
 
@@ -239,16 +239,16 @@ def branched(graph: Graph, blocks: Blocks, request: Request, profile: Profile, p
 
     Where branches are worth while, the other logical meshes are looked at once more: theirs may be worth more.
     """
-    if plan.stages or request.mesh.num_devices == 1 or interrupt.is_asked():
+    if len(plan.stages) > 1 or request.mesh.num_devices == 1 or interrupt.is_asked():
         return plan
     deadline = time.monotonic() + request.budget.seconds / 2
     part, inner = divided(graph, blocks, plan.microbatches), one_microbatch_plan(plan)
     request = replace(request, recompute=plan.recompute)
-    best = _in_branches(Place(part, inner.axes, request, profile), inner, deadline)
+    best = _in_branches(Place(part, inner.stage.axes, request, profile), inner, deadline)
     if best is inner:
         return plan
     for axes in logical_meshes(request.mesh):
-        if axes != inner.axes and time.monotonic() < deadline and not interrupt.is_asked():
+        if axes != inner.stage.axes and time.monotonic() < deadline and not interrupt.is_asked():
             place = Place(part, axes, request, profile)
             with contextlib.suppress(InfeasibleError):
                 other = _in_branches(place, place.fit(_share(deadline, 2)), deadline)
@@ -502,11 +502,7 @@ class Place:
             fingerprint=graph.fingerprint,
             model=graph.model_name,
             mesh=request.mesh,
-            axes=self.axes,
-            inputs={},
-            storage={},
-            nodes={},
-            redistributes=(),
+            stages=(Stage(0, self.axes),),
             microbatches=self.part.microbatches,
             recompute=request.recompute,
             mode=request.mode,

@@ -41,8 +41,8 @@ class PlannedProgram:
 
         Of several stages: on the axes of each stage that reads it; other ranks may give None.
         """
-        if not self.plan.stages:
-            inputs = self.plan.inputs
+        if len(self.plan.stages) == 1:
+            inputs = self.plan.stage.inputs
             return {self._graph.given_name(name): _layout(inputs[name]) for name in self._graph.inputs}
         found: dict[str, list[str]] = {name: [] for name in self._graph.inputs}
         for index, stage in enumerate(self.plan.stages):

@@ -63,7 +63,7 @@ def fit_or_refuse(
 
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
     needed = plan.predicted.peak_bytes
-    axes = "x".join(str(axis.size) for axis in plan.axes) or "1"
+    axes = "x".join(str(axis.size) for axis in plan.stage.axes) or "1"
     return InfeasibleError(
         f"expected a plan within memory_limit = {plan.memory_limit:,} bytes a device of {plan.mesh}, found none: the "
         f"smallest limit that can be met is {needed:,} bytes (on logical mesh {axes}"

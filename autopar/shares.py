@@ -240,7 +240,7 @@ class SharedBatch:
     def cost(self, plan: Plan) -> Cost:
         """What a plan of one microbatch is compared by; the largest where something is cut that cannot be."""
         try:
-            check_shares(self.part.graph, plan)
+            check_shares(self.part.graph, plan.stage)
         except PlacementError:
             return sys.maxsize, sys.maxsize
         timeline = self._timeline(plan)
@@ -251,7 +251,7 @@ class SharedBatch:
         unit = math.gcd(*rows)
         shares = [row // unit for row, count in zip(rows, self.counts, strict=True) for _ in range(count)]
         first = self.axes[0]._replace(shares=tuple(shares) if len(set(shares)) > 1 else ())
-        return replace(draft, axes=(first, *self.axes[1:]))
+        return draft.placed(axes=(first, *self.axes[1:]))
 
     def _timeline(self, plan: Plan) -> Timeline:
         return simulate(self.part.graph, plan, self.profiles)

@@ -53,10 +53,10 @@ Pair = tuple[str, Placement]
 
 @dataclass(frozen=True, eq=False)
 class _Cut:
-    """What is cut: plans by stage, each for what its stage reads at least, and where the stages are."""
+    """What is cut: placements by stage, each for what its stage reads at least, and where the stages are."""
 
     graph: Graph
-    plans: Sequence[Plan]
+    plans: Sequence[Stage]
     members: Members
     first_ranks: Sequence[int]
     mesh: Mesh
@@ -110,28 +110,23 @@ def cut(
     needed where the plans differ. Raises PlanError where a tensor cannot leave its stage.
     """
     own = [plans] * len(first_ranks) if isinstance(plans, Plan) else list(plans)
-    what = _Cut(graph, own, members, first_ranks, mesh or own[0].mesh, profiles or {})
+    what = _Cut(graph, [plan.stage for plan in own], members, first_ranks, mesh or own[0].mesh, profiles or {})
     reads = [_reads(what, index) for index in range(len(own))]
     handed = [_received(what, pairs, index) for index, pairs in enumerate(reads)]
-    return _joined(what, reads, handed, schedule)
+    stages = tuple(_stage(what, reads, handed, index) for index in range(len(own)))
+    plan = replace(own[0], mesh=what.mesh, stages=stages, schedule=schedule)
+    return _without_unread(what, plan, reads)
 
 
-def _joined(
-    what: _Cut, reads: Sequence[Mapping[Pair, None]], handed: Sequence[Mapping[str, _Handed]], schedule: str
-) -> Plan:
+def _without_unread(what: _Cut, plan: Plan, reads: Sequence[Mapping[Pair, None]]) -> Plan:
     """The plan, without redistributions that nobody reads: a tensor that leaves in several placements for stages of
     other axes may be taken for all of them in one."""
-    stages = tuple(_stage(what, reads, handed, index) for index in range(len(what.plans)))
-    plan = replace(
-        what.plans[0], mesh=what.mesh, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=stages,
-        schedule=schedule,
-    )  # fmt: skip
-    kept = [{*reads[index], *leaving_values(what.graph, plan, index)} for index in range(len(stages))]
+    kept = [{*reads[index], *leaving_values(what.graph, plan, index)} for index in range(len(plan.stages))]
     return replace(
         plan,
         stages=tuple(
             replace(stage, redistributes=tuple(r for r in stage.redistributes if (r.tensor, r.target) in pairs))
-            for stage, pairs in zip(stages, kept, strict=True)
+            for stage, pairs in zip(plan.stages, kept, strict=True)
         ),
     )
 
@@ -184,7 +179,7 @@ def _received(what: _Cut, reads: Mapping[Pair, None], index: int) -> dict[str, _
     return found
 
 
-def _has_summands(placement: Placement, plan: Plan) -> bool:
+def _has_summands(placement: Placement, plan: Stage) -> bool:
     return any(t == P and axis.name != MICROBATCH for t, axis in zip(placement, plan.axes, strict=True))
 
 
@@ -201,11 +196,11 @@ def _handed_over(what: _Cut, name: str, maker: int, index: int, wanted: Sequence
     return _Handed(maker, (*over, *found.leaving), (*over, *found.arriving))
 
 
-def _on_ranks(placement: Placement, plan: Plan) -> Placement:
+def _on_ranks(placement: Placement, plan: Stage) -> Placement:
     return tuple(t for t, axis in zip(placement, plan.axes, strict=True) if axis.name != MICROBATCH)
 
 
-def _over_microbatches(placement: Placement, plan: Plan) -> Placement:
+def _over_microbatches(placement: Placement, plan: Stage) -> Placement:
     """The type on the axis of microbatches, which is the outermost, if there is one."""
     return tuple(t for t, axis in zip(placement, plan.axes, strict=True) if axis.name == MICROBATCH)
 

@@ -67,13 +67,13 @@ for mesh in meshes:
 # %%
 def factors(plan):
     """How many stages, and how many ranks of a stage share the batch; the rest of them share something else."""
-    part = plan.parts[0]
+    part = plan.stages[0]
     axes = [axis for axis in part.axes if axis.name != "microbatch"]
     positions = [part.axes.index(axis) for axis in axes]
     middle = [node for node in part.nodes.values() if len(node.results[0]) == len(part.axes)]
     split = [sum(str(node.results[0][at]) == "S(0)" for node in middle) > len(middle) / 2 for at in positions]
     data = math.prod(axis.size for axis, by_sample in zip(axes, split, strict=True) if by_sample)
-    stages = len({stage.first_rank for stage in plan.stages}) or 1
+    stages = len({stage.first_rank for stage in plan.stages})
     return stages, data, plan.mesh.num_devices // stages // data
 
 
@@ -120,7 +120,7 @@ figure.legend(loc="outside right center", frameon=False)
 plt.show()
 
 for plan in plans:
-    stored = [storage for part in plan.parts for storage in part.storage.values()]
+    stored = [storage for stage in plan.stages for storage in stage.storage.values()]
     sliced = sum(any(type_.kind == "S" for type_ in storage.placement) for storage in stored)
     print(f"{plan.mesh.num_devices:5d} GPUs: {plan.microbatches} microbatches, {len(plan.recompute)} of 24 layers "
           f"recomputed, {sliced} of {len(stored)} tensors stored in slices")  # fmt: skip

@@ -62,7 +62,7 @@ def test_plan_keeps_to_constraints(tmp_path: Path) -> None:
     command = ["plan", "models.gpt", "--mesh", MESH, "--search", "fast", "-o", str(path), "--constraint", "stages=1"]
     assert cli.main([*command, "--constraint", "layers.1.mlp.up.weight used=S(0) axis=d0"]) == 0
     plan = autopar.Plan.load(path)
-    used = {name: uses for name, uses in used_placements(plan).items() if name.endswith("mlp.up.weight")}
+    used = {name: uses for name, uses in used_placements(plan.stage).items() if name.endswith("mlp.up.weight")}
     assert used["layers.1.mlp.up.weight"] == {"[S(0)]"} != used["layers.0.mlp.up.weight"]
 
 

@@ -16,7 +16,7 @@ from autopar.ir.branches import Home, axis_position, homes, in_order
 from autopar.ir.conversions import needed_conversions
 from autopar.ir.graph import Graph
 from autopar.ir.placement import I, P, Placement, R, Type
-from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Storage
+from autopar.ir.plan import Fork, NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Path, Step
 from autopar.ir.verifier import ending
 
@@ -33,29 +33,30 @@ def put_in_branches(
     that then read and make P on the axis.
     Raises PlacementError where something cannot be brought to where it is read.
     """
-    after = replace(plan, forks=(*plan.forks, *forks))
-    known, before = homes(after), homes(plan)
-    nodes = {name: _moved(graph, after, name, known[name]) for name in known if name not in before}
-    nodes |= {name: _all_summands(plan, name, axis) for name, axis in (joins or {}).items()}
-    after = replace(after, nodes={**plan.nodes, **nodes})
+    before = plan.stage
+    after = replace(before, forks=(*before.forks, *forks))
+    known, forked = homes(after), homes(before)
+    nodes = {name: _moved(graph, after, name, known[name]) for name in known if name not in forked}
+    nodes |= {name: _all_summands(before, name, axis) for name, axis in (joins or {}).items()}
+    after = replace(after, nodes={**before.nodes, **nodes})
     if keeps_whole:
         after = replace(after, storage=_kept_whole(graph, after, known))
-    return replace(after, redistributes=_redistributes(graph, after, path))
+    return replace(plan, stages=(replace(after, redistributes=_redistributes(graph, after, path)),))
 
 
-def _moved(graph: Graph, plan: Plan, name: str, home: Home) -> NodePlan:
+def _moved(graph: Graph, stage: Stage, name: str, home: Home) -> NodePlan:
     """What a node of a branch reads and makes."""
-    node, position = graph.node_by_name[name], axis_position(plan.axes, home.axis)
-    inside = {tensor for other in plan.forks[home.fork].branches[home.branch].nodes
+    node, position = graph.node_by_name[name], axis_position(stage.axes, home.axis)
+    inside = {tensor for other in stage.forks[home.fork].branches[home.branch].nodes
               for tensor in graph.node_by_name[other].results}  # fmt: skip
-    old = plan.nodes[name]
+    old = stage.nodes[name]
     operands = [_with(p, position, P if tensor in inside else R)
                 for tensor, p in zip(node.operands, old.operands, strict=True)]  # fmt: skip
     return NodePlan(tuple(operands), tuple(_with(p, position, P) for p in old.results))
 
 
-def _all_summands(plan: Plan, name: str, axis: str) -> NodePlan:
-    position, old = axis_position(plan.axes, axis), plan.nodes[name]
+def _all_summands(stage: Stage, name: str, axis: str) -> NodePlan:
+    position, old = axis_position(stage.axes, axis), stage.nodes[name]
     operands, results = (tuple(_with(p, position, P) for p in side) for side in (old.operands, old.results))
     return NodePlan(operands, results)
 
@@ -64,23 +65,23 @@ def _with(placement: Placement, position: int, type_: Type) -> Placement:
     return (*placement[:position], type_, *placement[position + 1 :])
 
 
-def _kept_whole(graph: Graph, plan: Plan, known: Mapping[str, Home]) -> dict[str, Storage]:
-    storage = dict(plan.storage)
-    for name, kept in plan.storage.items():
+def _kept_whole(graph: Graph, stage: Stage, known: Mapping[str, Home]) -> dict[str, Storage]:
+    storage = dict(stage.storage)
+    for name, kept in stage.storage.items():
         readers = {known.get(node.name) for node, _ in graph.consumers[name]}
         home = readers.pop() if len(readers) == 1 else None
         if home is not None:
             whole = I if graph.tensors[name].differentiable else R
-            storage[name] = replace(kept, placement=_with(kept.placement, axis_position(plan.axes, home.axis), whole))
+            storage[name] = replace(kept, placement=_with(kept.placement, axis_position(stage.axes, home.axis), whole))
     return storage
 
 
-def _redistributes(graph: Graph, plan: Plan, path: Path) -> tuple[Redistribute, ...]:
+def _redistributes(graph: Graph, stage: Stage, path: Path) -> tuple[Redistribute, ...]:
     """Steps that the plan has already stay as they are."""
-    known = {(item.tensor, item.target): item.steps for item in plan.redistributes}
-    entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+    known = {(item.tensor, item.target): item.steps for item in stage.redistributes}
+    entering = dict(stage.inputs) | {name: kept.placement for name, kept in stage.storage.items()}
     found = []
-    for name, source, target in needed_conversions(in_order(graph, plan), plan.nodes, entering, ending(graph, plan)):
+    for name, source, target in needed_conversions(in_order(graph, stage), stage.nodes, entering, ending(graph, stage)):
         steps = known.get((name, target), ())
         if not _leads(steps, source, target):
             steps = path(graph.tensors[name], source, target) or ()

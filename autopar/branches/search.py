@@ -73,7 +73,9 @@ def with_branches(
     plan: of one stage, scored. representative: the node in its place in the first equal block. pinned: nodes that stay
     as they are placed.
     """
-    if any(storage.regather for storage in plan.storage.values()) or all(axis.size < 2 for axis in plan.axes):
+    if any(storage.regather for storage in plan.stage.storage.values()) or all(
+        axis.size < 2 for axis in plan.stage.axes
+    ):
         return plan
     deadline = time.monotonic() + seconds
     times = Times(graph, plan, profile)
@@ -92,7 +94,7 @@ def with_branches(
 
 
 def _overlaps(plan: Plan, candidate: ForkCandidate) -> bool:
-    known = homes(plan)
+    known = homes(plan.stage)
     names = {name for fork in candidate.forks for branch in fork.branches for name in branch.nodes}
     return not names.isdisjoint(known)
 
@@ -125,22 +127,24 @@ def _forms(
             placed = put_in_branches(graph, plan, candidate.forks, times.steps, form.keeps_whole, joins)
         except PlacementError:
             continue
-        if (form.sums, placed.storage) not in seen and _is_well_typed(graph, placed, joins):
-            seen.append((form.sums, placed.storage))
+        if (form.sums, placed.stage.storage) not in seen and _is_well_typed(graph, placed, joins):
+            seen.append((form.sums, placed.stage.storage))
             yield form, placed
 
 
 def _is_well_typed(graph: Graph, plan: Plan, joins: Joins) -> bool:
     """Whether the joins' operators run on summands, and the branches' as they are placed there."""
     try:
-        check_forks(graph, plan)
-        check_inner_conversions(graph, plan)
+        check_forks(graph, plan.parts[0])
+        check_inner_conversions(graph, plan.stage)
     except AutoparError:
         return False
-    known = homes(plan)
+    known = homes(plan.stage)
     rows: list[tuple[Node, NodePlan, LogicalMesh, str | None]]
-    rows = [(graph.node_by_name[name], plan.nodes[name], plan.axes, None) for name in joins]
-    rows += [(graph.node_by_name[name], *branch_rule(graph, plan, graph.node_by_name[name], known)) for name in known]
+    rows = [(graph.node_by_name[name], plan.stage.nodes[name], plan.stage.axes, None) for name in joins]
+    rows += [
+        (graph.node_by_name[name], *branch_rule(graph, plan.stage, graph.node_by_name[name], known)) for name in known
+    ]
     return all(
         objection is None and admits(graph, node, own.operands, own.results, axes) is None
         for node, own, axes, objection in rows
@@ -164,7 +168,7 @@ def candidates(
     for region in regions:
         groups.setdefault((*(tuple(map(representative, branch)) for branch in region.branches),), []).append(region)
     found = []
-    for axis in plan.axes:
+    for axis in plan.stage.axes:
         for equal in groups.values() if axis.size > 1 else ():
             candidate = _candidate(graph, times, equal, axis.name, axis.size)
             found += [candidate] if candidate is not None and candidate.gain_ns > 0 else []

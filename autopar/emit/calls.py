@@ -15,7 +15,7 @@ from typing import Any
 from autopar.emit.names import keywords, operator_text
 from autopar.ir.graph import Atom, Graph, Node, Ref
 from autopar.ir.placement import Axis, S, are_alike, axes_along, local_shape
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import StagePlan
 from autopar.ir.statements import Operate, Value
 from autopar.ir.structure import is_random
 from autopar.ir.verifier import MICROBATCH
@@ -29,7 +29,7 @@ from autopar.ops.table import operator
 class CallWriter:
     """Writes the calls of one program."""
 
-    def __init__(self, graph: Graph, plan: PlanData) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan) -> None:
         self.graph, self.plan = graph, plan
         self.counts: dict[str, str] = {}  # loss node -> the variable that will hold its global count of samples
 
@@ -109,7 +109,7 @@ class CallWriter:
         return Call(self.graph, replace(statement.node, args=args, kwargs=kwargs))
 
 
-def local_lengths(graph: Graph, plan: PlanData, value: Value) -> tuple[int, ...]:
+def local_lengths(graph: Graph, plan: StagePlan, value: Value) -> tuple[int, ...]:
     """The shape that a rank holds of a value; `RankLength` where ranks differ."""
     shape, placement = graph.tensors[value[0]].shape, value[1]
     local = local_shape(shape, placement, plan.axes)

@@ -19,7 +19,7 @@ from autopar.ir.branches import Home
 from autopar.ir.graph import Graph, Node, Stored, Tensor
 from autopar.ir.naming import is_plain
 from autopar.ir.placement import Placement, are_alike, format_placement
-from autopar.ir.plan import PlanData, Redistribute
+from autopar.ir.plan import Redistribute, StagePlan
 from autopar.ir.redistribution import Step, apply, before, transfer_bytes
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ir.verifier import MICROBATCH
@@ -57,7 +57,7 @@ class Classes:
 class ClassWriter:
     """Writes every class of a program, or of one stage; equal text is one class."""
 
-    def __init__(self, graph: Graph, plan: PlanData, flat: Flat, classes: Classes) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, flat: Flat, classes: Classes) -> None:
         self.graph, self.plan, self.flat, self.classes = graph, plan, flat, classes
         self.calls = CallWriter(graph, plan)
         self.planned: dict[str, list[Redistribute]] = defaultdict(list)  # by tensor

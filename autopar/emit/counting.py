@@ -15,18 +15,18 @@ from autopar.emit.early import chain, known_ahead, makers
 from autopar.emit.names import Names
 from autopar.errors import PlanError
 from autopar.ir.mesh import MICROBATCH
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import StagePlan
 from autopar.ir.statements import Convert, Flat, Operate, Statement, Value
 from autopar.ops.call import Call
 
 
-def is_sum_ahead(statement: Statement, plan: PlanData) -> bool:
+def is_sum_ahead(statement: Statement, plan: StagePlan) -> bool:
     """Whether a conversion brings the sum over all microbatches."""
     steps = statement.redistribute.steps if isinstance(statement, Convert) else ()
     return bool(steps) and plan.axes[steps[0].axis].name == MICROBATCH and steps[0].before.kind == "P"
 
 
-def without_summands(flat: Flat, plan: PlanData) -> Flat:
+def without_summands(flat: Flat, plan: StagePlan) -> Flat:
     """What each microbatch runs: not what only serves such sums."""
     if not any(is_sum_ahead(statement, plan) for statement in flat.statements):
         return flat

@@ -13,7 +13,7 @@ from autopar.emit.calls import CallWriter
 from autopar.emit.names import Names
 from autopar.emit.tree import Region
 from autopar.ir.graph import Graph
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import StagePlan
 from autopar.ir.statements import Operate, Statement, Value
 
 
@@ -55,7 +55,7 @@ def makers(statements: Sequence[Statement]) -> dict[Value, Statement]:
     return {made: statement for statement in statements for made in statement.makes}
 
 
-def known_ahead(graph: Graph, plan: PlanData, inputs: Sequence[Value]) -> set[Value]:
+def known_ahead(graph: Graph, plan: StagePlan, inputs: Sequence[Value]) -> set[Value]:
     """Inputs, and what is stored that no step changes, as it is stored."""
     stored = (s.tensor for s in graph.stored if s.kind != "parameter" and s.name not in graph.mutations)
     return {*inputs, *((name, plan.storage[name].placement) for name in stored)}

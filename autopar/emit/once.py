@@ -9,13 +9,13 @@ from dataclasses import replace
 from typing import Any
 
 from autopar.ir.graph import Graph, map_references
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import StagePlan
 from autopar.ir.statements import Flat, Operate, Statement, Value
 from autopar.ir.structure import is_random
 from autopar.ops.communication import inner_communication
 
 
-def made_once(graph: Graph, plan: PlanData, flat: Flat) -> Flat:
+def made_once(graph: Graph, plan: StagePlan, flat: Flat) -> Flat:
     """The program without those constants that an earlier statement makes too, of the same values."""
     same: dict[Value, Value] = {}
     first: dict[Any, tuple[Value, ...]] = {}
@@ -51,7 +51,7 @@ def _now(values: tuple[Value, ...], same: dict[Value, Value]) -> tuple[Value, ..
     return tuple(same.get(value, value) for value in values)
 
 
-def _sends(graph: Graph, plan: PlanData, statement: Statement) -> bool:
+def _sends(graph: Graph, plan: StagePlan, statement: Statement) -> bool:
     """Whether ranks communicate for it."""
     if isinstance(statement, Operate):
         operands = tuple(placement for _, placement in statement.reads)

@@ -16,7 +16,7 @@ from autopar.emit.stages import Received, argument_lines, input_lines, pipeline,
 from autopar.emit.tree import build_tree
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import Plan, Stage, StagePlan
 from autopar.ir.shares import axis_text
 from autopar.ir.stages import leaving_values, stage_graph
 from autopar.ir.statements import Flat, Value, flatten
@@ -43,16 +43,16 @@ aten = torch.ops.aten
 
 
 @faults_told()
-def emit(graph: Graph, plan: PlanData) -> str:
+def emit(graph: Graph, plan: Plan) -> str:
     """The program's source; it imports torch, `autopar.runtime`, and what defines the model's own operators.
 
     The plan must have been verified. Raises PlanError for what cannot be emitted.
     """
     classes = Classes()
-    if plan.stages:
+    if len(plan.stages) > 1:
         programs = [*_stage_programs(graph, plan, classes), pipeline(graph, plan)]
     else:
-        programs = [_program(_Written(graph, plan, classes, "Program"))]
+        programs = [_program(_Written(graph, plan.parts[0], classes, "Program"))]
     header = _HEADER.format(
         model=escaped(graph.model_name), mesh=escaped(str(plan.mesh)), axes=_axes_text(plan), imports=_imports(graph)
     )
@@ -63,7 +63,7 @@ class _Written:
     """A program, or a stage of one, with the classes of its blocks written."""
 
     def __init__(
-        self, graph: Graph, plan: PlanData, classes: Classes, name: str, leaving: Sequence[Value] = ()
+        self, graph: Graph, plan: StagePlan, classes: Classes, name: str, leaving: Sequence[Value] = ()
     ) -> None:  # fmt: skip
         self.graph, self.plan, self.name = graph, plan, name
         self.everything = made_once(graph, plan, flatten(graph, plan, leaving))
@@ -110,7 +110,7 @@ def _program(what: _Written) -> str:
     return "\n".join([*lines, *_methods(what)])
 
 
-def _stage_programs(graph: Graph, plan: PlanData, classes: Classes) -> list[str]:
+def _stage_programs(graph: Graph, plan: Plan, classes: Classes) -> list[str]:
     """The class of each stage; of stages that differ in no more than ranks, numbers of modules and where they receive
     from, of the first alone, and a line for each run of others."""
     texts: list[str] = []
@@ -124,7 +124,7 @@ def _stage_programs(graph: Graph, plan: PlanData, classes: Classes) -> list[str]
         like = known.setdefault((rest, *(text for one in told for text in one.rest)), index)
         first, where = tuple(what.writer.firsts.values()), _ranks_text(stage.ranks)
         if like == index:
-            where = f"Stage {index} of {escaped(graph.model_name)}, on {where} as {_axes_text(what.plan)}."
+            where = f"Stage {index} of {escaped(graph.model_name)}, on {where} as {_stage_axes_text(stage)}."
             texts.append("\n".join([*_stage_head(index, where, stage.first_rank, first, told), rest]))
         else:
             pairs = tuple((one.name, one.source) for one in told)
@@ -158,7 +158,7 @@ def _declarations(what: _Written) -> list[str]:
     if not what.graph.training:
         lines.append(f"{INDENT}TRAINING = False")
     given = [name for name in what.graph.inputs if name not in what.graph.received]
-    return [*lines, *input_lines(what.graph, what.plan, given, what.writer)]
+    return [*lines, *input_lines(what.graph, what.plan.plan, given, what.writer)]
 
 
 def _methods(what: _Written) -> list[str]:
@@ -222,10 +222,14 @@ def _updates(flat: Flat, writer: ClassWriter, names: Names) -> list[str]:
     return lines
 
 
-def _axes_text(plan: PlanData) -> str:
-    if plan.stages:
+def _axes_text(plan: Plan) -> str:
+    if len(plan.stages) > 1:
         return f"{len(plan.stages)} stages ({plan.schedule}, {plan.microbatches} microbatches)"
-    real = [axis_text(axis) for axis in plan.axes if axis.name != MICROBATCH]
+    return _stage_axes_text(plan.stage)
+
+
+def _stage_axes_text(stage: Stage) -> str:
+    real = [axis_text(axis) for axis in stage.axes if axis.name != MICROBATCH]
     return f"({', '.join(real)})" if real else "one device"
 
 

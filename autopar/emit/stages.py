@@ -11,19 +11,19 @@ from autopar.emit.names import escaped, keywords
 from autopar.errors import PlanError
 from autopar.ir.graph import Fields, Graph, Ref
 from autopar.ir.placement import Axis, Placement, local_shape
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import Plan
 from autopar.ir.stages import gradients_back, leaving_placement, leaving_values, maker_of, stage_graph
 from autopar.ir.verifier import MICROBATCH
 
 
 def input_lines(
-    graph: Graph, plan: PlanData, names: Sequence[str], writer: ClassWriter | None = None
+    graph: Graph, plan: Plan, names: Sequence[str], writer: ClassWriter | None = None
 ) -> list[str]:  # fmt: skip
     """The inputs that a program takes, with their placements where it has a writer of its own."""
     lines = [f"{INDENT}INPUTS = ("]
     for name in names:
         tensor = graph.kept(name)
-        placement = "" if writer is None else f", {writer.text(plan.inputs[name])!r}"
+        placement = "" if writer is None else f", {writer.text(writer.plan.inputs[name])!r}"
         extra = ", microbatch_dim=0" if name in plan.microbatch_inputs else ""
         compute = "" if writer is None else writer.compute(name)
         given = f"{graph.given_name(name)!r}, {tensor.shape}, torch.{tensor.dtype}"
@@ -65,7 +65,7 @@ class Received(NamedTuple):
         return f"rt.Received({', '.join([repr(self.name), shape, dtype, placement, f'source={self.source}', *rest])})"
 
 
-def received(graph: Graph, plan: PlanData, index: int, writer: ClassWriter) -> list[Received]:
+def received(graph: Graph, plan: Plan, index: int, writer: ClassWriter) -> list[Received]:
     """What a stage receives from which others, by the shape of one microbatch."""
     found = []
     for name in stage_graph(graph, plan, index).received:
@@ -90,7 +90,7 @@ def _microbatch_shape(shape: tuple[int, ...], placement: Placement, axes: Sequen
     return local_shape(shape, tuple(type_ for type_, _ in cut), tuple(axis for _, axis in cut))
 
 
-def pipeline(graph: Graph, plan: PlanData) -> str:
+def pipeline(graph: Graph, plan: Plan) -> str:
     """The class that names the stages. Raises PlanError where the loss is not made by the last stage."""
     count = len(plan.stages)
     returned = [stage_graph(graph, plan, index).returned for index in range(count)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import Plan
 
 _SHARED = """def batches():
     generator = torch.Generator().manual_seed(0)
@@ -129,7 +129,7 @@ if __name__ == "__main__":
 '''
 
 
-def script(plan: PlanData) -> tuple[str, str]:
+def script(plan: Plan) -> tuple[str, str]:
     """The name and the text of the script for a plan: train.py, or for inference evaluate.py."""
     name, text = ("train.py", _TRAIN) if plan.mode == "train" else ("evaluate.py", _EVALUATE)
     return name, text.format(world=plan.mesh.num_devices, shared=_SHARED)

@@ -50,14 +50,14 @@ def prepare_placements(
     Raises InfeasibleError when the constraints leave no strategy.
     """
     costs = costs_of(graph, draft, profile, sends)
-    built = build(graph, blocks, draft.axes, costs, storage_options, constraints, None, whole, copies, keep)
+    built = build(graph, blocks, draft.stage.axes, costs, storage_options, constraints, None, whole, copies, keep)
     return Placements(graph, blocks, draft, costs, built)
 
 
 def costs_of(graph: Graph, draft: Plan, profile: Profile, sends: Sends | None = None) -> ProfiledCosts:
     """What placements of the draft's graph cost."""
     return ProfiledCosts(
-        graph, draft.axes, draft.mesh.devices_per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
+        graph, draft.stage.axes, draft.mesh.devices_per_node, profile, draft.mode, draft.optimizer, draft.microbatches,
         RecomputedShares(draft.recompute, draft.blocks), sends,
     )  # fmt: skip
 
@@ -116,8 +116,10 @@ class Placements:
     def placed(self, draft: Plan, graph: Graph, choice: Sequence[int]) -> Plan:
         """The draft with these placements. `graph`: that of the problem, or a deeper one of the same blocks."""
         steps = self.costs.steps if graph is self.graph else self.costs.of(graph).steps
-        inputs, storage, nodes, redistributes = extract(graph, self.blocks, self.built, choice, steps, self.draft.axes)
-        return replace(draft, inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
+        inputs, storage, nodes, redistributes = extract(
+            graph, self.blocks, self.built, choice, steps, self.draft.stage.axes
+        )
+        return draft.placed(inputs=inputs, storage=storage, nodes=nodes, redistributes=redistributes)
 
     def trade_offs(self, in_flight: int, time_limit_s: float = 10.0, seed: int = 0) -> TradeOffs:
         """Time against memory, with the activations of so many microbatches; each solve may take so many seconds."""
@@ -183,19 +185,19 @@ def _option_of(graph: Graph, plan: Plan, variable: ChoiceVariable) -> Any:
     """What a plan says of a decision."""
     name = variable.name
     if variable.kind == "node":
-        return Strategy(plan.nodes[name].operands, plan.nodes[name].results)
+        return Strategy(plan.stage.nodes[name].operands, plan.stage.nodes[name].results)
     if variable.kind == "stored":
         return kept_in(graph, plan, name)
-    return plan.inputs[name] if variable.kind == "input" else variable.options[0]
+    return plan.stage.inputs[name] if variable.kind == "input" else variable.options[0]
 
 
 def kept_in(graph: Graph, plan: Plan, tensor: str) -> KeptParameter:
     """How a plan keeps a stored tensor, and what its first reader uses it as."""
-    storage, readers = plan.storage[tensor], graph.consumers[tensor]
+    storage, readers = plan.stage.storage[tensor], graph.consumers[tensor]
     if not readers:
         return KeptParameter(storage, storage.placement)
     node, position = readers[0]
-    return KeptParameter(storage, plan.nodes[node.name].operands[position])
+    return KeptParameter(storage, plan.stage.nodes[node.name].operands[position])
 
 
 def _usage_alone(problem: Problem) -> Problem:

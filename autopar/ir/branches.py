@@ -21,7 +21,7 @@ from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import P, Placement, R
-from autopar.ir.plan import Fork, NodePlan, PlanData, Redistribute
+from autopar.ir.plan import Fork, NodePlan, Redistribute, Stage, StagePlan
 from autopar.ir.structure import computed_once, is_random, region_of
 
 #: what may leave a branch: sums over ranks are exact where all but one are zero, and every backend has them
@@ -38,11 +38,11 @@ class Home(NamedTuple):
     coordinate: int
 
 
-def homes(plan: PlanData) -> dict[str, Home]:
+def homes(stage: Stage) -> dict[str, Home]:
     """For each node that is in a branch, where it runs."""
     return {
         name: Home(number, position, fork.axis, branch.coordinate)
-        for number, fork in enumerate(plan.forks)
+        for number, fork in enumerate(stage.forks)
         for position, branch in enumerate(fork.branches)
         for name in branch.nodes
     }
@@ -62,17 +62,17 @@ def is_idle(home: Home | None, coordinates: Coordinates) -> bool:
     return home is not None and coordinates.get(home.axis) != home.coordinate
 
 
-def coordinates_of(plan: PlanData, rank: int) -> dict[str, int]:
+def coordinates_of(stage: Stage, rank: int) -> dict[str, int]:
     """Where a rank (counted from the submesh's first) is on the axes that have branches."""
-    names = {fork.axis for fork in plan.forks}
-    return {axis.name: rank // axis.stride % axis.size for axis in plan.axes if axis.name in names}
+    names = {fork.axis for fork in stage.forks}
+    return {axis.name: rank // axis.stride % axis.size for axis in stage.axes if axis.name in names}
 
 
-def unlike_ranks(plan: PlanData) -> list[int]:
+def unlike_ranks(stage: Stage) -> list[int]:
     """The first of each set of ranks that run the same operators, the submesh's first rank first."""
     found: dict[tuple[int, ...], int] = {(): 0}
-    for axis in plan.axes:
-        owned = {branch.coordinate for fork in plan.forks if fork.axis == axis.name for branch in fork.branches}
+    for axis in stage.axes:
+        owned = {branch.coordinate for fork in stage.forks if fork.axis == axis.name for branch in fork.branches}
         if owned:
             others = [n for n in range(axis.size) if n not in owned][:1]
             found = {
@@ -81,21 +81,21 @@ def unlike_ranks(plan: PlanData) -> list[int]:
     return sorted(found.values())
 
 
-def host_scopes(graph: Graph, plan: PlanData) -> list[Scope]:
+def host_scopes(graph: Graph, stage: Stage) -> list[Scope]:
     """For each fork, the innermost module call that holds all of its branches."""
     nodes = graph.node_by_name
     return [common_scope([nodes[name].scope for branch in fork.branches for name in branch.nodes])
-            for fork in plan.forks]  # fmt: skip
+            for fork in stage.forks]  # fmt: skip
 
 
-def in_order(graph: Graph, plan: PlanData) -> Sequence[Node]:
+def in_order(graph: Graph, stage: Stage) -> Sequence[Node]:
     """The nodes with those of a fork one after another, branch by branch; else as near to their order as can be.
 
     Raises PlanError where branches of a fork depend on each other, or on what depends on them.
     """
-    if not plan.forks:
+    if not stage.forks:
         return graph.nodes
-    groups = _groups(graph, plan)
+    groups = _groups(graph, stage)
     placed = {node.name: number for number, group in enumerate(groups) for node in group}
     waits, readers = _dependencies(graph, groups, placed)
     ready = [number for number, count in enumerate(waits) if count == 0]
@@ -108,7 +108,7 @@ def in_order(graph: Graph, plan: PlanData) -> Sequence[Node]:
             if waits[reader] == 0:
                 heapq.heappush(ready, reader)
     if len(found) < len(graph.nodes):
-        stuck = next(name for name, home in homes(plan).items() if waits[placed[name]])
+        stuck = next(name for name, home in homes(stage).items() if waits[placed[name]])
         raise PlanError(
             "expected branches that no path leaves and enters again, found one through the fork of "
             f"{_text(graph, stuck)}"
@@ -116,9 +116,9 @@ def in_order(graph: Graph, plan: PlanData) -> Sequence[Node]:
     return found
 
 
-def _groups(graph: Graph, plan: PlanData) -> list[list[Node]]:
+def _groups(graph: Graph, stage: Stage) -> list[list[Node]]:
     """Each fork's nodes, branch by branch, at the place of its first one; every other node alone."""
-    known, nodes = homes(plan), graph.node_by_name
+    known, nodes = homes(stage), graph.node_by_name
     order = {node.name: number for number, node in enumerate(graph.nodes)}
     done: set[int] = set()
     groups = []
@@ -128,7 +128,7 @@ def _groups(graph: Graph, plan: PlanData) -> list[list[Node]]:
             groups.append([node])
         elif home.fork not in done:
             done.add(home.fork)
-            members = [sorted(branch.nodes, key=order.__getitem__) for branch in plan.forks[home.fork].branches]
+            members = [sorted(branch.nodes, key=order.__getitem__) for branch in stage.forks[home.fork].branches]
             groups.append([nodes[name] for names in members for name in names])
     return groups
 
@@ -148,20 +148,20 @@ def _dependencies(
     return waits, readers
 
 
-def entering(graph: Graph, plan: PlanData) -> dict[str, list[tuple[str, Placement]]]:
+def entering(graph: Graph, stage: Stage) -> dict[str, list[tuple[str, Placement]]]:
     """By the first node of each fork: what its branches read of others, in the placements they read it in.
 
     These conversions come before the fork, so that no branch waits for one between two others.
     """
-    known = homes(plan)
+    known = homes(stage)
     found: dict[int, dict[tuple[str, Placement], None]] = {}
     first: dict[int, str] = {}
-    for node in in_order(graph, plan) if known else ():
+    for node in in_order(graph, stage) if known else ():
         home = known.get(node.name)
         if home is None:
             continue
         first.setdefault(home.fork, node.name)
-        for name, placement in zip(node.operands, plan.nodes[node.name].operands, strict=True):
+        for name, placement in zip(node.operands, stage.nodes[node.name].operands, strict=True):
             if not _is_inside(graph, known, home, name):
                 found.setdefault(home.fork, {})[name, placement] = None
     return {first[fork]: [*values] for fork, values in found.items()}
@@ -173,9 +173,9 @@ def _is_inside(graph: Graph, known: Mapping[str, Home], home: Home, tensor: str)
     return maker is not None and known.get(maker.name) == home
 
 
-def leaves(graph: Graph, plan: PlanData) -> Iterator[tuple[str, Home]]:
+def leaves(graph: Graph, stage: Stage) -> Iterator[tuple[str, Home]]:
     """The tensors that a branch makes and others read, with the branch."""
-    known = homes(plan)
+    known = homes(stage)
     last = {*graph.returned, *graph.mutations.values(), *graph.sent}
     for name, home in known.items():
         for tensor in graph.node_by_name[name].results:
@@ -188,11 +188,11 @@ def leaves(graph: Graph, plan: PlanData) -> Iterator[tuple[str, Home]]:
 
 
 def branch_rule(
-    graph: Graph, plan: PlanData, node: Node, known: Mapping[str, Home]
+    graph: Graph, stage: Stage, node: Node, known: Mapping[str, Home]
 ) -> tuple[NodePlan, LogicalMesh, str | None]:
     """What a node of a branch does on the axes other than the fork's, these axes, and what is wrong on that one."""
-    home, node_plan = known[node.name], plan.nodes[node.name]
-    position = axis_position(plan.axes, home.axis)
+    home, node_plan = known[node.name], stage.nodes[node.name]
+    position = axis_position(stage.axes, home.axis)
     wanted = tuple(P if _is_inside(graph, known, home, name) else R for name in node.operands)
     operands = tuple(placement[position] for placement in node_plan.operands)
     results = tuple(placement[position] for placement in node_plan.results)
@@ -203,7 +203,7 @@ def branch_rule(
             f"{left} -> {right} on axis {home.axis}, where a branch at one coordinate runs "
             f"{', '.join(map(str, wanted))} -> {', '.join('P' for _ in results)}"
         )
-    axes = plan.axes[:position] + plan.axes[position + 1 :]
+    axes = stage.axes[:position] + stage.axes[position + 1 :]
     return NodePlan(_without(node_plan.operands, position), _without(node_plan.results, position)), axes, objection
 
 
@@ -211,44 +211,44 @@ def _without(placements: tuple[Placement, ...], position: int) -> tuple[Placemen
     return tuple(placement[:position] + placement[position + 1 :] for placement in placements)
 
 
-def check_forks(graph: Graph, plan: PlanData) -> None:
-    """That the forks are of nodes and axes of the plan, and that what is in their branches may run on some ranks alone.
+def check_forks(graph: Graph, stage: StagePlan) -> None:
+    """That forks are of nodes and axes of the stage, and that what is in their branches may run on some ranks alone.
 
     Raises PlanError or PlacementError naming the node.
     """
-    if not plan.forks:
+    if not stage.forks:
         return
-    for fork in plan.forks:
-        _check_fork(graph, plan, fork)
-    counted = [name for fork in plan.forks for branch in fork.branches for name in branch.nodes]
+    for fork in stage.forks:
+        _check_fork(graph, stage, fork)
+    counted = [name for fork in stage.forks for branch in fork.branches for name in branch.nodes]
     if len(set(counted)) < len(counted):
         twice = next(name for name in counted if counted.count(name) > 1)
         raise PlanError(f"expected each node in one branch, found {_text(graph, twice)} in several")
-    in_order(graph, plan)
-    _check_together(plan)
-    constant = computed_once(graph, plan)
+    in_order(graph, stage)
+    _check_together(stage)
+    constant = computed_once(graph, stage)
     for name in counted:
-        objection = refusal(graph, graph.node_by_name[name], constant, plan.recompute)
+        objection = refusal(graph, graph.node_by_name[name], constant, stage.recompute)
         if objection is not None:
             raise PlanError(f"{_text(graph, name)}: expected an operator that may run in a branch, found {objection}")
-    _check_borders(graph, plan)
+    _check_borders(graph, stage)
 
 
-def converted_inside(graph: Graph, plan: PlanData) -> dict[tuple[str, Placement], Home]:
+def converted_inside(graph: Graph, stage: Stage) -> dict[tuple[str, Placement], Home]:
     """The redistributions that are made in a branch: of what it makes itself, for readers of its own."""
-    return {value: found[0] for value, found in _readers_inside(graph, plan, homes(plan)).items()}
+    return {value: found[0] for value, found in _readers_inside(graph, stage, homes(stage)).items()}
 
 
-def check_inner_conversions(graph: Graph, plan: PlanData) -> None:
+def check_inner_conversions(graph: Graph, stage: Stage) -> None:
     """That what a branch reads of its own is redistributed on other axes alone. Raises PlacementError."""
-    readers = _readers_inside(graph, plan, homes(plan)) if plan.forks else {}
-    for item in plan.redistributes:
+    readers = _readers_inside(graph, stage, homes(stage)) if stage.forks else {}
+    for item in stage.redistributes:
         for home in readers.get((item.tensor, item.target), ()):
-            _check_inner(graph, plan, item, home)
+            _check_inner(graph, stage, item, home)
 
 
-def _check_fork(graph: Graph, plan: PlanData, fork: Fork) -> None:
-    sizes = {axis.name: axis.size for axis in plan.axes if axis.name != MICROBATCH}
+def _check_fork(graph: Graph, stage: Stage, fork: Fork) -> None:
+    sizes = {axis.name: axis.size for axis in stage.axes if axis.name != MICROBATCH}
     if sizes.get(fork.axis, 1) < 2:
         raise PlanError(f"expected branches on a mesh axis of several ranks, found axis {fork.axis!r} of {sizes}")
     coordinates = [branch.coordinate for branch in fork.branches]
@@ -262,15 +262,15 @@ def _check_fork(graph: Graph, plan: PlanData, fork: Fork) -> None:
         raise PlanError(f"expected branches of nodes of the model, found {sorted(unknown)[:3] or 'an empty one'}")
 
 
-def _check_together(plan: PlanData) -> None:
+def _check_together(stage: StagePlan) -> None:
     """What does not go with what: blocks that gather when they run would do so on some ranks alone."""
-    gathered = [name for name, storage in plan.storage.items() if storage.regather]
+    gathered = [name for name, storage in stage.storage.items() if storage.regather]
     if gathered:
         raise PlanError(
             f"expected parameters gathered once a step in a plan with branches, found {gathered[0]} regathered at each "
             "use (ZeRO-3), which all ranks must do in one order"
         )
-    if any(axis.shares for axis in plan.axes) or not plan.mesh.is_homogeneous:
+    if any(axis.shares for axis in stage.axes) or not stage.mesh.is_homogeneous:
         raise PlanError("expected equal ranks with equal shares of the batch in a plan with branches, found others")
 
 
@@ -290,9 +290,9 @@ def refusal(graph: Graph, node: Node, constant: Collection[str], recompute: tupl
     return None
 
 
-def _check_borders(graph: Graph, plan: PlanData) -> None:
-    known = homes(plan)
-    for tensor, _ in leaves(graph, plan):
+def _check_borders(graph: Graph, stage: Stage) -> None:
+    known = homes(stage)
+    for tensor, _ in leaves(graph, stage):
         dtype = graph.tensors[tensor].dtype
         if dtype not in SUMMED:
             raise PlacementError(
@@ -313,20 +313,20 @@ def _check_borders(graph: Graph, plan: PlanData) -> None:
 
 
 def _readers_inside(
-    graph: Graph, plan: PlanData, known: Mapping[str, Home]
+    graph: Graph, stage: Stage, known: Mapping[str, Home]
 ) -> dict[tuple[str, Placement], list[Home]]:  # fmt: skip
     """Which branches read what they make in which placement."""
     found: dict[tuple[str, Placement], list[Home]] = {}
     for name, home in known.items():
         node = graph.node_by_name[name]
-        for tensor, placement in zip(node.operands, plan.nodes[name].operands, strict=True):
+        for tensor, placement in zip(node.operands, stage.nodes[name].operands, strict=True):
             if _is_inside(graph, known, home, tensor):
                 found.setdefault((tensor, placement), []).append(home)
     return found
 
 
-def _check_inner(graph: Graph, plan: PlanData, item: Redistribute, home: Home) -> None:
-    if any(plan.axes[step.axis].name == home.axis for step in item.steps if 0 <= step.axis < len(plan.axes)):
+def _check_inner(graph: Graph, stage: Stage, item: Redistribute, home: Home) -> None:
+    if any(stage.axes[step.axis].name == home.axis for step in item.steps if 0 <= step.axis < len(stage.axes)):
         raise PlacementError(
             f"redistribution of {item.tensor} from {_text(graph, graph.producers[item.tensor].name)}: expected no step "
             f"on axis {home.axis} inside of a branch at one of its coordinates, found one"

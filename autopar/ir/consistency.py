@@ -17,48 +17,41 @@ from autopar.ir.redistribution import TABLE
 
 def check_consistent(plan: Plan) -> None:
     """Raises MalformedError or MeshError naming the field that does not go with the others."""
-    if plan.stages:
-        for name in ("axes", "inputs", "storage", "nodes", "redistributes", "forks"):
-            _expect(not getattr(plan, name), (name,), "nothing beside stages, which have their own", "some")
     for number, stage in enumerate(plan.stages):
-        _check_placed(stage, ("stages", number))
-        last = stage.first_rank + stage.num_ranks - 1
-        _expect(
-            last < plan.mesh.num_devices, ("stages", number), f"ranks of the {plan.mesh.num_devices} of {plan.mesh}",
-            f"some up to {last:,}",
-        )  # fmt: skip
-    if not plan.stages:
-        _check_placed(plan, ())
+        where = ("stages", number) if len(plan.stages) > 1 else ()
+        _check_stage(stage, where)
+        last, devices = stage.first_rank + stage.num_ranks - 1, plan.mesh.num_devices
+        _expect(last < devices or not where, where, f"ranks of the {devices} of {plan.mesh}", f"some up to {last:,}")
     peak = plan.predicted.peak_bytes
     _expect(plan.memory_limit >= peak, ("memory_limit",), f"at least the predicted peak of {peak} bytes",
             str(plan.memory_limit))  # fmt: skip
 
 
-def _check_placed(placed: Plan | Stage, where: tuple[Any, ...]) -> None:
-    """A stage, or a plan of one stage: as many types as axes everywhere, and steps and forks on axes that there are."""
-    axes = placed.axes
+def _check_stage(stage: Stage, where: tuple[Any, ...]) -> None:
+    """Of a stage: as many types as axes everywhere, and steps and forks on axes that there are."""
+    axes = stage.axes
     check_axis_names([axis.name for axis in axes])
     for number, axis in enumerate(axes):
         _expect(len(axis.shares) in (0, axis.size), (*where, "axes", number), f"{axis.size} shares",
                 str(len(axis.shares)))  # fmt: skip
         _expect(axis.stride > 0 or axis.name == MICROBATCH, (*where, "axes", number), "neighbours a rank or more apart",
                 "a distance of 0")  # fmt: skip
-    for path, placement in _placements(placed):
+    for path, placement in _placements(stage):
         _expect(len(placement) == len(axes), (*where, *path), f"a type for each of {len(axes)} axes",
                 " ".join(map(str, placement)) or "none")  # fmt: skip
-    for number, item in enumerate(placed.redistributes):
+    for number, item in enumerate(stage.redistributes):
         for step in item.steps:
             _expect(step.axis < len(axes), (*where, "redistributes", number), f"steps on one of {len(axes)} axes",
                     f"one on axis {step.axis}")  # fmt: skip
             _expect((step.before.kind, step.after.kind) in TABLE, (*where, "redistributes", number),
                     "steps of the table of redistributions", f"{step.before} -> {step.after}")  # fmt: skip
-    _check_forks(placed, axes, where)
+    _check_forks(stage, axes, where)
 
 
-def _check_forks(placed: Plan | Stage, axes: LogicalMesh, where: tuple[Any, ...]) -> None:
+def _check_forks(stage: Stage, axes: LogicalMesh, where: tuple[Any, ...]) -> None:
     sizes = {axis.name: axis.size for axis in axes}
     taken: set[str] = set()
-    for number, fork in enumerate(placed.forks):
+    for number, fork in enumerate(stage.forks):
         place = (*where, "forks", number)
         _expect(fork.axis in sizes, place, f"an axis of {', '.join(sizes) or 'none'}", short(repr(fork.axis)))
         coordinates = [branch.coordinate for branch in fork.branches]
@@ -68,18 +61,18 @@ def _check_forks(placed: Plan | Stage, axes: LogicalMesh, where: tuple[Any, ...]
         )  # fmt: skip
         for branch in fork.branches:
             _expect(bool(branch.nodes), place, "operators in each branch", "none")
-            odd = [name for name in branch.nodes if name not in placed.nodes or name in taken]
+            odd = [name for name in branch.nodes if name not in stage.nodes or name in taken]
             _expect(not odd, place, "operators of the plan, each in one branch", short(repr(odd[:3])))
             taken.update(branch.nodes)
 
 
-def _placements(placed: Plan | Stage) -> Iterator[tuple[tuple[Any, ...], Placement]]:
+def _placements(stage: Stage) -> Iterator[tuple[tuple[Any, ...], Placement]]:
     """Each placement with the place where it stands."""
-    yield from _named(placed.inputs, "inputs")
-    yield from _named({name: kept.placement for name, kept in placed.storage.items()}, "storage")
-    for name, node in placed.nodes.items():
+    yield from _named(stage.inputs, "inputs")
+    yield from _named({name: kept.placement for name, kept in stage.storage.items()}, "storage")
+    for name, node in stage.nodes.items():
         yield from ((("nodes", name), placement) for placement in (*node.operands, *node.results))
-    for number, item in enumerate(placed.redistributes):
+    for number, item in enumerate(stage.redistributes):
         yield ("redistributes", number), item.target
 
 

@@ -197,21 +197,23 @@ class Fork:
 
 @dataclass(frozen=True)
 class Stage:
-    """A part of the model that runs on a submesh: as many ranks as its axes hold, from `first_rank` on, row-major.
+    """What runs on a submesh: as many ranks as its axes hold, from `first_rank` on, row-major.
 
     A plan's stages are in the order in which a microbatch visits them; stages that share a submesh are chunks of an
     interleaved schedule. `axes` and all placements are those of the stage alone, the microbatch axis included.
     inputs: what comes in, as it comes in: inputs of the model, and tensors that earlier stages made and that are sent.
-    storage: a trained tensor in several stages is tied: each keeps it, and their gradients are summed.
+    storage: by the tensor's name in the graph. A trained tensor in several stages is tied: each keeps it, and their
+    gradients are summed.
     nodes: what the stage runs. A node that needs no activation (a mask of the inputs) may run in several.
+    forks: operators that run on a part of the ranks alone.
     """
 
     first_rank: int
     axes: LogicalMesh
-    inputs: Mapping[str, Placement]
-    storage: Mapping[str, Storage]
-    nodes: Mapping[str, NodePlan]
-    redistributes: tuple[Redistribute, ...]
+    inputs: Mapping[str, Placement] = field(default_factory=dict)
+    storage: Mapping[str, Storage] = field(default_factory=dict)
+    nodes: Mapping[str, NodePlan] = field(default_factory=dict)
+    redistributes: tuple[Redistribute, ...] = ()
     forks: tuple[Fork, ...] = ()
 
     @property
@@ -303,20 +305,13 @@ class Choice:
 class Plan:
     """A sharding plan for one model and mesh; pure data, see the module's docstring.
 
-    A plan of several stages has `stages` instead of axes, inputs, storage, nodes and redistributes of its own, which
-    are then empty; `parts` looks at every plan alike.
+    What is placed is in its stages, of which there is at least one; a plan of one has it on all ranks.
     """
 
     fingerprint: str
     model: str
     mesh: Mesh
-    axes: LogicalMesh
-    inputs: Mapping[str, Placement]
-    storage: Mapping[str, Storage]  # by the tensor's name in the graph
-    nodes: Mapping[str, NodePlan]
-    redistributes: tuple[Redistribute, ...]
-    forks: tuple[Fork, ...] = ()  # operators that run on a part of the ranks alone
-    stages: tuple[Stage, ...] = ()
+    stages: tuple[Stage, ...]
     schedule: str = PLAIN  # a row of `ir.schedule`
     microbatches: int = 1
     microbatch_inputs: tuple[str, ...] = ()  # inputs whose dim 0 microbatches divide
@@ -340,18 +335,20 @@ class Plan:
     checked_against_eager: str = field(default="no, it was planned from a graph", compare=False)
     simulator: Callable[[Plan], PlanTimeline] | None = field(default=None, compare=False, repr=False)  # not in the JSON
 
+    @property
+    def stage(self) -> Stage:
+        """The only stage, of a plan that has one."""
+        (only,) = self.stages
+        return only
+
+    def placed(self, **changes: Any) -> Plan:
+        """The plan of one stage with other placements, or whatever else of its stage is given."""
+        return replace(self, stages=(replace(self.stage, **changes),))
+
     @cached_property
-    def parts(self) -> tuple[Plan, ...]:
-        """Each stage as a plan of one stage, whose axes hold a part of the mesh; the plan itself if it has one."""
-        if not self.stages:
-            return (self,)
-        return tuple(
-            replace(
-                self, stages=(), axes=stage.axes, inputs=stage.inputs, storage=stage.storage, nodes=stage.nodes,
-                redistributes=stage.redistributes, forks=stage.forks,
-            )
-            for stage in self.stages
-        )  # fmt: skip
+    def parts(self) -> tuple[StagePlan, ...]:
+        """Each stage, with what the plan says of the step."""
+        return tuple(StagePlan(**vars(stage), plan=self) for stage in self.stages)
 
     def scope(self, node: str) -> tuple[str, str, str]:
         """A node's module path, operator and source line; empty where the plan does not say."""
@@ -449,4 +446,43 @@ def _require(value: Any, wanted: str) -> None:
         raise PlanError(f"expected {wanted}, found {type(value).__name__}; of a file take Plan.load(path)")
 
 
-PlanData = Plan
+@dataclass(frozen=True)
+class StagePlan(Stage):
+    """A stage, with what its plan says of the step: what is emitted as one program, and played as one."""
+
+    plan: Plan = field(kw_only=True)
+
+    @property
+    def mesh(self) -> Mesh:
+        """All devices, those of other stages too."""
+        return self.plan.mesh
+
+    @property
+    def mode(self) -> str:
+        """ "train" or "inference"."""
+        return self.plan.mode
+
+    @property
+    def optimizer(self) -> str:
+        """What keeps state for each trained tensor."""
+        return self.plan.optimizer
+
+    @property
+    def microbatches(self) -> int:
+        """In a step."""
+        return self.plan.microbatches
+
+    @property
+    def recompute(self) -> tuple[str, ...]:
+        """Modules whose activations are computed again in the backward pass."""
+        return self.plan.recompute
+
+    @property
+    def schedule(self) -> str:
+        """The order of passes, a row of `ir.schedule`."""
+        return self.plan.schedule
+
+    @property
+    def blocks(self) -> tuple[tuple[str, ...], ...]:
+        """Equal blocks: the module paths of each distinct one, in all stages."""
+        return self.plan.blocks

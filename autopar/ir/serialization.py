@@ -55,8 +55,9 @@ def to_json(plan: Plan) -> str:
     data["mesh"] = plan.mesh.to_json()
     data["microbatch_inputs"] = list(plan.microbatch_inputs)
     data["recompute"] = list(plan.recompute)
-    data.update(_placed_to_json(plan))
-    data["stages"] = [{"first_rank": stage.first_rank, **_placed_to_json(stage)} for stage in plan.stages]
+    first, *others = plan.stages
+    data.update(_placed_to_json(Stage(0, ()) if others else first))
+    data["stages"] = [{"first_rank": s.first_rank, **_placed_to_json(s)} for s in plan.stages] if others else []
     data["predicted"] = asdict(plan.predicted)
     data["search"] = _search_to_json(plan.search)
     data["coverage"] = dict(plan.coverage)
@@ -83,8 +84,8 @@ def _substitution_to_json(step: Substitution) -> dict[str, Any]:
     return {**asdict(step), "modules": list(step.modules), "roots": list(step.roots), "binding": dict(step.binding)}
 
 
-def _placed_to_json(placed: Plan | Stage) -> dict[str, Any]:
-    """What a stage has, and a plan of one stage has itself."""
+def _placed_to_json(placed: Stage) -> dict[str, Any]:
+    """What a stage has, which is written at the top where it is the only one."""
     return {
         "axes": [_axis_to_json(axis) for axis in placed.axes],
         "inputs": {name: format_placement(placement) for name, placement in placed.inputs.items()},
@@ -120,6 +121,7 @@ def from_json(text: str) -> Plan:
         raise PlanError(f"expected a plan of version {VERSION}, found {version!r}; plan again with this autopar")
     try:
         reading.validate(data, _validator())
+        _expect_once(data)
         plan = _plan(data)
         check_consistent(plan)
     except (reading.MalformedError, AutoparError) as error:
@@ -132,13 +134,19 @@ def _validator() -> Any:
     return reading.validator(schema())
 
 
+def _expect_once(data: dict[str, Any]) -> None:
+    """That placements are in the stages alone, where there are stages."""
+    for name in ("axes", "inputs", "storage", "nodes", "redistributes", "forks") if data["stages"] else ():
+        if data.get(name):
+            raise reading.MalformedError((name,), "nothing beside stages, which have their own", "some")
+
+
 def _plan(data: dict[str, Any]) -> Plan:
     return Plan(
         **{name: data[name] for name in _PLAIN},
         training=data.get("training", True),
         mesh=Mesh([(name, nodes, devices) for name, nodes, devices in data["mesh"]]),
-        **_placed(data),
-        stages=tuple(Stage(first_rank=row["first_rank"], **_placed(row)) for row in data["stages"]),
+        stages=tuple(_stage(row) for row in data["stages"] or [{**data, "first_rank": 0}]),
         microbatch_inputs=tuple(data["microbatch_inputs"]),
         recompute=tuple(data["recompute"]),
         predicted=_prediction(data["predicted"]),
@@ -155,25 +163,26 @@ def _plan(data: dict[str, Any]) -> Plan:
     )
 
 
-def _placed(data: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_placed_to_json`: fields of a Plan or Stage."""
-    return {
-        "axes": tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),
-        "inputs": {name: parse_placement(text) for name, text in data["inputs"].items()},
-        "storage": {name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
-        "nodes": {
+def _stage(data: dict[str, Any]) -> Stage:
+    """The inverse of `_placed_to_json`."""
+    return Stage(
+        first_rank=data["first_rank"],
+        axes=tuple(Axis(*axis[:3], *map(tuple, axis[3:])) for axis in data["axes"]),
+        inputs={name: parse_placement(text) for name, text in data["inputs"].items()},
+        storage={name: Storage(parse_placement(row[0]), row[1], row[2]) for name, row in data["storage"].items()},
+        nodes={
             name: NodePlan(tuple(map(parse_placement, row[0])), tuple(map(parse_placement, row[1])))
             for name, row in data["nodes"].items()
         },
-        "redistributes": tuple(
+        redistributes=tuple(
             Redistribute(tensor, parse_placement(target), tuple(_step(step) for step in steps))
             for tensor, target, steps in data["redistributes"]
         ),
-        "forks": tuple(
+        forks=tuple(
             Fork(axis, tuple(Branch(coordinate, tuple(nodes)) for coordinate, nodes in branches))
             for axis, branches in data.get("forks", ())
         ),
-    }
+    )
 
 
 def _step(row: list[Any]) -> Step:

@@ -17,7 +17,7 @@ from autopar.errors import PlacementError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh, coordinates
 from autopar.ir.placement import Axis, Placement, format_placement
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import Plan, Stage
 from autopar.ir.redistribution import apply
 
 
@@ -54,27 +54,28 @@ def seen_from(axes: LogicalMesh, rank: int) -> LogicalMesh:
 # The check ----------------------------------------
 
 
-def check_axes_with_shares(plan: PlanData) -> None:
+def check_axes_with_shares(plan: Plan) -> None:
     """That the shares of a plan are possible. Raises PlanError."""
-    axes = [axis for part in plan.parts for axis in part.axes if axis.shares]
+    axes = [axis for stage in plan.stages for axis in stage.axes if axis.shares]
     for axis in axes:
         _check_axis(axis)
-    if plan.stages and axes:
+    if len(plan.stages) > 1 and axes:
         raise PlanError(f"expected shares in plans of one stage, found {axis_text(axes[0])} in one of several stages")
-    if plan.forks and (axes or not plan.mesh.is_homogeneous):
+    forks = [fork for stage in plan.stages for fork in stage.forks]
+    if forks and (axes or not plan.mesh.is_homogeneous):
         raise PlanError(
-            f"expected branches on equal ranks with equal shares, found some on {plan.forks[0].axis} of {plan.mesh}"
+            f"expected branches on equal ranks with equal shares, found some on {forks[0].axis} of {plan.mesh}"
             + "".join(f" with {axis_text(axis)}" for axis in axes)
         )
     if len(axes) > 1:
         raise PlanError(f"expected shares on one axis, found {' and '.join(map(axis_text, axes))}")
 
 
-def check_shares(graph: Graph, plan: PlanData) -> None:
+def check_shares(graph: Graph, stage: Stage) -> None:
     """That shares cut only what they may, into whole parts. Raises PlacementError naming the tensor that is not so."""
-    position = next((number for number, axis in enumerate(plan.axes) if axis.shares), None)
+    position = next((number for number, axis in enumerate(stage.axes) if axis.shares), None)
     if position is not None:
-        _check_cuts(graph, plan, position)
+        _check_cuts(graph, stage, position)
 
 
 def _check_axis(axis: Axis) -> None:
@@ -87,9 +88,9 @@ def _check_axis(axis: Axis) -> None:
         )
 
 
-def _check_cuts(graph: Graph, plan: PlanData, position: int) -> None:
-    axis = plan.axes[position]
-    for name, placement in _placements(graph, plan):
+def _check_cuts(graph: Graph, stage: Stage, position: int) -> None:
+    axis = stage.axes[position]
+    for name, placement in _placements(graph, stage):
         type_ = placement[position]
         if type_.kind != "S":
             continue
@@ -99,7 +100,7 @@ def _check_cuts(graph: Graph, plan: PlanData, position: int) -> None:
                 f"expected {name} to be used whole over axis {axis.name}, which has shares, found "
                 f"[{format_placement(placement)}]"
             )
-        outer = zip(placement[:position], plan.axes, strict=False)
+        outer = zip(placement[:position], stage.axes, strict=False)
         slices = math.prod(other.size for outer_type, other in outer if outer_type == type_)
         if shape[type_.dim] % (slices * axis.units):
             raise PlacementError(
@@ -109,16 +110,16 @@ def _check_cuts(graph: Graph, plan: PlanData, position: int) -> None:
             )
 
 
-def _placements(graph: Graph, plan: PlanData) -> Iterable[tuple[str, Placement]]:
+def _placements(graph: Graph, stage: Stage) -> Iterable[tuple[str, Placement]]:
     """Everything that operators read and make, and what activations are on the way between."""
-    placed = dict(plan.inputs)
+    placed = dict(stage.inputs)
     yield from placed.items()
     for node in graph.nodes:
-        found = plan.nodes[node.name]
+        found = stage.nodes[node.name]
         placed.update(zip(node.results, found.results, strict=True))
         yield from zip(node.results, found.results, strict=True)
         yield from zip(node.operands, found.operands, strict=True)
-    for item in plan.redistributes:
+    for item in stage.redistributes:
         if item.tensor in graph.stored_by_tensor:
             continue
         placement = placed[item.tensor]

@@ -17,17 +17,17 @@ from autopar.ir.buffers import update_line
 from autopar.ir.graph import Graph, Node, Tensor
 from autopar.ir.mesh import MICROBATCH, LogicalMesh
 from autopar.ir.placement import Placement, Type, format_placement
-from autopar.ir.plan import PlanData, Stage, Storage
+from autopar.ir.plan import Plan, Stage, Storage
 from autopar.ir.schedule import PLAIN, SCHEDULES, microbatches_a_round
 from autopar.ir.structure import is_random
 
 
-def stage_graph(graph: Graph, plan: PlanData, index: int) -> Graph:
+def stage_graph(graph: Graph, plan: Plan, index: int) -> Graph:
     """The graph of one stage: `received` are inputs that earlier stages made, `sent` are outputs that later ones read.
 
     The whole graph for a plan of one stage.
     """
-    if not plan.stages:
+    if len(plan.stages) == 1:
         return graph
     stage = plan.stages[index]
     nodes = tuple(stage_nodes(graph, stage))
@@ -61,7 +61,7 @@ def stage_nodes(graph: Graph, stage: Stage) -> list[Node]:
     return [graph.nodes[place] for place in sorted(position[name] for name in stage.nodes if name in position)]
 
 
-def answered_values(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str, Placement], ...]:
+def answered_values(graph: Graph, plan: Plan, index: int) -> tuple[tuple[str, Placement], ...]:
     """What a stage leaves for later ones, in the placements that it goes in, that the gradient comes back of."""
     back = gradients_back(graph, plan)
     values = [
@@ -72,7 +72,7 @@ def answered_values(graph: Graph, plan: PlanData, index: int) -> tuple[tuple[str
     return tuple(dict.fromkeys(values))
 
 
-def gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], ...]:
+def gradients_back(graph: Graph, plan: Plan) -> tuple[frozenset[str], ...]:
     """By stage, what it receives and sends the gradient of back: what is trained, and leads to the loss there or later.
 
     Kept with the plan, whose stages it follows from.
@@ -83,7 +83,7 @@ def gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], ...]:
     return found
 
 
-def _find_gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], ...]:
+def _find_gradients_back(graph: Graph, plan: Plan) -> tuple[frozenset[str], ...]:
     count = len(plan.stages)
     reached: list[set[str]] = [set() for _ in range(count)]
     reached[-1].update(name for name in (graph.loss,) if name is not None)
@@ -100,7 +100,7 @@ def _find_gradients_back(graph: Graph, plan: PlanData) -> tuple[frozenset[str], 
     return tuple(found)
 
 
-def tied_tensors(graph: Graph, plan: PlanData) -> dict[str, tuple[int, ...]]:
+def tied_tensors(graph: Graph, plan: Plan) -> dict[str, tuple[int, ...]]:
     """Trained tensors that several stages keep, with the stages: their gradients are summed over these."""
     kept = {
         item.tensor: tuple(index for index, stage in enumerate(plan.stages) if item.tensor in stage.storage)
@@ -110,13 +110,11 @@ def tied_tensors(graph: Graph, plan: PlanData) -> dict[str, tuple[int, ...]]:
     return {tensor: stages for tensor, stages in kept.items() if len(stages) > 1}
 
 
-def check_stages(graph: Graph, plan: PlanData) -> None:
+def check_stages(graph: Graph, plan: Plan) -> None:
     """That the stages compute the graph, on submeshes of the mesh, and receive what they read as it was sent.
 
     Raises PlanError or PlacementError naming what is wrong with which stage.
     """
-    if plan.axes or plan.inputs or plan.storage or plan.nodes or plan.redistributes:
-        raise PlanError("expected placements in the stages of the plan alone, found some in the plan itself")
     _check_submeshes(plan)
     _check_together(graph, plan)
     _check_nodes(graph, plan)
@@ -125,7 +123,7 @@ def check_stages(graph: Graph, plan: PlanData) -> None:
         _check_received(graph, plan, index)
 
 
-def _check_submeshes(plan: PlanData) -> None:
+def _check_submeshes(plan: Plan) -> None:
     if plan.schedule not in SCHEDULES:
         raise PlanError(f"expected a schedule as one of {', '.join(SCHEDULES)}, found {plan.schedule!r}")
     submeshes = sorted({(stage.ranks.start, stage.ranks.stop) for stage in plan.stages})
@@ -141,7 +139,7 @@ def _check_submeshes(plan: PlanData) -> None:
     if len(submeshes) < len(plan.stages) and not SCHEDULES[plan.schedule].has_chunks:
         raise PlanError(f"expected stages on submeshes of their own with schedule {plan.schedule!r}, found shared ones")
     firsts = [stage.first_rank for stage in plan.stages]
-    has_branches = bool(plan.forks) or any(stage.forks for stage in plan.stages)
+    has_branches = any(stage.forks for stage in plan.stages)
     check_schedule(plan.schedule, firsts, plan.microbatches, plan.recompute, has_branches)
 
 
@@ -171,7 +169,7 @@ def check_schedule(
         raise PlanError("expected no branches in a plan of several stages, found some; take one stage, or no branches")
 
 
-def _check_together(graph: Graph, plan: PlanData) -> None:
+def _check_together(graph: Graph, plan: Plan) -> None:
     """What stages keep of the same tensors: one that is updated by forward in one stage, others alike, none nowhere."""
     for stored in graph.stored:
         keepers = [index for index, stage in enumerate(plan.stages) if stored.tensor in stage.storage]
@@ -188,7 +186,7 @@ def _check_together(graph: Graph, plan: PlanData) -> None:
                 )
 
 
-def _check_update(graph: Graph, plan: PlanData, name: str, keepers: list[int]) -> None:
+def _check_update(graph: Graph, plan: Plan, name: str, keepers: list[int]) -> None:
     """That the stage which makes the new value of what is stored is the one that keeps it."""
     if name not in graph.mutations:
         return
@@ -202,7 +200,7 @@ def _check_update(graph: Graph, plan: PlanData, name: str, keepers: list[int]) -
         )
 
 
-def _check_nodes(graph: Graph, plan: PlanData) -> None:
+def _check_nodes(graph: Graph, plan: Plan) -> None:
     """Each node runs somewhere; one that draws random numbers or changes a buffer runs once."""
     changed = set(graph.mutations.values())
     for node in graph.nodes:
@@ -222,7 +220,7 @@ def _check_nodes(graph: Graph, plan: PlanData) -> None:
         raise PlanError(f"expected nodes of the model, found {sorted(unknown)[:3]}")
 
 
-def _check_reads(graph: Graph, plan: PlanData, index: int) -> None:
+def _check_reads(graph: Graph, plan: Plan, index: int) -> None:
     stage = plan.stages[index]
     known = {*stage.inputs, *stage.storage}
     missing = (set(stage.storage) - set(graph.stored_by_tensor)) | (set(stage.inputs) & set(graph.stored_by_tensor))
@@ -236,7 +234,7 @@ def _check_reads(graph: Graph, plan: PlanData, index: int) -> None:
             known.update(node.results)
 
 
-def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
+def _check_received(graph: Graph, plan: Plan, index: int) -> None:
     """Each tensor of an earlier stage arrives in a placement that it has there, or that it may cross in."""
     for name, placement in plan.stages[index].inputs.items():
         if name in graph.inputs:
@@ -251,7 +249,7 @@ def _check_received(graph: Graph, plan: PlanData, index: int) -> None:
             _check_arrival(graph, plan, index, name, placement)
 
 
-def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placement: Placement) -> None:
+def _check_arrival(graph: Graph, plan: Plan, index: int, name: str, placement: Placement) -> None:
     axes, tensor = plan.stages[index].axes, graph.tensors[name]
     dims = [type_.dim for type_ in placement if type_.kind == "S"]
     fine = all(0 <= dim < len(tensor.shape) for dim in dims)
@@ -265,13 +263,13 @@ def _check_arrival(graph: Graph, plan: PlanData, index: int, name: str, placemen
 # What leaves a stage ----------------------------------------
 
 
-def leaving_values(graph: Graph, plan: PlanData, index: int) -> list[tuple[str, Placement]]:
+def leaving_values(graph: Graph, plan: Plan, index: int) -> list[tuple[str, Placement]]:
     """What a stage leaves for later ones, in the placements that it goes in, each once."""
     pairs = [(name, leaving_placement(graph, plan, reader, name)) for reader, name in _read_later(graph, plan, index)]
     return list(dict.fromkeys(pairs))
 
 
-def maker_of(graph: Graph, plan: PlanData, index: int, name: str) -> int:
+def maker_of(graph: Graph, plan: Plan, index: int, name: str) -> int:
     """The stage that sends a tensor to stage `index`: the first that makes it. Raises PlanError where there is none."""
     node = graph.producers.get(name)
     found = index if node is None else _wiring(plan).maker.get(node.name, index)
@@ -288,7 +286,7 @@ class _Wiring(NamedTuple):
     readers: dict[str, list[int]]
 
 
-def _wiring(plan: PlanData) -> _Wiring:
+def _wiring(plan: Plan) -> _Wiring:
     """Kept with the plan: to look through all stages for each tensor takes as long as there are pairs of stages."""
     if "_wiring" not in plan.__dict__:
         maker, readers = dict[str, int](), defaultdict[str, list[int]](list)
@@ -302,9 +300,9 @@ def _wiring(plan: PlanData) -> _Wiring:
     return found
 
 
-def _read_later(graph: Graph, plan: PlanData, index: int) -> list[tuple[int, str]]:
+def _read_later(graph: Graph, plan: Plan, index: int) -> list[tuple[int, str]]:
     """What stage `index` makes first and later ones receive, with these, in their order."""
-    if not plan.stages:
+    if len(plan.stages) == 1:
         return []
     wiring, given = _wiring(plan), {*graph.inputs}
     made = (
@@ -318,7 +316,7 @@ def _read_later(graph: Graph, plan: PlanData, index: int) -> list[tuple[int, str
     return sorted((pair for pair in pairs if pair[0] > index), key=lambda pair: (pair[0], order[pair[0]][pair[1]]))
 
 
-def leaving_placement(graph: Graph, plan: PlanData, index: int, name: str) -> Placement:
+def leaving_placement(graph: Graph, plan: Plan, index: int, name: str) -> Placement:
     """The placement in which a tensor leaves the stage that makes it for stage `index`.
 
     Between axes that are equally long, that in which it arrives. Else, of the placements that its maker has it in, the

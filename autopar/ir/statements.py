@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from autopar.ir.branches import Home, entering, homes, host_scopes, in_order
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.placement import Placement
-from autopar.ir.plan import PlanData, Redistribute
+from autopar.ir.plan import Redistribute, Stage
 from autopar.ir.structure import computed_once, is_cut
 from autopar.ir.verifier import output_placement, update_placement
 
@@ -60,43 +60,43 @@ class Flat:
     hosts: tuple[Scope, ...] = ()
 
 
-def flatten(graph: Graph, plan: PlanData, leaving: Sequence[Value] = ()) -> Flat:
+def flatten(graph: Graph, stage: Stage, leaving: Sequence[Value] = ()) -> Flat:
     """Orders everything the program does. Identity nodes vanish: their value is their operand's.
 
     leaving: what must be there at the end of a stage, for later ones (`stages.leaving_values`).
     """
-    return _Flattener(graph, plan).run(leaving)
+    return _Flattener(graph, stage).run(leaving)
 
 
 class _Flattener:
-    def __init__(self, graph: Graph, plan: PlanData) -> None:
-        self.graph, self.plan = graph, plan
-        self.by_target = {(r.tensor, r.target): r for r in plan.redistributes}
+    def __init__(self, graph: Graph, stage: Stage) -> None:
+        self.graph, self.stage = graph, stage
+        self.by_target = {(r.tensor, r.target): r for r in stage.redistributes}
         self.value: dict[str, Value] = {}  # what an operator left of each tensor
         self.done: set[Value] = set()
         self.uses: dict[str, list[Placement]] = {s.tensor: [] for s in graph.stored}
         self.parameters = {s.tensor for s in graph.stored if s.kind == "parameter"}
-        self.constant = computed_once(graph, plan)
+        self.constant = computed_once(graph, stage)
         self.constants: list[Statement] = []
         self.statements: list[Statement] = []
-        self.homes = homes(plan)
+        self.homes = homes(stage)
         self.home: Home | None = None  # of the operator that is being written
-        self.hosts, self.entering = tuple(host_scopes(graph, plan)), entering(graph, plan)
+        self.hosts, self.entering = tuple(host_scopes(graph, stage)), entering(graph, stage)
         self.scopes = self._conversion_scopes()
 
     def run(self, leaving: Sequence[Value]) -> Flat:
-        for name, placement in self.plan.inputs.items():
+        for name, placement in self.stage.inputs.items():
             self.value[name] = (name, placement)
         for stored in self.graph.stored:
-            self.value[stored.tensor] = (stored.tensor, self.plan.storage[stored.tensor].placement)
-        for node in in_order(self.graph, self.plan):
+            self.value[stored.tensor] = (stored.tensor, self.stage.storage[stored.tensor].placement)
+        for node in in_order(self.graph, self.stage):
             self._operate(node)
         self.home = None
         outputs = tuple(
-            self._bring(name, output_placement(self.graph, self.plan, name)) for name in self.graph.returned
+            self._bring(name, output_placement(self.graph, self.stage, name)) for name in self.graph.returned
         )
         mutations = {
-            stored: self._bring(name, update_placement(self.graph, self.plan, stored))
+            stored: self._bring(name, update_placement(self.graph, self.stage, stored))
             for stored, name in self.graph.mutations.items()
         }
         left = tuple(self._bring(*value) for value in leaving)
@@ -106,7 +106,7 @@ class _Flattener:
         )
 
     def _operate(self, node: Node) -> None:
-        node_plan = self.plan.nodes[node.name]
+        node_plan = self.stage.nodes[node.name]
         self.home = None
         for value in self.entering.get(node.name, ()):
             if value[0] not in self.parameters:
@@ -135,7 +135,7 @@ class _Flattener:
         if made not in self.done:
             self.done.add(made)
             redistribute = self.by_target[name, wanted]
-            once = name in self.constant and not is_cut(self.plan, wanted)
+            once = name in self.constant and not is_cut(self.stage, wanted)
             scope = self.scopes.get((name, wanted, self.home), Scope(()))
             convert = Convert(redistribute, (source,), (made,), scope, self.home)
             if name in self.constant and self.home is None and not once:
@@ -160,7 +160,7 @@ class _Flattener:
         readers: dict[tuple[str, Placement, Home | None], list[Scope]] = {}
         for node in self.graph.nodes:
             home = self.homes.get(node.name)
-            for value in zip(node.operands, self.plan.nodes[node.name].operands, strict=True):
+            for value in zip(node.operands, self.stage.nodes[node.name].operands, strict=True):
                 readers.setdefault((*value, None), []).append(node.scope if home is None else self.hosts[home.fork])
                 if home is not None:
                     readers.setdefault((*value, home), []).append(node.scope)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import Placement
-from autopar.ir.plan import PlanData
+from autopar.ir.plan import Stage
 
 #: operators, without their overloads, that draw random numbers (those that write in place never get here)
 RANDOM = frozenset({
@@ -115,17 +115,17 @@ def _closed(nodes: Sequence[Node], given: set[str], found: set[str]) -> set[str]
     return found & known
 
 
-def is_cut(plan: PlanData, placement: Placement) -> bool:
+def is_cut(stage: Stage, placement: Placement) -> bool:
     """Whether a value is a microbatch's slice of what the step has, or is there in the first of them alone."""
-    pairs = zip(plan.axes, placement, strict=True)
+    pairs = zip(stage.axes, placement, strict=True)
     return any(axis.name == MICROBATCH and type_.kind in "SP" for axis, type_ in pairs)
 
 
-def computed_once(graph: Graph, plan: PlanData) -> set[str]:
+def computed_once(graph: Graph, stage: Stage) -> set[str]:
     """Constants, but for results that are slices for a microbatch."""
-    plans = plan.nodes
+    plans = stage.nodes
     made = (pair for node in graph.nodes for pair in zip(node.results, plans[node.name].results, strict=True))
-    return constant_tensors(graph) - {name for name, placement in made if is_cut(plan, placement)}
+    return constant_tensors(graph) - {name for name, placement in made if is_cut(stage, placement)}
 
 
 def block_paths(graph: Graph, recompute: Iterable[str] = ()) -> set[str]:

@@ -28,7 +28,7 @@ from autopar.ir.mesh import MICROBATCH as MICROBATCH
 from autopar.ir.mesh import LogicalMesh, check_axis_names
 from autopar.ir.packed import check_packing
 from autopar.ir.placement import I, P, Placement, R, S, Type, format_placement, of_new_value
-from autopar.ir.plan import PlanData, Redistribute, Stage, Storage
+from autopar.ir.plan import Plan, Redistribute, Stage, StagePlan, Storage
 from autopar.ir.redistribution import apply, is_legal
 from autopar.ir.shares import check_axes_with_shares, check_shares
 from autopar.ir.stages import check_stages, stage_graph
@@ -37,7 +37,7 @@ from autopar.ir.structure import tensors_of_inputs
 Admits = Callable[[Graph, Node, tuple[Placement, ...], tuple[Placement, ...], LogicalMesh], str | None]
 
 
-def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
+def verify(graph: Graph, plan: Plan, admits: Admits) -> None:
     """Raises PlanError when the plan is for another graph, PlacementError where it is not well typed.
 
     `admits(graph, node, operands, results, axes)` says why a node must not run so, or None (`ops.admits`).
@@ -46,24 +46,25 @@ def verify(graph: Graph, plan: PlanData, admits: Admits) -> None:
     check_packing(graph)
     _check_recompute(graph, plan)
     check_axes_with_shares(plan)
-    if plan.stages:
+    if len(plan.stages) > 1:
         check_stages(graph, plan)
-    for index, part in enumerate(plan.parts):
-        _verify_stage(stage_graph(graph, plan, index), part, admits)
-    check_shares(graph, plan)
+    for index, stage in enumerate(plan.parts):
+        part = stage_graph(graph, plan, index)
+        _verify_stage(part, stage, admits)
+        check_shares(part, stage)
 
 
-def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:
+def _verify_stage(graph: Graph, stage: StagePlan, admits: Admits) -> None:
     """One stage by itself; what it receives comes in as `check_stages` has found it to be sent."""
     for node in graph.nodes:
-        _check_rank(node, plan.nodes[node.name].operands, plan.nodes[node.name].results, len(plan.axes))
-    check_forks(graph, plan)
-    placements, branched = _sources(graph, plan), homes(plan)
-    arrived = {(r.tensor, r.target) for r in plan.redistributes}
-    if len(arrived) != len(plan.redistributes):
+        _check_rank(node, stage.nodes[node.name].operands, stage.nodes[node.name].results, len(stage.axes))
+    check_forks(graph, stage)
+    placements, branched = _sources(graph, stage), homes(stage)
+    arrived = {(r.tensor, r.target) for r in stage.redistributes}
+    if len(arrived) != len(stage.redistributes):
         raise PlacementError("expected one redistribution for each tensor and target, found a repeated one")
-    for node in in_order(graph, plan):
-        node_plan = plan.nodes[node.name]
+    for node in in_order(graph, stage):
+        node_plan = stage.nodes[node.name]
         for name, wanted in zip(node.operands, node_plan.operands, strict=True):
             if placements[name] != wanted and (name, wanted) not in arrived:
                 raise _error(
@@ -71,38 +72,45 @@ def _verify_stage(graph: Graph, plan: PlanData, admits: Admits) -> None:
                     f"operand {name} as {_text(wanted)}",
                     f"it is {_text(placements[name])} and nothing redistributes it",
                 )
-        own, axes, reason = node_plan, plan.axes, None
+        own, axes, reason = node_plan, stage.axes, None
         if node.name in branched:
-            own, axes, reason = branch_rule(graph, plan, node, branched)
+            own, axes, reason = branch_rule(graph, stage, node, branched)
         reason = reason or admits(graph, node, own.operands, own.results, axes)
         if reason is not None:
             raise _error(node, "placements that follow a rule", reason)
         placements.update(zip(node.results, node_plan.results, strict=True))
-    for redistribute in plan.redistributes:
-        _check_steps(graph, plan, placements, redistribute)
-    check_inner_conversions(graph, plan)
-    _check_outputs(graph, plan, placements, arrived)
+    for redistribute in stage.redistributes:
+        _check_steps(graph, stage, placements, redistribute)
+    check_inner_conversions(graph, stage)
+    _check_outputs(graph, stage, placements, arrived)
 
 
-def _check_identity(graph: Graph, plan: PlanData) -> None:
+def _check_identity(graph: Graph, plan: Plan) -> None:
     if plan.fingerprint != graph.fingerprint:
         raise PlanError(_difference(graph, plan))
-    num_devices = plan.mesh.num_devices
-    for placed in plan.stages or (plan,):
-        _check_axes(plan, placed.axes, placed.num_ranks if isinstance(placed, Stage) else num_devices)
-    if plan.stages:
-        return
+    if not plan.stages:
+        raise PlanError("expected a stage at least, found none")
+    for stage in plan.stages:
+        _check_axes(plan, stage)
+    if len(plan.stages) == 1:
+        _check_whole(graph, plan.stage)
+
+
+def _check_whole(graph: Graph, stage: Stage) -> None:
+    """That the only stage has everything of the graph, what nothing reads too."""
     expected = {node.name for node in graph.nodes}
-    if set(plan.nodes) != expected:
-        odd = sorted(set(plan.nodes) ^ expected)[:3]
+    if set(stage.nodes) != expected:
+        odd = sorted(set(stage.nodes) ^ expected)[:3]
         raise PlanError(f"expected one entry for each of {len(expected)} nodes, found a difference at {odd}")
+    if stage.first_rank:
+        raise PlanError(f"expected the only stage on all ranks, found it from rank {stage.first_rank} on")
     names = {s.tensor for s in graph.stored}
-    if set(plan.storage) != names or set(plan.inputs) != set(graph.inputs):
-        odd = sorted((set(plan.storage) ^ names) | (set(plan.inputs) ^ set(graph.inputs)))[:3]
+    if set(stage.storage) != names or set(stage.inputs) != set(graph.inputs):
+        odd = sorted((set(stage.storage) ^ names) | (set(stage.inputs) ^ set(graph.inputs)))[:3]
         raise PlanError(f"expected a storage for each parameter and a placement for each input, found {odd} to differ")
 
 
-def _check_recompute(graph: Graph, plan: PlanData) -> None:
+def _check_recompute(graph: Graph, plan: Plan) -> None:
     if not plan.recompute:
         return
     running = {path for node in graph.nodes for path, _ in node.scope.path if path}
@@ -120,8 +128,10 @@ def _check_recompute(graph: Graph, plan: PlanData) -> None:
             )
 
 
-def _check_axes(plan: PlanData, axes: LogicalMesh, num_devices: int) -> None:
-    """The axes other than the microbatches' are the mesh, row-major; the microbatches' is as long as there are."""
+def _check_axes(plan: Plan, stage: Stage) -> None:
+    """The axes other than the microbatches' are the submesh, row-major, and that of the only stage is the mesh; the
+    microbatches' is as long as there are."""
+    axes, num_devices = stage.axes, plan.mesh.num_devices if len(plan.stages) == 1 else stage.num_ranks
     check_axis_names([axis.name for axis in axes])
     microbatches = [axis.size for axis in axes if axis.name == MICROBATCH] or [1]
     if microbatches != [plan.microbatches]:
@@ -137,11 +147,11 @@ def _check_axes(plan: PlanData, axes: LogicalMesh, num_devices: int) -> None:
         )
 
 
-def _difference(graph: Graph, plan: PlanData) -> str:
+def _difference(graph: Graph, plan: Plan) -> str:
     planned_operators = Counter(plan.scope(name)[1] for name in plan.scopes)
     details = [
         *_names("parameters", Counter(plan.parameters.keys()), Counter(s.tensor for s in graph.stored)),
-        *([] if plan.stages else _names("inputs", Counter(plan.inputs.keys()), Counter(graph.inputs))),
+        *(_names("inputs", Counter(plan.stage.inputs.keys()), Counter(graph.inputs)) if len(plan.stages) == 1 else []),
         *_other_types(graph, plan),
         *_names("operators", planned_operators, Counter(node.op for node in graph.nodes)),
     ]
@@ -162,17 +172,17 @@ def _names(what: str, planned: Counter[str], own: Counter[str]) -> list[str]:
     ]
 
 
-def _other_types(graph: Graph, plan: PlanData) -> list[str]:
+def _other_types(graph: Graph, plan: Plan) -> list[str]:
     pairs = [(name, type_, str(graph.kept(name))) for name, type_ in plan.types.items() if name in graph.tensors]
     odd = [f"{name} is {own} here and {planned} in the plan" for name, planned, own in pairs if own != planned]
     return odd[:3] + ([f"{len(odd) - 3} more tensors differ"] if len(odd) > 3 else [])
 
 
-def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
-    sources = dict(plan.inputs)
+def _sources(graph: Graph, stage: StagePlan) -> dict[str, Placement]:
+    sources = dict(stage.inputs)
     for stored in graph.stored:
-        storage = plan.storage[stored.tensor]
-        _check_storage(graph, graph.tensors[stored.tensor], storage, plan.axes)
+        storage = stage.storage[stored.tensor]
+        _check_storage(graph, graph.tensors[stored.tensor], storage, stage.axes)
         is_updated = stored.name in graph.mutations and stored.kind != "parameter"
         if is_updated and any(type_.kind == "S" for type_ in storage.placement):
             where = _maker(graph, stored.tensor)
@@ -180,25 +190,25 @@ def _sources(graph: Graph, plan: PlanData) -> dict[str, Placement]:
                 f"expected {stored.name}{where}, which forward updates, stored as R, found {_text(storage.placement)}"
             )
         sources[stored.tensor] = storage.placement
-    for name, placement in plan.inputs.items():
+    for name, placement in stage.inputs.items():
         tensor = graph.tensors[name]
         if name in graph.received:
             continue
-        if any(type_.kind not in "RS" for type_ in placement) or not _dims_exist(tensor, placement, plan.axes):
+        if any(type_.kind not in "RS" for type_ in placement) or not _dims_exist(tensor, placement, stage.axes):
             where = _maker(graph, name)
             raise PlacementError(f"expected input {name}{where} as R or S(d) on each axis, found {_text(placement)}")
-        _check_cut(graph, plan, name)
+        _check_cut(graph, stage, name)
     return sources
 
 
-def _check_cut(graph: Graph, plan: PlanData, name: str) -> None:
+def _check_cut(graph: Graph, stage: StagePlan, name: str) -> None:
     """Microbatches divide dim 0 of the listed inputs before the program runs, and no other."""
-    wanted = S(0) if name in plan.microbatch_inputs else R
-    for axis, type_ in zip(plan.axes, plan.inputs[name], strict=True):
+    wanted = S(0) if name in stage.plan.microbatch_inputs else R
+    for axis, type_ in zip(stage.axes, stage.inputs[name], strict=True):
         if axis.name == MICROBATCH and type_ != wanted:
             raise PlacementError(
                 f"expected input {name}{_maker(graph, name)} as {wanted} over microbatches, found {type_}; "
-                f"the inputs that microbatches divide are {', '.join(plan.microbatch_inputs) or 'none'}"
+                f"the inputs that microbatches divide are {', '.join(stage.plan.microbatch_inputs) or 'none'}"
             )
 
 
@@ -230,31 +240,31 @@ def _check_rank(node: Node, operands: tuple[Placement, ...], results: tuple[Plac
             raise _error(node, f"a type for each of {num_axes} axes", _text(placement))
 
 
-def _check_steps(graph: Graph, plan: PlanData, placements: dict[str, Placement], redistribute: Redistribute) -> None:
+def _check_steps(graph: Graph, stage: Stage, placements: dict[str, Placement], redistribute: Redistribute) -> None:
     name = redistribute.tensor
     placement = placements.get(name)
     if placement is None:
         raise PlacementError(f"expected a redistribution of a tensor of the model, found {name!r}")
-    where = f"redistribution of {name} to {_text(redistribute.target)}{_reader(graph, plan, redistribute)}"
+    where = f"redistribution of {name} to {_text(redistribute.target)}{_reader(graph, stage, redistribute)}"
     for step in redistribute.steps:
-        legal = 0 <= step.axis < len(plan.axes) and is_legal(step, placement)
-        if not legal or not _step_allowed(graph, plan, name, step.axis, step.before, step.after):
+        legal = 0 <= step.axis < len(stage.axes) and is_legal(step, placement)
+        if not legal or not _step_allowed(graph, stage, name, step.axis, step.before, step.after):
             raise PlacementError(
                 f"{where}: expected a step of the table from {_text(placement)}, "
                 f"found {step.before} -> {step.after} on axis {step.axis}"
             )
         placement = apply(step, placement)
-        if not _dims_exist(graph.tensors[name], placement, plan.axes):
+        if not _dims_exist(graph.tensors[name], placement, stage.axes):
             dims = len(graph.tensors[name].shape)
             raise PlacementError(f"{where}: expected dims of a tensor that has {dims}, found {_text(placement)}")
     if placement != redistribute.target:
         raise PlacementError(f"{where}: expected its steps to end there, found {_text(placement)}")
 
 
-def _reader(graph: Graph, plan: PlanData, redistribute: Redistribute) -> str:
+def _reader(graph: Graph, stage: Stage, redistribute: Redistribute) -> str:
     """The first operator that a redistribution is for, else the one that makes the tensor, as part of a message."""
     for node, position in graph.consumers[redistribute.tensor]:
-        if plan.nodes[node.name].operands[position] == redistribute.target:
+        if stage.nodes[node.name].operands[position] == redistribute.target:
             return f" for {_node(node)}"
     return _maker(graph, redistribute.tensor)
 
@@ -266,10 +276,10 @@ def _maker(graph: Graph, tensor: str) -> str:
     return f" for {_node(graph.consumers[tensor][0][0])}" if graph.consumers[tensor] else ""
 
 
-def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Type, after: Type) -> bool:
+def _step_allowed(graph: Graph, stage: Stage, name: str, axis: int, before: Type, after: Type) -> bool:
     """Microbatches run one after another: an activation can only be sliced along that axis, or counted in one of them,
     never gathered. Sums of what follows from inputs alone are made before the first."""
-    if plan.axes[axis].name != MICROBATCH or name in graph.stored_by_tensor:
+    if stage.axes[axis].name != MICROBATCH or name in graph.stored_by_tensor:
         return True
     if before == P:
         return after == R and name in tensors_of_inputs(graph)
@@ -277,9 +287,9 @@ def _step_allowed(graph: Graph, plan: PlanData, name: str, axis: int, before: Ty
 
 
 def _check_outputs(
-    graph: Graph, plan: PlanData, placements: dict[str, Placement], arrived: set[tuple[str, Placement]]
+    graph: Graph, stage: Stage, placements: dict[str, Placement], arrived: set[tuple[str, Placement]]
 ) -> None:
-    for name, target in ending(graph, plan):
+    for name, target in ending(graph, stage):
         if placements[name] != target and (name, target) not in arrived:
             raise PlacementError(
                 f"expected output {name}{_maker(graph, name)} to end as {_text(target)}, "
@@ -287,27 +297,25 @@ def _check_outputs(
             )
 
 
-def ending(graph: Graph, plan: PlanData) -> list[tuple[str, Placement]]:
+def ending(graph: Graph, stage: Stage) -> list[tuple[str, Placement]]:
     """What must be there at the end of a step, and as what: outputs, and what buffers and parameters become."""
-    outputs = [(name, output_placement(graph, plan, name)) for name in graph.returned]
-    updates = [(value, update_placement(graph, plan, name)) for name, value in graph.mutations.items()]
+    outputs = [(name, output_placement(graph, stage, name)) for name in graph.returned]
+    updates = [(value, update_placement(graph, stage, name)) for name, value in graph.mutations.items()]
     return list(dict.fromkeys([*outputs, *updates]))
 
 
-def update_placement(
-    graph: Graph, plan: PlanData, name: str, storage: Mapping[str, Storage] | None = None
-) -> Placement:
+def update_placement(graph: Graph, stage: Stage, name: str, storage: Mapping[str, Storage] | None = None) -> Placement:
     """The placement of what a buffer or parameter, by its name in the model, becomes. storage: if not the plan's."""
     parameter = graph.parameter_by_name.get(name)
     if parameter is None:
-        return output_placement(graph, plan, graph.mutations[name])
-    return of_new_value((storage or plan.storage)[parameter.tensor].placement, plan.axes)
+        return output_placement(graph, stage, graph.mutations[name])
+    return of_new_value((storage or stage.storage)[parameter.tensor].placement, stage.axes)
 
 
-def output_placement(graph: Graph, plan: PlanData, name: str) -> Placement:
+def output_placement(graph: Graph, stage: Stage, name: str) -> Placement:
     """The placement in which an output leaves the program: whole on every rank; a loss sums over microbatches."""
     whole = I if graph.tensors[name].differentiable else R
-    return tuple(P if axis.name == MICROBATCH and name == graph.loss else whole for axis in plan.axes)
+    return tuple(P if axis.name == MICROBATCH and name == graph.loss else whole for axis in stage.axes)
 
 
 def _error(node: Node, expected: str, found: str) -> PlacementError:

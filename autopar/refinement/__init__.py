@@ -93,7 +93,8 @@ def _fits(plan: Plan) -> bool:
 
 def _is_alike(plan: Plan) -> bool:
     """Whether its stages, if it has any, are on equal axes and place alike what several of them have."""
-    return len({stage.axes for stage in plan.stages}) <= 1 and not any(stage.forks for stage in plan.stages)
+    stages = plan.stages
+    return len(stages) == 1 or (len({s.axes for s in stages}) == 1 and not any(s.forks for s in stages))
 
 
 def _watch(say: Report) -> Watch:

@@ -29,7 +29,7 @@ class Jumps:
     def _mesh(self, world: World, plan: Plan, random: Random) -> Landing | None:
         """The same devices seen along other axes."""
         outline = self.worlds.outline_of(world)
-        if outline.stage_of or plan.forks:
+        if outline.stage_of or plan.stage.forks:
             return None
         others = [axes for axes in logical_meshes(self.request.mesh) if axes != outline.axes]
         return self._moved(replace(outline, axes=random.choice(others or [outline.axes])), plan)

@@ -35,19 +35,20 @@ class Outline:
 
 def on_axes(plan: Plan, axes: LogicalMesh) -> Plan | None:
     """The plan's placements along other axes over as many devices; None where an axis would have several types."""
-    if plan.axes == axes:
+    stage = plan.stage
+    if stage.axes == axes:
         return plan
-    origin = _origins(plan.axes, axes)
+    origin = _origins(stage.axes, axes)
     try:
-        return replace(
-            plan, axes=axes,
-            inputs={name: _along(placed, origin) for name, placed in plan.inputs.items()},
-            storage={n: replace(kept, placement=_along(kept.placement, origin)) for n, kept in plan.storage.items()},
+        return plan.placed(
+            axes=axes,
+            inputs={name: _along(placed, origin) for name, placed in stage.inputs.items()},
+            storage={n: replace(kept, placement=_along(kept.placement, origin)) for n, kept in stage.storage.items()},
             nodes={
                 name: NodePlan(
                     tuple([_along(p, origin) for p in own.operands]), tuple([_along(p, origin) for p in own.results])
                 )
-                for name, own in plan.nodes.items()
+                for name, own in stage.nodes.items()
             },
         )  # fmt: skip
     except _Mixed:

@@ -50,13 +50,11 @@ class Short:
 
     def lifted(self, graph: Graph, found: Plan) -> Plan:
         """What was found, done in all blocks; its redistributions are still to be made. graph: the whole one's."""
-        stand_in = self.folded.stand_in
-        return replace(
-            found,
-            nodes={node.name: found.nodes[stand_in.get(node.name, node.name)] for node in graph.nodes},
-            storage={item.tensor: found.storage[stand_in.get(item.tensor, item.tensor)] for item in graph.stored},
-            recompute=_in_all(found.recompute, self.paths),
-            memory_limit=self.worlds.plan.memory_limit,  # the whole plan's
+        stand_in, nodes, storage = self.folded.stand_in, found.stage.nodes, found.stage.storage
+        again, limit = _in_all(found.recompute, self.paths), self.worlds.plan.memory_limit  # the whole plan's
+        return replace(found, recompute=again, memory_limit=limit).placed(
+            nodes={node.name: nodes[stand_in.get(node.name, node.name)] for node in graph.nodes},
+            storage={item.tensor: storage[stand_in.get(item.tensor, item.tensor)] for item in graph.stored},
             redistributes=(),
         )
 
@@ -65,7 +63,7 @@ def shortened(worlds: Worlds, start: Start) -> Short | None:
     """The model with `KEPT` of its equal blocks, and the start there; None where it has not many more, where others are
     between them, where the plan has stages or branches, or places blocks apart that one is to stand for."""
     plan = start.plan
-    if worlds.plan.stages or plan.forks or all(len(paths) <= _DEEP for paths in worlds.blocks.paths):
+    if len(worlds.plan.stages) > 1 or plan.stage.forks or all(len(paths) <= _DEEP for paths in worlds.blocks.paths):
         return None
     folded = fold(worlds.graph, worlds.blocks, worlds.layers, KEPT)
     if folded.graph is worlds.graph or not _stands_for_all(folded, worlds.graph):
@@ -96,17 +94,16 @@ def _stands_for_all(folded: Folded, graph: Graph) -> bool:
 
 def _without_others(plan: Plan, graph: Graph, again: tuple[str, ...]) -> Plan:
     """What the plan says of a short graph."""
-    return replace(
-        plan,
-        nodes={node.name: plan.nodes[node.name] for node in graph.nodes},
-        storage={item.tensor: plan.storage[item.tensor] for item in graph.stored},
-        recompute=again,
+    nodes, storage = plan.stage.nodes, plan.stage.storage
+    return replace(plan, recompute=again).placed(
+        nodes={node.name: nodes[node.name] for node in graph.nodes},
+        storage={item.tensor: storage[item.tensor] for item in graph.stored},
     )
 
 
 def _place_alike(one: Plan, other: Plan) -> bool:
     again = set(one.recompute) == set(other.recompute)
-    return again and one.nodes == other.nodes and one.storage == other.storage
+    return again and one.stage.nodes == other.stage.nodes and one.stage.storage == other.stage.storage
 
 
 def _peak_bytes(start: Start) -> int:

@@ -14,7 +14,7 @@ from autopar.interop import Layers
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Move, Plan, Storage
+from autopar.ir.plan import Move, Plan, Stage, Storage
 from autopar.ir.schedule import PLAIN, SCHEDULES
 from autopar.microbatch import axes_of_parts, one_microbatch_plan
 from autopar.planning import Place, Request, divided
@@ -62,7 +62,7 @@ class Worlds:
     def outline(self, plan: Plan) -> Outline:
         """What a plan leaves open. Raises PlanError where stages divide a layer."""
         axes = axes_of_parts(plan)[0]
-        if not plan.stages:
+        if len(plan.stages) == 1:
             return Outline(axes, plan.microbatches)
         found: dict[int, set[int]] = {}
         for name, layer in self.layers.fixed.items():
@@ -138,18 +138,16 @@ class Worlds:
     def unstaged(self, plan: Plan) -> Plan:
         """One microbatch's placements, all stages' in one. Raises PlanError where stages place alike things apart."""
         inner = one_microbatch_plan(plan)
-        if not inner.stages:
+        if len(inner.stages) == 1:
             return inner
         outline = self.outline(plan)
         graph = self.place(outline).part.graph
-        nodes = {name: placed for part in inner.parts for name, placed in part.nodes.items()}
-        storage = {name: kept for part in inner.parts for name, kept in part.storage.items()}
-        fed = {name: placed for part in inner.parts for name, placed in part.inputs.items() if name in graph.inputs}
+        nodes = {name: placed for stage in inner.stages for name, placed in stage.nodes.items()}
+        storage = {name: kept for stage in inner.stages for name, kept in stage.storage.items()}
+        fed = {name: placed for stage in inner.stages for name, placed in stage.inputs.items() if name in graph.inputs}
         rest = self._unread(outline, storage, fed)
-        merged = replace(
-            inner, stages=(), axes=outline.axes, nodes={node.name: nodes[node.name] for node in graph.nodes},
-            storage=storage | rest[0], inputs=fed | rest[1], redistributes=(),
-        )  # fmt: skip
+        nodes = {node.name: nodes[node.name] for node in graph.nodes}
+        merged = replace(inner, stages=(Stage(0, outline.axes, fed | rest[1], storage | rest[0], nodes),))
         found = self.at(outline).space.redistributed(merged)
         if found is None:
             raise PlanError("expected stages that place alike what several of them read, found others")

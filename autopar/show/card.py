@@ -43,7 +43,7 @@ def card(plan: Plan) -> str:
         f"<div>step time <b>{time_text(step)}</b>, memory <b>{memory}</b></div>",
         _bar(breakdown_rows(plan.predicted.breakdown), step),
         _stages(plan),
-        _placements(plan) if any(part.axes for part in plan.parts) else "",
+        _placements(plan) if any(stage.axes for stage in plan.stages) else "",
     ]
     return f'<div style="font:13px/1.5 system-ui,sans-serif;max-width:60em">{"".join(parts)}</div>'
 
@@ -61,7 +61,7 @@ def _bar(rows: list[tuple[str, int]], whole: int) -> str:
 
 
 def _stages(plan: Plan) -> str:
-    if not plan.stages:
+    if len(plan.stages) == 1:
         return ""
     rows = (
         (
@@ -85,7 +85,7 @@ def _placements(plan: Plan) -> str:
         )
         for row in found[:MOST_ROWS]
     )
-    axes = next(part.axes for part in plan.parts if part.axes)
+    axes = next(stage.axes for stage in plan.stages if stage.axes)
     more = f"<div>and {len(found) - MOST_ROWS} more</div>" if len(found) > MOST_ROWS else ""
     return _table((f"parameter, over {escape(axes_text(axes))}", "stored", "used"), rows) + more
 

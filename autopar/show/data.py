@@ -15,7 +15,7 @@ from autopar.show.tree import Data, model_tree
 
 def plan_data(plan: Plan, name: str, timeline: Mapping[str, Any] | None) -> Data:
     """Everything that the page shows of a plan. timeline: `Timeline.picture`, of a plan that has its model's graph."""
-    layouts: list[LogicalMesh] = list(dict.fromkeys(part.axes for part in plan.parts))
+    layouts: list[LogicalMesh] = list(dict.fromkeys(stage.axes for stage in plan.stages))
     return {
         "name": name,
         "model": plan.model,
@@ -26,14 +26,14 @@ def plan_data(plan: Plan, name: str, timeline: Mapping[str, Any] | None) -> Data
         "optimizer": plan.optimizer,
         "precision": plan.precision or "",
         "microbatches": plan.microbatches,
-        "schedule": plan.schedule if plan.stages else "",
+        "schedule": plan.schedule if len(plan.stages) > 1 else "",
         "memory_limit": plan.memory_limit,
         "predicted": asdict(plan.predicted),
         "layouts": [_layout(plan, axes) for axes in layouts],
         "stages": _stages(plan, layouts),
         "tree": model_tree(plan, layouts),
         "recompute": recompute_text(plan) if plan.recompute else "",
-        "forks": [[text, n] for text, n in Counter(fork_text(plan, f) for p in plan.parts for f in p.forks).items()],
+        "forks": [[text, n] for text, n in Counter(fork_text(plan, f) for s in plan.stages for f in s.forks).items()],
         "shares": [line.strip() for line in share_lines(plan)],
         "substitutions": [_substitution(step) for step in plan.substitutions],
         "search": _search(plan),
@@ -58,13 +58,11 @@ def _layout(plan: Plan, axes: LogicalMesh) -> list[Data]:
 
 
 def _stages(plan: Plan, layouts: list[LogicalMesh]) -> list[Data]:
-    if not plan.stages:
-        return [{"ranks": [0, plan.mesh.num_devices - 1], "layout": 0, "blocks": "", "operators": len(plan.nodes)}]
     return [
         {
             "ranks": [stage.ranks.start, stage.ranks.stop - 1],
             "layout": layouts.index(stage.axes),
-            "blocks": stage_blocks(plan, stage),
+            "blocks": stage_blocks(plan, stage) if len(plan.stages) > 1 else "",
             "operators": len(stage.nodes),
         }
         for stage in plan.stages

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
 
@@ -13,7 +12,7 @@ from autopar.ir.branches import homes
 from autopar.ir.labels import storage_text, strategy_text
 from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
-from autopar.ir.plan import Alternative, Choice, Plan
+from autopar.ir.plan import Alternative, Choice, Plan, Stage
 from autopar.show.text import bytes_text, fork_text, graphs_text, runners_up, share_lines, time_text, used_placements
 
 SCREEN_LINES = 48
@@ -32,15 +31,15 @@ def explain_text(plan: Plan, pattern: str) -> str:
     pattern: a module path, a parameter's or node's name, or an fnmatch pattern of these. As many alternatives are
     shown as fit on a screen, the cheapest first. "×4": the figures are of four equal blocks together.
     """
-    parts = [with_own_choices(part, plan.parts[0]) for part in plan.parts]
-    found = [item for part in parts for item in (*_inputs(part, pattern), *_parameters(part, pattern))]
-    found += [item for part in parts for item in _operators(part, pattern)]
-    conversions = [line for part in parts for line in _redistributions(part, pattern)]
+    stages = plan.stages
+    found = [item for s in stages for item in (*_inputs(plan, s, pattern), *_parameters(plan, s, pattern))]
+    found += [item for stage in stages for item in _operators(plan, stage, pattern)]
+    conversions = [line for stage in stages for line in _redistributions(plan, stage, pattern)]
     again = [path for path in plan.recompute if _matches(path, pattern) or f"{pattern}.".startswith(f"{path}.")]
     rewritten = list(_substitutions(plan, pattern))
     if not found and not conversions and not rewritten:
         return printable(_no_match(plan, pattern))
-    found += [item for part in parts for item in _forks(part, pattern)]
+    found += [item for stage in stages for item in _forks(plan, stage, pattern)]
     told = [line.strip() for line in share_lines(plan)]
     shown = (SCREEN_LINES - 2 - bool(again) - len(told) - len(conversions) - len(rewritten)) // max(1, len(found)) - 1
     others = runners_up(plan)
@@ -57,9 +56,9 @@ def explain_text(plan: Plan, pattern: str) -> str:
     return printable("\n".join([*lines, *conversions]))
 
 
-def with_own_choices(part: Plan, first: Plan) -> Plan:
-    """The part without alternatives where it is on other axes than the first, whose alternatives are kept."""
-    return part if part.axes == first.axes else replace(part, choices=())
+def choices_of(plan: Plan, stage: Stage) -> tuple[Choice, ...]:
+    """The plan's for stages on the axes of the first, whose alternatives are kept; none for others."""
+    return plan.choices if stage.axes == plan.stages[0].axes else ()
 
 
 def _some(paths: list[str]) -> str:
@@ -111,26 +110,26 @@ def _signed_time(duration_ns: int) -> str:
     return _signed(duration_ns, time_text(abs(duration_ns)))
 
 
-def _inputs(plan: Plan, pattern: str) -> Iterator[Decision]:
-    choices = _choices(plan, "input")
-    for name, placement in plan.inputs.items():
+def _inputs(plan: Plan, stage: Stage, pattern: str) -> Iterator[Decision]:
+    choices = _choices(plan, stage, "input")
+    for name, placement in stage.inputs.items():
         if _matches(name, pattern):
             yield f"input {name}: [{format_placement(placement)}]", choices.get(name)
 
 
-def _parameters(plan: Plan, pattern: str) -> Iterator[Decision]:
-    uses, choices = used_placements(plan), _choices(plan, "stored")
+def _parameters(plan: Plan, stage: Stage, pattern: str) -> Iterator[Decision]:
+    uses, choices = used_placements(stage), _choices(plan, stage, "stored")
     tensors = {name: tensor for tensor, name in plan.parameters.items()}
     for tensor, name in plan.parameters.items():
-        if tensor in plan.storage and _matches(name, pattern):
-            stored, used = storage_text(plan.storage[tensor]), " | ".join(sorted(uses[tensor]))
+        if tensor in stage.storage and _matches(name, pattern):
+            stored, used = storage_text(stage.storage[tensor]), " | ".join(sorted(uses[tensor]))
             choice = choices.get(tensor) or choices.get(first_twin(plan, tensor, tensors))
             yield f"parameter {name}: stored {stored}, used {used}", choice
 
 
-def _operators(plan: Plan, pattern: str) -> Iterator[Decision]:
-    choices, twins, branched = _choices(plan, "node"), node_twins(plan), homes(plan)
-    for name, node in plan.nodes.items():
+def _operators(plan: Plan, stage: Stage, pattern: str) -> Iterator[Decision]:
+    choices, twins, branched = _choices(plan, stage, "node"), node_twins(plan), homes(stage)
+    for name, node in stage.nodes.items():
         module, op, source = plan.scope(name)
         if _matches(module, pattern) or _matches(name, pattern):
             line, home = f"{module}: {op} {name}: {strategy_text(node)}  # {source}", branched.get(name)
@@ -152,10 +151,10 @@ def _substitutions(plan: Plan, pattern: str) -> Iterator[str]:
             yield f"    {step.statement}  with {bound}"
 
 
-def _forks(plan: Plan, pattern: str) -> Iterator[Decision]:
+def _forks(plan: Plan, stage: Stage, pattern: str) -> Iterator[Decision]:
     """Branches of which something matches."""
-    choices = _choices(plan, "fork")
-    for fork in plan.forks:
+    choices = _choices(plan, stage, "fork")
+    for fork in stage.forks:
         names = [name for branch in fork.branches for name in branch.nodes]
         modules = [plan.scope(name)[0] for name in names]
         if any(_matches(name, pattern) for name in (*names, *modules)):
@@ -166,20 +165,20 @@ def _signed(value: int, text: str) -> str:
     return f"{'−' if value < 0 else '+'}{text}"
 
 
-def _redistributions(plan: Plan, pattern: str) -> Iterator[str]:
+def _redistributions(plan: Plan, stage: Stage, pattern: str) -> Iterator[str]:
     """Equal ones in one line."""
     modules = {name: plan.scope(name)[0] for name in plan.scopes}
     found: dict[str, list[str]] = {}
-    for item in plan.redistributes:
+    for item in stage.redistributes:
         names = (item.tensor, plan.parameters.get(item.tensor, item.tensor), modules.get(item.tensor, ""))
         if any(_matches(name, pattern) for name in names if name):
-            steps = ", ".join(f"{plan.axes[s.axis].name}: {s.before} → {s.after}" for s in item.steps)
+            steps = ", ".join(f"{stage.axes[s.axis].name}: {s.before} → {s.after}" for s in item.steps)
             found.setdefault(f"to [{format_placement(item.target)}] by {steps}", []).append(item.tensor)
     yield from (f"redistribute {', '.join(tensors)} {how}" for how, tensors in found.items())
 
 
-def _choices(plan: Plan, kind: str) -> dict[str, Choice]:
-    return {choice.name: choice for choice in plan.choices if choice.kind == kind}
+def _choices(plan: Plan, stage: Stage, kind: str) -> dict[str, Choice]:
+    return {choice.name: choice for choice in choices_of(plan, stage) if choice.kind == kind}
 
 
 def node_twins(plan: Plan) -> dict[str, str]:
@@ -229,4 +228,4 @@ def _matches(name: str, pattern: str) -> bool:
     return name == pattern or name.startswith(pattern + ".") or fnmatchcase(name, pattern)
 
 
-__all__ = ["check_matches", "explain_text", "first_twin", "is_against_constraint", "node_twins", "with_own_choices"]
+__all__ = ["check_matches", "choices_of", "explain_text", "first_twin", "is_against_constraint", "node_twins"]

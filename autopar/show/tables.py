@@ -32,8 +32,8 @@ def plan_tables(plan: Plan) -> RenderableType:
     title, *lines = plan_text(plan).partition("\n\n")[0].splitlines()
     said = [line for line in lines if not line.lstrip().startswith(("step time", "memory", "stage"))]
     parts: list[RenderableType] = [Text(title, style="bold"), Text("\n".join(said)), _time(plan), _memory(plan)]
-    parts += [_stages(plan)] if plan.stages else []
-    parts += [_parameters(plan)] if any(part.axes for part in plan.parts) else []
+    parts += [_stages(plan)] if len(plan.stages) > 1 else []
+    parts += [_parameters(plan)] if any(stage.axes for stage in plan.stages) else []
     return Group(*parts)
 
 
@@ -67,7 +67,7 @@ def _stages(plan: Plan) -> Table:
 
 
 def _parameters(plan: Plan) -> Table:
-    axes = next(part.axes for part in plan.parts if part.axes)
+    axes = next(stage.axes for stage in plan.stages if stage.axes)
     table = _table(f"parameters over {axes_text(axes)}", "parameter", "", "stored", "used")
     for row in screen_rows(plan):
         gathered = " gathered per use" if row.storage.regather else ""

@@ -48,11 +48,11 @@ def plan_text(plan: Plan) -> str:
         lines.append(f"  recompute   {recompute_text(plan)}")
     lines += share_lines(plan)
     lines += _forks_lines(plan)
-    stages = [_stage(plan, number) for number in range(len(plan.stages))]
+    stages = [_stage(plan, number) for number in range(len(plan.stages))] if len(plan.stages) > 1 else []
     if len(stages) > MOST_STAGES:
         stages[MOST_STAGES - 2 : -1] = [f"  and {len(stages) - MOST_STAGES + 1} stages more, then"]
     lines += stages
-    placements = ["", *_inputs(plan), *_parameters(plan)] if any(part.axes for part in plan.parts) else []
+    placements = ["", *_inputs(plan), *_parameters(plan)] if any(stage.axes for stage in plan.stages) else []
     return printable("\n".join([*lines, *placements]))
 
 
@@ -121,11 +121,12 @@ _MOST_RULES = 2
 
 def share_lines(plan: Plan) -> list[str]:
     """Which ranks get how much of the batch; nothing where all get as much."""
-    axis = next((axis for axis in plan.axes if axis.shares), None)
+    axes = plan.stages[0].axes
+    axis = next((axis for axis in axes if axis.shares), None)
     if axis is None:
         return []
     parts = []
-    for ranks in alike_ranks(plan.mesh, plan.axes):
+    for ranks in alike_ranks(plan.mesh, axes):
         share, last = axis.shares[ranks.start // axis.stride % axis.size], ranks.stop - 1
         where = f"rank {last}" if len(ranks) == 1 else f"ranks {ranks.start} to {last}"
         parts.append(f"{share}/{axis.units} on {where} ({plan.mesh.group_of(ranks).profile})")
@@ -135,7 +136,7 @@ def share_lines(plan: Plan) -> list[str]:
 
 def _forks_lines(plan: Plan, most: int = 4) -> list[str]:
     """A line for each fork, of the first few; those of equal blocks in one."""
-    counts = Counter(re.sub(r"\.\d+(?=[. ])", ".*", fork_text(plan, fork)) for fork in plan.forks)
+    counts = Counter(re.sub(r"\.\d+(?=[. ])", ".*", fork_text(plan, f)) for s in plan.stages for f in s.forks)
     texts = [text + (f"  ×{count}" if count > 1 else "") for text, count in counts.items()]
     more = [f"and {len(texts) - most} forks more"] if len(texts) > most else []
     return [f"  branches    {text}" for text in (*texts[:most], *more)]
@@ -257,7 +258,7 @@ def prediction_text(predicted: Prediction, memory_limit: int) -> str:
 
 def _inputs(plan: Plan) -> list[str]:
     """The model's inputs; of several stages, as the first stage that reads it has it."""
-    placed = {name: p for part in reversed(plan.parts) for name, p in part.inputs.items()}
+    placed = {name: p for stage in reversed(plan.stages) for name, p in stage.inputs.items()}
     texts = [f"{name} [{format_placement(placed[name])}]" for name in plan.types if name in placed]
     return ["  input " + ", ".join(texts)]
 
@@ -274,12 +275,12 @@ class ParameterRow(NamedTuple):
 def parameter_rows(plan: Plan) -> list[ParameterRow]:
     """Each distinct parameter, in the order of the stages that keep it."""
     rows: dict[tuple[str, Storage, tuple[str, ...]], dict[str, None]] = {}
-    for part in plan.parts:
-        uses = used_placements(part)
+    for stage in plan.stages:
+        uses = used_placements(stage)
         for tensor, name in plan.parameters.items():
-            if tensor in part.storage:
+            if tensor in stage.storage:
                 used = tuple(sorted(uses.get(tensor, {"unused"})))
-                rows.setdefault((_folded(name), part.storage[tensor], used), {})[name] = None
+                rows.setdefault((_folded(name), stage.storage[tensor], used), {})[name] = None
     return [
         ParameterRow(printable(name if len(names) > 1 else min(names)), len(names), storage, used)
         for (name, storage, used), names in rows.items()
@@ -343,13 +344,13 @@ def _times(count: int) -> str:
     return f"  ×{count}" if count > 1 else ""
 
 
-def used_placements(plan: Plan) -> dict[str, set[str]]:
+def used_placements(stage: Stage) -> dict[str, set[str]]:
     """For each stored tensor, the placements in which operators read it."""
     found: dict[str, set[str]] = {}
-    for redistribute in plan.redistributes:
-        if redistribute.tensor in plan.parameters:
+    for redistribute in stage.redistributes:
+        if redistribute.tensor in stage.storage:
             found.setdefault(redistribute.tensor, set()).add(f"[{format_placement(redistribute.target)}]")
-    for tensor, storage in plan.storage.items():
+    for tensor, storage in stage.storage.items():
         found.setdefault(tensor, {f"[{format_placement(storage.placement)}]"})
     return found
 
@@ -386,7 +387,7 @@ def _operator_differences(plan: Plan, other: Plan) -> list[str]:
 
 
 def _fork_texts(plan: Plan) -> str:
-    return ", ".join(fork_text(plan, fork) for part in plan.parts for fork in part.forks) or "none"
+    return ", ".join(fork_text(plan, fork) for stage in plan.stages for fork in stage.forks) or "none"
 
 
 def _storage_differences(plan: Plan, other: Plan) -> list[str]:
@@ -409,20 +410,20 @@ def _storage_differences(plan: Plan, other: Plan) -> list[str]:
 def _uses(plan: Plan) -> dict[str, set[str]]:
     """In which placements operators of any stage read each stored tensor."""
     found: dict[str, set[str]] = defaultdict(set)
-    for part in plan.parts:
-        for tensor, placements in used_placements(part).items():
+    for stage in plan.stages:
+        for tensor, placements in used_placements(stage).items():
             found[tensor] |= placements
     return found
 
 
 def _modules_placed_differently(plan: Plan, other: Plan) -> list[str]:
-    nodes, others = ({name: node for part in p.parts for name, node in part.nodes.items()} for p in (plan, other))
+    nodes, others = ({name: node for stage in p.stages for name, node in stage.nodes.items()} for p in (plan, other))
     return [_module(plan, name) for name, node in nodes.items() if others.get(name) != node]
 
 
 def _stored(plan: Plan) -> dict[str, Storage]:
     """Every stored tensor as the first stage that has it keeps it."""
-    return {name: kept for part in reversed(plan.parts) for name, kept in part.storage.items()}
+    return {name: kept for stage in reversed(plan.stages) for name, kept in stage.storage.items()}
 
 
 def _folded(name: str) -> str:
@@ -431,8 +432,8 @@ def _folded(name: str) -> str:
 
 
 def _axes(plan: Plan) -> str:
-    if not plan.stages:
-        return axes_text(plan.axes)
+    if len(plan.stages) == 1:
+        return axes_text(plan.stage.axes)
     texts = {axes_text(stage.axes) for stage in plan.stages}
     return f"{len(plan.stages)} stages, {plan.schedule}" + (f", each {texts.pop()}" if len(texts) == 1 else "")
 

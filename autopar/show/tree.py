@@ -15,9 +15,9 @@ from autopar.ir.branches import homes
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.placement import format_placement
-from autopar.ir.plan import Choice, Plan, Redistribute
+from autopar.ir.plan import Choice, Plan, Redistribute, Stage
 from autopar.ir.redistribution import NOTHING
-from autopar.show.explain import first_twin, is_against_constraint, node_twins, with_own_choices
+from autopar.show.explain import choices_of, first_twin, is_against_constraint, node_twins
 from autopar.show.text import used_placements
 
 Data = dict[str, Any]
@@ -85,10 +85,10 @@ def model_tree(plan: Plan, layouts: list[Any]) -> Data:
     the search behind it, if it is known (`choice`). layouts: the plan's distinct logical meshes.
     """
     root = _TreeModule("")
-    for stage, part in enumerate(plan.parts):
-        view = _StageRows(with_own_choices(part, plan.parts[0]), layouts.index(part.axes))
+    for number, stage in enumerate(plan.stages):
+        view = _StageRows(plan, stage, layouts.index(stage.axes))
         for path, row in view.rows():
-            root.below(path).add({**row, "stages": []}, stage)
+            root.below(path).add({**row, "stages": []}, number)
     return _folded(root, plan.model, 1, root.stages, set(plan.recompute))
 
 
@@ -137,39 +137,39 @@ def spans(names: list[str]) -> str:
 class _StageRows:
     """A stage's rows. layout: the number of its logical mesh."""
 
-    def __init__(self, part: Plan, layout: int) -> None:
-        self.part, self.layout = part, layout
-        self.choices = {(choice.kind, choice.name): choice for choice in part.choices}
+    def __init__(self, plan: Plan, stage: Stage, layout: int) -> None:
+        self.plan, self.stage, self.layout = plan, stage, layout
+        self.choices = {(choice.kind, choice.name): choice for choice in choices_of(plan, stage)}
         self.moves: dict[str, list[Data]] = {}
-        for redistribute in part.redistributes:
-            self.moves.setdefault(redistribute.tensor, []).append(_move(part, redistribute))
+        for redistribute in stage.redistributes:
+            self.moves.setdefault(redistribute.tensor, []).append(_move(stage, redistribute))
 
     def rows(self) -> Iterator[tuple[str, Data]]:
         """Each with the path of its module, operators in the order in which they run."""
-        yield from (("", self._input(name)) for name in self.part.inputs)
-        for name in self.part.nodes:
-            yield self.part.scope(name)[0], self._operator(name)
-        for tensor in self.part.storage:
-            yield self.part.parameters.get(tensor, tensor).rpartition(".")[0], self._stored(tensor)
+        yield from (("", self._input(name)) for name in self.stage.inputs)
+        for name in self.stage.nodes:
+            yield self.plan.scope(name)[0], self._operator(name)
+        for tensor in self.stage.storage:
+            yield self.plan.parameters.get(tensor, tensor).rpartition(".")[0], self._stored(tensor)
 
     def _row(self, kind: str, tensor: str, name: str, label: str, choice: Choice | None) -> Data:
-        moves, decided = self.moves.get(tensor, []), None if choice is None else _choice(self.part, choice)
-        type_ = self.part.types.get(tensor, "")
+        moves, decided = self.moves.get(tensor, []), None if choice is None else _choice(self.plan, choice)
+        type_ = self.plan.types.get(tensor, "")
         return {
             "kind": kind, "name": name, "label": label, "type": type_, "layout": self.layout, "moves": moves,
             "choice": decided,
         }  # fmt: skip
 
     def _input(self, name: str) -> Data:
-        kind = "input" if name in self.part.types else "received"
+        kind = "input" if name in self.plan.types else "received"
         row = self._row(kind, name, name, name, self.choices.get(("input", name)))
-        return row | {"stored": format_placement(self.part.inputs[name])}
+        return row | {"stored": format_placement(self.stage.inputs[name])}
 
     def _stored(self, tensor: str) -> Data:
-        part, name = self.part, self.part.parameters.get(tensor, tensor)
+        name = self.plan.parameters.get(tensor, tensor)
         choice = self._choice_of("stored", tensor, self._first_twin)
         row = self._row("parameter", tensor, name, name.rpartition(".")[2], choice)
-        storage = part.storage[tensor]
+        storage = self.stage.storage[tensor]
         return row | {
             "stored": format_placement(storage.placement),
             "used": sorted(text.strip("[]") for text in self._uses.get(tensor, ())),
@@ -177,25 +177,25 @@ class _StageRows:
         }
 
     def _operator(self, name: str) -> Data:
-        part = self.part
-        _, operator, source = part.scope(name)
+        _, operator, source = self.plan.scope(name)
+        placed = self.stage.nodes[name]
         label = operator.removeprefix("aten.").removesuffix(".default")
         home = self._homes.get(name)
         choice = None if home else self._choice_of("node", name, self._node_twins)
         return self._row("operator", name, name, label, choice) | {
             "source": source,
-            "in": [format_placement(placement) for placement in part.nodes[name].operands],
-            "out": [format_placement(placement) for placement in part.nodes[name].results],
+            "in": [format_placement(placement) for placement in placed.operands],
+            "out": [format_placement(placement) for placement in placed.results],
             "at": f"{home.axis}={home.coordinate}" if home else "",
         }
 
     @cached_property
     def _uses(self) -> dict[str, set[str]]:
-        return used_placements(self.part)
+        return used_placements(self.stage)
 
     @cached_property
     def _homes(self) -> Mapping[str, Any]:
-        return homes(self.part)
+        return homes(self.stage)
 
     def _choice_of(self, kind: str, name: str, twins: Mapping[str, str]) -> Choice | None:
         """Its own, or that of its twin in the first of the equal blocks."""
@@ -203,26 +203,26 @@ class _StageRows:
 
     @cached_property
     def _node_twins(self) -> dict[str, str]:
-        return node_twins(self.part) if self.choices else {}
+        return node_twins(self.plan) if self.choices else {}
 
     @cached_property
     def _first_twin(self) -> dict[str, str]:
-        named = {name: tensor for tensor, name in self.part.parameters.items()}
-        tensors = self.part.parameters if self.choices else ()
-        return {tensor: first_twin(self.part, tensor, named) for tensor in tensors}
+        named = {name: tensor for tensor, name in self.plan.parameters.items()}
+        tensors = self.plan.parameters if self.choices else ()
+        return {tensor: first_twin(self.plan, tensor, named) for tensor in tensors}
 
 
-def _move(part: Plan, redistribute: Redistribute) -> Data:
+def _move(stage: Stage, redistribute: Redistribute) -> Data:
     """Steps: the axis, before, after, and the collectives of the forward and the backward pass."""
     steps = []
     for step in redistribute.steps:
-        axis = part.axes[step.axis].name
+        axis = stage.axes[step.axis].name
         forward, backward = (NOTHING, NOTHING) if axis == MICROBATCH else step.transfers
         steps.append([axis, str(step.before), str(step.after), forward.collective or "", backward.collective or ""])
     return {"to": format_placement(redistribute.target), "steps": steps}
 
 
-def _choice(part: Plan, choice: Choice) -> Data:
+def _choice(plan: Plan, choice: Choice) -> Data:
     """Alternatives: the option, what it costs more in ns and bytes, how much of the ns the operator takes itself, and
     whether a constraint is against it."""
     return {
@@ -230,7 +230,7 @@ def _choice(part: Plan, choice: Choice) -> Data:
         "chosen": choice.chosen,
         "cost_ns": choice.cost_ns,
         "num_options": choice.num_options,
-        "alternatives": [[*item, is_against_constraint(part, item)] for item in choice.alternatives],
+        "alternatives": [[*item, is_against_constraint(plan, item)] for item in choice.alternatives],
     }
 
 

@@ -27,7 +27,7 @@ from autopar.cost.collectives import INSIDE, collective_time_ns
 from autopar.cost.compute import pointwise_time_ns
 from autopar.ir.graph import IDENTITY, Graph, Node
 from autopar.ir.placement import Placement
-from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.ops.saved import Extra
@@ -62,7 +62,7 @@ Reshard = tuple[Placement, tuple[Step, ...], bool]
 class SeparatePrices:
     """The work of each operator, activation and stored tensor by itself, whatever else a plan has."""
 
-    def __init__(self, graph: Graph, plan: Plan, lowering: PartLowering, is_staged: bool = False) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, lowering: PartLowering, is_staged: bool = False) -> None:
         """is_staged: stages are made of the graph, so that its ends are not those of each."""
         self.graph, self._plan, self._lowering = graph, plan, lowering
         self._count, self._profile, self._facts = plan.microbatches, lowering.profile, lowering.facts
@@ -268,8 +268,8 @@ def prices_of(graph: Graph, plan: Plan, profile: Profile, per_node: int, is_stag
     batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     facts = graph_facts(graph, profile.device_type)
     stored = {item.tensor: Storage((), False, False) for item in graph.stored}  # which are stored is all that is asked
-    plan = replace(plan, storage=stored)
-    return SeparatePrices(graph, plan, PartLowering(graph, plan, profile, per_node, facts, batched), is_staged)
+    stage = replace(plan.parts[0], storage=stored)
+    return SeparatePrices(graph, stage, PartLowering(graph, stage, profile, per_node, facts, batched), is_staged)
 
 
 def _spent(sent: Sequence[Transmission]) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan
+from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step, apply
 from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.shapes import LocalShapes
@@ -28,7 +28,7 @@ def keeps_gradient(step: Step) -> bool:
 class Copies:
     """Bytes of copies by tensor and way, for one plan on one kind of device."""
 
-    def __init__(self, graph: Graph, plan: Plan, device_type: str, shapes: LocalShapes) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, device_type: str, shapes: LocalShapes) -> None:
         self._graph, self._axes, self._shapes = graph, plan.axes, shapes
         self._sums_parts = device_type == "cpu"
 

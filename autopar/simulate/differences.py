@@ -9,7 +9,7 @@ from typing import Any
 
 from autopar.ir.graph import Graph
 from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan, Redistribute
+from autopar.ir.plan import Redistribute, StagePlan
 from autopar.ir.redistribution import Step
 from autopar.simulate.repeats import Segment
 
@@ -23,7 +23,7 @@ class Differences:
     steps: of the plan's conversions. Segments get a number of what a plan says of them: equal of equal ones.
     """
 
-    def __init__(self, graph: Graph, segments: Sequence[Segment], plan: Plan) -> None:
+    def __init__(self, graph: Graph, segments: Sequence[Segment], plan: StagePlan) -> None:
         self._graph, self._segments, self._recomputes = graph, segments, bool(plan.recompute)
         self._of_node = [segment.number for segment in segments for _ in segment.nodes]
         self._names = [node.name for node in graph.nodes]
@@ -35,7 +35,7 @@ class Differences:
         self._numbers: dict[Hashable, int] = {}
         self._objects: dict[int, tuple[int, Hashable]] = {}  # by identity, which holds as long as they are kept here
         self._known: list[int] = [-1] * len(segments)
-        self._last: Plan | None = None
+        self._last: StagePlan | None = None
         self._nodes: list[Any] = [None] * len(self._names)
         self._storage: list[Any] = [None] * len(self._stored)
         self._redistributes: tuple[Redistribute, ...] = ()
@@ -59,7 +59,7 @@ class Differences:
         """Whether it keeps too much."""
         return len(self._objects) > KEPT_OBJECTS
 
-    def numbers(self, plan: Plan) -> list[int]:
+    def numbers(self, plan: StagePlan) -> list[int]:
         """For each segment."""
         self.follow(plan)
         if self._changed_segments:
@@ -69,13 +69,13 @@ class Differences:
             self._changed_segments = set()
         return self._known
 
-    def changed_storage(self, plan: Plan) -> set[int]:
+    def changed_storage(self, plan: StagePlan) -> set[int]:
         """The stored tensors, by number, whose storage has changed since this was asked."""
         self.follow(plan)
         found, self._changed_storage = self._changed_storage, set()
         return found
 
-    def follow(self, plan: Plan) -> None:
+    def follow(self, plan: StagePlan) -> None:
         """Notes what is new in a plan."""
         last = self._last
         if plan is last:
@@ -102,7 +102,7 @@ class Differences:
         self.bases[name] = placement
         self._note(name)
 
-    def _follow_nodes(self, plan: Plan) -> None:
+    def _follow_nodes(self, plan: StagePlan) -> None:
         found = [*map(plan.nodes.__getitem__, self._names)]
         for number in _places_of_others(found, self._nodes):
             node, placed = self._graph.nodes[number], found[number]
@@ -114,7 +114,7 @@ class Differences:
                 self._changed_segments |= self._readers[name]
         self._nodes = found
 
-    def _follow_storage(self, plan: Plan) -> None:
+    def _follow_storage(self, plan: StagePlan) -> None:
         found = [*map(plan.storage.__getitem__, self._stored)]
         for number in _places_of_others(found, self._storage):
             self._follow_tensor(self._stored[number], found[number].placement)
@@ -122,7 +122,7 @@ class Differences:
             self._storage_codes[number] = self._number(found[number])
         self._storage = found
 
-    def _follow_steps(self, plan: Plan) -> None:
+    def _follow_steps(self, plan: StagePlan) -> None:
         old, new = self._redistributes, plan.redistributes
         first = _first_other(old, new)
         end = _first_other(old[: first - len(old) - 1 : -1], new[: first - len(new) - 1 : -1])
@@ -138,7 +138,7 @@ class Differences:
                 self._note(one.tensor)
         self._redistributes = new
 
-    def _number_of(self, segment: Segment, plan: Plan) -> int:
+    def _number_of(self, segment: Segment, plan: StagePlan) -> int:
         begin, places = self._begins[segment.number], self._keeps[segment.number]
         nodes = tuple(self._codes[begin : begin + len(segment.nodes)])
         storage = tuple([self._storage_codes[place] for place in places])
@@ -163,7 +163,7 @@ class Differences:
             known = self._objects[id(content)] = number, content
         return known[0]
 
-    def _read_elsewhere(self, segment: Segment, plan: Plan) -> Hashable:
+    def _read_elsewhere(self, segment: Segment, plan: StagePlan) -> Hashable:
         """Of what crosses its ends and is converted: the targets that other segments read, too, which decides what
         function a conversion is written in."""
         inside = {node.name for node in segment.nodes}
@@ -171,7 +171,7 @@ class Differences:
             self._common_targets(name, inside, plan) for name in itertools.chain(segment.enters, segment.made)
         ])  # fmt: skip
 
-    def _common_targets(self, name: str, inside: set[str], plan: Plan) -> frozenset[Placement]:
+    def _common_targets(self, name: str, inside: set[str], plan: StagePlan) -> frozenset[Placement]:
         if len(self._readers[name]) < 2:
             return frozenset()
         readers = [

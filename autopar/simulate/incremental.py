@@ -83,14 +83,14 @@ class Incremental:
 
     def _step(self, plan: Plan, until_ns: float) -> PartedStep:
         with without_collector():
-            return PartedStep(self._variants_of(plan), plan, until_ns)
+            return PartedStep(self._variants_of(plan), plan.parts[0], until_ns)
 
     def _variants_of(self, plan: Plan) -> Variants:
-        key = plan.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks
+        key = plan.stage.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks
         known = self._variants.get(key)
         if known is None or known.is_full:
             (profile,) = profiles_of_stages(plan, self._profile)
-            known = self._variants[key] = Variants(self._graph, plan, profile)
+            known = self._variants[key] = Variants(self._graph, plan.parts[0], profile)
             if len(self._variants) > KEPT_VARIANTS:
                 self._variants.popitem(last=False)
         return known
@@ -98,4 +98,4 @@ class Incremental:
 
 def _is_whole(plan: Plan) -> bool:
     """Whether it is simulated as a whole."""
-    return bool(plan.stages or plan.forks) or ranks_differ(plan)
+    return len(plan.stages) > 1 or bool(plan.stage.forks) or ranks_differ(plan)

@@ -62,7 +62,7 @@ def layer_costs(
     what stays, of which a stage has the sum over its layers, but of the workspace, of which it has the largest.
     """
     shared = profile.shared_by(plan.mesh.devices_per_node)
-    profiles = [shared] * max(1, len(plan.stages))
+    profiles = [shared] * len(plan.stages)
     programs = lower_stages(graph, plan, profiles)
     transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None
@@ -72,7 +72,7 @@ def layer_costs(
         )
         for number, program in enumerate(programs)
     ]
-    if not (splits and trains and plan.stages):
+    if not (splits and trains and len(plan.stages) > 1):
         return costs
     in_two = lower_stages(graph, replace(plan, schedule=_IN_TWO), profiles)
     return [_with_two_parts(cost, program, shared) for cost, program in zip(costs, in_two, strict=True)]

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
-from autopar.ir.plan import Plan
+from autopar.ir.plan import StagePlan
 from autopar.ir.schedule import BACKWARD, FORWARD, turns
 from autopar.simulate.differences import Key
 from autopar.simulate.engine import Carried, Change, Engine, Moment
@@ -66,7 +66,7 @@ class Beyond(Exception):
 class PartedStep:
     """One step in absolute time. Raises Beyond as soon as it must take longer than `until_ns`."""
 
-    def __init__(self, variants: Variants, plan: Plan, until_ns: float = math.inf) -> None:
+    def __init__(self, variants: Variants, plan: StagePlan, until_ns: float = math.inf) -> None:
         self.variants, self.plan, self.until_ns = variants, plan, until_ns
         self.joined = joined = variants.joined(plan)
         self.players, self.lent_slots = joined.players, joined.lent

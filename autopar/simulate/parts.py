@@ -24,7 +24,7 @@ from autopar.cost import Profile
 from autopar.cost.memory import optimizer_moved_bytes
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement, evenly, local_shape
-from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ir.plan import NodePlan, StagePlan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import BACKWARD
 from autopar.simulate.copies import Copies
@@ -193,7 +193,7 @@ class PartLowering(Lowering):
     """Lowers segments of a graph one by one; what it knows of one plan it keeps for the next."""
 
     def __init__(
-        self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts,
+        self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts,
         batched: Mapping[str, int],
     ) -> None:  # fmt: skip
         super().__init__(graph, plan, profile, per_node, facts, PriceTable(), {}, batched, False, {})
@@ -203,7 +203,7 @@ class PartLowering(Lowering):
         self._moved: dict[object, int] = {}
 
     def lower(
-        self, segment: Segment, plan: Plan, steps: dict[tuple[str, Placement], tuple[Step, ...]], before: Arriving
+        self, segment: Segment, plan: StagePlan, steps: dict[tuple[str, Placement], tuple[Step, ...]], before: Arriving
     ) -> Lowered:
         """The segment's part. steps: of the plan's conversions by tensor and target."""
         self.plan, self.steps = plan, steps

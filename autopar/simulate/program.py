@@ -46,7 +46,7 @@ from autopar.ir.branches import (
 from autopar.ir.graph import IDENTITY, Graph, Node, Scope, common_scope
 from autopar.ir.mesh import LogicalMesh, ranks_within_node
 from autopar.ir.placement import Placement, Shape, evenly, format_placement, local_shape
-from autopar.ir.plan import NodePlan, Plan, Storage
+from autopar.ir.plan import NodePlan, Plan, StagePlan, Storage
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.stages import leaving_values, stage_graph
@@ -262,7 +262,7 @@ def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: in
 
 def _devices_per_node(plan: Plan, index: int) -> int:
     """How many neighbours of a stage share a node, as far as its axes go."""
-    mesh = plan.mesh.part(plan.stages[index].ranks) if plan.stages else plan.mesh
+    mesh = plan.mesh.part(plan.stages[index].ranks) if len(plan.stages) > 1 else plan.mesh
     return mesh.devices_per_node
 
 
@@ -323,7 +323,7 @@ class _BranchBorder:
     first: the number of its first item.
     """
 
-    def __init__(self, graph: Graph, plan: Plan, home: Home, first: int) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, home: Home, first: int) -> None:
         self.first = first
         names = set(plan.forks[home.fork].branches[home.branch].nodes)
         nodes = [node for node in graph.nodes if node.name in names]
@@ -354,7 +354,7 @@ Prices = dict[tuple[LogicalMesh, int, Profile], PriceTable]
 
 class Lowering:
     def __init__(
-        self, graph: Graph, plan: Plan, profile: Profile, per_node: int, facts: GraphFacts, prices: PriceTable,
+        self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts, prices: PriceTable,
         leaving: Mapping[str, tuple[Placement, ...]], batched: Mapping[str, int], is_split: bool,
         coordinates: Coordinates,
     ) -> None:  # fmt: skip

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Set
 
 from autopar.cost.memory import saved_values
 from autopar.ir.graph import Graph, Scope
-from autopar.ir.plan import Plan
+from autopar.ir.plan import StagePlan
 from autopar.ir.statements import Operate, Statement, Value, flatten
 
 Call = tuple[tuple[str, str], ...]
@@ -20,7 +20,7 @@ Call = tuple[tuple[str, str], ...]
 class Recomputation:
     """The pieces of one plan. `reached`: the tensors that get a gradient, none in inference."""
 
-    def __init__(self, graph: Graph, plan: Plan, reached: set[str]) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, reached: set[str]) -> None:
         statements = flatten(graph, plan).statements if plan.recompute and reached else ()
         paths = frozenset(plan.recompute)
         pieces = number_calls(call_of(statement.scope, paths) for statement in statements)

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan, Redistribute
+from autopar.ir.plan import Redistribute, StagePlan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ir.statements import Flat, Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths
@@ -33,7 +33,7 @@ class StatementSpan(NamedTuple):
 class Regathering:
     """Counts of one plan. `reached`: the tensors that get a gradient, none in inference."""
 
-    def __init__(self, graph: Graph, plan: Plan, reached: set[str], recomputation: Recomputation) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, reached: set[str], recomputation: Recomputation) -> None:
         self.graph, self.plan, self.reached = graph, plan, reached
         self.recomputation = recomputation
 

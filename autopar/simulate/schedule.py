@@ -43,7 +43,7 @@ def play_stages(graph: Graph, plan: Plan, players: Sequence[Player], profiles: S
 
 def profiles_of_stages(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
     """The profile of each stage's devices, slowed down where those of a node share its cores."""
-    groups = [plan.mesh.group_of(stage.ranks) for stage in plan.stages] or [plan.mesh.group_of()]
+    groups = [plan.mesh.group_of(stage.ranks) for stage in plan.stages]
     known = {group.profile: profile if isinstance(profile, Profile) else profile[group.profile] for group in groups}
     return [known[group.profile].shared_by(group.devices_per_node) for group in groups]
 
@@ -212,7 +212,7 @@ def pass_kind(turn: Turn, stage: StageProgress, microbatches: int) -> PassKind:
 
 class _StagedStep:
     def __init__(self, graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> None:
-        self.plan, self.sharing = plan, sharing_of(profiles) if plan.stages else None
+        self.plan, self.sharing = plan, sharing_of(profiles) if len(plan.stages) > 1 else None
         self.trains = plan.mode == "train" and graph.loss is not None
         programs = [player.program for player in players]
         self.stages = [StageProgress(player) for player in players]
@@ -389,8 +389,6 @@ class _StagedStep:
 
 def _submeshes(plan: Plan) -> list[Submesh]:
     """In the order of their first stages."""
-    if not plan.stages:
-        return [Submesh(range(plan.mesh.num_devices), [0])]
     found: dict[int, Submesh] = {}
     for number, stage in enumerate(plan.stages):
         found.setdefault(stage.first_rank, Submesh(stage.ranks, [])).stages.append(number)

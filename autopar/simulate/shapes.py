@@ -7,13 +7,13 @@ import math
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement, Shape, evenly, local_shape
-from autopar.ir.plan import Plan
+from autopar.ir.plan import StagePlan
 
 
 class LocalShapes:
     """Local shapes and sizes by tensor and placement; equal tensors share them."""
 
-    def __init__(self, graph: Graph, plan: Plan) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan) -> None:
         self.shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
         self._stored = frozenset(plan.storage)
         self._axes: tuple[LogicalMesh, LogicalMesh] = (plan.axes, evenly(plan.axes))

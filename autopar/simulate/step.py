@@ -26,7 +26,7 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
     redistribution.
     """
     with without_collector():
-        if not plan.stages and (plan.forks or ranks_differ(plan)):
+        if len(plan.stages) == 1 and (plan.stage.forks or ranks_differ(plan)):
             known = profile if isinstance(profile, Mapping) else {group.profile: profile for group in plan.mesh.groups}
             return play_unlike(graph, plan, known, sums_early)
         profiles = profiles_of_stages(plan, profile)
@@ -38,4 +38,4 @@ def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile],
 
 def ranks_differ(plan: Plan) -> bool:
     """Whether ranks of one stage differ, in their devices or in their shares."""
-    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.axes)
+    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.stage.axes)

@@ -13,7 +13,7 @@ from collections import Counter
 from autopar.ir.branches import converted_inside, coordinates_of, homes, is_idle
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement, evenly
-from autopar.ir.plan import Plan, Redistribute
+from autopar.ir.plan import Plan, Redistribute, StagePlan
 from autopar.ir.redistribution import Step, apply, transfer_bytes
 from autopar.ir.stages import stage_graph
 from autopar.ir.structure import block_paths, computed_once, folded_tensors, is_cut
@@ -27,11 +27,12 @@ from autopar.simulate.timeline import Timeline
 
 
 def traffic(graph: Graph, plan: Plan, rank: int = 0) -> dict[str, int]:
-    """Bytes by collective, a rank (the first) and step. Others may have shorter slices, and run other branches."""
-    return _total(_moved(graph, plan, rank), _inside(graph, plan, rank))
+    """Bytes by collective, a rank (the first) of the only stage and step. Others may have shorter slices, and run other
+    branches."""
+    return _total(_moved(graph, plan.parts[0], rank), _inside(graph, plan.parts[0], rank))
 
 
-def traffic_over_microbatches(whole: Graph, full: Plan, part: Graph, plan: Plan) -> dict[str, int]:
+def traffic_over_microbatches(whole: Graph, full: StagePlan, part: Graph, plan: StagePlan) -> dict[str, int]:
     """As `traffic`, of a plan stated on the microbatch axis too (`full`), where `plan` is that of one microbatch.
 
     A tensor that ranks share along the dim that microbatches cut is gathered whole before it is cut.
@@ -56,7 +57,7 @@ def _total(*parts: Counter[str]) -> dict[str, int]:
     return {kind: size for kind, size in sorted(sum(parts, Counter[str]()).items()) if size}
 
 
-def _moved(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
+def _moved(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
     """What redistributions send, but for those in branches that other ranks run."""
     place = coordinates_of(plan, rank)
     left_out = {value for value, home in converted_inside(graph, plan).items() if is_idle(home, place)}
@@ -78,7 +79,7 @@ def _moved(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
     return counts
 
 
-def _inside(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
+def _inside(graph: Graph, plan: StagePlan, rank: int = 0) -> Counter[str]:
     """What operators send inside."""
     counts: Counter[str] = Counter()
     known, place, folded = homes(plan), coordinates_of(plan, rank), folded_tensors(graph)
@@ -98,7 +99,7 @@ def _inside(graph: Graph, plan: Plan, rank: int = 0) -> Counter[str]:
     return counts
 
 
-def _placements(graph: Graph, plan: Plan) -> dict[str, Placement]:
+def _placements(graph: Graph, plan: StagePlan) -> dict[str, Placement]:
     found = dict(plan.inputs) | {name: storage.placement for name, storage in plan.storage.items()}
     for node in graph.nodes:
         found.update(zip(node.results, plan.nodes[node.name].results, strict=True))
@@ -116,7 +117,7 @@ def reached_tensors(graph: Graph) -> set[str]:
 
 
 def _step_counts(
-    graph: Graph, plan: Plan, redistribute: Redistribute, regathering: Regathering, recomputation: Recomputation,
+    graph: Graph, plan: StagePlan, redistribute: Redistribute, regathering: Regathering, recomputation: Recomputation,
     reached: set[str], once: set[str],
 ) -> tuple[int, int]:  # fmt: skip
     """How often a step a redistribution runs forward and backward."""
@@ -134,7 +135,7 @@ def _step_counts(
     return gathers, reductions if trains else 0
 
 
-def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reached: set[str]) -> bool:
+def _brings_gradient(graph: Graph, plan: StagePlan, redistribute: Redistribute, reached: set[str]) -> bool:
     """Whether some reader of the redistributed tensor has a gradient to hand back; who makes the loss has."""
     readers = [
         node for node, position in graph.consumers[redistribute.tensor]
@@ -145,7 +146,7 @@ def _brings_gradient(graph: Graph, plan: Plan, redistribute: Redistribute, reach
 
 
 def _add(
-    counts: Counter[str], graph: Graph, plan: Plan, name: str, placement: Placement, steps: tuple[Step, ...],
+    counts: Counter[str], graph: Graph, plan: StagePlan, name: str, placement: Placement, steps: tuple[Step, ...],
     forward: int, backward: int, rank: int,
 ) -> None:  # fmt: skip
     shape, itemsizes = graph.tensors[name].shape, graph.itemsizes(name)
@@ -162,7 +163,7 @@ def _add(
         placement = apply(step, placement)
 
 
-def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
+def _counting_path(graph: Graph, plan: StagePlan) -> set[tuple[str, Placement]]:
     """The redistributions that lead to the targets of a mean loss: several microbatches count these first."""
     nodes = graph.nodes if plan.microbatches > 1 else ()
     pending = [node for node in nodes if is_mean_over_samples(call_of(graph, node))]
@@ -177,7 +178,7 @@ def _counting_path(graph: Graph, plan: Plan) -> set[tuple[str, Placement]]:
     return found
 
 
-def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:
+def inner_collectives(graph: Graph, node: Node, plan: StagePlan) -> Sent:
     """What an operator sends inside, in the forward and the backward pass of a microbatch.
 
     A mean loss counts its targets in the forward pass, unless several microbatches share the count: along the first
@@ -192,7 +193,7 @@ def inner_collectives(graph: Graph, node: Node, plan: Plan) -> Sent:
     return [*forward, *counts], backward
 
 
-def _is_counted_early(graph: Graph, loss: Node, plan: Plan) -> bool:
+def _is_counted_early(graph: Graph, loss: Node, plan: StagePlan) -> bool:
     """Whether the targets follow from inputs and constants outside of blocks, where the loss lies, too."""
     if len(loss.operands) > 2:  # weights of classes
         return False

@@ -114,7 +114,7 @@ def find_transfers(
     graph: Graph, plan: Plan, programs: Sequence[LocalProgram], profiles: Sequence[Profile]
 ) -> Transfers:
     """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
-    found = Transfers({}, {}, {}, {}, [profile.runtime if plan.stages else None for profile in profiles])
+    found = Transfers({}, {}, {}, {}, [profile.runtime if len(plan.stages) > 1 else None for profile in profiles])
     kept = [_kept(program) for program in programs]
     for target, receiver in enumerate(programs):
         makers = {name: maker_of(graph, plan, target, name) for name in receiver.receives}

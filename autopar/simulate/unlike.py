@@ -45,7 +45,7 @@ Keys = dict[int, list[Key]]
 
 def play_unlike(graph: Graph, plan: Plan, profiles: Mapping[str, Profile], sums_early: bool) -> Timeline:
     """One step of a plan of one stage on ranks that are unlike. profiles: by the mesh's names for its devices."""
-    lanes, keys = (lanes_of_branches if plan.forks else lanes_of_shares)(graph, plan, profiles)
+    lanes, keys = (lanes_of_branches if plan.stage.forks else lanes_of_shares)(graph, plan, profiles)
     step = _UnlikeStep(graph, plan, lanes, keys, sums_early)
     try:
         step.run()
@@ -105,14 +105,16 @@ def _played(player: Player, state: tuple[PassKind, Carried, Standing], meet: Mee
 
 def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[UnlikeLane], Keys]:
     """A lane for the first of each set of ranks that run the same operators; it stands for those like it."""
-    ranks, (profile,) = unlike_ranks(plan), profiles.values()
+    ranks, (profile,) = unlike_ranks(plan.stage), profiles.values()
     shared = profile.shared_by(plan.mesh.devices_per_node)
-    places = [coordinates_of(plan, rank) for rank in ranks]
+    places = [coordinates_of(plan.stage, rank) for rank in ranks]
     lanes = [
         UnlikeLane(range(rank, rank + 1), lower_stages(graph, plan, [shared], rank)[0], shared) for rank in ranks
     ]  # fmt: skip
     keys = {
-        axis_position(plan.axes, name): [tuple(n for other, n in place.items() if other != name) for place in places]
+        axis_position(plan.stage.axes, name): [
+            tuple(n for other, n in place.items() if other != name) for place in places
+        ]
         for name in places[0]
     }
     return lanes, keys
@@ -120,14 +122,14 @@ def lanes_of_branches(graph: Graph, plan: Plan, profiles: Mapping[str, Profile])
 
 def lanes_of_shares(graph: Graph, plan: Plan, profiles: Mapping[str, Profile]) -> tuple[list[UnlikeLane], Keys]:
     """A lane for neighbouring ranks of one kind with equal shares; what they send each other lasts as long on all."""
-    every = alike_ranks(plan.mesh, plan.axes)
+    every = alike_ranks(plan.mesh, plan.stage.axes)
     joined = _joining_axes(plan, every)
     lanes = []
     for ranks in every:
         group = plan.mesh.group_of(ranks)
         profile = profiles[group.profile].shared_by(group.devices_per_node)
         part = Mesh(group.profile, plan.mesh.nodes, group.devices_per_node)
-        seen = replace(plan, mesh=part, axes=seen_from(plan.axes, ranks.start))
+        seen = replace(plan, mesh=part).placed(axes=seen_from(plan.stage.axes, ranks.start))
         lanes.append(UnlikeLane(ranks, lower_stages(graph, seen, [profile])[0], profile))
     _agree([lane.program for lane in lanes], joined)
     return lanes, {axis: [()] * len(lanes) for axis in joined}
@@ -137,7 +139,7 @@ def _joining_axes(plan: Plan, lanes: Sequence[range]) -> frozenset[int]:
     """The axes (by position) along which ranks of different lanes are neighbours."""
     lane_of_rank = {rank: number for number, ranks in enumerate(lanes) for rank in ranks}
     found = set()
-    for position, axis in enumerate(plan.axes):
+    for position, axis in enumerate(plan.stage.axes):
         for rank, lane in lane_of_rank.items():
             first = rank - rank // axis.stride % axis.size * axis.stride
             if lane_of_rank[first] != lane:

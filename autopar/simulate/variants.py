@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
+from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.differences import Differences, Key
@@ -66,7 +66,7 @@ class Joined(NamedTuple):
 class Variants:
     """Lowers plans by what is new in them."""
 
-    def __init__(self, graph: Graph, plan: Plan, profile: Profile) -> None:
+    def __init__(self, graph: Graph, plan: StagePlan, profile: Profile) -> None:
         self.graph, self.profile = graph, profile
         facts = graph_facts(graph, profile.device_type)
         self.segments = segments_of(graph, facts, frozenset(plan.recompute))
@@ -107,7 +107,7 @@ class Variants:
 
     # Lowering ----------------------------------------
 
-    def parts(self, plan: Plan) -> list[Part]:
+    def parts(self, plan: StagePlan) -> list[Part]:
         """The plan's parts: see `parts` for the four walks."""
         lowered = self._lowered_parts(plan)
         marked = self._marked_parts(lowered)
@@ -131,7 +131,7 @@ class Variants:
             wanted = known[1]
         return parts[::-1]
 
-    def _lowered_parts(self, plan: Plan) -> list[Lowered]:
+    def _lowered_parts(self, plan: StagePlan) -> list[Lowered]:
         numbers = self.differences.numbers(plan)
         before, found = self._number(self._begin(plan)), []
         for segment, number in zip(self.segments, numbers, strict=True):
@@ -143,7 +143,7 @@ class Variants:
             before = known[1]
         return found
 
-    def _begin(self, plan: Plan) -> Arriving:
+    def _begin(self, plan: StagePlan) -> Arriving:
         names = self.segments[0].enters
         bases = tuple([plan.inputs[name] for name in names])
         values = tuple([
@@ -170,7 +170,7 @@ class Variants:
 
     # Joining ----------------------------------------
 
-    def joined(self, plan: Plan) -> Joined:
+    def joined(self, plan: StagePlan) -> Joined:
         """The plan's parts, as they are played."""
         self._check_gathered_alike(plan)
         parts = self.parts(plan)
@@ -190,7 +190,7 @@ class Variants:
             )  # fmt: skip
         return known
 
-    def _check_gathered_alike(self, plan: Plan) -> None:
+    def _check_gathered_alike(self, plan: StagePlan) -> None:
         """Raises Unsupported where a parameter of several segments is regathered to several placements: that one of
         them is gathered says nothing of the others."""
         for name in self._read_by_several:
@@ -377,14 +377,14 @@ class Variants:
             arriving[number][local] += found
         return Gathered(ready, arriving, begin.result(), begin.last_ns)
 
-    def optimizer(self, plan: Plan) -> tuple[int, int]:
+    def optimizer(self, plan: StagePlan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
         changed = self.differences.changed_storage(plan)
         if changed:
             self._update(plan, changed)
         return self._updated
 
-    def _update(self, plan: Plan, changed: set[int]) -> None:
+    def _update(self, plan: StagePlan, changed: set[int]) -> None:
         lowering, stored = self.lowering, self.graph.stored
         lowering.plan = plan
         for number in changed:
@@ -409,19 +409,19 @@ class Variants:
             known = self._rises[done] = max(held, default=0)
         return max(0, known)
 
-    def resident_bytes(self, plan: Plan, parts: Sequence[Part]) -> int:
+    def resident_bytes(self, plan: StagePlan, parts: Sequence[Part]) -> int:
         """Bytes that stay through the step; at least, where nothing is trained."""
         self.optimizer(plan)
         self._place_residents(plan, parts)
         return sum(self._held) + sum([size for size, _ in self.lowering.other_residents()])
 
-    def residents(self, plan: Plan, parts: Sequence[Part]) -> list[tuple[int, str]]:
+    def residents(self, plan: StagePlan, parts: Sequence[Part]) -> list[tuple[int, str]]:
         """Bytes that stay through the step, with their kinds."""
         self._place_residents(plan, parts)
         self.lowering._residents()
         return self.lowering.program.residents
 
-    def _place_residents(self, plan: Plan, parts: Sequence[Part]) -> None:
+    def _place_residents(self, plan: StagePlan, parts: Sequence[Part]) -> None:
         lowering, loss = self.lowering, self.graph.loss
         lowering.plan, lowering.program = plan, LocalProgram()
         lowering.placements = {} if loss is None else {loss: ()}

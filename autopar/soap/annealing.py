@@ -56,7 +56,7 @@ class World(NamedTuple):
     def least_ns(self, plan: Plan, change: Change | None = None) -> int:
         """At most the step time of a plan with a change. Branches are run by a part of the devices: 0 is known of
         those."""
-        return 0 if self.ledger is None or plan.forks else self.ledger.least_ns(plan, change)
+        return 0 if self.ledger is None or plan.stage.forks else self.ledger.least_ns(plan, change)
 
 
 Jump = Callable[[World, Plan, Random], "tuple[World, Plan] | None"]
@@ -242,7 +242,7 @@ class _Annealing:
     def _is_known_above(self, world: World, plan: Plan, change: Change, threshold: float) -> bool:
         """Whether the plan with a change was simulated before, and costs more; if not, its cost will be noted."""
         self.key = None
-        if world.ledger is None or plan.forks:
+        if world.ledger is None or plan.stage.forks:
             return False
         again = plan.recompute if change.recompute is None else change.recompute
         self.key = id(world), again, world.ledger.key(plan, change)

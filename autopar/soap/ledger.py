@@ -286,8 +286,8 @@ class Ledger:
 
     def _options_of(self, plan: Plan) -> list[Option]:
         nodes, stored = self._names
-        inputs = map(plan.inputs.__getitem__, self.space.graph.inputs)
-        return [*map(plan.nodes.__getitem__, nodes), *map(plan.storage.__getitem__, stored), *inputs]
+        inputs = map(plan.stage.inputs.__getitem__, self.space.graph.inputs)
+        return [*map(plan.stage.nodes.__getitem__, nodes), *map(plan.stage.storage.__getitem__, stored), *inputs]
 
     def _begin(self, plan: Plan, options: Sequence[Option]) -> None:
         """Adds everything."""

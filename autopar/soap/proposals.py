@@ -96,18 +96,19 @@ class Proposals:
             if held.isdisjoint(space.equals.get(name, (name,)))
             for option in self._options(name)
         ]
-        equal = [pair for pair in combinations(range(len(plan.axes)), 2) if len({plan.axes[n].size for n in pair}) == 1]
-        return [*single, *(Change(AXES, " and ".join(map(str, pair))) for pair in equal if not plan.forks)]
+        axes = plan.stage.axes
+        equal = [pair for pair in combinations(range(len(axes)), 2) if len({axes[n].size for n in pair}) == 1]
+        return [*single, *(Change(AXES, " and ".join(map(str, pair))) for pair in equal if not plan.stage.forks)]
 
     def exchanged(self, plan: Plan, change: Change) -> Change | None:
         """What an exchange of axes sets, if each decision has the option; any other change as it is."""
         if change.kind != AXES:
             return change
         first, second = map(int, change.name.split(" and "))
-        order = [*range(len(plan.axes))]
+        order = [*range(len(plan.stage.axes))]
         order[first], order[second] = second, first
         found = dict[str, Option]()
-        for held in (plan.nodes, plan.storage, plan.inputs):
+        for held in (plan.stage.nodes, plan.stage.storage, plan.stage.inputs):
             for name, option in held.items():
                 other = self._same_options(name).get(_permuted(option, order))
                 if other is None:
@@ -219,9 +220,9 @@ class Proposals:
             return STORAGE
         if not isinstance(option, NodePlan):
             return INPUT
-        before, operands = plan.nodes[name], self.space.graph.node_by_name[name].operands
+        before, operands = plan.stage.nodes[name], self.space.graph.node_by_name[name].operands
         read = zip(operands, before.operands, option.operands, strict=True)
-        if any(old != new and tensor in plan.storage for tensor, old, new in read):
+        if any(old != new and tensor in plan.stage.storage for tensor, old, new in read):
             return PARAMETER
         pairs = zip((*before.operands, *before.results), (*option.operands, *option.results), strict=True)
         return SAMPLE if any(_cuts_samples(old) != _cuts_samples(new) for old, new in pairs) else ATTRIBUTE

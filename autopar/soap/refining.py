@@ -178,14 +178,14 @@ class _DecisionDifferences:
     def _is_comparable(self) -> bool:
         """Whether both are plans of one world with the same branches: decisions can be taken back one by one."""
         same = self.first.world is self.best.world
-        return same and self.first.draft.plan.forks == self.best.draft.plan.forks
+        return same and self.first.draft.plan.stage.forks == self.best.draft.plan.stage.forks
 
     def _outlines(self) -> tuple[str, str]:
         return _outline(self.first), _outline(self.best)
 
     def _changes(self) -> list[Change]:
         """Back to the first plan, decision by decision: what stands in the same place of equal blocks is one."""
-        before, after = self.first.draft.plan, self.best.draft.plan
+        before, after = self.first.draft.plan.stage, self.best.draft.plan.stage
         groups: dict[tuple[str, Option, Option], list[str]] = {}
         pairs: list[tuple[Mapping[str, Option], Mapping[str, Option]]]
         pairs = [(before.nodes, after.nodes), (before.storage, after.storage), (before.inputs, after.inputs)]
@@ -195,8 +195,9 @@ class _DecisionDifferences:
                     key = name if name in after.inputs else self.space.representative(name)
                     groups.setdefault((key, old[name], option), []).append(name)
         found = [_back(names, option) for (_, option, _), names in groups.items()]
-        if before.recompute != after.recompute:
-            found.append(Change(RECOMPUTE, "recompute", recompute=before.recompute))
+        again = self.first.draft.plan.recompute
+        if again != self.best.draft.plan.recompute:
+            found.append(Change(RECOMPUTE, "recompute", recompute=again))
         return found
 
     def _move(self, change: Change, gain_ns: int) -> Move:
@@ -210,7 +211,7 @@ class _DecisionDifferences:
 
 
 def _outline(scored: Scored) -> str:
-    forks = len(scored.draft.plan.forks)
+    forks = len(scored.draft.plan.stage.forks)
     return scored.world.outline + (f", {forks} forks" if forks else "")
 
 

@@ -36,9 +36,9 @@ Option = NodePlan | Storage | Placement
 
 def option_of(plan: Plan, name: str) -> Option:
     """What a plan has decided of a node, a stored tensor or an input."""
-    if name in plan.nodes:
-        return plan.nodes[name]
-    return plan.storage[name] if name in plan.storage else plan.inputs[name]
+    if name in plan.stage.nodes:
+        return plan.stage.nodes[name]
+    return plan.stage.storage[name] if name in plan.stage.storage else plan.stage.inputs[name]
 
 
 class Twins(Protocol):
@@ -135,9 +135,9 @@ class Space:
 
     def held(self, plan: Plan) -> frozenset[str]:
         """Nodes and tensors that stay as they are since a branch runs, reads or makes them."""
-        if plan.forks not in self._held:
-            self._held[plan.forks] = frozenset(self._held_by(homes(plan)))
-        return self._held[plan.forks]
+        if plan.stage.forks not in self._held:
+            self._held[plan.stage.forks] = frozenset(self._held_by(homes(plan.stage)))
+        return self._held[plan.stage.forks]
 
     @cached_property
     def _held(self) -> dict[tuple[Fork, ...], frozenset[str]]:
@@ -188,7 +188,7 @@ class Space:
     def draft(self, plan: Plan) -> Draft:
         """A plan, ready to be changed. Its redistributions stay as they are, and are made so wherever needed again."""
         found: dict[str, list[Redistribute]] = defaultdict(list)
-        for item in plan.redistributes:
+        for item in plan.stage.redistributes:
             found[item.tensor].append(item)
             self._ways.setdefault((item.tensor, self._source(plan, item.tensor), item.target), item)
         return Draft(plan, {name: tuple(items) for name, items in found.items()})
@@ -204,7 +204,7 @@ class Space:
                 return draft
             return Draft(plan, draft.conversions) if self._may_branch(plan) else None
         set_to = self._each(change)
-        nodes, storage, inputs = dict(plan.nodes), dict(plan.storage), dict(plan.inputs)
+        nodes, storage, inputs = dict(plan.stage.nodes), dict(plan.stage.storage), dict(plan.stage.inputs)
         for name, option in set_to.items():
             if isinstance(option, NodePlan):
                 nodes[name] = option
@@ -219,7 +219,7 @@ class Space:
                 return None
             conversions[tensor] = found
         every = tuple(chain.from_iterable(conversions.values()))
-        plan = replace(plan, nodes=nodes, storage=storage, inputs=inputs, redistributes=every)
+        plan = plan.placed(nodes=nodes, storage=storage, inputs=inputs, redistributes=every)
         return Draft(plan, conversions) if self._may_branch(plan) else None
 
     def _each(self, change: Change) -> Mapping[str, Option]:
@@ -234,25 +234,31 @@ class Space:
         any."""
         held, inputs = self.held(plan), self.inputs
         return (
-            all(placed in self.strategies[self.representative(n)] for n, placed in plan.nodes.items() if n not in held)
-            and all(kept in self.storages[self.representative(n)] for n, kept in plan.storage.items() if n not in held)
-            and all(placed in inputs[name] for name, placed in plan.inputs.items())
+            all(
+                placed in self.strategies[self.representative(n)]
+                for n, placed in plan.stage.nodes.items()
+                if n not in held
+            )
+            and all(
+                kept in self.storages[self.representative(n)] for n, kept in plan.stage.storage.items() if n not in held
+            )
+            and all(placed in inputs[name] for name, placed in plan.stage.inputs.items())
         )
 
     def redistributed(self, plan: Plan) -> Plan | None:
         """The plan with the redistributions that its decisions need; None where something cannot be brought to where it
         is read."""
-        entering = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
-        order, ends = in_order(self.graph, plan), ending(self.graph, plan)
-        found = [self.conversion(*needed) for needed in needed_conversions(order, plan.nodes, entering, ends)]
-        return None if None in found else replace(plan, redistributes=tuple([one for one in found if one is not None]))
+        entering = dict(plan.stage.inputs) | {name: kept.placement for name, kept in plan.stage.storage.items()}
+        order, ends = in_order(self.graph, plan.stage), ending(self.graph, plan.stage)
+        found = [self.conversion(*needed) for needed in needed_conversions(order, plan.stage.nodes, entering, ends)]
+        return None if None in found else plan.placed(redistributes=tuple([one for one in found if one is not None]))
 
     def _may_branch(self, plan: Plan) -> bool:
         """Whether its branches may be beside what else the plan does."""
-        if not plan.forks:
+        if not plan.stage.forks:
             return True
         try:
-            check_forks(self.graph, plan)
+            check_forks(self.graph, plan.parts[0])
         except AutoparError:
             return False
         return True
@@ -278,9 +284,9 @@ class Space:
             if target is not source and target != source:
                 wanted[target] = None
         if tensor in self.graph.returned:
-            wanted[output_placement(self.graph, plan, tensor)] = None
+            wanted[output_placement(self.graph, plan.stage, tensor)] = None
         for stored in self.graph.updates.get(tensor, ()):
-            wanted[update_placement(self.graph, plan, stored, storage)] = None
+            wanted[update_placement(self.graph, plan.stage, stored, storage)] = None
         wanted.pop(source, None)
         if not wanted:
             return ()
@@ -291,8 +297,8 @@ class Space:
         """As what a tensor is made, stored or fed."""
         maker, position, _ = self._read[tensor]
         if maker is not None:
-            return plan.nodes[maker].results[position]
-        return plan.inputs[tensor] if tensor in plan.inputs else plan.storage[tensor].placement
+            return plan.stage.nodes[maker].results[position]
+        return plan.stage.inputs[tensor] if tensor in plan.stage.inputs else plan.stage.storage[tensor].placement
 
     @cached_property
     def _read(self) -> dict[str, tuple[str | None, int, tuple[tuple[str, int], ...]]]:
@@ -323,11 +329,13 @@ class Space:
 
     def in_order(self, draft: Draft) -> Plan:
         """The draft's plan, with its redistributions in the order in which they are read."""
-        entering = dict(draft.plan.inputs) | {name: kept.placement for name, kept in draft.plan.storage.items()}
-        needed = needed_conversions(in_order(self.graph, draft.plan), draft.plan.nodes, entering, ())
+        entering = dict(draft.plan.stage.inputs) | {
+            name: kept.placement for name, kept in draft.plan.stage.storage.items()
+        }
+        needed = needed_conversions(in_order(self.graph, draft.plan.stage), draft.plan.stage.nodes, entering, ())
         rank = {(tensor, target): number for number, (tensor, _, target) in enumerate(needed)}
-        items = sorted(draft.plan.redistributes, key=lambda item: rank.get((item.tensor, item.target), len(rank)))
-        return replace(draft.plan, redistributes=tuple(items))
+        items = sorted(draft.plan.stage.redistributes, key=lambda item: rank.get((item.tensor, item.target), len(rank)))
+        return draft.plan.placed(redistributes=tuple(items))
 
 
 def _open(options: Mapping[str, Sequence[object]]) -> tuple[str, ...]:

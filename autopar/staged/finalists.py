@@ -145,7 +145,7 @@ class Finalists:
     def _simulated(self, candidate: Candidate) -> Timeline:
         """What the simulator says of a candidate, noted in a row."""
         plan = self._built(candidate)
-        if plan.stages:
+        if len(plan.stages) > 1:
             played = simulate(self._part(candidate).graph, plan, self.layered.shared)
         else:
             played = self._simulator(candidate.microbatches).timeline(plan)

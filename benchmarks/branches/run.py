@@ -123,7 +123,7 @@ def row(number: int, rounds: int, first: bool) -> dict[str, Any]:
     case, programs = CASES[number], found(CASES[number])
     predicted = {name: program.plan.predicted.step_time_ns / 1e6 for name, program in programs.items()}
     told: dict[str, Any] = {
-        "case": case.name, "forks": len(programs["with"].plan.forks), "predicted_ms": predicted,
+        "case": case.name, "forks": len(programs["with"].plan.stage.forks), "predicted_ms": predicted,
         "predicted_ratio": predicted["without"] / predicted["with"],
     }  # fmt: skip
     if case.profile == "cpu" and told["forks"]:

@@ -63,10 +63,12 @@ def _program(model: torch.nn.Module, batch: dict[str, Any], choices: dict[str, i
 def _split(program: PlannedProgram) -> Row:
     """How it is split, and what is not for want of a rule: what is all replicated would be equal anyway."""
     plan = program.plan
-    stored = [kept.placement for part in plan.parts for kept in part.storage.values()]
+    stored = [kept.placement for stage in plan.stages for kept in stage.storage.values()]
     cut = sum(any(type_.kind == "S" for type_ in placement) for placement in stored)
-    batch = any(type_.kind == "S" for part in plan.parts for placement in part.inputs.values() for type_ in placement)
-    how = [f"{len(plan.stages)} stages"] if plan.stages else []
+    batch = any(
+        type_.kind == "S" for stage in plan.stages for placement in stage.inputs.values() for type_ in placement
+    )
+    how = [f"{len(plan.stages)} stages"] if len(plan.stages) > 1 else []
     how += (["batch"] if batch else []) + ([f"{cut} of {len(stored)} stored tensors"] if cut else [])
     replicated = [op for op, source in plan.coverage.items() if source.startswith("replicated")]
     return {"split": ", ".join(how) or "nothing", "replicated": replicated}

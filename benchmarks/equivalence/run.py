@@ -60,7 +60,7 @@ def compare_plan(model_name: str, plan_name: str, single: Step) -> Row:
     return Row(
         model=model_name,
         plan=plan_name,
-        mesh=" × ".join(f"{axis.name}={axis.size}" for axis in program.plan.axes),
+        mesh=" × ".join(f"{axis.name}={axis.size}" for axis in program.plan.stage.axes),
         equal=not faults,
         faults=faults,
         loss=found.loss,
@@ -77,7 +77,7 @@ def compare_plan(model_name: str, plan_name: str, single: Step) -> Row:
 def _split(model_name: str, program: PlannedProgram) -> dict[str, object]:
     """How much the plan splits: a program that replicates everything would be equal trivially."""
     plan, graph = program.plan, planned.graph(model_name)
-    stored = [plan.storage[s.tensor].placement for s in graph.stored if s.kind == "parameter"]
+    stored = [plan.stage.storage[s.tensor].placement for s in graph.stored if s.kind == "parameter"]
     return {
         "sharded_parameters": sum(any(type_.kind == "S" for type_ in placement) for placement in stored),
         "parameters": len(stored),

@@ -51,7 +51,7 @@ def plan_row(row: str, search: str, check: bool) -> dict[str, Any]:
     program = autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=8), inputs, search=search, check=check)
     return {
         "seconds": time.process_time() - started,
-        "operators": sum(len(stage.nodes) for stage in program.plan.stages) or len(program.plan.nodes),
+        "operators": sum(len(stage.nodes) for stage in program.plan.stages),
         "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
         "step_time_ns": program.plan.predicted.step_time_ns,
         "source_lines": program.source.count("\n"),

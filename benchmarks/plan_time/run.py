@@ -47,7 +47,7 @@ def plan_row(row: str) -> dict[str, Any]:
         "stop_reason": plan.search.stop_reason,
         "cost_ns": plan.search.cost_ns,
         "lower_bound_ns": plan.search.lower_bound_ns,
-        "mesh": "x".join(str(axis.size) for axis in plan.axes),
+        "mesh": "x".join(str(axis.size) for axis in plan.stage.axes),
         "peak_bytes": plan.predicted.peak_bytes,
         "memory_limit": plan.memory_limit,
         "step_time_ns": plan.predicted.step_time_ns,
@@ -68,7 +68,7 @@ def plan_staged_row(row: str) -> dict[str, Any]:
     _, plan = planned_jointly(graph, Request(mesh, "train", "adamw", None, (), SearchBudget()))
     ended = time.perf_counter()
     assert plan.predicted.peak_bytes <= plan.memory_limit
-    parts = plan.stages or (plan,)
+    parts = plan.stages
     return {
         "seconds": ended - started,
         "trace_seconds": traced - started,

@@ -89,7 +89,7 @@ def blocks_of(plan: Plan) -> list[int]:
 
 def parts_of(plan: Plan) -> list[str]:
     """What each stage, or each kind of rank that shares the batch, has."""
-    if not plan.stages:
+    if len(plan.stages) == 1:
         return [line.split(": ", 1)[1] for line in share_lines(plan)] or ["equal shares"]
     return [
         f"{stage.ranks.start}-{stage.ranks.stop - 1}: {blocks} blocks"
@@ -128,7 +128,7 @@ def row(name: str, config: gpt.Config) -> dict[str, Any]:
         "equal_seconds": round(middle - began, 1),
         "found": parts_of(found),
         "found_microbatches": found.microbatches,
-        "found_axes": [[a.size for a in part.axes if a.name != "microbatch"] for part in found.parts],
+        "found_axes": [[a.size for a in stage.axes if a.name != "microbatch"] for stage in found.stages],
         **{f"{kind}_ms": best_of(found, kind) for kind in ("shares", "stages")},
         "found_ms": found.predicted.step_time_ns / 1e6,
         "found_seconds": round(time.perf_counter() - middle, 1),

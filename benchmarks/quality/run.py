@@ -145,10 +145,10 @@ def _template(graph: Graph, mesh: autopar.Mesh, choice: dict[str, Any]) -> Plan 
 
 
 def _described(plan: Plan) -> str:
-    parts = plan.stages or (plan,)
+    parts = plan.stages
     sizes = "x".join(str(axis.size) for axis in parts[0].axes if axis.name != "microbatch") or "1"
     again = f", {len(plan.recompute)} recomputed" if plan.recompute else ""
-    order = f", {plan.schedule}" if plan.stages else ""
+    order = f", {plan.schedule}" if len(parts) > 1 else ""
     return f"{len(parts)} stages of {sizes}, {plan.microbatches} microbatches{order}{again}"
 
 

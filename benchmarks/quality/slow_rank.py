@@ -120,10 +120,10 @@ def programs(folder: Path, names: Sequence[str]) -> tuple[dict[str, str], dict[s
 
 def _parts(graph: Graph, plan: autopar.Plan) -> list[int]:
     """Blocks of each rank's stage, or rows of each rank."""
-    if plan.stages:
+    if len(plan.stages) > 1:
         blocks = {stage.first_rank: _blocks(plan, stage.nodes) for stage in plan.stages}
         return [blocks[rank] for rank in sorted(blocks)]
-    (axis,) = plan.axes
+    (axis,) = plan.stage.axes
     shares = axis.shares or (1,) * axis.size
     return [CONFIG.batch_size * share // sum(shares) for share in shares]
 

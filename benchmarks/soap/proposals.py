@@ -30,7 +30,7 @@ class Proposer:
     """Proposals for plans of one microbatch of a part. equal: what changes does in all equal layers at once."""
 
     def __init__(self, part: DividedGraph, plan: Plan, seed: int = 0) -> None:
-        self.part, self.graph, self.axes, self._rng = part, part.graph, plan.axes, random.Random(seed)
+        self.part, self.graph, self.axes, self._rng = part, part.graph, plan.stage.axes, random.Random(seed)
         self._twins = _twins(part.graph, plan)
         self._known: dict[tuple[str, Placement, Placement], Redistribute | None] = {}
         self._rules: dict[str, Sequence[AxisRule]] = {}
@@ -50,12 +50,12 @@ class Proposer:
 
     def _operator(self, plan: Plan, equal: bool) -> Plan | None:
         node = self._rng.choice([node for node in self.graph.nodes if node.operands])
-        old = plan.nodes[node.name]
+        old = plan.stage.nodes[node.name]
         for _ in range(_TRIES):
             new = self._random(node, old)
             if new != old and self._fits(node, new):
                 twins = self._twins[node.name] if equal else [node.name]
-                return self._redone(replace(plan, nodes={**plan.nodes, **dict.fromkeys(twins, new)}))
+                return self._redone(plan.placed(nodes={**plan.stage.nodes, **dict.fromkeys(twins, new)}))
         return None
 
     def _recomputed(self, plan: Plan, equal: bool) -> Plan:
@@ -108,14 +108,14 @@ class Proposer:
         flags = [(False, False), (True, True), (False, True)]
         is_cut = is_trained and any(type_.kind == "S" for type_ in placement)
         new = Storage(placement, *(self._rng.choice(flags) if is_cut else flags[0]))
-        if new == plan.storage[stored.tensor]:
+        if new == plan.stage.storage[stored.tensor]:
             return None
         twins = self._twins[stored.tensor] if equal else [stored.tensor]
-        return self._redone(replace(plan, storage={**plan.storage, **dict.fromkeys(twins, new)}))
+        return self._redone(plan.placed(storage={**plan.stage.storage, **dict.fromkeys(twins, new)}))
 
     def _redone(self, plan: Plan) -> Plan | None:
         """With the conversions that it needs; None where there is no way."""
-        placements = dict(plan.inputs) | {name: kept.placement for name, kept in plan.storage.items()}
+        placements = dict(plan.stage.inputs) | {name: kept.placement for name, kept in plan.stage.storage.items()}
         found: dict[tuple[str, Placement], Redistribute] = {}
         for name, wanted in self._needs(plan, placements):
             if placements[name] != wanted and (name, wanted) not in found:
@@ -123,12 +123,12 @@ class Proposer:
                 if conversion is None:
                     return None
                 found[name, wanted] = conversion
-        return replace(plan, redistributes=tuple(found.values()))
+        return plan.placed(redistributes=tuple(found.values()))
 
     def _needs(self, plan: Plan, placements: dict[str, Placement]) -> Iterator[tuple[str, Placement]]:
         for node in self.graph.nodes:
-            yield from zip(node.operands, plan.nodes[node.name].operands, strict=True)
-            placements.update(zip(node.results, plan.nodes[node.name].results, strict=True))
+            yield from zip(node.operands, plan.stage.nodes[node.name].operands, strict=True)
+            placements.update(zip(node.results, plan.stage.nodes[node.name].results, strict=True))
         for name in (*self.graph.outputs, *self.graph.mutations.values()):
             yield name, (I if self.graph.tensors[name].differentiable else R,) * len(self.axes)
 

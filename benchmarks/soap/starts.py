@@ -101,8 +101,8 @@ def _timed(seconds: dict[str, float], name: str, make: Callable[[], Plan]) -> Pl
 
 
 def _outline(plan: Plan) -> str:
-    axes = "x".join(str(axis.size) for axis in plan.parts[0].axes if axis.name != "microbatch") or "1"
-    stages = f"{len(plan.stages)} stages of {axes}" if plan.stages else axes
+    axes = "x".join(str(axis.size) for axis in plan.stages[0].axes if axis.name != "microbatch") or "1"
+    stages = f"{len(plan.stages)} stages of {axes}" if len(plan.stages) > 1 else axes
     return f"{stages}, {plan.microbatches} microbatches"
 
 

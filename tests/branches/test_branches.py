@@ -89,7 +89,7 @@ def test_plan_comes_back_from_json() -> None:
     text = own.to_json()
     assert Plan.from_json(text) == own
     assert Plan.from_json(text).to_json() == text
-    assert own.forks[0].axis == "tp"
+    assert own.stage.forks[0].axis == "tp"
 
 
 def test_what_is_said_of_branches() -> None:
@@ -98,39 +98,43 @@ def test_what_is_said_of_branches() -> None:
     text = own.explain("item")
     assert "at tp=1 alone" in text
     assert "beside each other on tp" in text
-    without = replace(own, forks=())
+    without = own.placed(forks=())
     assert "branches: none | beside each other" in without.diff(own)
 
 
 def _moved(own: Plan, **changes: Any) -> Plan:
     """The plan with its only fork changed."""
-    return replace(own, forks=(replace(own.forks[0], **changes),))
+    return own.placed(forks=(replace(own.stage.forks[0], **changes),))
+
+
+def _branches(own: Plan) -> tuple[Branch, ...]:
+    return own.stage.forks[0].branches
 
 
 REFUSED: dict[str, tuple[Callable[[Plan], Plan], str]] = {
     "another axis": (lambda p: _moved(p, axis="dp"), "mesh axis of several ranks"),
     "a coordinate that is none": (
-        lambda p: _moved(p, branches=(replace(p.forks[0].branches[0], coordinate=2), p.forks[0].branches[1])),
+        lambda p: _moved(p, branches=(replace(_branches(p)[0], coordinate=2), _branches(p)[1])),
         "at each of some coordinates",
     ),
     "a coordinate twice": (
-        lambda p: _moved(p, branches=tuple(replace(b, coordinate=1) for b in p.forks[0].branches)),
+        lambda p: _moved(p, branches=tuple(replace(b, coordinate=1) for b in _branches(p))),
         "at each of some coordinates",
     ),
     "an unknown node": (lambda p: _moved(p, branches=(Branch(0, ("nothing",)),)), "nodes of the model"),
     "a node twice": (lambda p: _moved(p, branches=tuple(
-        replace(b, nodes=(*b.nodes, "relu")) for b in p.forks[0].branches)), "in several"),
+        replace(b, nodes=(*b.nodes, "relu")) for b in _branches(p))), "in several"),
     "a constant or a loss": (lambda p: _moved(p, branches=(Branch(0, ("cross_entropy_loss",)),)), "a loss"),
     "a node left out": (lambda p: _moved(p, branches=(
-        replace(p.forks[0].branches[0], nodes=tuple(n for n in p.forks[0].branches[0].nodes if n != "relu")),
-        p.forks[0].branches[1])), "no path leaves and enters again|no rule|no way|nothing redistributes"),
+        replace(_branches(p)[0], nodes=tuple(n for n in _branches(p)[0].nodes if n != "relu")),
+        _branches(p)[1])), "no path leaves and enters again|no rule|no way|nothing redistributes"),
     "a way around": (lambda p: _moved(p, branches=(
         Branch(0, ("linear",)), Branch(1, ("linear_1",)))), "no path leaves|P|rule"),
     "branches that read each other": (lambda p: _moved(p, branches=(
         Branch(0, ("linear",)), Branch(1, ("relu",)))), "run at the same time"),
-    "no fork where placements ask for one": (lambda p: replace(p, forks=()), "a rule"),
-    "regathered parameters": (lambda p: replace(p, storage={
-        name: replace(kept, regather=True) for name, kept in p.storage.items()}), "regathered"),
+    "no fork where placements ask for one": (lambda p: p.placed(forks=()), "a rule"),
+    "regathered parameters": (lambda p: p.placed(storage={
+        name: replace(kept, regather=True) for name, kept in p.stage.storage.items()}), "regathered"),
     "recomputed": (lambda p: replace(p, recompute=("user",)), "computed again"),
 }  # fmt: skip
 
@@ -172,14 +176,14 @@ def test_random_numbers_are_refused() -> None:
     assert not regions(graph)
     names = tuple(node.name for node in graph.nodes if "dropout" in node.op)
     with pytest.raises(AutoparError, match="random numbers"):
-        verifier.verify(graph, replace(base, forks=(Fork("tp", (Branch(0, names),)),)), admits)
+        verifier.verify(graph, base.placed(forks=(Fork("tp", (Branch(0, names),)),)), admits)
 
 
 def test_integers_stay_inside() -> None:
     graph, base = _odd("integers")
     own = in_branches(graph, base, forks(graph, "tp", (0, 1)))
     verifier.verify(graph, own, admits)  # inside they are welcome
-    (fork,) = own.forks
+    (fork,) = own.stage.forks
     outside = ("aten.gather", "aten.expand")
 
     def without(branch: Branch) -> Branch:
@@ -188,7 +192,7 @@ def test_integers_stay_inside() -> None:
 
     cut = tuple(map(without, fork.branches))
     with pytest.raises(AutoparError, match="to leave a branch"):
-        verifier.verify(graph, replace(own, forks=(replace(fork, branches=cut),)), admits)
+        verifier.verify(graph, own.placed(forks=(replace(fork, branches=cut),)), admits)
 
 
 # Finding ----------------------------------------
@@ -264,7 +268,7 @@ def test_lanes_without_branches_are_the_plan_s() -> None:
     own = plan("two_towers", 1, 2, (1,))
     busy, idle = (lane.breakdown.compute_ns for lane in reversed(simulate(graph, own, load_profile("cpu")).lanes))
     assert busy > 2 * idle
-    assert len(in_order(graph, own)) == len(graph.nodes)
+    assert len(in_order(graph, own.stage)) == len(graph.nodes)
 
 
 def test_chosen_where_faster() -> None:
@@ -275,7 +279,7 @@ def test_chosen_where_faster() -> None:
         model, batch = inception.build(config).eval(), inception.example_inputs(config)
     mesh = autopar.Mesh("h100", devices_per_node=2)
     found = autopar.parallelize(model, mesh, batch, mode="inference", search="fast").plan
-    assert found.forks
+    assert found.stage.forks
     chosen = [choice for choice in found.choices if choice.kind == "fork"]
     assert all(choice.alternatives[0].extra_ns > 0 for choice in chosen)
     before = chosen[0].cost_ns + chosen[0].alternatives[0].extra_ns
@@ -289,7 +293,7 @@ def test_what_is_pinned_stays_out_of_branches() -> None:
         model, batch = inception.build(config).eval(), inception.example_inputs(config)
     mesh, rule = autopar.Mesh("h100", devices_per_node=2), autopar.Constraint("modules_.0.*", ("R", "I"))
     found = autopar.parallelize(model, mesh, batch, mode="inference", search="fast", constraints=[rule]).plan
-    inside = [found.scopes[name] for fork in found.forks for branch in fork.branches for name in branch.nodes]
+    inside = [found.scopes[name] for fork in found.stage.forks for branch in fork.branches for name in branch.nodes]
     assert any(scope.startswith("modules_.1.") for scope in inside), "the module like it, which is not pinned"
     assert not any(scope.startswith("modules_.0.") for scope in inside)
 
@@ -300,13 +304,13 @@ def test_not_chosen_where_gradients_cost_more() -> None:
     with torch.device("meta"):
         model, batch = two_towers.build(config), two_towers.example_inputs(config)
     plan = autopar.parallelize(model, autopar.Mesh("h100", devices_per_node=2), batch, search="fast").plan
-    assert not plan.forks
+    assert not any(stage.forks for stage in plan.stages)
 
 
 def test_nothing_changes_that_is_not_faster() -> None:
     _, _, graph = case("two_towers")
     base = plan("two_towers", 1, 2, (0, 1))
-    fast = replace(base, forks=(), predicted=replace(base.predicted, step_time_ns=1))
+    fast = replace(base.placed(forks=()), predicted=replace(base.predicted, step_time_ns=1))
     scored: list[Plan] = []
 
     def score(one: Plan) -> Plan:
@@ -352,7 +356,7 @@ def test_ranks_meet_where_a_branch_begins_with_what_has_no_gradient() -> None:
     """Its first operator hands out the gradients of all: where that has none itself, they were never sent, and plans
     of models that are given a row of an input for each block ended in an error."""
     own = plan("scaled", 1, 2, (0,))
-    assert own.forks[0].branches[0].nodes[0].startswith("select")
+    assert own.stage.forks[0].branches[0].nodes[0].startswith("select")
     timeline = simulate(case("scaled")[2], own, load_profile("cpu"))
     first, second = ([(e.name, e.start_ns) for e in timeline.events if e.stream[0] == rank and e.stream[1] != "compute"]
                      for rank in (0, 1))  # fmt: skip

@@ -31,7 +31,7 @@ def test_equals_the_model(name: str) -> None:
     model_name, dp, tp, coordinates, zero = CASES[name]
     model, batch, graph = case(model_name)
     own = plan(model_name, dp, tp, coordinates, zero)
-    assert own.forks
+    assert own.stage.forks
     program = autopar.parallelize(model, own.mesh, batch, plan=own)
     state = {**model.state_dict(), **dict(model.named_buffers())}
     ranks = pool(dp * tp)

@@ -47,12 +47,12 @@ def planned(model: nn.Module, inputs: tuple[Any, ...], **how: Any) -> autopar.Pr
 def sharded(program: autopar.Program, model: nn.Module, inputs: tuple[Any, ...], steps: int = 2) -> list[list[Step]]:
     """The same of a program, on each rank."""
     plan = program.plan
-    real = tuple((axis.name, axis.size) for axis in plan.axes if axis.name != "microbatch")
-    axes = () if plan.stages or not real else real
+    real = tuple((axis.name, axis.size) for axis in plan.stages[0].axes if axis.name != "microbatch")
+    axes = () if len(plan.stages) > 1 or not real else real
     state = {name: tensor.clone() for name, tensor in (model_state(model) or {}).items()}
     job = (program.source, axes, state, inputs, steps)
     ranks: list[list[Step]] = thread_world(plan.mesh.num_devices).run(_run, *job)
-    return [_joined(ranks)] if plan.stages else ranks
+    return [_joined(ranks)] if len(plan.stages) > 1 else ranks
 
 
 def _joined(ranks: list[list[Step]]) -> list[Step]:

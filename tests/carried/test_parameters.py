@@ -203,7 +203,7 @@ def test_ranks_with_unequal_shares_of_the_batch(write: Write, tmp_path: Path) ->
     model, mesh = Model(write), autopar.Mesh([(kind, 1, 1) for kind in kinds])
     graph = trace(model, batch())
     plan = template_of_graph(graph, mesh, split="speed", dp=2, zero=3)
-    assert any(axis.shares for axis in plan.axes)
+    assert any(axis.shares for axis in plan.stage.axes)
     assert program_differences(model, batch(), autopar.parallelize(model, mesh, batch(), plan=plan)) == []
 
 

@@ -13,7 +13,7 @@ import autopar
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis, I, Placement, R, parse_placement
-from autopar.ir.plan import NodePlan, Plan, Redistribute, Storage
+from autopar.ir.plan import NodePlan, Plan, Redistribute, Stage, Storage
 from autopar.ir.redistribution import Step, apply, cheapest_path, transfer_bytes
 from autopar.ir.verifier import output_placement
 from autopar.ops import axis_rules, shape_error
@@ -54,15 +54,11 @@ class _Follower:
             fingerprint=self.graph.fingerprint,
             model=self.graph.model_name,
             mesh=autopar.Mesh("cpu", devices_per_node=math.prod(axis.size for axis in self.axes)),
-            axes=self.axes,
-            inputs=self.inputs,
-            storage=self.storage,
-            nodes=nodes,
-            redistributes=(),
+            stages=(Stage(0, self.axes, self.inputs, self.storage, nodes),),
         )
         for name in (*self.graph.outputs, *self.graph.mutations.values()):
-            self._bring(name, output_placement(self.graph, draft, name))
-        plan = replace(draft, redistributes=tuple(self.redistributes.values()))
+            self._bring(name, output_placement(self.graph, draft.stage, name))
+        plan = draft.placed(redistributes=tuple(self.redistributes.values()))
         return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(self.graph, plan)))
 
     def _choose(self, node: Node) -> NodePlan:

@@ -85,11 +85,11 @@ def assert_equal(model: nn.Module, batch: Tensors, program: PlannedProgram) -> l
 
 def stored(plan: Plan, name: str) -> str:
     """How a parameter is stored: one type an axis."""
-    return " ".join(map(str, plan.storage[name].placement))
+    return " ".join(map(str, plan.stage.storage[name].placement))
 
 
 def operands_of(program: PlannedProgram, op: str) -> list[list[str]]:
     """For each node of an operator, the placements of its operands."""
     plan = program.plan
     nodes = [node for node in program._graph.nodes if node.op == op]
-    return [[" ".join(map(str, placement)) for placement in plan.nodes[node.name].operands] for node in nodes]
+    return [[" ".join(map(str, placement)) for placement in plan.stage.nodes[node.name].operands] for node in nodes]

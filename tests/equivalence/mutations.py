@@ -55,12 +55,11 @@ class Mutation:
 
     def apply(self, plan: Plan) -> Plan:
         """The mutated plan."""
-        conversions = {(r.tensor, r.target): r for r in plan.redistributes} | dict(self.conversions)
-        return replace(
-            plan,
-            inputs={**plan.inputs, **self.inputs},
-            storage={**plan.storage, **self.storage},
-            nodes={**plan.nodes, **self.nodes},
+        conversions = {(r.tensor, r.target): r for r in plan.stage.redistributes} | dict(self.conversions)
+        return plan.placed(
+            inputs={**plan.stage.inputs, **self.inputs},
+            storage={**plan.stage.storage, **self.storage},
+            nodes={**plan.stage.nodes, **self.nodes},
             redistributes=tuple(r for r in conversions.values() if r is not None),
         )
 
@@ -74,7 +73,9 @@ class Mutation:
         """What it changes and what it reads, by which it is seen whether two mutations meet."""
         nodes = [graph.node_by_name[name] for name in self.nodes]
         made = {tensor for node in nodes for tensor in node.results}
-        read = {pair for node in nodes for pair in zip(node.operands, plan.nodes[node.name].operands, strict=True)}
+        read = {
+            pair for node in nodes for pair in zip(node.operands, plan.stage.nodes[node.name].operands, strict=True)
+        }
         changed = {*self.nodes, *made, *self.storage, *self.inputs, *self.conversions}
         return Reach(frozenset(changed), frozenset({*read, *self.around(graph)}))
 
@@ -109,7 +110,7 @@ class Site:
         """The readers' plans with another placement where they read this value."""
         found: dict[str, NodePlan] = {}
         for node, position in self.readers:
-            before = found.get(node.name, self.plan.nodes[node.name])
+            before = found.get(node.name, self.plan.stage.nodes[node.name])
             operands = (*before.operands[:position], target, *before.operands[position + 1 :])
             found[node.name] = replace(before, operands=operands)
         return found
@@ -131,9 +132,9 @@ def left_at(placement: Placement, axis: int, type_: Type) -> Placement:
 
 def sources(graph: Graph, plan: Plan) -> dict[str, Placement]:
     """The placement in which each tensor is stored, comes in or is left by its operator."""
-    found = dict(plan.inputs) | {name: storage.placement for name, storage in plan.storage.items()}
+    found = dict(plan.stage.inputs) | {name: storage.placement for name, storage in plan.stage.storage.items()}
     for node in graph.nodes:
-        found.update(zip(node.results, plan.nodes[node.name].results, strict=True))
+        found.update(zip(node.results, plan.stage.nodes[node.name].results, strict=True))
     return found
 
 
@@ -142,10 +143,11 @@ def sites(graph: Graph, plan: Plan) -> list[Site]:
     placed = sources(graph, plan)
     readers: dict[Value, list[tuple[Node, int]]] = {}
     for node in graph.nodes:
-        for position, value in enumerate(zip(node.operands, plan.nodes[node.name].operands, strict=True)):
+        for position, value in enumerate(zip(node.operands, plan.stage.nodes[node.name].operands, strict=True)):
             readers.setdefault(value, []).append((node, position))
     return [
-        Site(graph, plan, r, placed[r.tensor], tuple(readers.get((r.tensor, r.target), ()))) for r in plan.redistributes
+        Site(graph, plan, r, placed[r.tensor], tuple(readers.get((r.tensor, r.target), ())))
+        for r in plan.stage.redistributes
     ]
 
 
@@ -175,7 +177,7 @@ def swap_step(site: Site) -> Iterator[Mutation]:
 def move_step(site: Site) -> Iterator[Mutation]:
     steps = site.redistribute.steps
     for i, step in enumerate(steps):
-        for axis in range(-1, len(site.plan.axes) + 1):
+        for axis in range(-1, len(site.plan.stage.axes) + 1):
             if axis != step.axis:
                 moved = (*steps[:i], step._replace(axis=axis), *steps[i + 1 :])
                 yield site.with_steps(f"step {i} on axis {axis}", moved)
@@ -207,12 +209,12 @@ def swap_source(site: Site) -> Iterator[Mutation]:
 
 def _left_as(site: Site, tensor: str, placement: Placement) -> Mutation:
     plan = site.plan
-    if tensor in plan.inputs:
+    if tensor in plan.stage.inputs:
         return Mutation("", inputs={tensor: placement})
-    if tensor in plan.storage:
-        return Mutation("", storage={tensor: replace(plan.storage[tensor], placement=placement)})
+    if tensor in plan.stage.storage:
+        return Mutation("", storage={tensor: replace(plan.stage.storage[tensor], placement=placement)})
     node = site.graph.producers[tensor]
-    before = plan.nodes[node.name]
+    before = plan.stage.nodes[node.name]
     results = tuple(
         placement if name == tensor else old for name, old in zip(node.results, before.results, strict=True)
     )
@@ -295,7 +297,7 @@ def swap_source_rule(site: Site) -> Iterator[Mutation]:
 def flags(site: Site) -> Iterator[Mutation]:
     """When a stored tensor is gathered and its gradient reduced."""
     tensor = site.redistribute.tensor
-    storage = site.plan.storage.get(tensor)
+    storage = site.plan.stage.storage.get(tensor)
     for regather in (False, True):
         for reduce in (False, True):
             other = storage and replace(storage, regather=regather, reduce_each_microbatch=reduce)
@@ -311,8 +313,8 @@ CONSISTENT = (reorder, detour, drop_for_readers, drop_step_for_readers, swap_for
 
 def swap_rule(graph: Graph, plan: Plan, node: Node) -> Iterator[Mutation]:
     """The node by each other rule of its operator on each axis, rerouted."""
-    before = plan.nodes[node.name]
-    for axis in range(len(plan.axes)):
+    before = plan.stage.nodes[node.name]
+    for axis in range(len(plan.stage.axes)):
         own = AxisRule(tuple(p[axis] for p in before.operands), tuple(p[axis] for p in before.results))
         for rule in axis_rules(graph, node):
             if rule == own:
@@ -328,9 +330,9 @@ def swap_rule(graph: Graph, plan: Plan, node: Node) -> Iterator[Mutation]:
 
 def swap_given(graph: Graph, plan: Plan, tensor: str) -> Iterator[Mutation]:
     """A stored tensor or an input in each other type on each axis, rerouted."""
-    storage = plan.storage.get(tensor)
-    placement = storage.placement if storage else plan.inputs[tensor]
-    for axis in range(len(plan.axes)):
+    storage = plan.stage.storage.get(tensor)
+    placement = storage.placement if storage else plan.stage.inputs[tensor]
+    for axis in range(len(plan.stage.axes)):
         for type_ in all_types(graph, tensor, placement[axis]):
             other = left_at(placement, axis, type_)
             what = f"{tensor} given as {format_placement(other)}"
@@ -346,7 +348,7 @@ def rerouted(graph: Graph, plan: Plan, mutation: Mutation) -> Iterator[Mutation]
     changed = mutation.apply(plan)
     old, new = sources(graph, plan), sources(graph, changed)
     conversions: dict[Value, Redistribute | None] = {}
-    existing = [(r.tensor, r.target) for r in plan.redistributes]
+    existing = [(r.tensor, r.target) for r in plan.stage.redistributes]
     for tensor in sorted(mutation.around(graph)):
         wanted = _wanted(graph, changed, tensor)
         stale = [value for value in existing if value[0] == tensor and value not in wanted]
@@ -364,9 +366,9 @@ def rerouted(graph: Graph, plan: Plan, mutation: Mutation) -> Iterator[Mutation]
 
 
 def _wanted(graph: Graph, plan: Plan, tensor: str) -> list[Value]:
-    read = [(tensor, plan.nodes[node.name].operands[position]) for node, position in graph.consumers[tensor]]
+    read = [(tensor, plan.stage.nodes[node.name].operands[position]) for node, position in graph.consumers[tensor]]
     if tensor in (*graph.outputs, *graph.mutations.values()):
-        read.append((tensor, output_placement(graph, plan, tensor)))
+        read.append((tensor, output_placement(graph, plan.stage, tensor)))
     return list(dict.fromkeys(read))
 
 
@@ -380,9 +382,9 @@ def mutations(graph: Graph, plan: Plan) -> list[Mutation]:
     for site in sites(graph, plan):
         for mutate in (*STRICT, *CONSISTENT):
             found += mutate(site)
-    if not plan.redistributes:
+    if not plan.stage.redistributes:
         for node in graph.nodes:
             found += swap_rule(graph, plan, node)
-        for tensor in (*plan.inputs, *plan.storage):
+        for tensor in (*plan.stage.inputs, *plan.stage.storage):
             found += swap_given(graph, plan, tensor)
     return list({mutation.key: mutation for mutation in found}.values())

@@ -106,13 +106,13 @@ def work_share(graph: Graph, plan: Plan) -> float:
 
     1 / devices where all are split, 1 where none is.
     """
-    first = (0,) * len(plan.axes)
+    first = (0,) * len(plan.stage.axes)
     whole, local = 0, 0
     for node in (node for node in graph.nodes if node.op in _PRODUCTS):
-        placed = plan.nodes[node.name]
+        placed = plan.stage.nodes[node.name]
         operands, results = ([graph.tensors[name].shape for name in names] for names in (node.operands, node.results))
         cut = (
-            tuple(local_shape(shape, placement, plan.axes, first) for shape, placement in zip(*pair, strict=True))
+            tuple(local_shape(shape, placement, plan.stage.axes, first) for shape, placement in zip(*pair, strict=True))
             for pair in ((operands, placed.operands), (results, placed.results))
         )
         whole += flops(node, tuple(operands), tuple(results))

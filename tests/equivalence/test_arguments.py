@@ -166,7 +166,7 @@ class Temperature(Base):
 def test_inputs_without_a_batch_are_the_same_on_all_ranks() -> None:
     inputs = X, Y, torch.tensor(2.0), torch.arange(8.0).view(2, 4)
     plan = autopar.template_plan(Temperature(), autopar.Mesh("cpu", devices_per_node=4), inputs, dp=4)
-    kinds = {name: placement[0].kind for name, placement in plan.inputs.items()}
+    kinds = {name: placement[0].kind for name, placement in plan.stage.inputs.items()}
     assert kinds["x"] == kinds["y"] == "S" and "S" not in (kinds["t"], kinds["edges"])
     assert_alike(Temperature(), inputs, "dp")
 

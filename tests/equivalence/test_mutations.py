@@ -87,7 +87,7 @@ def prove_plan(model_name: str, plan_name: str) -> None:
     """All mutants of a plan."""
     proved = case(model_name, plan_name)
     tally = prove(proved, mutations(proved.graph, proved.plan), pool(proved.plan.mesh.num_devices), Verifier())
-    print(f"\n{model_name}, {plan_name}, {len(proved.plan.redistributes)} redistributions: {tally}")
+    print(f"\n{model_name}, {plan_name}, {len(proved.plan.stage.redistributes)} redistributions: {tally}")
     assert not tally.wrong, "\n\n".join(tally.wrong)
     assert tally.refused and tally.equal
     silent = [str(error) for _, error in tally.refused if not NAMES_NODE_AND_LINE.search(str(error))]
@@ -125,7 +125,7 @@ def test_a_wrong_mutant_is_found_among_others() -> None:
     def lenient(graph: Graph, plan: Plan) -> None:
         """The verifier, but for the node that the planted mutant changes."""
         name = next(iter(planted.nodes))
-        if plan.nodes[name] != planted.nodes[name]:
+        if plan.stage.nodes[name] != planted.stage.nodes[name]:
             verify(graph, plan)
 
     tally = prove(proved, [planted, *good[:200]], pool(2), lenient)

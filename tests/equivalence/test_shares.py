@@ -78,7 +78,7 @@ def test_unequal_shares_equal_the_model(case: str, kinds: tuple[str, str]) -> No
     graph = trace(model, batch)
     mesh = autopar.Mesh([(kind, 1, count) for kind, count in zip(kinds, counts, strict=True)])
     plan = template_of_graph(graph, mesh, split="speed", **asked)
-    axis = next(axis for axis in plan.axes if axis.name == "dp")
+    axis = next(axis for axis in plan.stage.axes if axis.name == "dp")
     assert axis.shares[0] > axis.shares[-1], "the faster device has more rows"
     program = autopar.parallelize(model, mesh, batch, plan=Plan.from_json(plan.to_json()))
     state = {**model.state_dict(), **dict(model.named_buffers())}
@@ -92,4 +92,4 @@ def test_unequal_shares_equal_the_model(case: str, kinds: tuple[str, str]) -> No
 
 def sent(graph: Any, plan: Plan) -> Mapping[str, int]:
     part = graph if plan.microbatches == 1 else one_microbatch(graph, types_of(plan), plan.microbatches)
-    return traffic_over_microbatches(graph, plan, part, one_microbatch_plan(plan))
+    return traffic_over_microbatches(graph, plan.parts[0], part, one_microbatch_plan(plan).parts[0])

@@ -42,13 +42,13 @@ def test_step_equals_model(model_name: str, plan_name: str) -> None:
 
 def check_split(graph: Graph, plan: Plan) -> None:
     """A plan that replicates everything would be equal trivially, so what each plan is for must have happened."""
-    for position, axis in enumerate(plan.axes):
-        kinds = {name: storage.placement[position].kind for name, storage in plan.storage.items()}
+    for position, axis in enumerate(plan.stage.axes):
+        kinds = {name: storage.placement[position].kind for name, storage in plan.stage.storage.items()}
         if axis.name == "dp":
-            assert {str(placement[position]) for placement in plan.inputs.values()} == {"S(0)"}
+            assert {str(placement[position]) for placement in plan.stage.inputs.values()} == {"S(0)"}
         elif axis.name == "tp":
             assert any(kind == "S" and len(graph.tensors[name].shape) > 1 for name, kind in kinds.items())
     devices = plan.mesh.num_devices
     share = planned.work_share(graph, plan)
-    most = 0.55 if plan.forks else 1.15 / devices  # three branches on four ranks, say
+    most = 0.55 if plan.stage.forks else 1.15 / devices  # three branches on four ranks, say
     assert share <= most, f"a rank of {devices} computes {share:.0%} of the matrix products"

@@ -18,7 +18,7 @@ from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import make_axes
 from autopar.ir.placement import Axis, R, S, evenly, is_even, lengths_along, local_shape, longest_part, num_shards
-from autopar.ir.plan import Branch, Fork, Plan, Stage
+from autopar.ir.plan import Branch, Fork, Plan
 from autopar.ir.shares import alike_ranks, axis_text, seen_from
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
@@ -95,7 +95,7 @@ def plan() -> Plan:
 
 def shared(shares: tuple[int, ...], of: Plan | None = None) -> Plan:
     of = of or plan()
-    return replace(of, axes=(of.axes[0]._replace(shares=shares), *of.axes[1:]))
+    return of.placed(axes=(of.stage.axes[0]._replace(shares=shares), *of.stage.axes[1:]))
 
 
 def test_a_plan_with_shares_is_verified_printed_and_read_back() -> None:
@@ -137,15 +137,14 @@ def test_parameters_that_are_used_in_slices_are_refused() -> None:
 
 def test_shares_of_several_axes_or_stages_or_beside_branches_are_refused() -> None:
     both = template_of_graph(graph(), autopar.Mesh("cpu", devices_per_node=4), dp=2, tp=2)
-    axes = tuple(axis._replace(shares=(3, 1)) for axis in both.axes)
+    axes = tuple(axis._replace(shares=(3, 1)) for axis in both.stage.axes)
     with pytest.raises(PlanError, match="expected shares on one axis, found dp=2"):
-        verifier.verify(graph(), replace(both, axes=axes), admits)
+        verifier.verify(graph(), both.placed(axes=axes), admits)
     own = shared((3, 1))
     fork = Fork("dp", (Branch(0, (graph().nodes[0].name,)), Branch(1, (graph().nodes[1].name,))))
     with pytest.raises(PlanError, match=r"expected branches on equal ranks with equal shares, .* with dp=2"):
-        verifier.verify(graph(), replace(own, forks=(fork,)), admits)
-    stage = Stage(0, own.axes, own.inputs, own.storage, own.nodes, own.redistributes)
-    staged = replace(own, axes=(), inputs={}, storage={}, nodes={}, redistributes=(), stages=(stage,))
+        verifier.verify(graph(), own.placed(forks=(fork,)), admits)
+    staged = replace(own, stages=(own.stage, own.stage))
     with pytest.raises(PlanError, match="expected shares in plans of one stage"):
         verifier.verify(graph(), staged, admits)
 

@@ -41,6 +41,6 @@ def test_microbatches_cut_the_inputs_that_the_plan_says() -> None:
     graph, choices = planned(2, norm=False)
     plan, _ = make_plan(graph, choices)
     (name,) = plan.microbatch_inputs
-    whole = replace(plan, inputs={name: (R, *plan.inputs[name][1:])})
+    whole = plan.placed(inputs={name: (R, *plan.stage.inputs[name][1:])})
     with pytest.raises(PlacementError, match=r"as S\(0\) over microbatches, found R"):
         verifier.verify(graph, whole, admits)

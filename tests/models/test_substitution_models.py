@@ -32,7 +32,7 @@ def test_a_plan_of_two_ranks_computes_what_the_model_computes(name: str) -> None
     model, batch = module.build(config), module.example_inputs(config)
     plan = autopar.template_plan(model, autopar.Mesh("cpu", devices_per_node=2), batch, **choices)
     program = autopar.parallelize(model, plan.mesh, batch, plan=plan)
-    split = plan.inputs if "dp" in choices else {n: s.placement for n, s in plan.storage.items()}
+    split = plan.stage.inputs if "dp" in choices else {n: s.placement for n, s in plan.stage.storage.items()}
     assert any(str(placement[0]).startswith("S") for placement in split.values())
     state = {**model.state_dict(), **dict(model.named_buffers())}
     ranks = pool(2).run(step_on_rank, program.source, state, batch)

@@ -68,7 +68,7 @@ def test_a_short_model_stands_for_the_whole() -> None:
     played = simulate(part, short.start.plan, load_profile("h100"))
     assert short.start.world.score.step_time_ns(short.start.plan) == played.step_time_ns
     again = short.lifted(graph(), short.start.plan)
-    assert again.nodes == start.plan.nodes and again.storage == start.plan.storage
+    assert again.stage.nodes == start.plan.stage.nodes and again.stage.storage == start.plan.stage.storage
 
 
 def test_what_was_found_is_done_in_all_blocks_and_simulated_there() -> None:
@@ -83,7 +83,7 @@ def test_what_was_found_is_done_in_all_blocks_and_simulated_there() -> None:
     alike = {f"layers.{n}" for n in range(KEPT - 2, LAYERS - 1)}  # one of the short model, and those it stands for
     for node in graph().nodes:
         if any(path in alike for path, _ in node.scope.path):
-            kinds.setdefault(blocks.representative_node(node.name), set()).add(plan.nodes[node.name])
+            kinds.setdefault(blocks.representative_node(node.name), set()).add(plan.stage.nodes[node.name])
     assert kinds and all(len(found) == 1 for found in kinds.values())
     assert autopar.Plan.from_json(plan.to_json()) == plan
 

@@ -193,21 +193,21 @@ def test_operator_without_rule_is_reported_as_replicated(function: Callable[...,
     assert f"replicated: {op}" in str(plan)
     name = next(name for name, scope in plan.scopes.items() if op in scope)
     assert autopar.Plan.from_json(plan.to_json()).coverage == plan.coverage
-    assert all(type_.kind in "RI" for placement in plan.nodes[name].results for type_ in placement)
+    assert all(type_.kind in "RI" for placement in plan.stage.nodes[name].results for type_ in placement)
 
 
 def test_every_dropped_or_swapped_redistribution_is_refused() -> None:
     """The verifier accepts no plan that lacks a redistribution it has, or in which one ends elsewhere."""
     graph = trace(*model_and_batch())
     plan = template_of_graph(graph, autopar.Mesh("h100", devices_per_node=4), dp=2, tp=2)
-    assert plan.redistributes
-    for position, item in enumerate(plan.redistributes):
-        rest = (*plan.redistributes[:position], *plan.redistributes[position + 1 :])
+    assert plan.stage.redistributes
+    for position, item in enumerate(plan.stage.redistributes):
+        rest = (*plan.stage.redistributes[:position], *plan.stage.redistributes[position + 1 :])
         with pytest.raises(errors.PlacementError):
-            verifier.verify(graph, dataclasses.replace(plan, redistributes=rest), admits)
+            verifier.verify(graph, plan.placed(redistributes=rest), admits)
         shorter = dataclasses.replace(item, steps=item.steps[:-1])
         with pytest.raises(errors.PlacementError):
-            verifier.verify(graph, dataclasses.replace(plan, redistributes=(*rest, shorter)), admits)
+            verifier.verify(graph, plan.placed(redistributes=(*rest, shorter)), admits)
 
 
 MESH = autopar.Mesh("h100", devices_per_node=2)

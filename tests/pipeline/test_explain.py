@@ -192,7 +192,7 @@ def test_near_names_are_told_where_nothing_matches() -> None:
 
 def test_what_was_chosen_for_one_of_equal_layers_alone_is_told_there() -> None:
     plan = shared_plan()
-    up = {plan.scopes[name].split("|")[0]: name for name in plan.nodes if plan.scopes[name].startswith("layers.")}
+    up = {plan.scopes[name].split("|")[0]: name for name in plan.stage.nodes if plan.scopes[name].startswith("layers.")}
     first = next(item for item in plan.choices if item.name == up["layers.0.mlp.up"])
     alone = replace(first, name=up["layers.2.mlp.up"], count=1, alternatives=(Alternative("as the others", 7_000, 0),))
     told = replace(plan, choices=(*plan.choices, alone))

@@ -144,13 +144,13 @@ def test_near_is_as_good_as_everywhere_and_the_report_says_what_was_looked_at() 
 def test_branches_are_set_beside_what_substitutions_gain_and_hide_neither() -> None:
     """Projections of one input may run side by side; merged, they take less yet."""
     beside = planned_jointly(graph(), request((), replace(BUDGET, substitutions=False)))[1]
-    assert beside.forks and beside.predicted.step_time_ns < plan().predicted.step_time_ns
-    assert not chosen().forks and chosen().predicted.step_time_ns < beside.predicted.step_time_ns
+    assert beside.stage.forks and beside.predicted.step_time_ns < plan().predicted.step_time_ns
+    assert not chosen().stage.forks and chosen().predicted.step_time_ns < beside.predicted.step_time_ns
 
 
 def test_the_search_for_graphs_is_deterministic() -> None:
     again = planned_jointly(graph(), request())[1]
-    assert chosen().substitutions == again.substitutions and chosen().nodes == again.nodes
+    assert chosen().substitutions == again.substitutions and chosen().stages == again.stages
 
 
 def test_an_interrupt_while_graphs_are_planned_ends_with_the_best_so_far() -> None:

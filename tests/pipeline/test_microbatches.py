@@ -25,7 +25,7 @@ def small_gpt() -> tuple[nn.Module, dict[str, Tensor]]:
 def test_the_plan_says_what_each_microbatch_is() -> None:
     model, batch = small_gpt()
     plan = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
-    assert (plan.microbatches, plan.axes[0].name, plan.axes[0].size) == (4, "microbatch", 4)
+    assert (plan.microbatches, plan.stage.axes[0].name, plan.stage.axes[0].size) == (4, "microbatch", 4)
     assert autopar.Plan.from_json(plan.to_json()) == plan
     assert plan.timeline().step_time_ns == plan.predicted.step_time_ns
     source = autopar.parallelize(model, MESH, batch, plan=plan).source
@@ -124,9 +124,9 @@ def test_microbatches_are_never_joined_again() -> None:
     """A plan that gathers over microbatches, which run one after another, is refused."""
     model, batch = small_gpt()
     plan = autopar.template_plan(model, MESH, batch, dp=2, microbatches=4)
-    node = next(name for name, node in plan.nodes.items() if node.operands and str(node.operands[0][0]) == "S(0)")
-    changed = replace(
-        plan.nodes[node], operands=((R, *plan.nodes[node].operands[0][1:]), *plan.nodes[node].operands[1:])
-    )
+    nodes = plan.stage.nodes
+    node = next(name for name, node in nodes.items() if node.operands and str(node.operands[0][0]) == "S(0)")
+    first, *others = nodes[node].operands
+    changed = replace(nodes[node], operands=((R, *first[1:]), *others))
     with pytest.raises(PlacementError, match=r"nothing redistributes it|follow a rule"):
-        autopar.verify(replace(plan, nodes={**plan.nodes, node: changed}), model, batch)
+        autopar.verify(plan.placed(nodes={**nodes, node: changed}), model, batch)

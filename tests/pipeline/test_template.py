@@ -20,10 +20,10 @@ def test_frozen_parameters_are_stored_whole_without_a_gradient(choices: dict[str
     model.layers[0].requires_grad_(False)
     mesh = autopar.Mesh("h100", devices_per_node=choices.get("dp", 1) * choices.get("tp", 1))
     plan = autopar.template_plan(model, mesh, batch, **choices)
-    assert I not in plan.storage["layers.0.weight"].placement
+    assert I not in plan.stage.storage["layers.0.weight"].placement
     if choices == {"dp": 2}:
-        assert plan.storage["layers.0.weight"].placement == (R,)
-        assert plan.storage["layers.1.weight"].placement == (I,)
+        assert plan.stage.storage["layers.0.weight"].placement == (R,)
+        assert plan.stage.storage["layers.1.weight"].placement == (I,)
     assert "requires_grad=False" in autopar.parallelize(model, mesh, batch, plan=plan).source
 
 
@@ -38,7 +38,7 @@ def test_data_parallel_ranks_compute_their_samples_alone(module: ModuleType) -> 
     for node in graph.nodes:
         if made & {*node.operands}:
             made |= {*node.results}
-            assert plan.nodes[node.name].results[0][0].kind in "SP", node
+            assert plan.stage.nodes[node.name].results[0][0].kind in "SP", node
             if "batch_norm" in node.op:
-                assert plan.nodes[node.name].operands[0] == (S(0),)
+                assert plan.stage.nodes[node.name].operands[0] == (S(0),)
     assert graph.loss in made

@@ -56,7 +56,7 @@ def test_a_template_that_does_not_fit_is_not_taken(graph: Graph) -> None:
     limit = small.predicted.peak_bytes * 9 // 10
     slow = replace(small, predicted=replace(small.predicted, step_time_ns=10**12))
     found = with_templates(graph, slow, request(limit=limit))
-    assert found.nodes is slow.nodes or found.predicted.peak_bytes <= limit
+    assert found.stage.nodes is slow.stage.nodes or found.predicted.peak_bytes <= limit
 
 
 @pytest.mark.parametrize(
@@ -147,6 +147,6 @@ def test_no_template_that_takes_longer_at_least_is_played(deep: Graph) -> None:
     fast = template_of_graph(deep, MESH, dp=4)
     fast = replace(fast, predicted=replace(fast.predicted, step_time_ns=1))
     found = with_templates(deep, fast, request())
-    assert found.nodes is fast.nodes
+    assert found.stage.nodes is fast.stage.nodes
     rows = [row for row in found.search.tried if "template" in row]
     assert rows and all("at least" in row["infeasible"] for row in rows)

@@ -174,7 +174,7 @@ def plan_problems(
 ) -> list[str]:
     """As `problems`, of a plan of one stage that foretells bytes, or of several."""
     source = emit(subject.graph, plan)
-    axes = () if plan.stages else tuple((axis.name, axis.size) for axis in _ranks_axes(plan))
+    axes = () if len(plan.stages) > 1 else tuple((axis.name, axis.size) for axis in _ranks_axes(plan.stage))
     common = (source, axes, subject.state, subject.batch)
     world = plan.mesh.num_devices
     if subject.mode == "inference":
@@ -187,7 +187,7 @@ def plan_problems(
         parts = _parts(subject.graph, plan, rank)
         wrong += [f"rank {rank}, first step: {text}" for text in parts.differences(first, one, subject.is_exact)]
         wrong += [f"rank {rank}, second step: {text}" for text in parts.differences(second, two, False)]
-    submeshes = bytes_by_submesh(plan, subject.graph) if plan.stages else [(range(world), predicted or {})]
+    submeshes = bytes_by_submesh(plan, subject.graph) if len(plan.stages) > 1 else [(range(world), predicted or {})]
     return wrong + [text for ranks, says in submeshes for text in _wrong_bytes(ranks, says, [r[2] for r in results])]
 
 
@@ -313,7 +313,7 @@ class _Parts:
 
 def _parts(graph: Graph, plan: Plan, rank: int) -> _Parts:
     """Of the rank's stages, whose axes are alike; placements without the microbatches'."""
-    stages = [stage for stage in plan.stages if rank in stage.ranks] or [plan]
+    stages = [stage for stage in plan.stages if rank in stage.ranks]
     names = {stored.tensor: stored.name for stored in graph.stored}
     sizes = tuple(axis.size for axis in _ranks_axes(stages[0]))
     placements = {
@@ -322,11 +322,12 @@ def _parts(graph: Graph, plan: Plan, rank: int) -> _Parts:
         for tensor, kept in stage.storage.items()
     }
     trained = {stored.name for stored in graph.stored if stored.kind == "parameter" and stored.requires_grad}
-    first = plan.stages and stages[0].first_rank  # type: ignore[union-attr]
-    return _Parts(placements, sizes, _coordinate(rank - (first or 0), sizes), frozenset(trained & set(placements)))
+    return _Parts(
+        placements, sizes, _coordinate(rank - stages[0].first_rank, sizes), frozenset(trained & set(placements))
+    )
 
 
-def _ranks_axes(placed: Plan | Stage) -> list[Axis]:
+def _ranks_axes(placed: Stage) -> list[Axis]:
     return [axis for axis in placed.axes if axis.name != MICROBATCH]
 
 

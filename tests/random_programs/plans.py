@@ -156,9 +156,9 @@ def draft_plan(part: DividedGraph, choices: Choices, mode: str = "train") -> Pla
     place = Place(part, axes, Request(mesh, mode, None, None, (), SearchBudget()), _profile())
     inputs, storage, nodes = dict(choices.inputs), dict(choices.storage), dict(choices.nodes)
     path = partial(_path, axes, choices.ways)
-    plan = replace(place.draft(), inputs=inputs, storage=storage, nodes=nodes)
-    ends = verifier.ending(graph, plan)
-    plan = replace(plan, redistributes=_redistributes(part.graph, inputs, storage, nodes, ends, path))
+    plan = place.draft().placed(inputs=inputs, storage=storage, nodes=nodes)
+    ends = verifier.ending(graph, plan.stage)
+    plan = plan.placed(redistributes=_redistributes(part.graph, inputs, storage, nodes, ends, path))
     return replace(plan, predicted=replace(plan.predicted, comm_bytes=traffic(part.graph, plan)))
 
 

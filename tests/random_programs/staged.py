@@ -196,14 +196,18 @@ def _cut(graph: Graph, plans: Sequence[Plan], choices: StagedChoices, mesh: Mesh
         return staging.cut(
             graph, plans, choices.members, choices.first_ranks, choices.schedule, mesh, profiles_of(mesh)
         )
-    what = staging._Cut(graph, plans, choices.members, choices.first_ranks, mesh, profiles_of(mesh))
+    what = staging._Cut(
+        graph, [plan.stage for plan in plans], choices.members, choices.first_ranks, mesh, profiles_of(mesh)
+    )
     reads = [staging._reads(what, index) for index in range(len(plans))]
     rng = random.Random(choices.handovers)
     handed = [
         {name: _other_handover(what, index, name, item, reads[index], rng) for name, item in found.items()}
         for index, found in enumerate(staging._received(what, pairs, index) for index, pairs in enumerate(reads))
     ]
-    return staging._joined(what, reads, handed, choices.schedule)
+    stages = tuple(staging._stage(what, reads, handed, index) for index in range(len(plans)))
+    plan = replace(plans[0], mesh=mesh, stages=stages, schedule=choices.schedule)
+    return staging._without_unread(what, plan, reads)
 
 
 def _other_handover(

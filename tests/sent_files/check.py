@@ -110,7 +110,11 @@ def _show(base: Base, plan: Plan, page: Path) -> None:
 
 def _differences(base: Base, graph: Graph, plan: Plan, source: str) -> str:
     """What differs from one device where the program runs; what the runtime refuses is none."""
-    axes = () if plan.stages else tuple((axis.name, axis.size) for axis in plan.axes if axis.name != MICROBATCH)
+    axes = (
+        ()
+        if len(plan.stages) > 1
+        else tuple((axis.name, axis.size) for axis in plan.stage.axes if axis.name != MICROBATCH)
+    )
     expected, gradients = base.expected
     job = (source, axes, base.state, base.batch, base.mode)
     for rank, (loss, found) in enumerate(run_in_threads(plan.mesh.num_devices, _run, job)):

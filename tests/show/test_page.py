@@ -91,7 +91,7 @@ def test_the_tree_unfolds_and_equal_blocks_are_one_row(page: Page) -> None:
     page.click(page.row("layers.0.mlp"))
     page.click(page.row("layers.0.mlp.up"))
     tiles = page.row("layers.0.mlp.up/parameter/layers.0.mlp.up.weight").find_elements("css selector", ".tile")
-    storage = sharded().storage["layers.0.mlp.up.weight"].placement
+    storage = sharded().stage.storage["layers.0.mlp.up.weight"].placement
     assert [tile.text for tile in tiles][: len(storage)] == [
         str(kind).replace("(", "").replace(")", "") for kind in storage
     ]
@@ -117,15 +117,15 @@ def test_the_tree_is_worked_by_keys(page: Page) -> None:
 def test_every_device_tells_the_slice_that_it_holds(page: Page) -> None:
     """Of the vocabulary of 97 rows over an axis of 4, which 97 is no multiple of."""
     plan = sharded()
-    name, storage = "embedding.token.weight", plan.storage["embedding.token.weight"].placement
+    name, storage = "embedding.token.weight", plan.stage.storage["embedding.token.weight"].placement
     page.one(".find").send_keys(name)
     page.click(page.row(f"embedding.token/parameter/{name}"))
     cells = page.all(".details .device")
     assert len(cells) == 8
-    for rank, coordinate in enumerate(coordinates(plan.axes)):
+    for rank, coordinate in enumerate(coordinates(plan.stage.axes)):
         page.run("arguments[0].dispatchEvent(new MouseEvent('mouseenter'))", cells[rank])
         told = page.one(".caption").text
-        shape = local_shape((97, 32), storage, plan.axes, coordinate)
+        shape = local_shape((97, 32), storage, plan.stage.axes, coordinate)
         spans = [(int(a), int(b)) for a, b in re.findall(r"(\d+):(\d+)", told.partition("[")[2])]
         whole = [(0, 97), (0, 32)]
         cut = [

@@ -82,17 +82,17 @@ def test_every_node_and_parameter_is_in_the_tree_once() -> None:
         own = sum(row["kind"] == kind for row in module["rows"])
         return module["count"] * (own + sum(count(child, kind) for child in module["modules"]))
 
-    tree = model_tree(plan, [plan.axes])
-    assert count(tree, "operator") == len(plan.nodes)
-    assert count(tree, "parameter") == len(plan.storage)
-    assert count(tree, "input") == len(plan.inputs)
+    tree = model_tree(plan, [plan.stage.axes])
+    assert count(tree, "operator") == len(plan.stage.nodes)
+    assert count(tree, "parameter") == len(plan.stage.storage)
+    assert count(tree, "input") == len(plan.stage.inputs)
 
 
 def test_siblings_that_differ_below_are_not_folded() -> None:
     plan = plan_of(dp=4)
-    name = next(name for name in plan.storage if name.startswith("layers.1."))
-    odd = replace(plan.storage[name], regather=True)
-    tree = model_tree(replace(plan, storage={**plan.storage, name: odd}), [plan.axes])
+    name = next(name for name in plan.stage.storage if name.startswith("layers.1."))
+    odd = replace(plan.stage.storage[name], regather=True)
+    tree = model_tree(plan.placed(storage={**plan.stage.storage, name: odd}), [plan.stage.axes])
     (layers,) = [module for module in tree["modules"] if module["name"] == "layers"]
     assert "1" in [module["name"] for module in layers["modules"]]
     assert spans(["4", "0", "2", "1"]) == "0–2, 4" and spans(["head"]) == "head"

@@ -31,9 +31,9 @@ def test_a_view_that_nobody_has_named_says_which_there_are() -> None:
 def test_a_plan_is_shown_where_nothing_but_the_plan_is_imported(tmp_path: Path) -> None:
     """As in a process that unpickles one."""
     source = (
-        "import sys; from autopar.ir.plan import Plan; from autopar.ir.mesh import Mesh\n"
+        "import sys; from autopar.ir.plan import Plan, Stage; from autopar.ir.mesh import Mesh\n"
         "assert not any(name.startswith('autopar.show') for name in sys.modules)\n"
-        "plan = Plan('', 'Model', Mesh('cpu', 1, 2), (), {}, {}, {}, (), memory_limit=1)\n"
+        "plan = Plan('', 'Model', Mesh('cpu', 1, 2), (Stage(0, ()),), memory_limit=1)\n"
         "assert 'Model on' in str(plan) and Plan.from_json(plan.to_json()) == plan"
     )
     root = Path(autopar.__file__).parents[1]

@@ -108,5 +108,5 @@ def test_parameters_of_a_stage_of_one_rank_are_no_dtensors(ways: dict[str, int],
     graph, plan = planned(**ways)
     updating = replace(FREE, optimizer_ns=(10**6, 9 * 10**6))
     free, busy = (played(runtime, graph, plan) for runtime in (FREE, updating))
-    for before, after, part in zip(free.lanes, busy.lanes, plan.parts, strict=True):
+    for before, after, part in zip(free.lanes, busy.lanes, plan.stages, strict=True):
         assert after.breakdown.optimizer_ns - before.breakdown.optimizer_ns == len(part.storage) * update_ns

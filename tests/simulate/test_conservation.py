@@ -110,7 +110,7 @@ def test_a_step_takes_as_long_as_its_streams_and_paths_and_its_parts_add_up(name
 
 def critical_path_ns(case: Case, profile: Profile) -> int:
     """The longest chain of items of one microbatch, forward over all stages and back, as if nothing ever queued."""
-    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.parts))
+    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.stages))
     arrived: dict[str, int] = {}
     ends = [_forward_ns(program, arrived) for program in programs]
     returned: dict[str, int] = {}
@@ -163,9 +163,9 @@ def test_memory_is_given_back_and_its_peak_is_at_least_what_stays(name: str, pro
 
 
 def _residents(case: Case, profile: Profile, first_rank: int) -> list[tuple[int, str]]:
-    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.parts))
+    programs = lower_stages(case.graph, case.plan, [profile] * len(case.plan.stages))
     stages = case.plan.stages
-    own = [p for n, p in enumerate(programs) if not stages or stages[n].first_rank == first_rank]
+    own = [p for n, p in enumerate(programs) if stages[n].first_rank == first_rank]
     return [resident for program in own for resident in program.residents]
 
 

@@ -76,11 +76,12 @@ def test_a_shared_parameter_that_is_regathered_to_several_placements_is_gathered
     """Its second gather was left out in the backward pass: such plans are simulated as a whole."""
     part, plan, profile = begin("gpt, tied, ZeRO-3, all computed again")
     (table,) = (item.tensor for item in part.graph.stored if len(part.graph.consumers[item.tensor]) > 1)
-    space = space_of(Place(part, plan.axes, Request(plan.mesh, "train", "adamw", None, (), SearchBudget()), profile))
+    request = Request(plan.mesh, "train", "adamw", None, (), SearchBudget())
+    space = space_of(Place(part, plan.stage.axes, request, profile))
     (_, (head, at)) = part.graph.consumers[table]
     stored = Storage((Type("S", 0), Type("S", 1)), regather=True, reduce_each_microbatch=True)
     options = {option.operands[at]: option for option in space.strategies[head.name]}
-    assert options.pop(plan.nodes[head.name].operands[at])
+    assert options.pop(plan.stage.nodes[head.name].operands[at])
     changes = [Change("", "", {head.name: option, table: stored}) for option in [*options.values()][:3]]
     drafts = [space.changed(space.draft(plan), change) for change in changes]
     for other in [draft.plan for draft in drafts if draft is not None]:
@@ -158,12 +159,12 @@ def test_only_what_changed_is_lowered_and_played(monkeypatch: pytest.MonkeyPatch
     lower, play = PartLowering.lower, PartPlayer.play_part
     monkeypatch.setattr(PartLowering, "lower", lambda *args: (lowered.append(args[1]), lower(*args))[1])
     monkeypatch.setattr(PartPlayer, "play_part", lambda *args: (played.append(args[0]), play(*args))[1])
-    incremental.step_time_ns(replace(plan, nodes=dict(plan.nodes)))
+    incremental.step_time_ns(plan.placed(nodes=dict(plan.stage.nodes)))
     assert not lowered and not played, "an equal plan is known"
     name = next(node.name for node in part.graph.nodes if "gelu" in node.op)
-    whole = plan.nodes[name].operands[0]
+    whole = plan.stage.nodes[name].operands[0]
     cut = Proposer(part, plan, seed=1)
-    while (changed := cut.propose(plan, stores=0.0)).nodes[name].operands[0] == whole:
+    while (changed := cut.propose(plan, stores=0.0)).stage.nodes[name].operands[0] == whole:
         pass
     incremental.step_time_ns(changed)
     assert 1 <= len(lowered) <= 2 and 1 <= len(played) <= 8
@@ -171,7 +172,7 @@ def test_only_what_changed_is_lowered_and_played(monkeypatch: pytest.MonkeyPatch
 
 def test_a_missing_conversion_is_refused_as_in_a_whole_simulation() -> None:
     part, plan, profile = begin(GPT)
-    lacking, incremental = replace(plan, redistributes=()), Incremental(part.graph, profile)
+    lacking, incremental = plan.placed(redistributes=()), Incremental(part.graph, profile)
     with pytest.raises(PlanError, match="expected a redistribution of"):
         incremental.step_time_ns(lacking)
     whole = simulate(part.graph, plan, profile)

@@ -71,10 +71,11 @@ def test_equal_axes_change_places_in_all_decisions_and_back() -> None:
     assert real is not None
     other = space.changed(draft, real)
     assert other is not None
-    assert all(placed.results[0] == plan.nodes[name].results[0][::-1] for name, placed in other.plan.nodes.items())
+    now = other.plan.stage.nodes
+    assert all(placed.results[0] == plan.stage.nodes[name].results[0][::-1] for name, placed in now.items())
     back = proposals.exchanged(other.plan, change)
     assert back is not None
-    assert back.options == {**plan.nodes, **plan.storage, **plan.inputs}
+    assert back.options == {**plan.stage.nodes, **plan.stage.storage, **plan.stage.inputs}
 
 
 def test_the_plan_is_never_slower_than_the_first() -> None:

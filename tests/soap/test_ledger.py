@@ -61,7 +61,7 @@ def test_a_change_of_one_layer_is_priced_beside_equal_ones_that_stay() -> None:
     """Of equal layers that are placed otherwise, each is priced by itself."""
     world, plan = worlds("deep gpt").first, worlds("deep gpt").unstaged(worlds("deep gpt").plan)
     name = next(name for name in world.space.operators if len(world.space.equals[name]) > 2)
-    now, single = plan.nodes[name], world.space.equals[name][1]
+    now, single = plan.stage.nodes[name], world.space.equals[name][1]
     for option in world.space.strategies[name]:
         change = Change("operator", single, {single: option})
         after = world.space.changed(world.space.draft(plan), change)
@@ -85,6 +85,7 @@ def test_what_is_computed_again_is_counted_once_more() -> None:
 def test_equal_decisions_have_one_key() -> None:
     world, plan = worlds("gpt").first, worlds("gpt").unstaged(worlds("gpt").plan)
     ledger, name = anew("gpt"), world.space.operators[0]
-    now, other = plan.nodes[name], next(one for one in world.space.strategies[name] if one != plan.nodes[name])
+    now = plan.stage.nodes[name]
+    other = next(one for one in world.space.strategies[name] if one != now)
     same, changed = (Change("operator", name, {name: option}, together=True) for option in (now, other))
     assert ledger.key(plan, same) == ledger.key(plan, Change("recompute", "")) != ledger.key(plan, changed)

@@ -55,7 +55,7 @@ def test_constraints_hold() -> None:
     pinned = autopar.Constraint("layers.1.mlp.up.weight", ("S(0)",), what="stored")
     _, plan = both(pinned, autopar.Constraint(microbatches=2), proposals=100)
     tensor = next(name for name, own in plan.parameters.items() if own == "layers.1.mlp.up.weight")
-    kept = [type_ for type_, axis in zip(plan.storage[tensor].placement, plan.axes, strict=True)
+    kept = [type_ for type_, axis in zip(plan.stage.storage[tensor].placement, plan.stage.axes, strict=True)
             if axis.name != "microbatch"]  # fmt: skip
     assert {str(type_) for type_ in kept} == {"S(0)"}
     assert plan.microbatches == 2
@@ -71,7 +71,7 @@ def test_a_plan_that_is_not_refined_says_why() -> None:
     mesh = autopar.Mesh.parse("h100:4+v100:4")
     request = Request(mesh, "train", "adamw", None, (), SearchBudget(5.0, proposals=100))
     plan = refined(graph(), find_blocks(graph()), request, load_profile("h100"), first)
-    assert plan.predicted == first.predicted and plan.nodes == first.nodes
+    assert plan.predicted == first.predicted and plan.stage.nodes == first.stage.nodes
     assert "  refined     not: the devices are of several kinds\n" in str(plan)
     assert autopar.Plan.from_json(plan.to_json()) == plan
 

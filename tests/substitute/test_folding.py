@@ -149,7 +149,7 @@ def test_what_is_loaded_anew_is_computed_anew(choices: dict[str, Any], tmp_path:
     expected = [with_state(model, state, batch) for state in states for _ in range(2)]
     last = {**states[-1], "layers.0.mlp.up.up.weight": states[-1]["layers.0.mlp.up.up.weight"] * 2}
     expected.append(with_state(model, last, batch))
-    assert any("S" in str(item.placement) for item in planned.plan.storage.values()) == (choices != {"dp": 1})
+    assert any("S" in str(item.placement) for item in planned.plan.stage.storage.values()) == (choices != {"dp": 1})
     predicted = {kind: size for kind, size in planned.plan.predicted.comm_bytes.items() if size}
     for found, state, sent in pool(planned.plan.mesh.num_devices).run(
         forward_twice, planned.source, states, batch, str(tmp_path)
