@@ -82,6 +82,7 @@ CASES: dict[str, tuple[Operator, tuple[tuple[int, ...], tuple[int, ...]]]] = {
     "adaptive_avg_pool3d": (lambda a, b: F.adaptive_avg_pool3d(a, 4).exp() + b, ((4, 16, 8, 8, 8), (1,))),
     "adaptive_max_pool3d": (lambda a, b: F.adaptive_max_pool3d(a, 4).exp() + b, ((4, 16, 8, 8, 8), (1,))),
     "weight_norm": (lambda a, b: torch._weight_norm(a, b.exp()), ((64, 16, 3), (64, 1, 1))),
+    "group_norm": (lambda a, b: F.group_norm(a + b, 4).exp(), ((4, 16, 16, 16), (1,))),
     "masked_fill": (lambda a, b: a.masked_fill(a > 0, 0) + b, ROWS),
     "cross_entropy": (lambda a, b: F.cross_entropy(a + b, torch.arange(256)), ((256, 300), (300,))),
 }
