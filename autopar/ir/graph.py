@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
@@ -146,7 +146,7 @@ class Node:
     @cached_property
     def operands(self) -> tuple[str, ...]:
         """The tensors it reads, in argument order, repeated where used twice."""
-        return tuple(references((self.args, dict(self.kwargs))))
+        return tuple(references((self.args, dict(self.kwargs)) if self.kwargs else self.args))
 
     @cached_property
     def results(self) -> tuple[str, ...]:
@@ -282,26 +282,38 @@ class Graph:
         return self.whole_shapes.get(name, self.tensors[name].shape)
 
 
-def references(value: Any) -> Iterator[str]:
+_PLAIN = frozenset({bool, int, float, str, type(None), Atom})
+"""Of most of what an argument structure holds beside tensors: asked first, as graphs have many of these."""
+
+
+def references(value: Any) -> list[str]:
     """The tensors named anywhere inside an argument structure, in order."""
+    found: list[str] = []
+    _add_references(value, found)
+    return found
+
+
+def _add_references(value: Any, found: list[str]) -> None:
+    if type(value) in _PLAIN:
+        return
     if isinstance(value, Ref):
-        yield value.tensor
-    elif isinstance(value, (list, tuple)) and not isinstance(value, Atom):
+        found.append(value.tensor)
+    elif isinstance(value, (list, tuple)):
         for item in value:
-            yield from references(item)
+            if type(item) not in _PLAIN:
+                _add_references(item, found)
     elif isinstance(value, dict):
-        for item in value.values():
-            yield from references(item)
+        _add_references(tuple(value.values()), found)
 
 
 def map_references(value: Any, function: Callable[[str], Any]) -> Any:
     """The argument structure with `function(tensor name)` in place of each Ref."""
     if isinstance(value, Ref):
         return function(value.tensor)
-    if isinstance(value, Atom):
+    if type(value) in _PLAIN:
         return value
     if isinstance(value, (list, tuple)):
-        return type(value)(map_references(item, function) for item in value)
+        return type(value)([item if type(item) in _PLAIN else map_references(item, function) for item in value])
     if isinstance(value, dict):
         return {key: map_references(item, function) for key, item in value.items()}
     return value

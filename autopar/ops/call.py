@@ -64,7 +64,7 @@ class Call:
         schema = overload(self.node.op)._schema
         named = [(a.name, value) for a, value in zip(schema.arguments, self.node.args, strict=False)]
         for name, value in [*named, *self.node.kwargs]:
-            used = len(list(references(value)))
+            used = len(references(value))
             if used:
                 found[name] = tuple(range(count, count + used))
                 count += used

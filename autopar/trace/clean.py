@@ -148,6 +148,7 @@ def _live_nodes(nodes: list[Node], wanted: set[str]) -> list[Node]:
         read = [name for name in node.results if name in wanted]
         if read:
             wanted.update(node.operands)
-            outputs = tuple(name if name in wanted else None for name in node.outputs)
-            live.append(replace(node, outputs=outputs))
+            if len(read) < len(node.results):
+                node = replace(node, outputs=tuple(name if name in wanted else None for name in node.outputs))
+            live.append(node)
     return live[::-1]

@@ -6,10 +6,10 @@ import inspect
 import re
 from collections import ChainMap
 from collections.abc import MutableMapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import fx, nn
@@ -17,7 +17,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 
 from autopar.errors import TraceError
-from autopar.ir.graph import Atom, Graph, Node, Ref, Scope, Stored, Tensor
+from autopar.ir.graph import Atom, Graph, Node, Ref, Scope, Stored, Tensor, map_references
 from autopar.ir.structure import FUNCTION, HOOK
 from autopar.ops.writes import OVERWRITTEN
 from autopar.trace.data_dependence import data_dependence
@@ -74,6 +74,7 @@ class _Converter:
             name.removeprefix(self.prefix): value for name, value in program.constants.items() if torch.is_tensor(value)
         }
         self.regions = regions(program)
+        self.calls: dict[fx.Node, _FxCall] = {}
         self.num_copies = 0
         self.copy: _Copy | None = None  # the block that is being written out for another one
 
@@ -160,8 +161,7 @@ class _Converter:
         return tuple(self.stored[name] for name in dict.fromkeys((*model, *self.stored)))
 
     def _add(self, name: str, value: Any, differentiable: bool) -> None:
-        dtype = str(value.dtype).removeprefix("torch.")
-        self.tensors[name] = Tensor(name, tuple(value.shape), dtype, differentiable)
+        self.tensors[name] = Tensor(name, *_looks(value), differentiable)
 
     def _write(self, node: fx.Node) -> None:
         if node.target in (entered, left):
@@ -202,25 +202,35 @@ class _Converter:
     def _call(self, node: fx.Node) -> None:
         if str(node.target) == "<built-in function getitem>" or "val" not in node.meta:
             return  # items are named by their producer; what has no value is an assertion
-        value = node.meta["val"]
-        many = isinstance(value, (tuple, list))
-        outputs = self._result_names(node, len(value)) if many else (self._new(node),)
-        args = self._argument(tuple(node.args), node)
-        kwargs = tuple((key, self._argument(item, node)) for key, item in node.kwargs.items() if key != "pin_memory")
-        scope = self._scope(node)
-        made = Node(self._name(node), str(node.target), args, kwargs, outputs, scope, self._source(node, scope))
+        call = self._read(node)
+        scope = call.scope if self.copy is None else self.copy.scope_of(call.scope)
+        many = isinstance(node.meta["val"], (tuple, list))
+        outputs = self._result_names(node, len(call.results)) if many else (self._new(node),)
+        args, kwargs = map_references((call.args, call.kwargs), lambda name: Ref(self.rename[name]))
+        made = Node(self._name(node), call.op, args, kwargs, outputs, scope, call.source or self._source_in(scope))
         if node.target in (function, hooked):
             made = _own_backward(made)
-        items = value if many else [value]
-        if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
-            raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
-        for item in filter(torch.is_tensor, items):
-            check_layout(item, f"a result of {node.target} at {_line(node)}")
         flags = differentiable_results(made, [self.tensors[name] for name in made.operands])
-        for name, item, differentiable in zip(outputs, items, flags, strict=True):
+        for name, result, differentiable in zip(outputs, call.results, flags, strict=True):
             if name is not None:
-                self._add(name, item, differentiable)
+                assert result is not None, f"expected {name} to be a tensor"
+                self.tensors[name] = Tensor(name, *result, differentiable)
         self.nodes.append(made)
+
+    def _read(self, node: fx.Node) -> _FxCall:
+        """What a node says, which is the same for each copy of it."""
+        if node not in self.calls:
+            named = ((key, _argument(item, node)) for key, item in node.kwargs.items() if key != "pin_memory")
+            args, kwargs, value = _argument(tuple(node.args), node), tuple(named), node.meta["val"]
+            items = value if isinstance(value, (tuple, list)) else [value]
+            if any(not isinstance(size, int) for item in items if torch.is_tensor(item) for size in item.shape):
+                raise data_dependence(_line(node), f"{node.target} makes a shape that values decide")
+            for item in filter(torch.is_tensor, items):
+                check_layout(item, f"a result of {node.target} at {_line(node)}")
+            looks = [_looks(item) if torch.is_tensor(item) else None for item in items]
+            scope = _scope(node, self.prefix)
+            self.calls[node] = _FxCall(str(node.target), args, kwargs, scope, _source(node), looks)
+        return self.calls[node]
 
     def _name(self, node: fx.Node) -> str:
         """Until nodes are numbered: no input and nothing stored is called so, whatever a model calls them."""
@@ -231,17 +241,10 @@ class _Converter:
         self.rename[node.name] = name = self._name(node)
         return name
 
-    def _scope(self, node: fx.Node) -> Scope:
-        scope = _scope(node, self.prefix)
-        return scope if self.copy is None else self.copy.scope_of(scope)
-
-    def _source(self, node: fx.Node, scope: Scope) -> str:
-        """The model's line that made the node; inside of autocast, where torch keeps none, that of the forward."""
-        found = _source(node)
-        if not found:
-            modules = dict(self.model.named_modules(remove_duplicate=False))
-            found = _source_of_forward(modules.get(scope.module, self.model))
-        return found
+    def _source_in(self, scope: Scope) -> str:
+        """Inside of autocast, where torch keeps no line of a node, that of the module's forward."""
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        return _source_of_forward(modules.get(scope.module, self.model))
 
     def _result_names(self, node: fx.Node, count: int) -> tuple[str | None, ...]:
         outputs: list[str | None] = [None] * count
@@ -251,26 +254,6 @@ class _Converter:
                 outputs[position] = self._name(user)
             self.rename[user.name] = outputs[position] or user.name
         return tuple(outputs)
-
-    def _argument(self, value: Any, call: fx.Node) -> Any:
-        if isinstance(value, fx.Node):
-            return Ref(self.rename[value.name])
-        if isinstance(value, (list, tuple)):
-            return tuple(self._argument(item, call) for item in value)
-        if isinstance(value, torch.dtype):
-            return Atom("dtype", str(value).removeprefix("torch."))
-        if isinstance(value, torch.device):
-            return Atom("device", "rank")
-        if isinstance(value, torch.layout):
-            return Atom("layout", str(value).removeprefix("torch."))
-        if isinstance(value, torch.memory_format):
-            return Atom("memory_format", str(value).removeprefix("torch."))
-        if value is None or isinstance(value, (bool, int, float, str)):
-            return value
-        raise TraceError(
-            f"expected tensors and plain values as arguments of {call.target}, found {type(value).__name__} at\n  "
-            f"{_line(call)}\nRegister it as a tensor of the model (register_buffer), or write it as real numbers."
-        )
 
     def _outputs(self) -> tuple[list[str], dict[str, str]]:
         outputs, mutations = [], {}
@@ -417,6 +400,22 @@ class _Converter:
         return f"{path or name.strip('%')}{list(self.tensors[name].shape)}{where}"
 
 
+class _FxCall(NamedTuple):
+    """What a node says. args, kwargs: in which tensors are called as fx's nodes are. results: shape and dtype of each,
+    None for what is no tensor."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    scope: Scope
+    source: str
+    results: list[tuple[tuple[int, ...], str] | None]
+
+
+def _looks(value: torch.Tensor) -> tuple[tuple[int, ...], str]:
+    return tuple(value.shape), str(value.dtype).removeprefix("torch.")
+
+
 @dataclass(frozen=True)
 class _Copy:
     """A block that does what another does. scope: of its call. suffix: of names of what is made in it."""
@@ -425,6 +424,7 @@ class _Copy:
     block: str
     scope: Scope
     suffix: str
+    scopes: dict[Scope, Scope] = field(default_factory=dict, compare=False)  # those that are known
 
     def path_of(self, path: str) -> str:
         """What is in this block for what is in the other."""
@@ -432,9 +432,33 @@ class _Copy:
 
     def scope_of(self, scope: Scope) -> Scope:
         """The module call in this block for one in the other."""
-        paths = [path for path, _ in scope.path]
-        inside = scope.path[paths.index(self.like) + 1 :]
-        return Scope((*self.scope.path, *((self.path_of(path), kind) for path, kind in inside)))
+        if scope not in self.scopes:
+            paths = [path for path, _ in scope.path]
+            inside = scope.path[paths.index(self.like) + 1 :]
+            self.scopes[scope] = Scope((*self.scope.path, *((self.path_of(path), kind) for path, kind in inside)))
+        return self.scopes[scope]
+
+
+def _argument(value: Any, call: fx.Node) -> Any:
+    """An argument of a node as plain data, in which tensors are called as fx's nodes are."""
+    if isinstance(value, fx.Node):
+        return Ref(value.name)
+    if isinstance(value, (list, tuple)):
+        return tuple(_argument(item, call) for item in value)
+    if isinstance(value, torch.dtype):
+        return Atom("dtype", str(value).removeprefix("torch."))
+    if isinstance(value, torch.device):
+        return Atom("device", "rank")
+    if isinstance(value, torch.layout):
+        return Atom("layout", str(value).removeprefix("torch."))
+    if isinstance(value, torch.memory_format):
+        return Atom("memory_format", str(value).removeprefix("torch."))
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    raise TraceError(
+        f"expected tensors and plain values as arguments of {call.target}, found {type(value).__name__} at\n  "
+        f"{_line(call)}\nRegister it as a tensor of the model (register_buffer), or write it as real numbers."
+    )
 
 
 def _own_backward(marker: Node) -> Node:

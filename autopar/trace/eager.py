@@ -226,7 +226,8 @@ def _shake(subject: Subject) -> None:
 
 
 def _gradients(step: int, loss: Tensor, trained: Mapping[str, Tensor], of_all: bool) -> Made:
-    """Of leaves, each taken as soon as it is made; zeros where none flowed. of_all: the loss has no other leaves."""
+    """Of leaves, large ones taken as soon as they are made; zeros where none flowed. of_all: the loss has no other
+    leaves."""
     found: dict[str, Tensor] = {}
 
     def take(name: str, leaf: Tensor) -> None:
@@ -237,14 +238,16 @@ def _gradients(step: int, loss: Tensor, trained: Mapping[str, Tensor], of_all: b
 
     with ExitStack() as stack:
         for name, leaf in trained.items():
-            if leaf.requires_grad:
+            if leaf.requires_grad and _is_large(leaf):
                 handle = leaf.register_post_accumulate_grad_hook(partial(take, name))  # type: ignore[no-untyped-call]
                 stack.callback(handle.remove)
         wanted = [leaf for leaf in trained.values() if leaf.requires_grad]
         if loss.requires_grad and (wanted or of_all):
             torch.autograd.backward(loss, inputs=None if of_all else wanted)
     for name, leaf in trained.items():
-        found.setdefault(name, summary(torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)))
+        take(name, leaf)
+        if name not in found:
+            found[name] = summary(torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape))
     return {Key(step, "gradient", name): gradient for name, gradient in found.items()}
 
 
@@ -253,12 +256,16 @@ _LARGE = 1 << 16
 
 def summary(x: Tensor) -> Tensor:
     """Of a large matrix the sums of its rows with random weights: differences in a row do not cancel."""
-    if x.numel() <= _LARGE or x.dim() < 2:
+    if not _is_large(x):
         return x
     matrix = (torch.view_as_real(x) if x.is_complex() else x).flatten(1)
     matrix = matrix if matrix.dtype == torch.float64 else matrix.float()
     sums: Tensor = matrix @ _weights(matrix.shape[1], matrix.dtype, matrix.device)
     return sums if x.is_complex() else sums.to(x.dtype)
+
+
+def _is_large(x: Tensor) -> bool:
+    return x.numel() > _LARGE and x.dim() > 1
 
 
 @lru_cache(maxsize=64)

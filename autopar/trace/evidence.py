@@ -11,6 +11,7 @@ from __future__ import annotations
 import linecache
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -224,6 +225,7 @@ def _modes() -> Row:
     return (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), *autocast)
 
 
+@cache
 def is_own(filename: str) -> bool:
     """Whether a file is the user's: neither torch's, nor one of these, nor text that torch wrote and ran."""
     return "/torch/" not in filename and not filename.startswith((_OWN_ROOT, "<"))

@@ -35,6 +35,7 @@ from autopar.trace.deferred import code_deferred
 from autopar.trace.dropout import write_out_dropout
 from autopar.trace.functions import functions_kept
 from autopar.trace.hooks import Hooks, hooks_kept, place_hooks
+from autopar.trace.joined import decomposed_as_one
 from autopar.trace.losses import loss_module, name_of_loss, with_loss
 from autopar.trace.model_names import Wrapped, is_wrapped
 from autopar.trace.python_state import same_each_time
@@ -250,7 +251,7 @@ def _functional(target: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     untie_written(program, target)
     write_out_dropout(program.graph_module)
     write_out_soft_targets(program.graph_module)
-    program = decompose(program)
+    program = decomposed_as_one(program, decompose)
     _check_control_flow(program.graph_module)
     return program
 

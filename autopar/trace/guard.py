@@ -116,19 +116,19 @@ def _held(
     whole = with_loss(model, loss_fn)
     if any(x.is_meta for x in (*whole.parameters(), *whole.buffers())):
         return "no, the model is on the meta device"
-    given = model, loss_fn, compute_dtype, seconds
-    if _estimate_s(graph, {}) > min(seconds, _WHOLE_S):
+    given, of_whole = (model, loss_fn, compute_dtype, seconds), _estimate_s(graph, {})
+    if of_whole > min(seconds, _WHOLE_S):
         tracing = partial(_retraced, model, graph, loss_fn, compute_dtype)
         for sizes in sizes_to_cut(example_inputs):
             inputs = cut(example_inputs, sizes)
-            found = _in_scope(*given, graph, inputs, sizes)
+            found = _in_scope(*given, graph, inputs, _estimate_s(graph, sizes), sizes)
             if found == _UNCLEAR:
                 again = retraced(graph, inputs, tracing)
-                found = _in_scope(*given, again, inputs) if again is not None else _DOES_NOT_RUN
+                found = _in_scope(*given, again, inputs, _estimate_s(again, {})) if again is not None else _DOES_NOT_RUN
             if not found.startswith(_DOES_NOT_RUN):
                 cuts = ", ".join(f"{n} to {to}" for n, to in sorted(sizes.items()))
                 return found if found.startswith("no") else f"{found}, with sizes of inputs cut from {cuts}"
-    found = _in_scope(*given, graph, example_inputs)
+    found = _in_scope(*given, graph, example_inputs, of_whole)
     if compute_dtype is None or not found.startswith(_DOES_NOT_RUN):
         return found
     graph = _retraced(model, graph, loss_fn, None, example_inputs)  # no kernel for this dtype, or for two at once
@@ -146,10 +146,10 @@ def _retraced(
 
 def _in_scope(
     model: nn.Module, loss_fn: Any, compute_dtype: torch.dtype | None, seconds: float, graph: Graph,
-    example_inputs: Any, sizes: Sizes | None = None,
+    example_inputs: Any, estimate: float, sizes: Sizes | None = None,
 ) -> str:  # fmt: skip
-    """What came of comparing as much as there is time for. sizes: of cut inputs, where the graph is of whole ones."""
-    estimate = _estimate_s(graph, sizes or {})
+    """What came of comparing as much as there is time for. estimate: of all, in seconds. sizes: of cut inputs, where
+    the graph is of whole ones."""
     scope = next((item for item in _SCOPES if estimate * item.share <= seconds), None)
     if scope is None:
         return f"no, it would take about {estimate:.0f} s"

@@ -79,17 +79,27 @@ class _StatePlace(NamedTuple):
     write: Callable[[dict[Any, Any]], None]
     before: dict[Any, Any]
 
-    def is_untouched(self, now: dict[Any, Any]) -> bool:
-        """Whether all that is held now are the same objects as before, in the same order."""
-        before, same = self.before, operator.is_
-        return len(now) == len(before) and all(map(same, now.values(), before.values())) and all(map(same, now, before))
+
+class _DictPlace:
+    """The same of a dict that is read as it is: most of what a model is made of."""
+
+    __slots__ = ("before", "holder", "path", "value")
+
+    def __init__(self, path: str, holder: Any, value: dict[Any, Any]) -> None:
+        self.path, self.holder, self.value, self.before = path, holder, value, dict(value)
+
+    def read(self) -> dict[Any, Any]:
+        return self.value
+
+    def write(self, old: dict[Any, Any]) -> None:
+        _refill(self.value, old)
 
 
 class Snapshot:
     """Taken when made. roots: a model, and what else runs with it, such as a loss function."""
 
     def __init__(self, *roots: Any) -> None:
-        self.kept: list[_StatePlace] = []
+        self.kept: list[_StatePlace | _DictPlace] = []
         self.tensors: list[Tensor] = []  # of modules and what they hold, parameters too
         self._seen: set[int] = set()
         self._alive: list[Any] = []  # so that no id is given twice
@@ -105,7 +115,7 @@ class Snapshot:
         found = []
         for kept in self.kept:
             now = kept.read()
-            for key in () if kept.is_untouched(now) else dict.fromkeys((*kept.before, *now)):
+            for key in () if _is_untouched(kept.before, now) else dict.fromkeys((*kept.before, *now)):
                 before, after = kept.before.get(key, MISSING), now.get(key, MISSING)
                 if not _same(before, after):
                     path = (
@@ -120,7 +130,7 @@ class Snapshot:
         """Puts everything back that is not a tensor's value."""
         for kept in self.kept:
             now = kept.read()
-            if kept.is_untouched(now):
+            if _is_untouched(kept.before, now):
                 continue
             if now.keys() != kept.before.keys() or any(now[key] is not kept.before[key] for key in now):
                 kept.write(kept.before)
@@ -148,9 +158,10 @@ class Snapshot:
             self._keep(path, value, *state)
         elif type(value) not in _CONTAINER_KINDS and isinstance(value, _ITERATORS):
             self._keep(path, value, lambda: {"": _place_in(value)}, lambda _: None)
-        elif isinstance(value, dict):
-            is_plain = type(value) in _CONTAINER_KINDS  # not what a class of one's own does
-            read = (lambda: value) if is_plain else (lambda: dict(dict.items(value)))
+        elif type(value) in _CONTAINER_KINDS and isinstance(value, dict):
+            self._dict(value, value, path, depth)
+        elif isinstance(value, dict):  # not what a class of one's own does
+            read = functools.partial(_items_of, value)
             self._contents(value, path, read, functools.partial(_refill, value), depth)
         elif isinstance(value, (list, deque)) and len(value) <= _LONGEST:
             self._contents(value, path, lambda: dict(enumerate(value)), functools.partial(_relist, value), depth)
@@ -188,14 +199,27 @@ class Snapshot:
             self._contents(value, path, read, functools.partial(_set_all, value), depth)
 
     def _object(self, value: Any, path: str, depth: int) -> None:
-        own = value.__dict__
-        self._contents(value, path, lambda: own, functools.partial(_refill, own), depth)
+        self._dict(value, value.__dict__, path, depth)
+
+    def _dict(self, holder: Any, own: dict[Any, Any], path: str, depth: int) -> None:
+        place = _DictPlace(path, holder, own)
+        self.kept.append(place)
+        self._items(place.before, path, depth)
 
     def _contents(self, holder: Any, path: str, read: Any, write: Any, depth: int) -> None:
-        held = self._keep(path, holder, read, write)
+        self._items(self._keep(path, holder, read, write), path, depth)
+
+    def _items(self, held: dict[Any, Any], path: str, depth: int) -> None:
+        start = f"{path}." if path else ""
         for key, value in held.items():
-            if type(value) not in _LEAF_KINDS:
-                self._walk(value, f"{path}.{key}".lstrip("."), depth + 1)
+            kind = type(value)
+            if kind in _LEAF_KINDS:
+                continue
+            if kind is OrderedDict and not value and key in _OF_ANY_MODULE and depth < _DEEPEST:  # most of them
+                if self._is_new(value):
+                    self.kept.append(_DictPlace(start + key, value, value))
+            else:
+                self._walk(value, f"{start}{key}", depth + 1)
 
     def _all(self, values: Iterable[Any], path: str, depth: int) -> None:
         for value in values:
@@ -272,6 +296,14 @@ class Snapshot:
         return True
 
 
+def _is_untouched(before: dict[Any, Any], now: dict[Any, Any]) -> bool:
+    """Whether all that is held now are the same objects as before, in the same order."""
+    if not before or not now:
+        return not before and not now
+    same = operator.is_
+    return len(now) == len(before) and all(map(same, now.values(), before.values())) and all(map(same, now, before))
+
+
 def _is_the_users(module: str, function: types.FunctionType) -> bool:
     """Whether what is of a module may be what a model keeps between its steps, or what its forward calls."""
     return module == function.__module__ or not _is_library(module)
@@ -325,7 +357,7 @@ def _slots(value: Any, names: list[str]) -> dict[str, Any]:
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _put(kept: _StatePlace, key: Any, value: Any) -> None:
+def _put(kept: _StatePlace | _DictPlace, key: Any, value: Any) -> None:
     kept.write({**kept.read(), key: value})
 
 
@@ -355,6 +387,10 @@ def _recell(name: str, cell: types.CellType, old: dict[str, Any]) -> None:
 def _set_all(kind: type, old: dict[str, Any]) -> None:
     for name, value in old.items():
         setattr(kind, name, value)
+
+
+def _items_of(value: dict[Any, Any]) -> dict[Any, Any]:
+    return dict(dict.items(value))
 
 
 def _refill(value: dict[Any, Any], old: dict[Any, Any]) -> None:

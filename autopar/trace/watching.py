@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from autopar.trace.evidence import DiffersError, Recorder, Row, UnclearError, stand_in
 from autopar.trace.hidden import shown
@@ -177,10 +179,23 @@ def run_aside(call: BlockCall, pattern: ModelState, record: Record, tapes: Itera
         if _versions(others) != before:
             raise DiffersError
     tape = comparison.result()
-    made = repeated(call.inputs, list(tape.made.values()), tape.block, call.path)
+    with _without_lines():
+        made = repeated(call.inputs, list(tape.made.values()), tape.block, call.path)
     if [x.requires_grad for x in made] != [x.requires_grad for x in tape.made.values()]:
         raise DiffersError
     return outputs.replaced(call.inputs, dict(zip(tape.made, made, strict=True)))
+
+
+@contextmanager
+def _without_lines() -> Iterator[None]:
+    """While inside, export does not look for the model's line of each call, which takes a third of the call: nobody
+    asks for that of a marker."""
+    mode: Any = get_proxy_mode()
+    if mode is None:
+        yield
+        return
+    with mock.patch.object(mode.tracer, "record_stack_traces", False):
+        yield
 
 
 class _Comparison:

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from autopar.ir.graph import Graph
 from autopar.trace import trace
+from autopar.trace.decompose import decompose
+from autopar.trace.markers import repeated
 from autopar.trace.repeats import Repeats
 from tests.equivalence import zoo
 
@@ -169,6 +171,22 @@ def test_of_blocks_that_do_the_same_one_is_exported(monkeypatch: pytest.MonkeyPa
     torch.manual_seed(0)
     _, watched = traced_twice(monkeypatch, Stack(*SAME[name]), (torch.randn(3, 4),))
     assert watched == ["blocks.1", "blocks.2", "blocks.3"]
+
+
+@pytest.mark.parametrize(("call", "count"), [(in_a_row, 1), (_all_states, 1), (_skips, 2), (_written_after, 3)])
+def test_blocks_that_follow_each_other_are_decomposed_as_one(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[Stack, Tensor], Tensor], count: int
+) -> None:
+    """To decompose a program takes time for each of its operators: of a thousand blocks in a row it was a third."""
+    module, counts = importlib.import_module("autopar.trace.export"), []
+
+    def counted(program: Any) -> Any:
+        counts.append(sum(node.target is repeated for node in program.graph.nodes))
+        return decompose(program)
+
+    monkeypatch.setattr(module, "decompose", counted)
+    trace(Stack(plain, call), torch.ones(2, 4), fewest=2)
+    assert counts == [count]
 
 
 def test_gradient_modes_are_kept_apart(monkeypatch: pytest.MonkeyPatch) -> None:
