@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autopar.pipeline import parallelize as parallelize
     from autopar.pipeline import template_plan as template_plan
     from autopar.pipeline import verify as verify
-    from autopar.planning import SearchBudget as SearchBudget
+    from autopar.request import SearchBudget as SearchBudget
 
 __version__ = "0.1.0"
 
@@ -27,7 +27,7 @@ _HOMES = {
     "Constraint": "autopar.ir.constraint",
     "Mesh": "autopar.ir.mesh",
     "Plan": "autopar.ir.plan",
-    "SearchBudget": "autopar.planning",
+    "SearchBudget": "autopar.request",
     "parallelize": "autopar.pipeline",
     "register_rule": "autopar.ops",
     "template_plan": "autopar.pipeline",

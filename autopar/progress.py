@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autopar.clock import Clock
 
 Report = Callable[[str], None]
 
@@ -31,14 +32,13 @@ class Passes:
 
     def __init__(self, report: Report | None) -> None:
         self._report = report or (_printed if sys.stderr.isatty() else None)
-        self._began = time.monotonic()
+        self._clock = Clock.of(0.0)
 
     def ended(self, name: str, made: str) -> None:
         """A pass has ended; the next begins."""
-        now = time.monotonic()
         if self._report is not None:
-            self._report(f"{name}: {made} ({now - self._began:.1f} s)")
-        self._began = now
+            self._report(f"{name}: {made} ({self._clock.passed_s:.1f} s)")
+        self._clock = Clock.of(0.0)
 
 
 def _printed(line: str) -> None:

@@ -15,11 +15,12 @@ from typing import TypeVar
 
 from autopar.errors import InfeasibleError
 from autopar.intraop import LeastMemory
-from autopar.ir.plan import Plan
+from autopar.ir.mesh import Mesh
+from autopar.ir.outline import sizes_text
+from autopar.ir.plan import Plan, Prediction
+from autopar.tunables import MAX_FAILURES
 
 Place = TypeVar("Place")
-
-MAX_FAILURES = 6  # of asking a place for less, before the best so far is named
 
 
 def fit_or_refuse(
@@ -62,16 +63,31 @@ def fit_or_refuse(
 
 
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
-    needed = plan.predicted.peak_bytes
-    axes = "x".join(str(axis.size) for axis in plan.stage.axes) or "1"
+    where = (
+        f"on logical mesh {sizes_text(plan.stage.axes)}{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}"
+    )
+    return does_not_fit(plan.mesh, plan.memory_limit, plan.predicted, where, least.largest)
+
+
+def does_not_fit(
+    mesh: Mesh, limit: int, least: Prediction, where: str, largest: Sequence[tuple[str, str, int]] = ()
+) -> InfeasibleError:  # fmt: skip
+    """What is raised where nothing fits. least: of the plan of least memory; where it was found. largest: its tensors
+    by name, kind and bytes."""
+    sizes = ", ".join(f"{name} ({size:,} bytes{_with_state(kind)})" for name, kind, size in largest)
     return InfeasibleError(
-        f"expected a plan within memory_limit = {plan.memory_limit:,} bytes a device of {plan.mesh}, found none: the "
-        f"smallest limit that can be met is {needed:,} bytes (on logical mesh {axes}"
-        f"{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}), most of it "
-        f"{most_of(plan.predicted.memory)}; the largest tensors are "
-        f"{', '.join(f'{name} ({size:,} bytes{_with_state(kind)})' for name, kind, size in least.largest)}. "
+        f"expected a plan within memory_limit = {limit:,} bytes a device of {mesh}, found none: "
+        f"the smallest limit that can be met is {least.peak_bytes:,} bytes ({where}), "
+        f"most of it {most_of(least.memory)}{f'; the largest tensors are {sizes}' if sizes else ''}. "
         "Raise memory_limit to that, use more devices, or a smaller batch.",
-        needed,
+        least.peak_bytes,
+    )
+
+
+def devices_hold_more(what: str, mesh: Mesh, needs: Sequence[str], remedy: str) -> InfeasibleError:
+    """What is raised where devices of several kinds cannot hold what they would. needs: of each that holds too much."""
+    return InfeasibleError(
+        f"found no {what} within the bytes of each device of {mesh}: {', '.join(needs)}; use {remedy} or more devices"
     )
 
 

@@ -12,28 +12,23 @@ from __future__ import annotations
 import itertools
 import math
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
-from typing import Any
 
-from autopar import interrupt
 from autopar.cost import Profile
-from autopar.errors import AutoparError, InfeasibleError, MeshError, PlacementError, PlanError
+from autopar.errors import InfeasibleError, MeshError, PlacementError, PlanError
 from autopar.ir.constraint import Constraint
-from autopar.ir.graph import Graph
-from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, make_axes
-from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh
+from autopar.ir.plan import Plan
 from autopar.ir.shares import alike_ranks, check_shares
 from autopar.ir.structure import batch_inputs
 from autopar.microbatch import batch_types
-from autopar.planning import DividedGraph, Place, Request, divided, microbatch_counts
-from autopar.progress import Report, reporting
+from autopar.planning import DividedGraph, Place, divided
+from autopar.refusal import devices_hold_more
+from autopar.request import Request
 from autopar.simulate import Timeline, predict, simulate
-from autopar.template import check_split, template_recompute
-from autopar.trace import Blocks
-from autopar.unequal import best_unequal_plan
+from autopar.template import check_split
 
 Rows = tuple[int, ...]
 """Of each kind of rank, in the order of the ranks: how many rows of a microbatch each rank gets."""
@@ -270,144 +265,4 @@ class SharedBatch:
             for lane in timeline.lanes
             if lane.peak_bytes > (limit := self.limits[self._kind(lane.ranks.start)])
         ]
-        return InfeasibleError(
-            f"found no shares of the batch within the bytes of each device of {self.mesh}: {', '.join(needs)}; use "
-            "more microbatches, zero, recompute or more devices"
-        )
-
-
-# The search ----------------------------------------
-
-
-def best_mixed_plan(
-    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
-) -> Plan:
-    """The fastest plan found for devices of several kinds: sharing each batch as one stage, or in stages of one kind.
-
-    Constraints on the number of stages say which of the two is looked for. Raises what the first search raises when
-    neither finds a plan.
-    """
-    searches = _searches(request)
-    found, refusals, deadline = list[Plan](), list[AutoparError](), time.monotonic() + request.budget.seconds
-    for left, search in zip(range(len(searches), 0, -1), searches, strict=True):
-        try:
-            found.append(search(graph, blocks, _within(request, deadline, left), profiles, progress))
-        except (InfeasibleError, MeshError, PlacementError, PlanError) as error:
-            refusals.append(error)
-    if not found:
-        raise refusals[0]
-    best = min(found, key=lambda plan: plan.predicted.step_time_ns)
-    tried = tuple(row for plan in found for row in plan.search.tried)
-    return replace(best, search=replace(best.search, tried=tried))
-
-
-def _searches(request: Request) -> list[Callable[..., Plan]]:
-    pinned = {constraint.stages for constraint in request.constraints} - {None}
-    if not pinned:
-        return [best_shared_plan, best_unequal_plan]
-    return [best_shared_plan] if pinned == {1} else [best_unequal_plan]
-
-
-def _within(request: Request, deadline: float, parts: int) -> Request:
-    """The request with an equal part of what is left of its time."""
-    seconds = max(_LEAST_S, deadline - time.monotonic()) / parts
-    return replace(request, budget=replace(request.budget, seconds=seconds))
-
-
-_LEAST_S = 1.0
-
-
-def best_shared_plan(
-    graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], progress: Report | None
-) -> Plan:
-    """The fastest plan found in which unequal devices share each batch, in as few microbatches as fit, or twice as many
-    as long as that is faster.
-
-    Blocks are computed again where nothing fits otherwise. Raises InfeasibleError when nothing fits at all, PlanError
-    where the batch cannot be shared out.
-    """
-    search = _ShareSearch(graph, blocks, request, profiles)
-    counts = [*microbatch_counts(graph, request)]
-    for recompute in ("none",) if request.mode != "train" else ("none", "full"):
-        best: Plan | None = None
-        for count in counts:
-            if best is not None and search.is_over:
-                break
-            found = search.best_in(count, recompute, progress)
-            if best is not None and (found is None or not _is_faster(found, best)):
-                break
-            best = found
-        if best is not None:
-            return search.reported(best)
-    if not search.refusals:
-        raise PlanError(f"expected several devices to share a batch, found {request.mesh}")
-    raise search.refusals[0]
-
-
-def _is_faster(plan: Plan, other: Plan) -> bool:
-    return plan.predicted.step_time_ns < other.predicted.step_time_ns
-
-
-class _ShareSearch:
-    """What was tried on which axes, and why the rest was refused."""
-
-    def __init__(self, graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile]) -> None:
-        self.graph, self.blocks, self.request, self.profiles = graph, blocks, request, profiles
-        self.shapes = shared_axes(request.mesh)
-        self.paths = tuple(path for group in blocks.paths for path in group)
-        self.began = time.monotonic()
-        self.rows: list[dict[str, Any]] = []
-        self.refusals: list[AutoparError] = []
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the time is."""
-        return interrupt.is_asked() or time.monotonic() > self.began + self.request.budget.seconds
-
-    def best_in(self, microbatches: int, recompute: str, progress: Report | None) -> Plan | None:
-        """The fastest plan in so many microbatches, over all axes."""
-        with reporting(progress, len(self.shapes)) as report:
-            tried = [self._tried(axes, microbatches, recompute, report) for axes in self.shapes]
-        found = [plan for plan in tried if plan is not None]
-        return min(found, key=lambda plan: plan.predicted.step_time_ns, default=None)
-
-    def _tried(self, axes: LogicalMesh, microbatches: int, recompute: str, report: Report) -> Plan | None:
-        """The plan on these axes; None where there is none."""
-        text = f"shares over {'x'.join(str(axis.size) for axis in axes)} in {microbatches} microbatches"
-        text += "" if recompute == "none" else f", recompute {recompute}"
-        try:
-            plan = self._planned(axes, microbatches, recompute)
-        except (InfeasibleError, PlacementError, PlanError) as error:
-            self.refusals.append(error)
-            self.rows.append({"setting": text, "step_time_ns": None})
-            report(f"{text}: {error}")
-            return None
-        self.rows.append({"setting": text, "step_time_ns": plan.predicted.step_time_ns})
-        report(f"{text}: {plan.predicted.step_time_ns / 1e6:.3f} ms")
-        return plan
-
-    def _planned(self, axes: LogicalMesh, microbatches: int, recompute: str) -> Plan:
-        again = template_recompute(self.graph, self.paths, recompute)
-        request = _within(self.request, self.began + self.request.budget.seconds, len(self.shapes))
-        part = divided(self.graph, self.blocks, microbatches)
-        return SharedBatch(part, axes, replace(request, recompute=again), self.profiles).plan("speed")
-
-    def reported(self, plan: Plan) -> Plan:
-        """The plan with how it was found."""
-        report = SearchReport(
-            method="shares of the batch by speed, descent over rows, intra-op ILP",
-            cost_ns=plan.predicted.step_time_ns,
-            stop_reason=f"no exchange of rows is faster, after {len(self.rows)} settings, no bound",
-            seconds=round(time.monotonic() - self.began, 3),
-            seed=self.request.budget.seed,
-            tried=tuple(self.rows),
-        )
-        return replace(plan, search=report)
-
-
-def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
-    """Samples over one axis; alone, or with another one inside of each node."""
-    inner = math.gcd(*(group.devices_per_node for group in mesh.groups))
-    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and mesh.num_devices // size > 1]
-    shapes = [(mesh.num_devices // size, *((size,) if size > 1 else ())) for size in sizes]
-    return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]
+        return devices_hold_more("shares of the batch", self.mesh, needs, "more microbatches, zero, recompute")

@@ -18,8 +18,8 @@ from tests.garbage import collect_seldom
 if TYPE_CHECKING:
     from torch import nn
 
+    from autopar.driver import Candidate
     from autopar.ir.graph import Graph
-    from autopar.jointly import PlannedGraph
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 RANKS_FIXTURE = "rank_pool"
@@ -46,15 +46,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def _take_substituted_graphs() -> None:
     """Whatever searches by default takes a graph that substitutions make, gain or not, where one was planned."""
-    from autopar import pipeline
+    from autopar import driver
+    from autopar.passes import rewrite
 
-    chosen = pipeline.taken
+    chosen = driver.simplest
 
-    def taken(entries: Sequence[PlannedGraph]) -> PlannedGraph:
-        rewritten = [entry for entry in entries if entry.candidate.steps and entry.plan is not None]
-        return min(rewritten, key=lambda entry: entry.step_ns, default=chosen(entries))
+    def simplest(found: Sequence[Candidate]) -> Candidate:
+        rewritten = [one for one in found if one.variant.steps]
+        return min(rewritten, key=lambda one: one.step_ns, default=chosen(found))
 
-    pipeline.taken = taken
+    driver.simplest = rewrite.simplest = simplest
 
 
 def _take_the_shipped_profile_of_cpus() -> None:

@@ -13,15 +13,14 @@ run on summands, where its operator can, so that one redistribution follows inst
 from __future__ import annotations
 
 import itertools
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from autopar import interrupt
 from autopar.branches.finding import ForkRegion, find_regions
 from autopar.branches.placing import Joins, put_in_branches
 from autopar.branches.times import Times
+from autopar.clock import Clock
 from autopar.cost import Profile
 from autopar.errors import AutoparError, PlacementError
 from autopar.ir.branches import SUMMED, branch_rule, check_forks, check_inner_conversions, homes, refusal
@@ -77,12 +76,12 @@ def with_branches(
         axis.size < 2 for axis in plan.stage.axes
     ):
         return plan
-    deadline = time.monotonic() + seconds
+    clock = Clock.of(seconds)
     times = Times(graph, plan, profile)
     taken: list[Taken] = []
     best, form = plan, None
     for candidate in candidates(graph, plan, times, representative, pinned):
-        if time.monotonic() > deadline or interrupt.is_asked():
+        if clock.is_over:
             break
         if _overlaps(best, candidate):
             continue

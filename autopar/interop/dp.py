@@ -23,7 +23,6 @@ what halving finds by more than `_NEAR` is passed over: its bottlenecks, beside 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -31,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.ir.schedule import PLAIN, in_flight
 
@@ -111,7 +111,7 @@ def best_stages(
     schedule: one without chunks. Raises InfeasibleError naming the smallest limit in bytes, equal for all kinds, that
     stages exist for (None where no submeshes tile the mesh).
     """
-    started = time.monotonic()
+    clock = Clock.of(0.0)
     search = _Search(kinds, num_devices, microbatches, schedule, max_stages)
     found, bound = search.sweep(max_rounds)
     if not found:
@@ -120,7 +120,7 @@ def best_stages(
     best = found[0]
     bound = min(bound, best.step_ns)
     reason = "optimal" if bound == best.step_ns else "round limit"
-    return StageSearch(best, bound, reason, time.monotonic() - started, tuple(found[1:]))
+    return StageSearch(best, bound, reason, clock.passed_s, tuple(found[1:]))
 
 
 def equally_cut(kind: StageKind, num_stages: int, microbatches: int) -> StageChoice | None:

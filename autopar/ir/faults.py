@@ -26,14 +26,16 @@ _PYTHON = sys.stdlib_module_names
 _TOOLS = {*_PYTHON, "torch", "numpy", "networkx", "ortools", "jsonschema", "referencing", "rich"}
 """What raises for whoever calls it: an error from there is a fault of its caller."""
 _DOING = {
-    "trace": "tracing the model", "substitute": "looking for equal graphs", "rewrites": "looking for equal graphs",
+    "trace": "tracing the model", "substitute": "looking for equal graphs",
+    "passes.rewrite": "looking for equal graphs", "passes.stage": "choosing stages", "passes.kinds": "choosing stages",
+    "passes.balance": "sharing rows", "passes.branch": "placing branches", "passes.refine": "refining",
     "ops": "applying the operators' rules", "intraop": "choosing placements", "interop": "cutting stages",
     "staging": "cutting stages", "staged": "choosing stages", "unequal": "choosing stages", "shares": "sharing rows",
     "zero": "choosing what is stored whole and computed again", "branches": "placing branches", "soap": "refining",
     "simulate": "simulating the step", "cost": "pricing", "emit": "writing the program", "show": "showing the plan",
     "ir": "checking the plan", "program": "building the program", "runtime": "building the program",
 }  # fmt: skip
-"""By room. The outermost one says what was asked for; "planning" where none is named."""
+"""By room, or pass. The outermost one says what was asked for; "planning" where none is named."""
 
 
 @contextmanager
@@ -91,8 +93,8 @@ def _passes_on(frame: FrameType, line: int) -> bool:
 def _told(error: Exception, frames: list[_Frame]) -> str:
     own = [(frame, line) for frame, line in frames if _room(frame) == "autopar"]
     rooms = [str(frame.f_globals["__name__"]).split(".") for frame, _ in own]
-    doing = next((_DOING[room[1]] for room in rooms if room[1:2] and room[1] in _DOING and "faults" not in room),
-                 "planning")  # fmt: skip
+    names = (".".join(room[1 : 3 if "passes" in room else 2]) for room in rooms if "faults" not in room)
+    doing = next((_DOING[name] for name in names if name in _DOING), "planning")
     frame, line = own[-1]
     reason = " ".join(str(error).split())[:300]
     return (

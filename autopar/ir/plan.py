@@ -21,6 +21,7 @@ from autopar.ir.mesh import MICROBATCH, LogicalMesh, Mesh
 from autopar.ir.placement import Placement
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import PLAIN
+from autopar.ir.tried import Tried
 from autopar.ir.writing import write_whole
 from autopar.views import view
 
@@ -146,7 +147,7 @@ class GraphPlan:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """How equal graphs were looked for and planned, and which was taken (`autopar.jointly`).
+    """How equal graphs were looked for and planned, and which was taken (`autopar.passes.rewrite`).
 
     seen: graphs that substitutions led to; stop_reason: why the search for more ended. seconds: of all.
     """
@@ -171,7 +172,7 @@ class SearchReport:
     stop_reason: str = ""
     seconds: float = 0.0
     seed: int = 0
-    tried: tuple[Mapping[str, Any], ...] = ()  # one entry a logical mesh
+    tried: tuple[Tried, ...] = ()
     rewriting: Rewriting | None = None
     refinement: Refinement | None = None
 

@@ -34,6 +34,7 @@ from autopar.ir.plan import (
 )
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import SCHEDULES
+from autopar.ir.tried import Tried
 
 VERSION = 2
 _PLAIN = ("fingerprint", "model", "schedule", "microbatches", "mode", "optimizer", "precision", "memory_limit")
@@ -76,7 +77,7 @@ def to_json(plan: Plan) -> str:
 
 
 def _search_to_json(search: SearchReport) -> dict[str, Any]:
-    data = asdict(search)
+    data = {**asdict(search), "tried": [row.told for row in search.tried]}
     return {name: value for name, value in data.items() if value is not None}
 
 
@@ -201,7 +202,7 @@ def _substitution(row: dict[str, Any]) -> Substitution:
 def _search(data: dict[str, Any]) -> SearchReport:
     refined, rewritten = data.get("refinement"), data.get("rewriting")
     told = {
-        "tried": tuple(data["tried"]),
+        "tried": tuple(map(Tried.of, data["tried"])),
         "refinement": None if refined is None else _refinement(refined),
         "rewriting": None if rewritten is None else _rewriting(rewritten),
     }

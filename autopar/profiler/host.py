@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from autopar import interrupt
+from autopar.clock import Interrupted, is_interrupted
 from autopar.cost.profile import FORMAT, Profile, profile_from_json, read_profile
 from autopar.errors import ProfileError
 from autopar.profiler.fit import profile_from_points
@@ -185,9 +185,9 @@ def _points(script: Path, *arguments: str) -> dict[str, Any]:
                     f"expected to measure this host within {TIMEOUT_SECONDS} s, found {' '.join(command)} still at it; "
                     "measure when the host is idle, or name a profile's JSON file"
                 ) from None
-            if interrupt.is_asked():
+            if is_interrupted():
                 _end(process)
-                raise interrupt.Interrupted from None
+                raise Interrupted from None
         except BaseException:
             _end(process)
             raise

@@ -115,7 +115,7 @@ def _typed(family: str, op: str, shapes: tuple[tuple[int, ...], ...], run: Opera
     return Case(family, op, tuple(size for shape in shapes for size in shape), operands, run)
 
 
-def measure_type(name: str, clock: Clock) -> list[dict[str, Any]]:
+def measure_type(name: str, clock: WorkTimer) -> list[dict[str, Any]]:
     """The points of a dtype; none where the device has no kernels for it."""
     found = []
     for case in typed_cases(getattr(torch, name)):
@@ -439,7 +439,7 @@ def _cross_entropy(tokens: int, vocabulary: int) -> Case:
 # Timing ----------------------------------------
 
 
-class Clock:
+class WorkTimer:
     """Nanoseconds that work takes on the device: of this thread on a CPU, between events on a GPU."""
 
     def __init__(self, device: str) -> None:
@@ -468,7 +468,7 @@ class Clock:
         return max(0, round(events[0].elapsed_time(events[1]) * 1e6) - self._own_ns), result
 
 
-def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
+def measure_case(case: Case, clock: WorkTimer) -> tuple[int, int]:
     """Nanoseconds (forward, backward), everything included: the median over one round's repetitions."""
     sets = [case.operands()]
     size = sum(tensor.numel() * tensor.element_size() for tensor in sets[0])
@@ -487,7 +487,7 @@ def measure_case(case: Case, clock: Clock) -> tuple[int, int]:
 
 
 def _measure_once(
-    case: Case, operands: Tensors, gradient: torch.Tensor, passing: torch.Tensor, clock: Clock
+    case: Case, operands: Tensors, gradient: torch.Tensor, passing: torch.Tensor, clock: WorkTimer
 ) -> tuple[int, int]:
     passing.add_(1)
     forward, result = clock.time_ns(lambda: case.run(*operands))
@@ -498,7 +498,7 @@ def _measure_once(
     return forward, clock.time_ns(lambda: torch.autograd.grad(result, leaves, gradient))[0]
 
 
-def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tuple[int, int, int]:
+def measure_launch(step: Operator, shape: tuple[int, ...], clock: WorkTimer) -> tuple[int, int, int]:
     """Nanoseconds of one operator of a long chain, forward and backward; and a backward pass's own cost."""
     one = [_chain(step, shape, 1, clock) for _ in range(10)]
     many = [_chain(step, shape, 201, clock) for _ in range(5)]
@@ -507,7 +507,7 @@ def measure_launch(step: Operator, shape: tuple[int, ...], clock: Clock) -> tupl
     return forward, backward, max(0, median_high([b for _, b in one]) - backward)
 
 
-def measure_view(clock: Clock) -> tuple[int, int]:
+def measure_view(clock: WorkTimer) -> tuple[int, int]:
     """Nanoseconds of one of a few views between kernels whose data pass through the caches, forward and backward."""
     passing = torch.zeros(PASSING_BYTES, dtype=torch.uint8)
 
@@ -520,7 +520,7 @@ def measure_view(clock: Clock) -> tuple[int, int]:
     return median_high([f for f, _ in several]) // CHAIN, max(1, (together - alone) // (CHAIN - 1))
 
 
-def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: Clock) -> tuple[int, int]:
+def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: WorkTimer) -> tuple[int, int]:
     leaf, gradient = torch.randn(shape, requires_grad=True), torch.ones(shape)
 
     def run() -> torch.Tensor:
@@ -533,7 +533,7 @@ def _chain(step: Operator, shape: tuple[int, ...], length: int, clock: Clock) ->
     return forward, clock.time_ns(lambda: torch.autograd.grad(result, [leaf], gradient))[0]
 
 
-def measure_optimizer(num_elements: int, clock: Clock, num_tensors: int = 4) -> int:
+def measure_optimizer(num_elements: int, clock: WorkTimer, num_tensors: int = 4) -> int:
     """Nanoseconds of AdamW on one tensor of that size."""
     parameters, gradients, means, variances = (
         [torch.zeros(num_elements) + 0.1 for _ in range(num_tensors)] for _ in range(4)
@@ -548,7 +548,7 @@ def measure_optimizer(num_elements: int, clock: Clock, num_tensors: int = 4) -> 
     return median_high(times[1:]) // num_tensors
 
 
-def _repeat(call: Callable[[], Any], clock: Clock) -> list[int]:
+def _repeat(call: Callable[[], Any], clock: WorkTimer) -> list[int]:
     times: list[int] = []
     deadline = time.perf_counter() + SECONDS_A_POINT
     while time.perf_counter() < deadline or len(times) < LEAST_TIMES:
@@ -563,7 +563,7 @@ ADAMW: dict[str, Any] = {
 }  # fmt: skip
 
 
-def measure_dtype(dtype: torch.dtype, clock: Clock, size: int = 384) -> int:
+def measure_dtype(dtype: torch.dtype, clock: WorkTimer, size: int = 384) -> int:
     """Nanoseconds of a square matrix product, for the peak rate of a dtype."""
     left, right = (_drawn(size, size).to(dtype) for _ in range(2))
     return median_high(_repeat(lambda: torch.mm(left, right), clock)[1:])
@@ -633,12 +633,12 @@ def keep_freed_memory() -> None:
         mallopt(ctypes.c_int(number), ctypes.c_int(value))
 
 
-def measure_operators(kept: KeptPoints, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
+def measure_operators(kept: KeptPoints, clock: WorkTimer, report: Callable[[str], None]) -> dict[str, Any]:
     """Every operator point of one rank: of each number the median over the rounds."""
     return median_of([_measure_round(number, kept, clock, report) for number in range(ROUNDS)])  # type: ignore[no-any-return]
 
 
-def _measure_round(number: int, kept: KeptPoints, clock: Clock, report: Callable[[str], None]) -> dict[str, Any]:
+def _measure_round(number: int, kept: KeptPoints, clock: WorkTimer, report: Callable[[str], None]) -> dict[str, Any]:
     """Every point once."""
 
     def get(key: str, measure: Callable[..., Any], *arguments: Any) -> Any:
@@ -661,7 +661,7 @@ def _measure_round(number: int, kept: KeptPoints, clock: Clock, report: Callable
     }  # fmt: skip
 
 
-def _point(case: Case, clock: Clock) -> dict[str, Any]:
+def _point(case: Case, clock: WorkTimer) -> dict[str, Any]:
     forward, backward = measure_case(case, clock)
     return {**_describe(case), "forward_ns": forward, "backward_ns": backward}
 
@@ -699,7 +699,7 @@ def _fork(file: Path, kept: KeptPoints, report: Callable[[str], None]) -> int:
     try:
         torch.set_num_threads(1)
         keep_freed_memory()
-        file.write_text(json.dumps(measure_operators(kept, Clock("cpu"), report)))
+        file.write_text(json.dumps(measure_operators(kept, WorkTimer("cpu"), report)))
         status = 0
     finally:
         os._exit(status)
@@ -726,7 +726,7 @@ def main() -> None:
     kept = KeptPoints(options.points, host)
     if options.device == "cuda":
         torch.set_default_device("cuda")
-        ranks = [measure_operators(kept, Clock("cuda"), report)]
+        ranks = [measure_operators(kept, WorkTimer("cuda"), report)]
     else:
         ranks = measure_together(host["cores"], kept, report)
     report("")

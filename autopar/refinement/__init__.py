@@ -16,17 +16,16 @@ from autopar.cost import Profile
 from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Refinement
-from autopar.planning import Request, SearchBudget
 from autopar.progress import Report, reporting
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.shortened import shortened
 from autopar.refinement.worlds import Worlds, space_of
+from autopar.request import Request, SearchBudget
 from autopar.soap import Budget, RefinedPlan, Start, Watch, refine, refined_elsewhere
 from autopar.trace import Blocks
+from autopar.tunables import SHORT_SHARE
 
 _SAID_EVERY = 500  # proposals
-_SHARE_OF_SHORT = 0.5
-"""Of the time for refinement, what chains on a short model may take; in the rest the whole one is simulated."""
 
 
 def refined(
@@ -71,7 +70,7 @@ def _found(
     short = shortened(worlds, starts[0]) if len(starts) == 1 else None
     if short is None:
         return refine(starts, chances, Jumps(worlds).possible(), watch)
-    chances = replace(chances, seconds=_SHARE_OF_SHORT * budget.refine_seconds)
+    chances = replace(chances, seconds=SHORT_SHARE * budget.refine_seconds)
     found, report = refine([short.start], chances, short.jumps, watch)
     report = replace(report, stop_reason=f"{report.stop_reason}, {short.extent}")
     world = worlds.at(short.worlds.outline_of(found.world))

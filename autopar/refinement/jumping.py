@@ -7,8 +7,9 @@ from random import Random
 
 from autopar.errors import AutoparError
 from autopar.ir.mesh import logical_meshes
+from autopar.ir.outline import Outline
 from autopar.ir.plan import Plan
-from autopar.refinement.outline import Outline, on_axes
+from autopar.refinement.axes import on_axes
 from autopar.refinement.worlds import Worlds
 from autopar.soap import Jump, World
 
@@ -32,7 +33,7 @@ class Jumps:
         if outline.stage_of or plan.stage.forks:
             return None
         others = [axes for axes in logical_meshes(self.request.mesh) if axes != outline.axes]
-        return self._moved(replace(outline, axes=random.choice(others or [outline.axes])), plan)
+        return self._moved(replace(outline, submeshes=(random.choice(others or [outline.axes]),)), plan)
 
     def _moved(self, outline: Outline, plan: Plan) -> Landing | None:
         """The placements in another world, where they are possible there."""

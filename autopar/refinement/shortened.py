@@ -22,9 +22,8 @@ from autopar.ir.plan import Plan
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.worlds import Worlds
 from autopar.soap import Jump, Start
+from autopar.tunables import KEPT
 
-KEPT = 8
-"""Blocks of the short model. The last has no other after it, the first few none before: those between are alike."""
 _DEEP = 2 * KEPT
 
 

@@ -13,21 +13,21 @@ from autopar.errors import PlanError
 from autopar.interop import Layers
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.outline import Outline
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Move, Plan, Stage, Storage
-from autopar.ir.schedule import PLAIN, SCHEDULES
+from autopar.ir.schedule import SCHEDULES
 from autopar.microbatch import axes_of_parts, one_microbatch_plan
-from autopar.planning import Place, Request, divided
+from autopar.planning import Place, divided
 from autopar.refinement.explaining import explained
-from autopar.refinement.outline import Outline
+from autopar.request import Request
 from autopar.simulate import Incremental, IncrementalStages, Timeline, predict, prices_of
 from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, World
 from autopar.staged.layered import Layered
 from autopar.staging import cut
 from autopar.trace import Blocks
+from autopar.tunables import WALKED
 from autopar.zero import recomputable
-
-_WALKED = 200  # proposals that a random start is away
 
 
 class Worlds:
@@ -63,14 +63,15 @@ class Worlds:
         """What a plan leaves open. Raises PlanError where stages divide a layer."""
         axes = axes_of_parts(plan)[0]
         if len(plan.stages) == 1:
-            return Outline(axes, plan.microbatches)
+            return Outline((axes,), plan.microbatches)
         found: dict[int, set[int]] = {}
         for name, layer in self.layers.fixed.items():
             found.setdefault(layer, set()).update(n for n, stage in enumerate(plan.stages) if name in stage.nodes)
         if not found or any(len(stages) != 1 for stages in found.values()):
             raise PlanError("expected stages of whole repeated blocks, found others")
         stage_of = tuple(stages.pop() for _, stages in sorted(found.items()))
-        return Outline(axes, plan.microbatches, stage_of, tuple(s.first_rank for s in plan.stages), plan.schedule)
+        firsts = tuple(stage.first_rank for stage in plan.stages)
+        return Outline((axes,) * len(set(firsts)), plan.microbatches, stage_of, firsts, plan.schedule)
 
     def place(self, outline: Outline) -> Place:
         """Raises PlanError where the batch has not so many microbatches."""
@@ -78,7 +79,7 @@ class Worlds:
             part = divided(self.graph, self.blocks, outline.microbatches)
             if outline.stage_of:
                 whole = partial(self.cut, self.graph, outline)
-                part = replace(part, cut=whole, num_submeshes=len(set(outline.first_ranks)))
+                part = replace(part, cut=whole, num_submeshes=outline.num_submeshes)
             self._places[outline] = Place(part, outline.axes, self.request, self.profile)
         return self._places[outline]
 
@@ -90,7 +91,7 @@ class Worlds:
     def at(self, outline: Outline) -> World:
         """Raises PlanError where there is none."""
         if outline not in self._known:
-            place = self.place(replace(outline, stage_of=(), first_ranks=(), schedule=PLAIN))
+            place = self.place(Outline((outline.axes,), outline.microbatches))
             graph, profile = place.part.graph, place.shared_profile
             staged = partial(self.cut, graph, outline)
             score: Score = _Staged(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
@@ -131,7 +132,7 @@ class Worlds:
         """A random start: where a walk ends that takes every typed proposal."""
         random, space, draft = Random(seed), first.world.space, first.world.space.draft(first.plan)
         proposals = Proposals(space)
-        for _ in range(0 if proposals.is_empty() else _WALKED):
+        for _ in range(0 if proposals.is_empty() else WALKED):
             draft = space.changed(draft, proposals.draw(draft, random)) or draft
         return Start("a drawn plan", first.world, draft.plan)
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from autopar import interrupt
+from autopar.clock import is_interrupted
 from autopar.selection import toulbar_worker
 from autopar.selection.elimination import Core
 from autopar.selection.network import Network
@@ -122,7 +122,7 @@ class SearchApart:
     def _ended_within(self, seconds: float) -> bool:
         """Whether it ends in time, or before an interrupt."""
         deadline = time.monotonic() + seconds
-        while not interrupt.is_asked() or seconds <= _GRACE_S:
+        while not is_interrupted() or seconds <= _GRACE_S:
             try:
                 self._process.wait(min(_LOOK_S, max(0.0, deadline - time.monotonic())))
             except subprocess.TimeoutExpired:

@@ -83,7 +83,7 @@ def _search(plan: Plan) -> Data:
         "stop_reason": search.stop_reason,
         "seconds": search.seconds,
         "seed": search.seed,
-        "tried": [dict(row) for row in search.tried],
+        "tried": [row.told for row in search.tried],
         "rewriting": None if search.rewriting is None else asdict(search.rewriting),
         "refinement": _refinement(search.refinement),
     }

@@ -6,14 +6,16 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from autopar.ir.labels import storage_text
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.naming import printable
 from autopar.ir.placement import format_placement
 from autopar.ir.plan import Breakdown, Fork, GraphPlan, Plan, Prediction, Stage, Storage, rule_counts
+from autopar.ir.schedule import PLAIN
 from autopar.ir.shares import alike_ranks, axis_text
+from autopar.ir.tried import Tried
 
 MOST_STAGES, MOST_ROWS = 10, 22
 """Lines of stages, and of parameters, that a screen has room for beside the others."""
@@ -157,8 +159,8 @@ def runners_up(plan: Plan, most: int = 3) -> list[str]:
     """ "4 stages of 2x2, 1f1b, 8 microbatches: 9.1 ms": the next best settings that were simulated and fit."""
     found: dict[str, int] = {}
     for row in plan.search.tried:
-        step, peak = row.get("step_time_ns"), row.get("peak_bytes", 0)
-        if step is not None and peak <= plan.memory_limit and "mesh" in row:
+        step = row.step_time_ns
+        if step is not None and (row.peak_bytes or 0) <= plan.memory_limit and row.mesh is not None:
             name = _setting_text(row)
             found[name] = min(step, found.get(name, step))
     chosen = next((name for name, step in found.items() if step == plan.predicted.step_time_ns), None)
@@ -166,12 +168,10 @@ def runners_up(plan: Plan, most: int = 3) -> list[str]:
     return [f"{name}: {time_text(step)}" for step, name in rest[:most]]
 
 
-def _setting_text(row: Mapping[str, Any]) -> str:
-    stages, count, again = row.get("stages", 1), row.get("microbatches", 1), row.get("recompute", "none")
-    parts = [
-        f"{stages} stages of {row['mesh']}, {row.get('schedule', '1f1b')}" if stages > 1 else f"mesh {row['mesh']}"
-    ]
-    parts += [f"template {row['template']}"] if "template" in row else []
+def _setting_text(row: Tried) -> str:
+    stages, count, again = row.stages or 1, row.microbatches or 1, row.recompute or "none"
+    parts = [f"{stages} stages of {row.mesh}, {row.schedule or PLAIN}" if stages > 1 else f"mesh {row.mesh}"]
+    parts += [f"template {row.template}"] if row.template is not None else []
     parts += [f"{count} microbatches"] if count > 1 else []
     parts += [f"recompute {again}"] if isinstance(again, str) and again != "none" else []
     parts += [f"{again} modules recomputed"] if isinstance(again, int) else []

@@ -15,14 +15,13 @@ each with all operators around it that agree with it.
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import NamedTuple, Protocol
 
-from autopar import interrupt
+from autopar.clock import Clock, is_interrupted
 from autopar.ir.plan import Plan
 from autopar.soap.ledger import Ledger
 from autopar.soap.proposals import AXES, Proposals
@@ -102,12 +101,12 @@ Watch = Callable[[int, int], None]
 
 
 def anneal(
-    world: World, plan: Plan, proposals: int, deadline: float, random: Random, jumps: Mapping[str, Jump] | None = None,
+    world: World, plan: Plan, proposals: int, clock: Clock, random: Random, jumps: Mapping[str, Jump] | None = None,
     watch: Watch | None = None,
 ) -> Chain:  # fmt: skip
-    """Runs a chain from a plan. proposals: how many at most; it stops when half of them brought no gain, or at the
-    deadline (of `time.monotonic`). jumps: by kind of proposal. An interrupt ends it with what it has."""
-    return _Annealing(world, plan, proposals, deadline, random, jumps or {}, watch).run()
+    """Runs a chain from a plan. proposals: how many at most; it stops when half of them brought no gain, or its
+    time is over. jumps: by kind of proposal. An interrupt ends it with what it has."""
+    return _Annealing(world, plan, proposals, clock, random, jumps or {}, watch).run()
 
 
 def scored(world: World, draft: Draft, step_ns: int, memory_limit: int) -> Scored:
@@ -123,11 +122,11 @@ def threshold_ns(current_ns: int, temperature_ns: float, uniform: float) -> floa
 
 class _Annealing:
     def __init__(
-        self, world: World, plan: Plan, proposals: int, deadline: float, random: Random, jumps: Mapping[str, Jump],
+        self, world: World, plan: Plan, proposals: int, clock: Clock, random: Random, jumps: Mapping[str, Jump],
         watch: Watch | None,
     ) -> None:  # fmt: skip
         self.random, self.jumps, self.watch = random, jumps, watch
-        self.limit, self.deadline, self.memory_limit = proposals, deadline, plan.memory_limit
+        self.limit, self.clock, self.memory_limit = proposals, clock, plan.memory_limit
         self.chain_limit = proposals - int(DESCENT * proposals)
         self.proposals: dict[Space, Proposals] = {}
         self.known: dict[Hashable, int] = {}  # at most the step times of what was simulated
@@ -150,11 +149,11 @@ class _Annealing:
 
     def _reason_to_stop(self) -> str:
         count = self.tally.proposals
-        if interrupt.is_asked():
+        if is_interrupted():
             return "interrupted"
         if count >= self.limit:
             return f"all {count:,} proposals made"
-        if time.monotonic() > self.deadline:
+        if self.clock.is_over:
             return f"time limit after {count:,} proposals"
         return self._without_gain if count - self.improved_at >= max(1, self.limit // 2) else ""
 

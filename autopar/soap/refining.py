@@ -8,7 +8,6 @@ returned.
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from functools import cached_property
 from random import Random
 from typing import NamedTuple
 
+from autopar.clock import Clock
 from autopar.ir.labels import bracketed, storage_text, strategy_text
 from autopar.ir.plan import Move, NodePlan, Plan, Refinement, Storage
 from autopar.soap.annealing import Chain, Jump, Scored, Watch, World, anneal, joined_trace, scored
@@ -61,21 +61,19 @@ def refine(
     The budget is shared equally. What the best differs in from the first start is in the report. jumps: further
     proposals, by kind; they may lead to other worlds.
     """
-    began = time.monotonic()
-    random = Random(budget.seed)
+    clock, random = Clock.of(budget.seconds), Random(budget.seed)
     chains: list[Chain] = []
     for start in starts:
-        deadline = began + budget.seconds * (len(chains) + 1) / len(starts)
+        own = clock.part((len(chains) + 1) / len(starts))
         count = max(1, budget.proposals // len(starts))
-        chains.append(anneal(start.world, start.plan, count, deadline, Random(random.random()), jumps, watch))
+        chains.append(anneal(start.world, start.plan, count, own, Random(random.random()), jumps, watch))
         if chains[-1].stop_reason == "interrupted":
             break
     ends = [chains[0].first, *(chain.best for chain in chains)]
     number = min(range(len(ends)), key=lambda n: (not ends[n].fits, ends[n].cost_ns, n))
     simplest = _DecisionDifferences(ends[0], ends[number])
     plan, moves = simplest.taken_back()
-    seconds = time.monotonic() - began
-    report = _report(starts, chains, max(0, number - 1), simplest.best, moves, budget, seconds)
+    report = _report(starts, chains, max(0, number - 1), simplest.best, moves, budget, clock.passed_s)
     return RefinedPlan(simplest.best.world, plan), report
 
 
@@ -85,14 +83,14 @@ def refined_elsewhere(start: Start, other: Start, report: Refinement) -> tuple[R
     report: of that search. Its steps are told in proportion to the whole model's; what each decision gains is simulated
     there.
     """
-    began = time.monotonic()
+    clock = Clock.of(0.0)
     first, second = _scored_at(start), _scored_at(other)
     simplest = _DecisionDifferences(first, min((first, second), key=lambda one: (not one.fits, one.cost_ns)))
     plan, moves = simplest.taken_back()
     whole = first.cost_ns / report.before_ns
     report = replace(
         report, before_ns=first.cost_ns, after_ns=simplest.best.cost_ns, moves=tuple(moves),
-        seconds=round(report.seconds + time.monotonic() - began, 3),
+        seconds=round(report.seconds + clock.passed_s, 3),
         starts={start.name: (first.cost_ns, simplest.best.cost_ns)},
         trace=tuple((count, round(now * whole), round(best_ns * whole)) for count, now, best_ns in report.trace),
     )  # fmt: skip

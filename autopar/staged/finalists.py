@@ -3,41 +3,37 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
-from autopar import interrupt
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Choice, Plan, SearchReport
+from autopar.ir.tried import Tried
 from autopar.microbatch import one_microbatch_plan, over_microbatches
 from autopar.planning import DividedGraph, Place
-from autopar.refusal import most_of
+from autopar.refusal import does_not_fit
 from autopar.simulate import Incremental, Timeline, predict, simulate, traffic_by_submesh
 from autopar.staged.mixing import keeping_more
 from autopar.staged.search import StagedSearch
-from autopar.staged.ways import Candidate, StageStrategy
+from autopar.staged.ways import EstimatedStages, StageStrategy
 from autopar.staging import cut
-
-FINALISTS = 3
-"""Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick."""
-_MOST_FINALISTS, _QUICK_S = 32, 1.5
-_CORRECTIONS = 3
-_BORDERS = 0.01
-"""Of plans whose steps are within this share of the fastest's, other borders of stages are looked at."""
+from autopar.tunables import CORRECTIONS, FINALISTS, LIKE_BORDERS, MOST_FINALISTS, QUICK_S
 
 
 class Finalists:
     """What a search found, the fastest by estimate first."""
 
-    def __init__(self, search: StagedSearch, found: Sequence[Candidate]) -> None:
+    def __init__(
+        self, search: StagedSearch, found: Sequence[EstimatedStages], note: Callable[[Tried], None]
+    ) -> None:  # fmt: skip
         self.search, self.layered, self.request = search, search.layered, search.request
         self.found = sorted(found, key=lambda candidate: candidate.step_ns)
-        self.tried: list[dict[str, Any]] = []
+        self._note = note
         self._simulator = cache(self._new_simulator)
 
     def _new_simulator(self, microbatches: int) -> Incremental:
@@ -45,35 +41,18 @@ class Finalists:
         return Incremental(self.layered.part(microbatches).graph, self.layered.shared)
 
     @cached_property
-    def plans(self) -> list[tuple[Candidate, Timeline]]:
+    def plans(self) -> list[tuple[EstimatedStages, Timeline]]:
         """Those that fit, simulated."""
         return self._kept_more(self._with_other_borders(self._fitting()))
 
-    @property
-    def best_ns(self) -> int | None:
-        """The least step time of what fits, if anything does."""
-        return min((played.step_time_ns for _, played in self.plans), default=None)
-
-    def best(self, other: Plan | None, refusal: InfeasibleError | None) -> Plan:
-        """The fastest of them, or another plan if that is faster. Raises InfeasibleError.
-
-        refusal: of the search for that other plan.
-        """
-        if other is not None:
-            self.tried += [dict(row) for row in other.search.tried]
-            if self.best_ns is None or other.predicted.step_time_ns <= self.best_ns:
-                return replace(other, search=replace(other.search, tried=tuple(self.tried)))
-        plans = self.plans or [self._smallest(refusal)]
-        return self._stated(*min(plans, key=lambda pair: pair[1].step_time_ns))
-
-    def _fitting(self) -> list[tuple[Candidate, Timeline]]:
+    def _fitting(self) -> list[tuple[EstimatedStages, Timeline]]:
         """The first candidates that fit when they are simulated, as many as there is time for.
 
         Estimated peaks are mostly too high: after those that fit by estimate come faster ones that would, were theirs
         as much too high as is usual here.
         """
         first = _distinct(self.found, 0, self.layered.admitted)
-        plans = self._simulated_of(first, _MOST_FINALISTS)
+        plans = self._simulated_of(first, MOST_FINALISTS)
         if not plans:
             return plans
         usual = statistics.median(candidate.peak_bytes / played.peak_bytes for candidate, played in plans)
@@ -81,14 +60,14 @@ class Finalists:
         more = _distinct(self.found, self.layered.admitted, int(self.layered.limit * usual))
         return plans + self._simulated_of([c for c in more if c.step_ns < fastest], FINALISTS)
 
-    def _simulated_of(self, candidates: Sequence[Candidate], most: int) -> list[tuple[Candidate, Timeline]]:
+    def _simulated_of(self, candidates: Sequence[EstimatedStages], most: int) -> list[tuple[EstimatedStages, Timeline]]:
         """Those that fit of the first candidates, as far as there is time.
 
         First are those of the least estimate, corrected by how far off the last one was on as many stages of as many
         ranks: what estimates leave out (waiting for each other, cores that ranks share) is much alike there.
         """
-        plans: list[tuple[Candidate, Timeline]] = []
-        begun, deadline = time.monotonic(), self.search.started + self.request.budget.seconds
+        plans: list[tuple[EstimatedStages, Timeline]] = []
+        quick = Clock.of(QUICK_S)
         left, off = list(candidates), dict[Any, float]()
         while left:
             candidate = min(left, key=lambda one: one.step_ns * off.get(_submeshes(one), 1.0))
@@ -97,32 +76,33 @@ class Finalists:
             off[_submeshes(candidate)] = played.step_time_ns / candidate.step_ns
             if played.peak_bytes <= self.layered.limit:
                 plans.append((candidate, played))
-            now = time.monotonic()
-            is_enough = len(plans) >= FINALISTS and now > begun + _QUICK_S
-            if is_enough or len(plans) == most or (plans and (now > deadline or interrupt.is_asked())):
+            is_enough = len(plans) >= FINALISTS and quick.left_s < 0
+            if is_enough or len(plans) == most or (plans and self.search.clock.is_over):
                 break
         return plans
 
-    def _with_other_borders(self, plans: list[tuple[Candidate, Timeline]]) -> list[tuple[Candidate, Timeline]]:
+    def _with_other_borders(
+        self, plans: list[tuple[EstimatedStages, Timeline]]
+    ) -> list[tuple[EstimatedStages, Timeline]]:
         """With the runners-up of the fastest plans, whose stages begin at other layers, as far as there is time.
 
-        Of all that are within `_BORDERS` of the fastest: where ranks share cores, those that wait leave theirs to
+        Of all that are within `LIKE_BORDERS` of the fastest: where ranks share cores, those that wait leave theirs to
         others, so that borders change the step by little, and the estimate may not tell which are best.
         """
         if not plans:
             return plans
         fastest_ns = min(played.step_time_ns for _, played in plans)
-        near = {_but_borders(c) for c, played in plans if played.step_time_ns <= fastest_ns * (1 + _BORDERS)}
+        near = {_but_borders(c) for c, played in plans if played.step_time_ns <= fastest_ns * (1 + LIKE_BORDERS)}
         known = {(candidate.ways, candidate.schedule, candidate.stage_of_layer) for candidate, _ in plans}
-        others: dict[Any, Candidate] = {}
+        others: dict[Any, EstimatedStages] = {}
         for candidate in self.found:
             key = candidate.ways, candidate.schedule, candidate.stage_of_layer
             is_like = _but_borders(candidate) in near
             if is_like and key not in known and candidate.peak_bytes <= self.layered.admitted:
                 others.setdefault(key, candidate)
-        return plans + self._simulated_of(list(others.values()), _MOST_FINALISTS)
+        return plans + self._simulated_of(list(others.values()), MOST_FINALISTS)
 
-    def _kept_more(self, plans: list[tuple[Candidate, Timeline]]) -> list[tuple[Candidate, Timeline]]:
+    def _kept_more(self, plans: list[tuple[EstimatedStages, Timeline]]) -> list[tuple[EstimatedStages, Timeline]]:
         """With the fastest plan again, of which fewer layers are computed again, if any are and that fits.
 
         Estimates of its peak are corrected by what was simulated.
@@ -130,7 +110,7 @@ class Finalists:
         if not plans:
             return plans
         best, played = min(plans, key=lambda pair: pair[1].step_time_ns)
-        for _ in range(_CORRECTIONS):
+        for _ in range(CORRECTIONS):
             admitted = int(self.layered.limit * best.peak_bytes / played.peak_bytes)
             fewer = keeping_more(self.layered, best, admitted)
             if fewer is None:
@@ -142,29 +122,29 @@ class Finalists:
             plans = [*plans, (best, played)]
         return plans
 
-    def _simulated(self, candidate: Candidate) -> Timeline:
+    def _simulated(self, candidate: EstimatedStages) -> Timeline:
         """What the simulator says of a candidate, noted in a row."""
         plan = self._built(candidate)
         if len(plan.stages) > 1:
             played = simulate(self._part(candidate).graph, plan, self.layered.shared)
         else:
             played = self._simulator(candidate.microbatches).timeline(plan)
-        self.tried.append({**candidate.row, "step_time_ns": played.step_time_ns, "peak_bytes": played.peak_bytes})
+        self._note(replace(candidate.row, step_time_ns=played.step_time_ns, peak_bytes=played.peak_bytes))
         return played
 
     # Plans ----------------------------------------
 
-    def _part(self, candidate: Candidate) -> DividedGraph:
+    def _part(self, candidate: EstimatedStages) -> DividedGraph:
         return self.layered.part(candidate.microbatches)
 
-    def _built(self, candidate: Candidate) -> Plan:
+    def _built(self, candidate: EstimatedStages) -> Plan:
         """One microbatch's plan of the whole model."""
         plans = self._placed(candidate)
         if len(plans) == 1:
             return plans[0]
         return self._cut(plans, candidate, self._part(candidate).graph)
 
-    def _placed(self, candidate: Candidate) -> list[Plan]:
+    def _placed(self, candidate: EstimatedStages) -> list[Plan]:
         """For each stage the placements of one microbatch of the whole model; equal ones are one plan."""
         again = self.layered.modules_again(candidate.recompute)
         made: dict[Any, Plan] = {}
@@ -180,14 +160,14 @@ class Finalists:
         draft = replace(place.draft(), recompute=again)
         return self.layered.place_of(way.setting).placements.placed(draft, place.part.graph, way.choice.choice)
 
-    def _cut(self, plans: Sequence[Plan], candidate: Candidate, graph: Graph) -> Plan:
+    def _cut(self, plans: Sequence[Plan], candidate: EstimatedStages, graph: Graph) -> Plan:
         members = self.layered.layers.members(graph, candidate.stage_of_layer)
         own = plans if candidate.is_mixed else plans[0]
         profiles = {self.request.mesh.profile: self.layered.profile}
         firsts = first_ranks([way.setting.num_devices for way in candidate.ways], self.request.mesh.num_devices)
         return cut(graph, own, members, firsts, candidate.schedule, self.request.mesh, profiles)
 
-    def _stated(self, candidate: Candidate, played: Timeline) -> Plan:
+    def stated(self, candidate: EstimatedStages, played: Timeline) -> Plan:
         """The candidate as a plan for the step, on all axes, with its prediction."""
         part, whole = self._part(candidate), self.layered.graph
         told: dict[str, Any] = {
@@ -217,20 +197,19 @@ class Finalists:
         every = free.placements_with({name: option for (kind, name), option in chosen.items() if kind == "stored"})
         return every.explained(every.choosing(chosen))
 
-    def _report(self, candidate: Candidate) -> SearchReport:
+    def _report(self, candidate: EstimatedStages) -> SearchReport:
         return SearchReport(
             method="stages by dynamic programming over intra-op ILP",
             cost_ns=candidate.step_ns,
             lower_bound_ns=candidate.lower_bound_ns,
             stop_reason=self.search.stop_reason,
-            seconds=round(time.monotonic() - self.search.started, 3),
+            seconds=round(self.search.clock.passed_s, 3),
             seed=self.request.budget.seed,
-            tried=tuple(self.tried),
         )
 
     # Where nothing fits ----------------------------------------
 
-    def _smallest(self, refusal: InfeasibleError | None) -> tuple[Candidate, Timeline]:
+    def smallest(self, refusal: InfeasibleError | None) -> tuple[EstimatedStages, Timeline]:
         """The fastest that fits of those that take least memory. Which are simulated does not depend on the limit.
 
         refusal: of plans of one stage. Raises InfeasibleError naming the least peak, or what plans of one stage can do
@@ -246,18 +225,12 @@ class Finalists:
         chosen, played = min(simulated, key=lambda pair: pair[1].peak_bytes)
         if refusal is not None and (refusal.smallest_bytes or played.peak_bytes) <= played.peak_bytes:
             raise refusal
-        raise self._does_not_fit(chosen.row, played)
-
-    def _does_not_fit(self, row: Mapping[str, Any], played: Timeline) -> InfeasibleError:
-        needed = played.peak_bytes
-        return InfeasibleError(
-            f"expected a plan within memory_limit = {self.layered.limit:,} bytes a device of {self.request.mesh}, "
-            f"found none: the smallest limit that can be met is {needed:,} bytes (in {row['stages']} stages of logical "
-            f"mesh {row['mesh']}, {row['microbatches']} microbatches, schedule {row['schedule']}, "
-            f"recompute={row['recompute']!r}), most of it {most_of(predict(played).memory)}. Raise memory_limit to "
-            "that, use more devices, or a smaller batch.",
-            needed,
+        row = chosen.row
+        where = (
+            f"in {row.stages} stages of logical mesh {row.mesh}, {row.microbatches} microbatches, schedule "
+            f"{row.schedule}, recompute={row.recompute!r}"
         )
+        raise does_not_fit(self.request.mesh, self.layered.limit, predict(played), where)
 
 
 def first_ranks(sizes: Sequence[int], num_devices: int) -> list[int]:
@@ -272,19 +245,19 @@ def first_ranks(sizes: Sequence[int], num_devices: int) -> list[int]:
     return [begins[number] for number in range(len(sizes))]
 
 
-def _but_borders(candidate: Candidate) -> tuple[Any, ...]:
+def _but_borders(candidate: EstimatedStages) -> tuple[Any, ...]:
     """All that says how a candidate runs, but for where its stages begin."""
     return candidate.ways, candidate.schedule, candidate.recompute
 
 
-def _submeshes(candidate: Candidate) -> tuple[int, ...]:
+def _submeshes(candidate: EstimatedStages) -> tuple[int, ...]:
     """How many ranks each stage has."""
     return tuple(way.setting.num_devices for way in candidate.ways)
 
 
-def _distinct(found: Sequence[Candidate], least: int, most: int) -> list[Candidate]:
+def _distinct(found: Sequence[EstimatedStages], least: int, most: int) -> list[EstimatedStages]:
     """Those of estimated peaks above `least` up to `most`, the fastest first; of each setting the best by schedule."""
-    kept: dict[Any, Candidate] = {}
+    kept: dict[Any, EstimatedStages] = {}
     for candidate in found:
         if least < candidate.peak_bytes <= most:
             settings = tuple(dict.fromkeys(way.setting for way in candidate.ways))

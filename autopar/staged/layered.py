@@ -18,23 +18,16 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Axis
 from autopar.microbatch import batch_types
-from autopar.planning import DividedGraph, Place, Request, divided, microbatch_counts
+from autopar.planning import DividedGraph, Place, divided, microbatch_counts
+from autopar.request import Request
 from autopar.simulate.cores import part_of_step, sharing_of
 from autopar.simulate.layers import LayerCost, layer_costs
-from autopar.staged.ways import Candidate, Setting, StageStrategy
+from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
 from autopar.trace import Blocks
+from autopar.tunables import CORE_STEPS, MOST_LAYERS, PEAK_SLACK
 from autopar.zero import KINDS, pinned_modules, recomputable
-
-_SLACK = 1.03
-"""Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried."""
-
-_STEPS = 100
-"""Of the slowest stage's time, by which stages are told apart where they share cores."""
-
-_MOST_LAYERS = 32
-"""Of a model without repeated blocks."""
 
 
 class Layered:
@@ -53,10 +46,10 @@ class Layered:
         self.layers = block_layers(graph, self.paths)
         self.folded: Folded = fold(graph, blocks, self.layers)
         if self.layers.count < 2:
-            self.layers = balanced_layers(graph, self._times_ns(), min(_MOST_LAYERS, 2 * request.mesh.num_devices))
+            self.layers = balanced_layers(graph, self._times_ns(), min(MOST_LAYERS, 2 * request.mesh.num_devices))
             self.folded = Folded(graph, self.layers, tuple(range(self.layers.count)))
         self.limit = request.memory_limit or self.shared.usable_bytes
-        self.admitted = int(self.limit * _SLACK)
+        self.admitted = int(self.limit * PEAK_SLACK)
         self.short_part, self.part = cache(self._short_part), cache(self._part)
         self.short_place, self.kind = cache(self._short_place), cache(self._kind)
 
@@ -116,10 +109,10 @@ class Layered:
         sharing = sharing_of([self.shared])
         if sharing is None or submeshes == 1:
             return 1.0
-        parts = tuple(max(1, round(_STEPS * time / max(1, *times))) for time in times)
+        parts = tuple(max(1, round(CORE_STEPS * time / max(1, *times))) for time in times)
         return part_of_step(sharing, schedule, submeshes, microbatches, self.request.mode == "train", parts)
 
-    def in_time(self, candidate: Candidate) -> Candidate:
+    def in_time(self, candidate: EstimatedStages) -> EstimatedStages:
         """A candidate that was estimated as if no rank left its core to others, with that.
 
         Stages of other sizes may leave each other more: as much as all cores, which is what the bound allows for.
@@ -136,7 +129,7 @@ class Layered:
         """Whether ranks share cores."""
         return sharing_of([self.shared]) is not None
 
-    def part_of_candidate(self, candidate: Candidate) -> float:
+    def part_of_candidate(self, candidate: EstimatedStages) -> float:
         """As `part_of_step`."""
         if not self.shares_cores:
             return 1.0

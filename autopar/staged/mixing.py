@@ -7,30 +7,19 @@ compute layers again, as many layers of each as memory allows are kept after tha
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar import interrupt
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError
 from autopar.interop import ChosenStage, StageKind, best_stages
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight
 from autopar.staged.layered import Layered
-from autopar.staged.ways import Candidate, StageStrategy, hidden_bubble, in_two_parts, largest_peak
-
-_COUNTS = 2
-"""Numbers of microbatches that are looked at, the best first."""
-_SIZES = 4
-"""Submeshes of sizes within this factor of the best's are mixed: others are far off, and each size has its tables."""
-_ROUNDS = 8
-_MOST_STAGES = 64
-_BEST = 8
-"""Candidates, the best first, of which fewer layers are computed again where that fits."""
-_SHARE = 0.7
-"""Of the budget, until when to look at more."""
+from autopar.staged.ways import EstimatedStages, StageStrategy, hidden_bubble, in_two_parts, largest_peak
+from autopar.tunables import KEPT_MORE, MIXED_COUNTS, MIXED_ROUNDS, MIXED_SHARE, MIXED_SIZES, MOST_STAGES
 
 
-def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[Candidate]:
+def mixed(layered: Layered, found: Sequence[EstimatedStages], clock: Clock) -> list[EstimatedStages]:
     """Candidates whose stages are not all alike, out of the ways of those that were found."""
     if (
         layered.request.mode != "train"
@@ -38,34 +27,34 @@ def mixed(layered: Layered, found: Sequence[Candidate], started: float) -> list[
         or any(rule.stages for rule in layered.request.constraints)
     ):
         return []
-    deadline = started + _SHARE * layered.request.budget.seconds
-    best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:_BEST]
+    until = clock.part(MIXED_SHARE)
+    best = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)[:KEPT_MORE]
     more = [fewer for candidate in best if (fewer := keeping_more(layered, candidate, layered.admitted))]
     for count in _best_counts(layered, found):
-        if time.monotonic() < deadline and not interrupt.is_asked():
+        if not until.is_over:
             more += _of_count(layered, [c for c in found if c.microbatches == count])
     return more
 
 
-def _best_counts(layered: Layered, found: Sequence[Candidate]) -> list[int]:
+def _best_counts(layered: Layered, found: Sequence[EstimatedStages]) -> list[int]:
     fitting = sorted((c for c in found if c.peak_bytes <= layered.admitted), key=lambda c: c.step_ns)
-    return list(dict.fromkeys(c.microbatches for c in fitting))[:_COUNTS]
+    return list(dict.fromkeys(c.microbatches for c in fitting))[:MIXED_COUNTS]
 
 
-def _of_count(layered: Layered, found: Sequence[Candidate]) -> Iterator[Candidate]:
+def _of_count(layered: Layered, found: Sequence[EstimatedStages]) -> Iterator[EstimatedStages]:
     ways = _ways(layered, found)
     kinds = [layered.kind(way) for way in ways]
     mesh, count = layered.request.mesh, found[0].microbatches
     for own in (kinds, [kind for kind in kinds if kind.key.setting == ways[0].setting]) if ways else ():
         try:
-            best = best_stages(own, mesh.num_devices, count, PLAIN, _MOST_STAGES, _ROUNDS)
+            best = best_stages(own, mesh.num_devices, count, PLAIN, MOST_STAGES, MIXED_ROUNDS)
         except InfeasibleError:
             continue
         for choice in (best.best, *best.runners_up[-1:]):
             yield from _candidates(layered, own, choice.stages, choice.step_ns, best.lower_bound_ns)
 
 
-def _ways(layered: Layered, found: Sequence[Candidate]) -> list[StageStrategy]:
+def _ways(layered: Layered, found: Sequence[EstimatedStages]) -> list[StageStrategy]:
     """Of each submesh the placements of its best candidate that fits, with every recomputation; the best of all first.
 
     One choice of placements for each logical shape.
@@ -75,13 +64,13 @@ def _ways(layered: Layered, found: Sequence[Candidate]) -> list[StageStrategy]:
     for candidate in fitting:
         best.setdefault(candidate.ways[0].setting.num_devices, candidate.ways[0])
     size = next(iter(best), 1)
-    near = [way for devices, way in best.items() if size <= devices * _SIZES and devices <= size * _SIZES]
+    near = [way for devices, way in best.items() if size <= devices * MIXED_SIZES and devices <= size * MIXED_SIZES]
     return [replace(way, recompute=name) for way in near for name in layered.recomputations]
 
 
 def _candidates(
     layered: Layered, kinds: Sequence[StageKind], stages: Sequence[ChosenStage], step_ns: int, bound_ns: int
-) -> Iterator[Candidate]:
+) -> Iterator[EstimatedStages]:
     """The choice, and the same with fewer layers computed again; where all is alike, the latter alone."""
     of_stage = [kinds[kind] for _, _, kind in stages]
     ways = tuple(kind.key for kind in of_stage)
@@ -89,14 +78,14 @@ def _candidates(
     count = ways[0].setting.microbatches
     again = tuple(ways[stage].recompute for stage in of_layer)
     peak = largest_peak(of_stage, of_layer, count, PLAIN)
-    found = layered.in_time(Candidate(ways, PLAIN, of_layer, again, step_ns, peak, bound_ns))
+    found = layered.in_time(EstimatedStages(ways, PLAIN, of_layer, again, step_ns, peak, bound_ns))
     if len(set(ways)) > 1:
         yield found
         may_wait = all(layered.may_wait(len(ways), way.recompute) for way in ways)
         for schedule in in_two_parts(count, len(ways)) if may_wait else ():
             peak = largest_peak(of_stage, of_layer, count, schedule)
             less = step_ns - hidden_bubble(of_stage, of_layer, count, schedule)
-            waiting = Candidate(ways, schedule, of_layer, again, less, peak, min(less, bound_ns))
+            waiting = EstimatedStages(ways, schedule, of_layer, again, less, peak, min(less, bound_ns))
             yield layered.in_time(waiting)
     fewer = keeping_more(layered, found, layered.admitted)
     if fewer is not None:
@@ -138,7 +127,7 @@ class _MixedStage:
         return next((kept for kept in sizes if self.peak_bytes(kept) <= admitted), 0)
 
 
-def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candidate | None:
+def keeping_more(layered: Layered, candidate: EstimatedStages, admitted: int) -> EstimatedStages | None:
     """The candidate with as few layers computed again as estimates of so many bytes allow; None where it has none less.
 
     The sum of all stages' times gets less, and the slowest's, which every other microbatch waits for.
@@ -165,7 +154,7 @@ def keeping_more(layered: Layered, candidate: Candidate, admitted: int) -> Candi
     )  # fmt: skip
 
 
-def _stages(layered: Layered, candidate: Candidate) -> list[_MixedStage]:
+def _stages(layered: Layered, candidate: EstimatedStages) -> list[_MixedStage]:
     of_layer, count = candidate.stage_of_layer, len(candidate.ways)
     return [
         _MixedStage(

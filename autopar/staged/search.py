@@ -6,25 +6,24 @@ What a setting has is traded between time and memory.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product, zip_longest
 from typing import NamedTuple
 
-from autopar import interrupt
+from autopar.clock import Clock
 from autopar.errors import InfeasibleError, PlanError
 from autopar.interop import StageChoice, StageKind, best_stages, equally_cut
 from autopar.interop.submeshes import logical_shapes, submesh_sizes
 from autopar.intraop import TradeOff, TradeOffs
 from autopar.ir.mesh import LogicalMesh, make_axes
+from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.schedule import PLAIN, SCHEDULES
-from autopar.planning import sizes_text
 from autopar.progress import Report
 from autopar.staged.layered import Layered
 from autopar.staged.ways import (
-    Candidate,
+    EstimatedStages,
     Setting,
     StageStrategy,
     chunked_estimate,
@@ -32,32 +31,24 @@ from autopar.staged.ways import (
     in_two_parts,
     largest_peak,
 )
+from autopar.tunables import (
+    CHUNKS,
+    FIRST_LOOK_SHARE,
+    FULL_MICROBATCHES,
+    HOPELESS,
+    HULL_HALVINGS,
+    LIKELY_STAGES,
+    NEAR_TEMPLATE,
+    RUNNERS_UP,
+    SOLVE_SHARE,
+    STAGE_SHARE,
+    TEMPLATE_SHAPES,
+)
 
-_HALVINGS = 3
-"""Of the hull of time against memory, towards the fastest placements that fit."""
-_HOPELESS = 1.03
-"""A setting whose fastest placements would take so many times the best estimate is not looked at further."""
 _NEVER = 2**62
-_TEMPLATE_SHAPES = 8
-"""Logical shapes, the best first, for which placements are also found around templates."""
-_NEAR = 1.25
-"""A template that would take so many times the best estimate is not looked at with more or fewer microbatches."""
-_LIKELY_STAGES = 8
-"""The number of stages that is looked at first: what comes later is judged by what was found."""
-_SHARE = 0.5
-"""Of the budget for the search; the rest is for simulating the best."""
-_FIRST_SHARE = 0.5
-"""Of that for a first look at each logical shape; what comes after it is judged by the best of these."""
-_SOLVE_SHARE = 0.1
-"""Of the budget what one solve may take: there are many, and each needs to be near enough only."""
-_FULL = 4
-"""With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins."""
-_CHUNKS = (2, 4)
 _WHOLE = sorted((s.name for s in SCHEDULES.values() if not s.has_chunks and not s.splits_backward), key=PLAIN.__ne__)
 """Schedules of whole stages and whole backward passes, the plain one first."""
 _CHUNKED = [row.name for row in SCHEDULES.values() if row.has_chunks and not row.splits_backward]
-_RUNNERS_UP = 2
-"""Other borders between stages that are kept of each setting, for when it is the best when simulated."""
 
 
 class _Look(NamedTuple):
@@ -68,7 +59,7 @@ class _Look(NamedTuple):
 
     floor_ns: int
     least_ns: int
-    found: list[Candidate]
+    found: list[EstimatedStages]
     stride: int = 1
 
     @property
@@ -84,9 +75,9 @@ class StagedSearch:
         self.layered, self.request = layered, layered.request
         self.admitted = layered.admitted
         self.stop_reason = "all settings"
-        self.started = time.monotonic()
+        self.clock = Clock.of(self.request.budget.seconds)
         self.refusal = InfeasibleError("expected a strategy for every operator, found none")
-        self._solver = _SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
+        self._solver = SOLVE_SHARE * self.request.budget.seconds, self.request.budget.seed
         self._best_ns = _NEVER
         self._known: dict[Setting, _Look] = {}
         self._floors: list[tuple[int, Setting]] = []  # of what was looked at, by time
@@ -108,55 +99,56 @@ class StagedSearch:
                 f"expected a number of stages that {mesh} and {layers} layers allow, found "
                 f"{' and '.join(map(str, sorted(pinned)))}; relax the constraint"
             )
-        sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / _LIKELY_STAGES)))
+        sizes.sort(key=lambda size: abs(math.log2(mesh.num_devices / size / LIKELY_STAGES)))
         of_size = [[(size, axes) for axes in reversed(logical_shapes(size, mesh.devices_per_node))] for size in sizes]
         return [shape for rank in zip_longest(*of_size) for shape in rank if shape is not None]
 
-    def run(self, report: Report) -> list[Candidate]:
+    def run(self, report: Report) -> list[EstimatedStages]:
         """Everything that was looked at in time, the fastest by estimate first."""
-        share = _SHARE * self.request.budget.seconds
-        deadline = self.started + share
-        for size, axes in self._by_first_look(self.started + _FIRST_SHARE * share):
-            if self._candidates and (time.monotonic() > deadline or interrupt.is_asked()):
-                self.stop_reason = "interrupted" if interrupt.is_asked() else "time limit"
+        clock = self.clock.part(STAGE_SHARE)
+        for size, axes in self._by_first_look(clock.part(FIRST_LOOK_SHARE)):
+            if self._candidates and clock.is_over:
+                self.stop_reason = clock.stop_reason
                 break
             here = self._climb(size, axes)
             best = min((c for c in here if c.peak_bytes <= self.admitted), key=lambda c: c.step_ns, default=None)
             what = f"{best.step_ns / 1e6:.3f} ms" if best else "nothing better that fits"
             count = self.request.mesh.num_devices // size
             report(f"{count} stage{'s' if count > 1 else ''} of {sizes_text(axes)}: {what}")
-        self._look_at_templates(deadline)
+        self._look_at_templates(clock)
         return sorted(self._candidates, key=lambda candidate: candidate.step_ns)
 
     @property
-    def _candidates(self) -> list[Candidate]:
+    def _candidates(self) -> list[EstimatedStages]:
         """Of all that was looked at."""
         return [candidate for look in self._known.values() for candidate in look.found]
 
-    def _by_first_look(self, deadline: float) -> list[tuple[int, LogicalMesh]]:
+    def _by_first_look(self, clock: Clock) -> list[tuple[int, LogicalMesh]]:
         """The shapes in which something fits, the best first; then others by what would be if it did; then those that
         there was no time for.
         """
         looks: list[tuple[int, int, int]] = []
         for number, (size, axes) in enumerate(self.shapes):
-            if looks and (time.monotonic() > deadline or interrupt.is_asked()):
+            if looks and clock.is_over:
                 break
             look = self._look(self._setting(size, axes, self._start(size)))
             looks.append((look.least_ns, look.floor_ns, number))
         return [*(self.shapes[number] for _, _, number in sorted(looks)), *self.shapes[len(looks) :]]
 
-    def near(self, size: int, mesh: str, microbatches: int) -> list[Candidate]:
-        """What is found on logical shapes of one name in so many microbatches, freely and around templates."""
-        shapes = [(n, axes) for n, axes in self.shapes if n == size and sizes_text(axes) == mesh]
-        settings = [Setting(axes, n, self.request.mesh.num_devices // n, microbatches) for n, axes in shapes]
+    def near(self, outline: Outline) -> list[EstimatedStages]:
+        """What is found in an outline of alike submeshes, freely and around templates."""
+        count, sizes = outline.num_submeshes, sizes_text(outline.axes)
+        size = self.request.mesh.num_devices // count
+        shapes = [axes for n, axes in self.shapes if n == size and sizes_text(axes) == sizes]
+        settings = [Setting(axes, size, self.request.mesh.num_devices // size, outline.microbatches) for axes in shapes]
         every = [named for setting in settings for named in (setting, *_as_templates(setting))]
         return [candidate for setting in every for candidate in self._look(setting).found]
 
-    def look(self, setting: Setting) -> list[Candidate]:
+    def look(self, setting: Setting) -> list[EstimatedStages]:
         """What one setting has, unless it is no better than what was looked at before. Raises InfeasibleError."""
         return self._look(setting).found
 
-    def _look_at_templates(self, deadline: float) -> None:
+    def _look_at_templates(self, clock: Clock) -> None:
         """Templates on the best setting of each logical shape; where they are near the best, with half and twice as
         many microbatches, too.
 
@@ -168,27 +160,27 @@ class StagedSearch:
         shapes: dict[LogicalMesh, Setting] = {}
         for _, setting in sorted([*fitting, *self._floors], key=lambda pair: pair[0]):
             shapes.setdefault(setting.axes, setting)
-        settings = [named for setting in [*shapes.values()][:_TEMPLATE_SHAPES] for named in _as_templates(setting)]
-        self._look_until(settings, deadline)
+        settings = [named for setting in [*shapes.values()][:TEMPLATE_SHAPES] for named in _as_templates(setting)]
+        self._look_until(settings, clock)
         near = [setting for setting in settings if self._is_near(setting)]
         for factor in (0.5, 2.0):
             reached = near
             while reached:
                 reached = [replace(s, microbatches=int(s.microbatches * factor)) for s in reached]
-                self._look_until(reached, deadline)
+                self._look_until(reached, clock)
                 reached = [s for s in reached if self.layered.shares_cores and self._is_near(s)]
 
-    def _look_until(self, settings: Sequence[Setting], deadline: float) -> None:
+    def _look_until(self, settings: Sequence[Setting], clock: Clock) -> None:
         """At those with a number of microbatches that is possible."""
         for setting in settings:
             is_possible = setting.microbatches in self.layered.counts
-            if is_possible and time.monotonic() < deadline and not interrupt.is_asked():
+            if is_possible and not clock.is_over:
                 self._look(setting)
 
     def _is_near(self, setting: Setting) -> bool:
         """Whether a setting was looked at, and is so near the best that another number of microbatches may be it."""
         known = self._known.get(setting)
-        return known is not None and min(known.floor_ns, known.least_ns) <= _NEAR * self._best_ns
+        return known is not None and min(known.floor_ns, known.least_ns) <= NEAR_TEMPLATE * self._best_ns
 
     def _setting(self, size: int, axes: LogicalMesh, number: int) -> Setting:
         """With the microbatches of that place among the counts."""
@@ -196,10 +188,10 @@ class StagedSearch:
 
     def _start(self, size: int) -> int:
         """The place of the fewest microbatches that make the bubble small."""
-        wanted, counts = _FULL * (self.request.mesh.num_devices // size - 1), self.layered.counts
+        wanted, counts = FULL_MICROBATCHES * (self.request.mesh.num_devices // size - 1), self.layered.counts
         return next((number for number, count in enumerate(counts) if count >= wanted), len(counts) - 1)
 
-    def _climb(self, size: int, axes: LogicalMesh) -> list[Candidate]:
+    def _climb(self, size: int, axes: LogicalMesh) -> list[EstimatedStages]:
         """From a count whose bubble is small up, as long as it gets better or nothing fits; else down."""
         start, counts = self._start(size), self.layered.counts
 
@@ -225,7 +217,7 @@ class StagedSearch:
             last = here
         return found
 
-    def _least(self, found: Sequence[Candidate]) -> int:
+    def _least(self, found: Sequence[EstimatedStages]) -> int:
         return min((c.step_ns for c in found if c.peak_bytes <= self.admitted), default=_NEVER)
 
     def _look(self, setting: Setting, is_near: bool = False) -> _Look:
@@ -249,13 +241,13 @@ class StagedSearch:
             fastest = curve.fastest()
             part = self.layered.part_of_step(PLAIN, stages, count, (1,) * stages)
             in_a_row = int(part * fastest.cost_ns / stages * self._fewest_passes(stages, count) / count)
-            if setting.zero is None and not is_near and in_a_row * self._hidden > _HOPELESS * self._best_ns:
+            if setting.zero is None and not is_near and in_a_row * self._hidden > HOPELESS * self._best_ns:
                 self._floors.append((in_a_row, setting))
                 return _Look(in_a_row, _NEVER, [])
             found = self._staged(setting, fastest, self._least_again)
             floor = min(candidate.step_ns for candidate in found)
             self._hidden = min(self._hidden, floor / in_a_row)
-            if floor < _HOPELESS * self._best_ns and self._least(found) == _NEVER:
+            if floor < HOPELESS * self._best_ns and self._least(found) == _NEVER:
                 found += self._variants(setting, curve, fastest)
         except InfeasibleError:
             return _Look(_NEVER, _NEVER, [])
@@ -270,7 +262,7 @@ class StagedSearch:
         ways = [(schedule, 1) for schedule in _WHOLE]
         if self.layered.may_wait(stages, self._least_again):
             ways += [(schedule, 1) for schedule in in_two_parts(count, stages)]
-        ways += [(name, chunks) for name in _CHUNKED for chunks in _CHUNKS if self._makes_chunks(stages, chunks, count)]
+        ways += [(name, chunks) for name in _CHUNKED for chunks in CHUNKS if self._makes_chunks(stages, chunks, count)]
         return float(count + min(SCHEDULES[schedule].bubble(stages, count, chunks) for schedule, chunks in ways))
 
     def _makes_chunks(self, stages: int, chunks: int, count: int) -> bool:
@@ -282,7 +274,7 @@ class StagedSearch:
         """The recomputation that computes least again."""
         return next(iter(self.layered.recomputations))
 
-    def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[Candidate]:
+    def _variants(self, setting: Setting, curve: TradeOffs, fastest: TradeOff) -> list[EstimatedStages]:
         """For each recomputation the fastest placements that fit, nothing where others are faster anyway.
 
         What is computed again makes nothing faster: it is looked at where without it too little fits.
@@ -298,7 +290,7 @@ class StagedSearch:
 
     def _fitted(
         self, setting: Setting, curve: TradeOffs, ends: tuple[TradeOff, TradeOff], recompute: str, best: int
-    ) -> list[Candidate]:
+    ) -> list[EstimatedStages]:
         """Halves the hull between the fastest placements and the smallest, for the fastest that fit."""
         fast, small = ends
         found = self._staged(setting, fast, recompute) if recompute != self._least_again else []
@@ -307,7 +299,7 @@ class StagedSearch:
         found += (here := self._staged(setting, small, recompute))
         if self._least(here) == _NEVER:
             return found
-        for _ in range(_HALVINGS):
+        for _ in range(HULL_HALVINGS):
             between = curve.between(fast, small)
             if between is None:
                 break
@@ -315,12 +307,12 @@ class StagedSearch:
             fast, small = (fast, between) if self._least(here) < _NEVER else (between, small)
         return found
 
-    def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[Candidate]:
+    def _staged(self, setting: Setting, choice: TradeOff, recompute: str) -> list[EstimatedStages]:
         """The best stages of one way under each schedule."""
         way = StageStrategy(setting, choice, recompute)
         return [self.layered.in_time(one) for one in (*self._of_schedules(way), *self._chunked(way))]
 
-    def _of_schedules(self, way: StageStrategy) -> Iterator[Candidate]:
+    def _of_schedules(self, way: StageStrategy) -> Iterator[EstimatedStages]:
         """Of stages that are submeshes; where none fit, those of the smallest limit that would do.
 
         With borders that are estimated to be little worse: messages that wait are estimated to hide nothing.
@@ -338,15 +330,15 @@ class StagedSearch:
                 found = best_stages([free], self.request.mesh.num_devices, count, schedule)
             kinds, ways = [kind] * stages, (way,) * stages
             may_wait = schedule == PLAIN and self.layered.may_wait(stages, way.recompute)
-            for choice in (found.best, *found.runners_up[:_RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
+            for choice in (found.best, *found.runners_up[:RUNNERS_UP], *self._equally_cut(kind, found.best, count)):
                 of_layer = tuple(n for n, (begin, end, _) in enumerate(choice.stages) for _ in range(begin, end))
                 peak = largest_peak(kinds, of_layer, count, schedule)
                 step, bound = choice.step_ns, found.lower_bound_ns
-                yield Candidate(ways, schedule, of_layer, again, step, peak, bound)
+                yield EstimatedStages(ways, schedule, of_layer, again, step, peak, bound)
                 for later in in_two_parts(count, stages) if may_wait else ():
                     less = step - hidden_bubble(kinds, of_layer, count, later)
                     peak = largest_peak(kinds, of_layer, count, later)
-                    yield Candidate(ways, later, of_layer, again, less, peak, min(less, bound))
+                    yield EstimatedStages(ways, later, of_layer, again, less, peak, min(less, bound))
 
     def _equally_cut(self, kind: StageKind, best: StageChoice, microbatches: int) -> list[StageChoice]:
         """Stages of as many layers each, where these are not the best by estimate but ranks share cores.
@@ -356,19 +348,19 @@ class StagedSearch:
         equal = equally_cut(kind, len(best.stages), microbatches) if self.layered.shares_cores else None
         return [] if equal is None or equal.stages == best.stages else [equal]
 
-    def _chunked(self, way: StageStrategy) -> Iterator[Candidate]:
+    def _chunked(self, way: StageStrategy) -> Iterator[EstimatedStages]:
         """Equal chunks, each submesh with several in turn."""
         kind, layers = self.layered.kind(way), self.layered.layers.count
         stages, count = way.setting.num_stages, way.setting.microbatches
-        for chunks, schedule in product(_CHUNKS, _CHUNKED):
+        for chunks, schedule in product(CHUNKS, _CHUNKED):
             if not self._makes_chunks(stages, chunks, count):
                 continue
             of_layer = tuple(layer * stages * chunks // layers for layer in range(layers))
             step, peak = chunked_estimate(kind, of_layer, stages, chunks, count, schedule)
             ways, again = (way,) * (stages * chunks), (way.recompute,) * layers
-            yield Candidate(ways, schedule, of_layer, again, step, peak, step)
+            yield EstimatedStages(ways, schedule, of_layer, again, step, peak, step)
 
-    def frugal(self) -> Iterator[Candidate]:
+    def frugal(self) -> Iterator[EstimatedStages]:
         """For each logical shape what takes least memory: most microbatches, all computed again.
 
         Keeps the refusal where a shape has no strategies at all.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from autopar.interop import StageKind
 from autopar.intraop import TradeOff
 from autopar.ir.mesh import LogicalMesh
+from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.schedule import PLAIN, SCHEDULES, in_flight, makes_rounds
-from autopar.planning import sizes_text
+from autopar.ir.tried import Tried
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StageStrategy:
 
 
 @dataclass(frozen=True, eq=False)
-class Candidate:
+class EstimatedStages:
     """One way to run the model, with its estimates: ns a step and the largest peak in bytes a device.
 
     ways: of each stage. recompute: of each layer, what is computed again (a name).
@@ -69,17 +69,23 @@ class Candidate:
         return len({(way.setting, way.choice) for way in self.ways}) > 1
 
     @property
-    def row(self) -> dict[str, Any]:
-        """For `SearchReport.tried`."""
-        return {
-            "mesh": " + ".join(dict.fromkeys(sizes_text(way.setting.axes) for way in self.ways)),
-            "stages": self.num_submeshes,
-            "microbatches": self.microbatches,
-            "schedule": self.schedule,
-            "recompute": _counted(self.recompute),
-            "estimated_ns": self.step_ns,
-            "estimated_bytes": self.peak_bytes,
-        }
+    def outline(self) -> Outline:
+        """What is decided of it before its placements, but for where its stages begin."""
+        submeshes = tuple(way.setting.axes for way in self.ways[: self.num_submeshes])
+        return Outline(submeshes, self.microbatches, schedule=self.schedule)
+
+    @property
+    def row(self) -> Tried:
+        """What the report says of it."""
+        return Tried(
+            mesh=" + ".join(dict.fromkeys(sizes_text(way.setting.axes) for way in self.ways)),
+            stages=self.num_submeshes,
+            microbatches=self.microbatches,
+            schedule=self.schedule,
+            recompute=_counted(self.recompute),
+            estimated_ns=self.step_ns,
+            estimated_bytes=self.peak_bytes,
+        )
 
 
 def _counted(recompute: Sequence[str]) -> str:

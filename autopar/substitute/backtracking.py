@@ -8,12 +8,11 @@ waits. A graph is met once, however it was reached: `key` hashes what its output
 from __future__ import annotations
 
 import heapq
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from autopar import interrupt
+from autopar.clock import Clock
 from autopar.substitute.defined import OPAQUE, Definition, Values
 from autopar.substitute.lowering import PARTS
 from autopar.substitute.matching import Match, Matcher
@@ -56,14 +55,14 @@ class Outcome:
 class _BacktrackingLimits(NamedTuple):
     """When a search ends before it has looked at every graph within the threshold."""
 
-    begin: float
+    clock: Clock
     seconds: float
     most: int
     patience: int
 
     def reached(self, seen: int, since: int) -> str:
         """Which limit is reached; "" if none is. since: substitutions tried since the best graph."""
-        if interrupt.is_asked() or time.monotonic() - self.begin > self.seconds:
+        if self.clock.is_over:
             return f"the time limit of {self.seconds:.3g} s"
         if seen >= self.most:
             return f"the limit of {self.most} graphs"
@@ -89,7 +88,7 @@ class Backtracking:
 
     def on(self, start: FoundGraph, seconds: float, most: int = 1 << 30, patience: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached from one that was found before."""
-        values, limits = start.values, _BacktrackingLimits(time.monotonic(), seconds, most, patience)
+        values, limits = start.values, _BacktrackingLimits(Clock.of(seconds), seconds, most, patience)
         seen, found, tried, last, stop = {key(values)}, [start], 0, 0, ""
         best = start.cost_ns
         queue = [(start.cost_ns, 0, start, self._next(start, seen))]
@@ -110,7 +109,7 @@ class Backtracking:
                 queue = [entry for entry in queue if entry[2] is not now]
                 heapq.heapify(queue)
         stop = stop or "every graph within the threshold was looked at"
-        return Outcome(simplest(found), min(found, key=cheaper), stop, len(seen), time.monotonic() - limits.begin)
+        return Outcome(simplest(found), min(found, key=cheaper), stop, len(seen), limits.clock.passed_s)
 
     def _next(self, now: FoundGraph, seen: set[int]) -> Iterator[FoundGraph | None]:
         """The graphs that one substitution makes; None for one that was met before.

@@ -7,10 +7,10 @@ heads can be sharded where these are apart. So several graphs go on, and simulat
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.clock import Clock
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Substitution
@@ -72,21 +72,21 @@ def substituted(
     limits: of what is searched at once, and for how long.
     Of the rules, those that are proved are used: tests have passed rules that more tests have refuted.
     """
-    begin = time.monotonic()
+    clock = Clock.of(seconds)
     rules = [rule for rule in rules if rule.status == "proved" and not (trains and rule.inference)]
     if any(graph.tensors[item.tensor].dtype in ("bfloat16", "float16") for item in graph.parameters):
         rules = [rule for rule in rules if not sums_weights(rule)]
     search = _RegionSearch(
         unshared(graph), paths, representatives, rules, Pricer(profile, trains), alpha, pinned, limits
     )
-    outcomes = search.outcomes(begin + SEARCHING * seconds)
+    outcomes = search.outcomes(clock.part(SEARCHING))
     best = search.candidate(search.worth_while([outcome.best for outcome in outcomes]))
     apart = search.candidate([search.apart(twins) for twins in search.regions])
     given = GraphCandidate(graph, (), search.cost(search.plain))
     found = {candidate.graph.fingerprint: candidate for candidate in (apart, best, given)}
     candidates = tuple(sorted(found.values(), key=lambda item: item.cost_ns))
     seen, stops = sum(outcome.seen for outcome in outcomes), dict.fromkeys(outcome.stop for outcome in outcomes)
-    return Substituted(candidates, given.cost_ns, time.monotonic() - begin, seen, "; ".join(stops))
+    return Substituted(candidates, given.cost_ns, clock.passed_s, seen, "; ".join(stops))
 
 
 class _RegionSearch:
@@ -107,12 +107,12 @@ class _RegionSearch:
         """Of a whole graph without identity nodes."""
         return self.pricer(lifted(graph))
 
-    def outcomes(self, deadline: float) -> list[Outcome]:
+    def outcomes(self, clock: Clock) -> list[Outcome]:
         """What is found for each region: each may take an equal share of the time and of the graphs that are left."""
         found = list[Outcome]()
         for number, twins in enumerate(self.regions):
             regions_left = len(self.regions) - number
-            seconds = max(0.0, deadline - time.monotonic()) / regions_left
+            seconds = max(0.0, clock.left_s) / regions_left
             most = (self.limits.most - sum(outcome.seen for outcome in found)) // regions_left
             found.append(self.searcher.run(self._values(twins), seconds, most))
         return found

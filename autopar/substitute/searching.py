@@ -7,11 +7,11 @@ its products are not merged with others'.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from autopar.clock import Clock
 from autopar.ir.graph import Graph, Ref, map_references
 from autopar.substitute.backtracking import ALPHA, Backtracking, FoundGraph, Outcome, cheaper, simplest
 from autopar.substitute.cutting import MOST_NODES, CutPart, parts, renamed_match, together
@@ -63,26 +63,25 @@ class Searcher:
 
     def run(self, values: Values, seconds: float, most: int = 1 << 30) -> Outcome:
         """The cheapest graphs that are reached in some seconds, and when at most so many are met."""
-        begin = time.monotonic()
+        clock = Clock.of(seconds)
         given = FoundGraph(values, (), (), self.cost(values))
         cuts = parts(values, self.matchers, self.limits.most_nodes)
         if len(cuts) == 1:
             return self._small(given, seconds, self.limits.patience, most)
-        found = self._parts(cuts, begin + SHARE_OF_PARTS * seconds, most)
+        found = self._parts(cuts, clock.part(SHARE_OF_PARTS), most)
         start = together(values, found, self.cost)
-        left = begin + seconds - time.monotonic()
         most -= sum(part.outcome.seen for part in found)
-        outcome = self.orders[0].on(min(start, given, key=cheaper), left, most, self.limits.part_patience)
+        outcome = self.orders[0].on(min(start, given, key=cheaper), clock.left_s, most, self.limits.part_patience)
         return replace(
             outcome,
             best=simplest((given, outcome.best, outcome.cheapest)),
             seen=outcome.seen + sum(part.outcome.seen for part in found),
-            seconds=time.monotonic() - begin,
+            seconds=clock.passed_s,
         )
 
     def _small(self, start: FoundGraph, seconds: float, patience: int, most: int) -> Outcome:
         """By backtracking with the rules in both orders, unless the first finds no gain at all."""
-        begin = time.monotonic()
+        clock = Clock.of(seconds)
         outcomes = [self.orders[0].on(start, seconds * SHARE_OF_ORDER, most, patience)]
         if outcomes[0].cheapest is not start:
             most -= outcomes[0].seen
@@ -90,10 +89,10 @@ class Searcher:
         found = [item for outcome in outcomes for item in (outcome.best, outcome.cheapest)]
         return Outcome(
             simplest(found), min(found, key=cheaper), "; ".join(dict.fromkeys(outcome.stop for outcome in outcomes)),
-            sum(outcome.seen for outcome in outcomes), time.monotonic() - begin,
+            sum(outcome.seen for outcome in outcomes), clock.passed_s,
         )  # fmt: skip
 
-    def _parts(self, cuts: Sequence[Graph], deadline: float, most: int) -> list[CutPart]:
+    def _parts(self, cuts: Sequence[Graph], clock: Clock, most: int) -> list[CutPart]:
         """What is found for each part; equal ones are searched once."""
         known: dict[object, CutPart] = {}
         found = []
@@ -102,7 +101,7 @@ class Searcher:
             form = self._form(graph)
             if form not in known:
                 parts_left = len(distinct) - len(known)
-                seconds = max(0.0, deadline - time.monotonic()) / parts_left
+                seconds = max(0.0, clock.left_s) / parts_left
                 values = lifted(graph)
                 start = FoundGraph(values, (), (), self.cost(values))
                 met = sum(part.outcome.seen for part in known.values())

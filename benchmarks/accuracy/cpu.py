@@ -54,7 +54,7 @@ from torch import Tensor
 
 from autopar import runtime
 from autopar.profiler import load_profile
-from autopar.profiler.measure import Case, Clock, measure_case, operator_cases
+from autopar.profiler.measure import Case, WorkTimer, measure_case, operator_cases
 from benchmarks.accuracy.pairs import MODELS, PAIRS, WORLD, Pair, build_model, plan_pair
 from benchmarks.facts import facts
 from benchmarks.runtime.run import free_port, machine
@@ -150,7 +150,7 @@ class Reference(NamedTuple):
 
     cases: tuple[Case, ...]
     known_ns: tuple[float, ...]
-    clock: Clock
+    clock: WorkTimer
 
     def measure(self) -> list[list[float]]:
         """How much longer each takes now on this rank, `REPEATS` times; both ranks measure at the same time."""
@@ -171,7 +171,7 @@ def reference(profile: Path) -> Reference:
     table = load_profile(str(profile)).tables["NT"]
     cases = tuple(case for case in operator_cases() if case.kind == "NT" and case.shape in REFERENCES)
     known = tuple(2 * math.prod(case.shape) * table.ns_per_flop(case.shape) for case in cases)
-    return Reference(cases, known, Clock("cpu"))
+    return Reference(cases, known, WorkTimer("cpu"))
 
 
 def timed(trainer: Trainer, products: Reference) -> Timed:

@@ -69,7 +69,7 @@ def found(case: Case) -> dict[str, autopar.PlannedProgram]:
         model, batch = case.build()
     mesh = autopar.Mesh(case.profile, devices_per_node=2)
     programs = {"with": autopar.parallelize(model, mesh, batch, mode="inference", check=False)}
-    with mock.patch("autopar.planning.with_branches", lambda graph, plan, *others: plan):
+    with mock.patch("autopar.passes.branch.with_branches", lambda graph, plan, *others: plan):
         programs["without"] = autopar.parallelize(model, mesh, batch, mode="inference", check=False)
     return programs
 

@@ -42,8 +42,8 @@ def plan_row(row: str) -> dict[str, Any]:
     assert plan.predicted.peak_bytes <= plan.memory_limit
     return {
         "seconds": seconds,
-        "solve_seconds": sum(tried.get("solve_seconds", 0.0) for tried in plan.search.tried),
-        "search_seconds": sum(tried.get("seconds", 0.0) for tried in plan.search.tried),
+        "solve_seconds": sum(tried.solve_seconds or 0.0 for tried in plan.search.tried),
+        "search_seconds": sum(tried.seconds or 0.0 for tried in plan.search.tried),
         "stop_reason": plan.search.stop_reason,
         "cost_ns": plan.search.cost_ns,
         "lower_bound_ns": plan.search.lower_bound_ns,
@@ -58,7 +58,7 @@ def plan_row(row: str) -> dict[str, Any]:
 def plan_staged_row(row: str) -> dict[str, Any]:
     """Plans one row's model with stages, without emission."""
     from autopar.pipeline import planned_jointly
-    from autopar.planning import Request, SearchBudget
+    from autopar.request import Request, SearchBudget
     from autopar.trace import trace
 
     model, inputs, mesh = _staged_model(row)

@@ -50,7 +50,7 @@ def row(sequences: int, tokens: int, nodes: int, search: str) -> dict[str, Any]:
     plan = autopar.parallelize(model, mesh, batch, precision="bf16", search=search).plan
     seconds = time.process_time() - began
     ((of_templates, searched, best),) = found
-    looked, told = [item for item in best.search.tried if "template" in item], best.search.method.partition(":")[0]
+    looked, told = [row for row in best.search.tried if row.template is not None], best.search.method.partition(":")[0]
     return {
         "request": f"{sequences} × {tokens:,} on {nodes * 8}",
         "searched_ms": round(searched.predicted.step_time_ns / 1e6, 1),
@@ -58,7 +58,7 @@ def row(sequences: int, tokens: int, nodes: int, search: str) -> dict[str, Any]:
         "best": told if told.startswith("template") else "what was searched",
         "planned_ms": round(plan.predicted.step_time_ns / 1e6, 1),
         "looked_at": len(looked),
-        "played": sum("step_time_ns" in item for item in looked),
+        "played": sum(row.step_time_ns is not None for row in looked),
         "seconds": round(seconds, 1),
         "of_templates": round(of_templates, 1),
     }

@@ -22,8 +22,9 @@ from typing import Any
 import autopar
 from autopar.errors import AutoparError
 from autopar.ir.graph import Graph
-from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
+from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.simulate.cores import sharing_of
 from autopar.template import template_axes, template_ranks, template_recompute
 from autopar.trace import find_blocks

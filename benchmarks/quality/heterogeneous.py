@@ -33,12 +33,10 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.microbatch import divisible
 from autopar.ops import admits
-from autopar.pipeline import template_of_graph
-from autopar.planning import Request, SearchBudget
-from autopar.profiler import profiles_of
-from autopar.shares import best_mixed_plan
+from autopar.pipeline import placed, template_of_graph
+from autopar.request import Request, SearchBudget
 from autopar.show.text import share_lines
-from autopar.trace import find_blocks, trace
+from autopar.trace import trace
 from models import gpt
 
 KINDS = ("a100", "v100")
@@ -99,7 +97,7 @@ def parts_of(plan: Plan) -> list[str]:
 
 def best_of(plan: Plan, kind: str) -> float | None:
     """The least milliseconds of what the search has tried of one kind."""
-    tried = [row["step_time_ns"] for row in plan.search.tried if row["setting"].startswith(kind)]
+    tried = [row.step_time_ns for row in plan.search.tried if row.setting is not None and row.setting.startswith(kind)]
     return min((time_ns / 1e6 for time_ns in tried if time_ns), default=None)
 
 
@@ -118,7 +116,7 @@ def row(name: str, config: gpt.Config) -> dict[str, Any]:
     assert best is not None, "some equal split fits"
     middle = time.perf_counter()
     request = Request(mesh, "train", "adamw_master", None, (), SearchBudget(SECONDS))
-    found = best_mixed_plan(graph, find_blocks(graph), request, profiles_of(mesh), None)
+    found = placed(graph, request)
     verifier.verify(graph, found, admits)
     return {
         "model": name,

@@ -29,7 +29,7 @@ import torch
 import autopar
 from autopar.errors import AutoparError
 from autopar.pipeline import planned_jointly, template_of_graph
-from autopar.planning import Request, SearchBudget
+from autopar.request import Request, SearchBudget
 from autopar.trace import trace
 from benchmarks.facts import facts, write_record
 from benchmarks.quality.run import grid

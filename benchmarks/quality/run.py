@@ -31,7 +31,7 @@ from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
 from autopar.ops import admits
 from autopar.pipeline import planned, template_of_graph
-from autopar.planning import Request, SearchBudget
+from autopar.request import Request, SearchBudget
 from autopar.trace import trace
 from benchmarks.facts import facts
 from benchmarks.quality.bound import Bound

@@ -27,8 +27,8 @@ from autopar import planning, shares, unequal
 from autopar.intraop import Placements
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
-from autopar.pipeline import _BUDGETS, planned_jointly
-from autopar.planning import Request
+from autopar.pipeline import planned_jointly
+from autopar.request import BUDGETS, Request
 from autopar.simulate import Incremental, IncrementalStages
 from autopar.staged import finalists
 from autopar.trace import trace
@@ -72,7 +72,7 @@ def row(name: str, search: str) -> dict[str, Any]:
     graph, mesh, optimizer = _given(name)
     with counting() as counts:
         wall, processor = time.perf_counter(), time.process_time()
-        plan: Plan = planned_jointly(graph, Request(mesh, "train", optimizer, None, (), _BUDGETS[search]))[1]
+        plan: Plan = planned_jointly(graph, Request(mesh, "train", optimizer, None, (), BUDGETS[search]))[1]
         processor, wall = time.process_time() - processor, time.perf_counter() - wall
     refinement = plan.search.refinement
     return {
@@ -85,7 +85,7 @@ def row(name: str, search: str) -> dict[str, Any]:
 def main() -> None:
     """Measures what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--search", choices=_BUDGETS, default="default")
+    parser.add_argument("--search", choices=BUDGETS, default="default")
     parser.add_argument("--pair", action="append", choices=[*PAIRS, *UNEQUAL])
     options = parser.parse_args()
     known = json.loads(FILE.read_text())["rows"] if FILE.exists() else []

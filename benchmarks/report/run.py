@@ -22,7 +22,7 @@ from typing import Any
 import autopar
 from autopar.ir.plan import Plan
 from autopar.pipeline import planned, with_timeline
-from autopar.planning import Request, SearchBudget
+from autopar.request import Request, SearchBudget
 from autopar.trace import trace
 from benchmarks.facts import facts
 from benchmarks.plan_time.run import llama_405b

@@ -22,9 +22,9 @@ import torch
 
 import autopar
 from autopar.pipeline import placed
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
 from autopar.refinement import refined
+from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from benchmarks.facts import facts, write_record
 from benchmarks.side_by_side import ratios, side_by_side

@@ -20,8 +20,8 @@ from typing import Any
 
 import autopar
 from autopar.ir.mesh import LogicalMesh, logical_meshes
-from autopar.planning import SearchBudget
 from autopar.refinement import space_of
+from autopar.request import SearchBudget
 from autopar.simulate import Incremental, prices_of
 from autopar.soap import Budget, Ledger, Start, World, refine
 from benchmarks.facts import facts, write_record

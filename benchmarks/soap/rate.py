@@ -18,9 +18,9 @@ from typing import Any
 
 from autopar.collector import without_collector
 from autopar.pipeline import template_of_graph
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
 from autopar.refinement import Worlds
+from autopar.request import Request, SearchBudget
 from autopar.soap import Budget, Start, refine
 from autopar.trace import find_blocks
 from benchmarks.facts import facts, write_record

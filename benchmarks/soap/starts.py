@@ -32,9 +32,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import placed, template_of_graph
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
 from autopar.refinement import refined
+from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from benchmarks.facts import facts, write_record
 from models import gpt, inception, lstm, moe, wide_resnet

@@ -306,12 +306,16 @@ def test_all_is_measured_in_rounds_of_which_medians_count(tmp_path: Path, monkey
     monkeypatch.setattr(measure, "measure_optimizer", timed("optimizer"))
     monkeypatch.setattr(measure, "measure_dtype", timed("dtype"))
     monkeypatch.setattr(measure, "measure_type", lambda *_: asked.append("typed") or [])
-    found = measure.measure_operators(measure.KeptPoints(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
+    found = measure.measure_operators(
+        measure.KeptPoints(tmp_path / "kept", {}), measure.WorkTimer("cpu"), lambda _: None
+    )
     assert found["launch"] == [1000, 2000, 0]
     assert [(p["forward_ns"], p["backward_ns"]) for p in found["points"]] == [(100, 300)] * len(cases)
     assert found["dtypes"]["float32"] == [384, 8000]
     asked.clear()
-    again = measure.measure_operators(measure.KeptPoints(tmp_path / "kept", {}), measure.Clock("cpu"), lambda _: None)
+    again = measure.measure_operators(
+        measure.KeptPoints(tmp_path / "kept", {}), measure.WorkTimer("cpu"), lambda _: None
+    )
     assert not asked, "a run that was stopped goes on where it was"
     assert json.dumps(again) == json.dumps(found)
 

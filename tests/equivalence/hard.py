@@ -19,9 +19,10 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import make_axes
 from autopar.ir.placement import parse_placement
 from autopar.ir.plan import Plan
-from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.program import PlannedProgram
+from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from tests.equivalence.harness import differences, run_rank, run_single
 from tests.rank_pool import pool

@@ -17,7 +17,7 @@ from autopar.ir import verifier
 from autopar.ir.graph import Graph
 from autopar.ops import admits
 from autopar.pipeline import planned
-from autopar.planning import Request, SearchBudget
+from autopar.request import Request, SearchBudget
 from autopar.trace import trace
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 import autopar
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.staged.layered import Layered
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import Setting, StageStrategy

@@ -16,8 +16,9 @@ from autopar.intraop.builder import Built
 from autopar.ir.graph import Graph, Node
 from autopar.ir.mesh import make_axes
 from autopar.ops import call_key
-from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.planning import Place, divided
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from tests.equivalence import zoo
 

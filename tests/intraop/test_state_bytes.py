@@ -10,8 +10,9 @@ from autopar.ir.mesh import make_axes
 from autopar.ir.placement import I, R
 from autopar.ir.plan import Storage
 from autopar.pipeline import template_of_graph
-from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.planning import Place, divided
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.simulate.program import STEP_COUNT_BYTES
 from autopar.trace import find_blocks, trace
 from models import mlp

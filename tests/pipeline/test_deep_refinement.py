@@ -13,12 +13,13 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import placed, simulated_step
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
 from autopar.refinement import Worlds, refined
-from autopar.refinement.shortened import KEPT, shortened
+from autopar.refinement.shortened import shortened
+from autopar.request import Request, SearchBudget
 from autopar.simulate import simulate
 from autopar.trace import find_blocks, trace
+from autopar.tunables import KEPT
 from models import gpt
 from tests.branches.cases import Scaled
 

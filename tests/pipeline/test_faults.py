@@ -42,7 +42,7 @@ ROOMS = [
     ("autopar.trace.export.check_markers", "template", "tracing the model"),
     ("autopar.trace.trace.clean", "search", "tracing the model"),
     ("autopar.trace.guard._estimate_s", "search", "tracing the model"),
-    ("autopar.pipeline.divided", "template", "planning"),
+    ("autopar.by_hand.divided", "template", "planning"),
     ("autopar.intraop.builder._undominated", "template", "planning"),
     ("autopar.staging._reads", "stages", "planning"),
     ("autopar.simulate.program.pack_gradients", "template", "planning"),

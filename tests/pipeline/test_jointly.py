@@ -13,22 +13,26 @@ import torch
 
 import autopar
 from autopar import Constraint, Plan, SearchBudget
+from autopar.clock import Clock
+from autopar.driver import Candidate, Context, Front, of_plan, outline_of, search
+from autopar.ir import verifier
 from autopar.ir.graph import Graph
-from autopar.jointly import (
-    PlannedGraph,
-    SearchSetting,
-    entries_near,
+from autopar.ir.mesh import make_axes
+from autopar.ir.outline import Outline
+from autopar.ops import admits
+from autopar.passes.place import place
+from autopar.passes.rewrite import (
+    Rewrites,
     much_faster,
-    planned_near,
-    reported,
-    setting_of,
+    planned_graphs,
+    rewrite,
+    rewrites,
     settings_near,
-    taken,
 )
-from autopar.pipeline import placed, planned_jointly, with_templates
-from autopar.planning import Request
-from autopar.profiler import load_profile
-from autopar.rewrites import Rewrites, rewrites
+from autopar.passes.stage import stage
+from autopar.passes.template import template
+from autopar.pipeline import placed, planned_jointly
+from autopar.request import Request
 from autopar.substitute import GraphCandidate
 from autopar.trace import trace
 from models import llama
@@ -59,79 +63,92 @@ def request(rules: tuple[Constraint, ...] = (), budget: SearchBudget = BUDGET) -
     return Request(MESH, "train", "adamw", None, rules, budget)
 
 
-def entry(num_steps: int, step_ns: int | None) -> PlannedGraph:
-    """A plan of so long a step, or none, for a graph of so many substitutions."""
+ANYWHERE = Outline(((),))
+
+
+def planned_in(num_steps: int, step_ns: int | None, outline: Outline = ANYWHERE) -> tuple[Candidate, Candidate | None]:
+    """A graph of so many substitutions that was open, and a plan of so long a step of it, or none."""
     steps: Any = (None,) * num_steps
-    predicted = replace(plan().predicted, step_time_ns=step_ns or 0)
-    return PlannedGraph(
-        GraphCandidate(graph(), steps, 0), None, replace(plan(), predicted=predicted) if step_ns else None
-    )
+    asked = Candidate(GraphCandidate(graph(), steps, 0))
+    return asked, asked.planned(outline, step_ns, 1, lambda: plan()) if step_ns else None
+
+
+def front_of(*pairs: tuple[Candidate, Candidate | None]) -> Front:
+    """After these were looked at, the first of which is the model's own graph's."""
+    front = Front(graph())
+    front.given = pairs[0][0]
+    front.begun = [asked for asked, _ in pairs]
+    for _, found in pairs:
+        if found is not None:
+            front.add(found, "place")
+    return front
+
+
+def num_steps(found: Candidate | None) -> int:
+    assert found is not None
+    return len(found.variant.steps)
 
 
 def test_the_simplest_graph_is_taken_of_those_that_a_profile_cannot_tell_apart() -> None:
-    given, small, large, none = entry(0, 1000), entry(1, 985), entry(3, 970), entry(9, None)
-    assert taken([given, small]) is given
-    assert taken([given, small, none]) is given
-    assert taken([given, small, large]) is small
-    assert taken([entry(0, 1010), large, entry(3, 969)]).step_ns == 969
-    assert taken([given, none]) is given
+    given, small, large, none = planned_in(0, 1000), planned_in(1, 985), planned_in(3, 970), planned_in(9, None)
+    assert num_steps(front_of(given, small).best) == 0
+    assert num_steps(front_of(given, small, none).best) == 0
+    assert num_steps(front_of(given, small, large).best) == 1
+    fastest = front_of(planned_in(0, 1010), large, planned_in(3, 969)).best
+    assert fastest is not None and fastest.step_ns == 969
+    assert num_steps(front_of(given, none).best) == 0
 
 
 def test_a_graph_that_is_much_faster_is_planned_in_all_settings() -> None:
-    given, near, fast = entry(0, 1000), entry(2, 920), entry(5, 900)
-    assert much_faster([given, near]) is None
-    assert much_faster([given, near, fast, entry(9, None)]) is fast.candidate
-
-
-def row(mesh: str, step_ns: int, stages: int = 1, peak: int = 1, **others: Any) -> dict[str, Any]:
-    return {"mesh": mesh, "stages": stages, "microbatches": 1, "step_time_ns": step_ns, "peak_bytes": peak, **others}
+    given, near, fast = planned_in(0, 1000), planned_in(2, 920), planned_in(5, 900)
+    assert much_faster(planned_graphs(front_of(given, near))) is None
+    assert much_faster(planned_graphs(front_of(given, near, fast, planned_in(9, None)))) is fast[0].variant
 
 
 def test_the_fastest_graph_is_planned_however_long_it_was_looked_for() -> None:
     """On a busy host the search alone took all of the time, and what it had found was never planned."""
-    fast, slow = entry(2, 900), entry(1, 950)
-    plans = {len(each.candidate.steps): each.plan for each in (fast, slow)}
-    settings = settings_near(plan())
-    candidates = [fast.candidate, slow.candidate]
-    found = entries_near(entry(0, 1000), candidates, settings, lambda it, _: plans[len(it.steps)], lambda: True)
-    assert [len(each.candidate.steps) for each in found] == [0, 2]
-    assert len(taken(found).candidate.steps) == 2
+    over = Clock(0.0, 0.0)
+    front = Front(graph())
+    first, later = Candidate(planned_in(2, None)[0].variant), Candidate(planned_in(1, None)[0].variant, clock=over)
+    front.open = [first, later]
+    assert [*front.in_turn(lambda outline: True)] == [first]
+    assert front.begun == [first]
+
+
+def setting(size: int, count: int = 1) -> Outline:
+    return Outline((make_axes(("d0",), (size,)),) * count)
 
 
 def test_settings_near_are_the_plan_s_own_and_the_next_best_that_fitted() -> None:
-    one = plan()
-    own, step_ns = setting_of(one), one.predicted.step_time_ns
-    assert own is not None and own.stages == own.microbatches == 1
-    rows = (
-        row("2", step_ns + 3, stages=2),
-        row("1 + 2", step_ns + 1, stages=3),
-        row("9", step_ns + 1, peak=one.memory_limit + 1),
-        row("8", 2 * step_ns),
-        row("7", step_ns + 2),
-        {"mesh": "6", "microbatches": 1, "infeasible": "too large"},
-        row("5", step_ns + 4),
-    )
-    found = settings_near(replace(one, search=replace(one.search, tried=rows)))
-    assert found == [own, SearchSetting("7", 1, 1), SearchSetting("2", 2, 1)]
+    asked, best = planned_in(0, 1000, setting(2))
+    front = front_of((asked, best))
+    alike = [(setting(2, 2), 1003), (setting(8), 2000), (setting(7), 1002), (setting(5), 1004)]
+    mixed = Outline((setting(1).axes, setting(2).axes), 1), 1001
+    for outline, step_ns in [mixed, *alike]:
+        front.add(asked.planned(outline, step_ns, 1, lambda: plan()), "stage")
+    assert settings_near(front) == [setting(2), setting(7), setting(2, 2)]
 
 
 @pytest.mark.parametrize("stages", [1, 2])
 def test_what_is_planned_near_a_plan_is_no_slower_than_it_for_the_same_graph(stages: int) -> None:
     rules = (Constraint(stages=stages),)
     found = plan(*rules)
-    setting = setting_of(found)
-    assert setting is not None and setting.stages == stages
-    again = planned_near(graph(), found, setting, request(rules), load_profile("h100"))
-    assert again is not None and again.predicted.step_time_ns <= found.predicted.step_time_ns
-    nowhere = SearchSetting("64", 64, 1)
-    assert planned_near(graph(), found, nowhere, request(rules), load_profile("h100")) is None
+    context, front = Context(request(rules)), Front(graph())
+    own = of_plan(front.given, outline_of(found), found)
+    assert own.outline is not None and own.outline.num_submeshes == stages
+    front.add(own, "place")
+    near = [Candidate(front.given.variant, outline) for outline in (own.outline.setting, setting(64, 64))]
+    front.open = near
+    again = [*stage(front, context), *place(front, context)]
+    assert {one.asked for one in again} == {near[0]}
+    assert min(one.step_ns for one in again) <= found.predicted.step_time_ns
 
 
 def test_near_is_as_good_as_everywhere_and_the_report_says_what_was_looked_at() -> None:
     near = chosen()
     everywhere = planned_jointly(graph(), request((), replace(BUDGET, everywhere=True)))[1]
     assert near.substitutions and near.predicted.step_time_ns <= 1.02 * everywhere.predicted.step_time_ns
-    own_ns = with_templates(graph(), plan(), request()).predicted.step_time_ns
+    own_ns = search((stage, place, template), graph(), Context(request()))[1].predicted.step_time_ns
     for found in (near, everywhere):
         report = found.search.rewriting
         assert report is not None and report.seen > 1 and report.stop_reason
@@ -170,10 +187,11 @@ def test_an_interrupt_while_graphs_are_planned_ends_with_the_best_so_far() -> No
 
 
 def test_a_graph_for_which_nothing_fits_is_reported() -> None:
-    given, lost = entry(0, 1000), entry(0, None)
-    found = reported([given, lost], given, Rewrites((lost.candidate,), 5, 7, "all"), 0.5)
-    assert found.search.rewriting is not None
-    assert [one.outcome for one in found.search.rewriting.graphs] == ["taken", "nothing found that fits"]
+    front, context = front_of(planned_in(0, 1000), planned_in(0, None)), Context(request())
+    front.round, front.kept["rewrite", front.given] = 5, (Rewrites((), 5, 7, "all"), Clock.of(0.0))
+    assert [*rewrite(front, context)] == []
+    assert context.rewriting is not None
+    assert [one.outcome for one in context.rewriting.graphs] == ["taken", "nothing found that fits"]
 
 
 @pytest.mark.parametrize("optimizer", ["lamb", "adafactor"])
@@ -181,3 +199,15 @@ def test_parameters_stay_as_they_are_for_optimizers_that_would_notice(optimizer:
     assert any(candidate.graph.packed for candidate in rewrites(graph(), request()).candidates)
     asked = replace(request(), optimizer=optimizer)
     assert not any(candidate.graph.packed for candidate in rewrites(graph(), asked).candidates)
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_equal_graphs_are_planned_on_unequal_devices_too(stages: int) -> None:
+    """Near the best plan of the model's own graph, shares of the batch or stages of one kind each."""
+    mesh = autopar.Mesh([("a100", 1, 1), ("v100", 1, 1)])
+    asked = replace(request((Constraint(stages=stages),)), mesh=mesh)
+    whole, found = planned_jointly(graph(), asked)
+    verifier.verify(whole, found, admits)
+    given, *others = found.search.rewriting.graphs if found.search.rewriting is not None else ()
+    assert others and min(one.step_time_ns or 10**18 for one in others) < (given.step_time_ns or 0)
+    assert found.substitutions and len(found.stages) == stages

@@ -15,7 +15,7 @@ from autopar.ir.constraint import Constraint, ConstraintIndex
 from autopar.ir.graph import Graph
 from autopar.ir.stages import leaving_values, maker_of, stage_graph
 from autopar.pipeline import planned, template_of_graph
-from autopar.planning import Request, SearchBudget
+from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 
 MESH = autopar.Mesh("a100", devices_per_node=2)

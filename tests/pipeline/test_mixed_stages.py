@@ -15,8 +15,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.staged.finalists import Finalists, first_ranks
 from autopar.staged.layered import Layered
 from autopar.staged.mixing import _candidates, keeping_more, mixed
@@ -42,7 +42,7 @@ def searched(limit: int | None = None) -> StagedSearch:
 
 def stated(finalists: Finalists, candidate: object) -> Plan:
     played = finalists._simulated(candidate)  # type: ignore[arg-type]
-    plan = finalists._stated(candidate, played)  # type: ignore[arg-type]
+    plan = finalists.stated(candidate, played)  # type: ignore[arg-type]
     verifier.verify(graph(), plan, admits)
     assert simulated_step(graph(), plan).step_time_ns == plan.predicted.step_time_ns == played.step_time_ns
     assert Plan.from_json(plan.to_json()) == plan
@@ -57,8 +57,8 @@ def test_stages_on_submeshes_of_two_sizes_are_built_and_take_about_what_is_estim
     stages = [kinds[kind] for _, _, kind in chosen]
     time_ns = [int(k.time_ns[begin:end].sum()) for k, (begin, end, _) in zip(stages, chosen, strict=True)]
     candidate = next(iter(_candidates(search.layered, kinds, chosen, sum(time_ns) + 7 * max(time_ns), 0)))
-    assert candidate.row["mesh"] == "1 + 2" and candidate.row["stages"] == 3
-    plan = stated(Finalists(search, [*found, candidate]), candidate)
+    assert candidate.row.mesh == "1 + 2" and candidate.row.stages == 3
+    plan = stated(Finalists(search, [*found, candidate], [].append), candidate)
     assert [(stage.ranks.start, len(stage.ranks)) for stage in plan.stages] == [(2, 1), (3, 1), (0, 2)]
     assert candidate.step_ns == pytest.approx(plan.predicted.step_time_ns, rel=0.25)
     assert 0.9 * plan.predicted.peak_bytes <= candidate.peak_bytes <= 1.5 * plan.predicted.peak_bytes
@@ -68,7 +68,7 @@ def test_stages_on_submeshes_of_two_sizes_are_built_and_take_about_what_is_estim
 def test_mixing_finds_nothing_slower_than_what_all_alike_allow() -> None:
     search = searched()
     found = search.run(lambda _: None)
-    for candidate in mixed(search.layered, found, search.started):
+    for candidate in mixed(search.layered, found, search.clock):
         alike = [c.step_ns for c in found if c.schedule == "1f1b" and c.microbatches == candidate.microbatches]
         assert candidate.step_ns <= min(alike) or len(set(candidate.recompute)) > 1
 
@@ -82,7 +82,7 @@ def test_as_few_layers_are_computed_again_as_memory_allows() -> None:
     assert fewer is not None and fewer.step_ns < whole.step_ns and fewer.peak_bytes <= limit
     assert set(fewer.recompute) == {"full", "none"}
     assert keeping_more(search.layered, fewer, limit) is None, "as many as fit are kept at once"
-    finalists = Finalists(search, every)
+    finalists = Finalists(search, every, [].append)
     before, plan = stated(finalists, whole), stated(finalists, fewer)
     assert plan.predicted.step_time_ns < before.predicted.step_time_ns
     assert before.predicted.peak_bytes <= plan.predicted.peak_bytes

@@ -65,7 +65,7 @@ def templates() -> list[Plan]:
 def test_a_plan_that_fits_recomputes_nothing_and_is_searched_for_once() -> None:
     with mock.patch.object(Place, "recomputing", side_effect=AssertionError):
         plan = searched()
-    assert not plan.recompute and all("recompute" not in row for row in plan.search.tried)
+    assert not plan.recompute and all(row.recompute is None for row in plan.search.tried)
 
 
 @pytest.mark.parametrize("share", [0.7, 0.6, 0.5])

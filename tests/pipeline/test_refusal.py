@@ -13,9 +13,10 @@ from autopar.errors import InfeasibleError
 from autopar.intraop import LeastMemory
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import Plan
-from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.refusal import fit_or_refuse
+from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from models import mlp
 

@@ -20,10 +20,11 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Plan
 from autopar.ops import admits
-from autopar.pipeline import planned, template_of_graph
-from autopar.planning import Request, SearchBudget, divided
+from autopar.pipeline import placed, planned, template_of_graph
+from autopar.planning import divided
 from autopar.profiler import profiles_of
-from autopar.shares import SharedBatch, best_mixed_plan, best_rows, near_rows
+from autopar.request import Request, SearchBudget
+from autopar.shares import SharedBatch, best_rows, near_rows
 from autopar.simulate import Timeline, simulate
 from autopar.trace import find_blocks, trace
 from models import gpt
@@ -181,11 +182,11 @@ def test_a_rank_gets_no_more_rows_than_its_memory_holds() -> None:
 
 
 def test_the_better_of_shares_and_stages_is_found() -> None:
-    best = best_mixed_plan(graph(), find_blocks(graph()), REQUEST, profiles_of(MESH), None)
+    best = placed(graph(), REQUEST)
     verifier.verify(graph(), best, admits)
-    rows = [row for row in best.search.tried if row["step_time_ns"]]
-    assert {row["setting"].split()[0] for row in rows} == {"shares", "stages"}
-    assert best.predicted.step_time_ns == min(row["step_time_ns"] for row in rows)
+    rows = [row for row in best.search.tried if row.step_time_ns]
+    assert {str(row.setting).split()[0] for row in rows} == {"shares", "stages"}
+    assert best.predicted.step_time_ns == min(row.step_time_ns or 0 for row in rows)
     assert "no bound" in best.search.stop_reason
 
 

@@ -17,8 +17,8 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import planned, simulated_step, template_of_graph
-from autopar.planning import Request, SearchBudget
 from autopar.profiler.library import template_profile
+from autopar.request import Request, SearchBudget
 from autopar.staged.layered import Layered
 from autopar.staged.search import StagedSearch
 from autopar.staged.ways import Setting
@@ -67,8 +67,9 @@ def test_pinned_plans_are_well_typed_and_take_what_is_told(stages: int, microbat
 def test_estimates_are_near_what_is_simulated() -> None:
     """Peaks are over rather than under: the largest workspace counts on top of all that stays."""
     for row in pinned(2, 4).search.tried:
-        assert row["estimated_ns"] == pytest.approx(row["step_time_ns"], rel=0.2)
-        assert 0.9 * row["peak_bytes"] <= row["estimated_bytes"] <= 1.5 * row["peak_bytes"], row
+        assert row.peak_bytes is not None and row.estimated_bytes is not None
+        assert row.estimated_ns == pytest.approx(row.step_time_ns, rel=0.2)
+        assert 0.9 * row.peak_bytes <= row.estimated_bytes <= 1.5 * row.peak_bytes, row
 
 
 @pytest.mark.parametrize("pp", [2, 4])

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import autopar
 from autopar.cost import Profile
+from autopar.driver import Context, search
 from autopar.errors import InfeasibleError, MeshError, PlanError
 from autopar.ir import verifier
 from autopar.ir.graph import Graph
@@ -21,12 +22,14 @@ from autopar.ir.mesh import make_axes
 from autopar.ir.plan import Plan
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.ops import admits
+from autopar.passes.kinds import kinds
 from autopar.pipeline import template_of_graph
-from autopar.planning import Request, SearchBudget, divided
+from autopar.planning import divided
 from autopar.profiler import profiles_of, template_profile
+from autopar.request import Request, SearchBudget
 from autopar.simulate import simulate
 from autopar.trace import find_blocks, trace
-from autopar.unequal import UnequalStages, best_unequal_plan, sizes_by_speed
+from autopar.unequal import UnequalStages, sizes_by_speed
 from models import gpt
 
 MESH = autopar.Mesh([("a100", 1, 2), ("v100", 1, 2)])
@@ -140,9 +143,9 @@ def test_ranks_that_share_a_core_get_fewer_blocks() -> None:
 
 def test_the_search_is_no_slower_than_the_template() -> None:
     request = Request(MESH, "train", "adamw", None, (), SearchBudget(1.0))
-    plan = best_unequal_plan(graph(), find_blocks(graph()), request, profiles_of(MESH), None)
+    plan = search((kinds,), graph(), Context(request))[1]
     verifier.verify(graph(), plan, admits)
-    assert plan.predicted.step_time_ns == min(row["step_time_ns"] for row in plan.search.tried if row["step_time_ns"])
+    assert plan.predicted.step_time_ns == min(row.step_time_ns for row in plan.search.tried if row.step_time_ns)
     assert "no bound" in plan.search.stop_reason and len(plan.search.tried) >= 1
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from autopar import interrupt
+from autopar.clock import Interrupted
 from autopar.cost import collective_time_ns
 from autopar.cost.files import profiles_folder
 from autopar.cost.profile import profile_from_json
@@ -184,8 +184,8 @@ def test_measuring_ends_with_its_children_when_it_is_interrupted(
     script.write_text(
         f"import os, time; child = os.fork()\nif child: open({str(noted)!r}, 'w').write(str(child))\ntime.sleep(60)"
     )
-    monkeypatch.setattr(interrupt, "is_asked", lambda: noted.exists())
-    with pytest.raises(interrupt.Interrupted):
+    monkeypatch.setattr(host, "is_interrupted", lambda: noted.exists())
+    with pytest.raises(Interrupted):
         host._points(script)
     child = Path(f"/proc/{noted.read_text()}/stat")
     for _ in range(100):

@@ -19,8 +19,9 @@ from autopar.ir.plan import NodePlan, Plan, Storage
 from autopar.ir.redistribution import Step, cheapest_path, transfer_bytes
 from autopar.ops import admits, axis_rules
 from autopar.ops.notation import AxisRule
-from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
+from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.simulate import traffic
 from autopar.trace import find_blocks
 

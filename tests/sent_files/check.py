@@ -30,9 +30,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import MICROBATCH
 from autopar.ir.plan import Plan
 from autopar.ops import admits
+from autopar.passes.rewrite import graph_of
 from autopar.pipeline import simulated_step, template_of_graph
 from autopar.program import load_source
-from autopar.rewrites import graph_of
 from tests.random_programs.check import _local, _parts, run_in_threads
 from tests.random_programs.world import device_mesh
 from tests.sent_files.bases import Base

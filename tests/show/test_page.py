@@ -15,6 +15,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.mesh import coordinates
 from autopar.ir.placement import local_shape
 from autopar.ir.plan import GraphPlan, Move, Plan, Refinement, Rewriting, Substitution
+from autopar.ir.tried import Tried
 from autopar.pipeline import template_of_graph
 from autopar.show import report
 from autopar.show.text import bytes_text, time_text
@@ -265,7 +266,7 @@ def hostile() -> Plan:
         search=replace(
             plan.search,
             method=HOSTILE,
-            tried=({HOSTILE: HOSTILE, "step_time_ns": 5},),
+            tried=(Tried(mesh=HOSTILE, setting=HOSTILE, step_time_ns=5),),
             rewriting=Rewriting(3, HOSTILE, 0.5, GRAPHS),
         ),
     )

@@ -19,9 +19,10 @@ from autopar.ir.plan import Storage
 from autopar.microbatch import one_microbatch_plan
 from autopar.ops import admits
 from autopar.pipeline import template_of_graph
-from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.refinement import space_of
+from autopar.request import Request, SearchBudget
 from autopar.simulate import repeats, simulate
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.incremental import Incremental

@@ -14,9 +14,10 @@ import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.plan import Plan
-from autopar.planning import Place, Request, SearchBudget, divided
+from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.refinement import space_of
+from autopar.request import Request, SearchBudget
 from autopar.soap import Score, Space
 from autopar.soap.space import Change
 from autopar.trace import find_blocks, trace

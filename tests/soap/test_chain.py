@@ -10,6 +10,7 @@ from random import Random
 import pytest
 
 import autopar
+from autopar.clock import Clock
 from autopar.ir.mesh import logical_meshes
 from autopar.ir.plan import Plan, Refinement
 from autopar.refinement import space_of
@@ -51,7 +52,7 @@ def test_a_lower_bound_changes_nothing_but_what_is_simulated() -> None:
 def test_at_the_end_of_the_way_down_no_change_of_one_decision_gains() -> None:
     own, plan = world()
     for seed in range(4):
-        chain = anneal(own, plan, 1000, math.inf, Random(seed))
+        chain = anneal(own, plan, 1000, Clock.of(math.inf), Random(seed))
         if chain.stop_reason.startswith(("no change", "half")) and chain.tally.proposals < 1000:
             break
     assert chain.tally.proposals < 1000

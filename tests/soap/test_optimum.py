@@ -6,8 +6,8 @@ import pytest
 
 import autopar
 from autopar.ir.mesh import logical_meshes
-from autopar.planning import SearchBudget
 from autopar.refinement import space_of
+from autopar.request import SearchBudget
 from autopar.simulate import Incremental, prices_of
 from autopar.soap import Budget, Ledger, Start, World, refine
 from benchmarks.soap.exhaustive import least_step

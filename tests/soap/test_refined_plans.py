@@ -12,9 +12,9 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ops import admits
 from autopar.pipeline import placed, planned
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
 from autopar.refinement import refined
+from autopar.request import Request, SearchBudget
 from autopar.trace import find_blocks, trace
 from models import gpt
 

@@ -10,9 +10,9 @@ import autopar
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.pipeline import template_of_graph
-from autopar.planning import Request, SearchBudget
 from autopar.profiler import load_profile
 from autopar.refinement import Jumps, Worlds
+from autopar.request import Request, SearchBudget
 from autopar.soap import World
 from autopar.soap.proposals import Proposals
 from autopar.trace import find_blocks

@@ -1,4 +1,4 @@
-"""What a plan's placements leave open, and placements along other axes.
+"""Placements along other axes.
 
 axes before   d0 of 2, d1 of 4, the ranks of d1 next to each other
 axes after    d0 of 8: it lies along both, so a tensor may only be placed alike on the two
@@ -7,30 +7,11 @@ axes after    d0 of 8: it lies along both, so a tensor may only be placed alike 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.ir.mesh import LogicalMesh
 from autopar.ir.placement import Placement
 from autopar.ir.plan import NodePlan, Plan
-from autopar.ir.schedule import PLAIN
-
-
-@dataclass(frozen=True)
-class Outline:
-    """What a world's placements leave open: the logical mesh (of a stage), microbatches, and where there are stages,
-    that of each layer, their first ranks and the schedule."""
-
-    axes: LogicalMesh
-    microbatches: int
-    stage_of: tuple[int, ...] = ()
-    first_ranks: tuple[int, ...] = ()
-    schedule: str = PLAIN
-
-    def __str__(self) -> str:
-        sizes = "x".join(str(axis.size) for axis in self.axes) or "1"
-        layers = "+".join(str(self.stage_of.count(stage)) for stage in sorted(set(self.stage_of)))
-        stages = f"{len(self.first_ranks)} stages of {sizes}, {self.schedule}, layers {layers}"
-        return f"{stages if self.stage_of else f'mesh {sizes}'}, {self.microbatches} microbatches"
 
 
 def on_axes(plan: Plan, axes: LogicalMesh) -> Plan | None:

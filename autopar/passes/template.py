@@ -1,4 +1,4 @@
-"""Templates of one stage that people run, looked at before a search answers: none of one line beats what it returns.
+"""template: templates of one stage that people run → those that fit, so that none of one line beats the answer.
 
     dp × tp, tp inside a node             → a problem on a short graph (`interop.fold`): least time, least memory
     what may be faster, and may fit       → placed on the whole model, played by layers (`simulate.Incremental`)
@@ -12,49 +12,43 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache, cached_property
-from typing import Any, NamedTuple
+from functools import cache, cached_property, partial
+from typing import NamedTuple
 
-from autopar import interrupt
+from autopar.clock import is_interrupted
+from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.interop import block_layers, fold
 from autopar.interop.submeshes import divisors
 from autopar.intraop import SOFT_PENALTY_NS, KeptParameter, Placements, prepare_placements
-from autopar.ir import verifier
 from autopar.ir.graph import Graph, is_inside
 from autopar.ir.placement import Type
 from autopar.ir.plan import Plan
 from autopar.ir.structure import batch_inputs
+from autopar.ir.tried import Tried
 from autopar.microbatch import batch_types, divisible
-from autopar.ops import admits
-from autopar.planning import DividedGraph, Place, Request, SearchBudget, divided
+from autopar.planning import DividedGraph, Place, divided
 from autopar.profiler import load_profile
+from autopar.request import Request, SearchBudget
 from autopar.simulate import Incremental, predict
 from autopar.template import template_axes, template_constraints, template_recompute
 from autopar.trace import find_blocks
+from autopar.tunables import (
+    ALIKE,
+    EXPOSED,
+    LEAST_GAIN,
+    NEAR_SHARDED,
+    TEMPLATE_COUNTS,
+    TEMPLATE_TRIES,
+    USAGE_ABOVE,
+    USAGE_BELOW,
+    USAGE_NEAR,
+)
 from autopar.zero import Groups, joined, recomputable
 
-_NEAR = 1.1
-"""A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded."""
-_ALIKE = 1.03
-"""Where a template is likely to take so many times the best step, it does so with the sequence split, too, and among
-more ranks."""
-_COUNTS = (1, 2, 4, 8)
-"""Numbers of microbatches that are looked at, until one fits."""
-_USAGE_ABOVE = 1.15
-"""Placements may be estimated to need so many times what they do: not all that they need is needed at once."""
-_NEAR_ABOVE = 1.03
-"""The same, where it is known by how much the peak of a like template was above the estimate."""
-_EXPOSED = 0.2
-"""Of what ZeRO-3 gathers and reduces, a step waits for about this part."""
-_USAGE_BELOW = 0.9
-"""What placements use by estimate is about this part of their peak: gradients of activations come on top."""
-_REFINED = 0.01
-"""A part of the best step: what computing fewer blocks again would gain is tried where it is more."""
 _BUDGET = SearchBudget(10.0, gap=0.01, substitutions=False, proposals=0)
 _SOLVE = (2.0, _BUDGET.seed, _BUDGET.gap)
 """Seconds, seed and gap of a solve."""
-_TRIES = 3
 _MANY = _ANY = 2**62
 
 
@@ -109,11 +103,16 @@ class _BlockRecomputation(NamedTuple):
     without_ns: int
 
 
-def with_templates(graph: Graph, plan: Plan, request: Request) -> Plan:
-    """The plan, or the fastest template of one stage that fits and is faster; either says which were looked at."""
-    if not _is_open(request):
-        return plan
-    return Family(graph, plan, request).fastest()
+def template(front: Front, context: Context) -> Iterator[Candidate]:
+    """Templates of the model's own graph that may be faster than its best plan, where constraints leave them open."""
+    best = front.best_of(front.given) if front.round == 1 else None
+    if best is None or not _is_open(context.request):
+        return
+    family = Family(best.graph, best.plan, context.request)
+    family.look()
+    context.rows += family.rows
+    for name, place, plan in family.found:
+        yield of_plan(front.given, place.outline, plan, partial(_stated, name, place, plan))
 
 
 def _is_open(request: Request) -> bool:
@@ -121,6 +120,12 @@ def _is_open(request: Request) -> bool:
     rules, mesh = request.constraints, request.mesh
     is_open = all(rule.axis is None and rule.recompute is None and rule.stages in (None, 1) for rule in rules)
     return is_open and mesh.is_homogeneous and mesh.num_devices > 1
+
+
+def _stated(name: str, place: Place, plan: Plan) -> Plan:
+    """A template as a plan for the step."""
+    stated = place.part.on_all_axes(plan)
+    return replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))
 
 
 class Family:
@@ -135,7 +140,7 @@ class Family:
         self.shared = self.profile.shared_by(request.mesh.devices_per_node)
         self.best_ns, self.limit = plan.predicted.step_time_ns, request.memory_limit or self.shared.usable_bytes
         self.found: list[tuple[str, ShortPlace, Plan]] = []
-        self.rows: list[Mapping[str, Any]] = []
+        self.rows: list[Tried] = []
         self._beyond: list[float] = []  # of what was played, so many times the least a step took
         self._peaks: dict[Template, int] = {}  # of what was played and did not fit
         pinned = [rule.microbatches for rule in request.constraints if rule.microbatches is not None]
@@ -146,28 +151,18 @@ class Family:
     def _possible_counts(self) -> Sequence[int]:
         """Where a batch divides into so many microbatches, it does into half as many."""
         trains, short = self.request.mode == "train", self.folded.graph
-        last = next(n for n in range(len(_COUNTS), 0, -1) if n == 1 or (trains and divisible(short, _COUNTS[n - 1])))
-        return _COUNTS[:last]
+        last = next(
+            n
+            for n in range(len(TEMPLATE_COUNTS), 0, -1)
+            if n == 1 or (trains and divisible(short, TEMPLATE_COUNTS[n - 1]))
+        )
+        return TEMPLATE_COUNTS[:last]
 
-    def fastest(self) -> Plan:
+    def look(self) -> None:
         """Raises nothing: a template that cannot be is told of in a row."""
         for tp in divisors(self.request.mesh.devices_per_node):
-            if interrupt.is_asked() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
+            if is_interrupted() or not self._may_be_near(self.request.mesh.num_devices // tp, tp):
                 break
-        best = next(self._stated(), self.searched)
-        return replace(best, search=replace(best.search, tried=(*self.searched.search.tried, *self.rows)))
-
-    def _stated(self) -> Iterator[Plan]:
-        """Those that are faster than what was searched, the fastest first, as plans for the step."""
-        for name, place, plan in sorted(self.found, key=lambda item: item[2].predicted.step_time_ns):
-            if plan.predicted.step_time_ns < self.searched.predicted.step_time_ns:
-                try:
-                    stated = place.part.on_all_axes(plan)
-                    verifier.verify(self.graph, stated, admits)
-                except AutoparError as error:
-                    self.rows.append({"template": name, "infeasible": str(error)})
-                    continue
-                yield replace(stated, search=replace(stated.search, method=f"template {name}: {plan.search.method}"))
 
     def _may_be_near(self, dp: int, tp: int) -> bool:
         """Looks at a shape. False where it is so much slower than the best, whatever its memory, that no larger `tp`,
@@ -177,9 +172,9 @@ class Family:
         if not counts:
             return True
         least_ns, fitting_ns = self._look_at(one, counts)
-        if tp > 1 and self._likely_ns(fitting_ns) <= _ALIKE * self.best_ns:
+        if tp > 1 and self._likely_ns(fitting_ns) <= ALIKE * self.best_ns:
             self._look_at(replace(one, sequence_parallel=True), counts)
-        return tp == 1 or self._likely_ns(least_ns) <= _ALIKE * self.best_ns
+        return tp == 1 or self._likely_ns(least_ns) <= ALIKE * self.best_ns
 
     def _look_at(self, family: Template, counts: Sequence[int]) -> tuple[int, int]:
         """What a step takes at least in any number of microbatches; and with what must be computed again for it to fit.
@@ -229,7 +224,7 @@ class Family:
 
     def _look_less_sharded(self, one: Template, sharded: Plan, usage: int) -> None:
         """usage: estimate of the plan with ZeRO-3."""
-        if sharded.predicted.step_time_ns > _NEAR * self.best_ns or one.zero < 3:
+        if sharded.predicted.step_time_ns > NEAR_SHARDED * self.best_ns or one.zero < 3:
             return
         beyond = sharded.predicted.peak_bytes - usage
         for zero in (1, 0) if one.microbatches == 1 else (2,):
@@ -242,7 +237,7 @@ class Family:
         """To make a template fit by computing blocks again, the fastest first. known: of it without."""
         options, found = recomputable(self.graph, self.paths), list[_BlockRecomputation]()
         for kind, groups in (("block", options.attention), ("full", options.full)):
-            usage = {c: round(known.usage(c) / _USAGE_BELOW) for c in counts}
+            usage = {c: round(known.usage(c) / USAGE_BELOW) for c in counts}
             most = {c: self._peaks.get(replace(family, microbatches=c), usage[c]) for c in counts}
             inside = known.inside(joined(groups))
             fitting = [c for c in counts if most[c] - inside // c <= self.limit]
@@ -259,7 +254,7 @@ class Family:
                     first = min(every, max(1, _blocks_for(most[count] - self.limit, saved, every)))
                     own_ns = (again.least_ns - known.least_ns) // every
                     sent_ns = known.sent_ns(count) + (again.sent_ns(count) - known.sent_ns(count)) * first // every
-                    least_ns = known.least_ns + first * own_ns + round(sent_ns * _EXPOSED)
+                    least_ns = known.least_ns + first * own_ns + round(sent_ns * EXPOSED)
                     template = replace(family, recompute=kind, microbatches=count)
                     found.append(_BlockRecomputation(least_ns, template, groups, first, saved, own_ns, known.least_ns))
         return sorted(found, key=lambda recomputation: recomputation.least_ns)
@@ -276,7 +271,7 @@ class Family:
         """Computes again as few blocks as it takes to fit, if all do: each saves as much as the others."""
         place, every = self.place(recomputation.template), len(recomputation.groups)
         plan, count, tried, best = place.placements.plan(_ANY, *_SOLVE), recomputation.first, set[int](), None
-        while count not in tried and len(tried) < _TRIES:
+        while count not in tried and len(tried) < TEMPLATE_TRIES:
             tried.add(count)
             plan = place.scored(replace(plan, recompute=joined(recomputation.groups[:count])))
             above = plan.predicted.peak_bytes - self.limit
@@ -284,7 +279,7 @@ class Family:
             more = _blocks_for(above, recomputation.saved, every)
             gained = -more * recomputation.own_ns
             if above <= 0 and (
-                gained < _REFINED * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
+                gained < LEAST_GAIN * self.best_ns or plan.predicted.step_time_ns - gained >= self.best_ns
             ):
                 break
             count = min(every, max(1, count + more))
@@ -301,7 +296,7 @@ class Family:
 
         beyond: by how much the peak of such a template was above what its placements use by estimate.
         """
-        if interrupt.is_asked():
+        if is_interrupted():
             return None
         try:
             plan = _fitted(self.place(template), self.limit, beyond)
@@ -314,15 +309,15 @@ class Family:
         return plan
 
     def _refuse(self, template: Template, why: str) -> None:
-        self.rows.append(_row(template, str(template)) | {"infeasible": why})
+        self.rows.append(replace(_row(template, str(template)), infeasible=why))
 
     def _note(self, template: Template, plan: Plan, name: str, least_ns: int) -> None:
         told = plan.predicted
         self._beyond.append(max(1.0, told.step_time_ns / least_ns))
         self.found.append((name, self.place(template), plan))
         self.best_ns = min(self.best_ns, told.step_time_ns)
-        row = {"step_time_ns": told.step_time_ns, "peak_bytes": told.peak_bytes}
-        self.rows.append(_row(template, name) | row)
+        row = replace(_row(template, name), step_time_ns=told.step_time_ns, peak_bytes=told.peak_bytes)
+        self.rows.append(row)
 
     # Places ----------------------------------------
 
@@ -405,8 +400,8 @@ def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
     beyond: by how much peaks are above the usage of placements, if that is known.
     """
     usage, peak = place.placements.unlimited(*_SOLVE).peak_usage, 0
-    asked = min(usage, int(limit * _USAGE_ABOVE) if beyond is None else int(limit * _NEAR_ABOVE) - beyond)
-    for _ in range(_TRIES):
+    asked = min(usage, int(limit * USAGE_ABOVE) if beyond is None else int(limit * USAGE_NEAR) - beyond)
+    for _ in range(TEMPLATE_TRIES):
         if asked < usage and asked < place.placements.least_memory(*_SOLVE[:2]).usage_bytes:
             break
         plan = place.within(asked, _SOLVE[0])
@@ -418,10 +413,10 @@ def _fitted(place: ShortPlace, limit: int, beyond: int | None) -> Plan:
     raise InfeasibleError(told, peak or None)
 
 
-def _row(template: Template, name: str) -> dict[str, Any]:
-    """For `SearchReport.tried`."""
+def _row(template: Template, name: str) -> Tried:
+    """What the report says of a template."""
     sizes = (size for size in (template.dp, template.tp) if size > 1)
-    return {"mesh": "x".join(map(str, sizes)), "template": name, "microbatches": template.microbatches}
+    return Tried(mesh="x".join(map(str, sizes)), template=name, microbatches=template.microbatches)
 
 
-__all__ = ["Family", "Template", "with_templates"]
+__all__ = ["Family", "Template", "template"]

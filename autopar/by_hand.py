@@ -1,0 +1,87 @@
+"""Plans that people write by hand, of a traced model: constraints around which the rest is solved."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.ir import verifier
+from autopar.ir.constraint import Constraint
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import Mesh
+from autopar.ir.plan import Plan
+from autopar.microbatch import batch_types
+from autopar.ops import admits
+from autopar.planning import Place, divided, fit_or_refuse_over
+from autopar.profiler import load_profile, profiles_of
+from autopar.request import BUDGETS, Request, memory_limit_of
+from autopar.shares import SharedBatch
+from autopar.staging import cut, equal_stages
+from autopar.step import with_simulator
+from autopar.template import template_axes, template_constraints, template_ranks, template_recompute
+from autopar.trace import find_blocks
+from autopar.unequal import UnequalStages
+
+
+def template_of_graph(
+    graph: Graph, mesh: Mesh, *, dp: int = 1, tp: int = 1, pp: int = 1, microbatches: int = 1, schedule: str = "1f1b",
+    chunks: int = 2, sequence_parallel: bool = False, zero: int = 0, recompute: str = "none", split: str = "equal",
+    mode: str = "train", optimizer: str | None = "adamw", precision: str | None = None, memory_limit: int | None = None,
+    constraints: Sequence[Constraint] = (),
+) -> Plan:  # fmt: skip
+    """`template_plan` of a traced model, under further constraints."""
+    axes = template_axes(mesh, dp, tp, pp)
+    first_ranks = template_ranks(mesh, pp, chunks, schedule)
+    part = divided(graph, find_blocks(graph), microbatches)
+    paths = tuple(path for group in part.blocks.paths for path in group)
+    by_speed = split != "equal" or not mesh.is_homogeneous
+    if pp > 1 and not by_speed:
+        members = equal_stages(graph, paths, len(first_ranks))
+        part = replace(part, cut=lambda plan: cut(graph, plan, members, first_ranks, schedule), num_submeshes=pp)
+    batch = {n: t for n, t in batch_types(part.graph).items() if part.blocks.representative_tensor(n) == n}
+    rules = [*template_constraints(part.graph, axes, zero, sequence_parallel, paths, batch), *constraints]
+    again = template_recompute(graph, paths, recompute)
+    limit = memory_limit_of(memory_limit)
+    request = Request(mesh, mode, optimizer, limit, tuple(rules), BUDGETS["fast"], precision, again)
+    if by_speed:
+        kinds = {group.profile: axes for group in mesh.groups}
+        if pp == 1 and not mesh.is_homogeneous:
+            return _checked(SharedBatch(part, axes, request, profiles_of(mesh)).plan(split), graph)
+        stages = UnequalStages(part, kinds, len(first_ranks) // pp, schedule, paths, request, profiles_of(mesh))
+        plan = stages.plan(split)
+    else:
+        plan = _fitted(Place(part, axes, request, load_profile(mesh.profile)))
+    return _checked(plan, graph)
+
+
+def _checked(plan: Plan, graph: Graph) -> Plan:
+    """The plan, verified, with what `plan.timeline()` calls."""
+    verifier.verify(graph, plan, admits)
+    return with_simulator(plan, graph)
+
+
+def _fitted(place: Place) -> Plan:
+    try:
+        plan = place.fit(place.request.budget.seconds)
+    except InfeasibleError:
+        _, plan = fit_or_refuse_over([place])
+    return place.part.on_all_axes(plan)
+
+
+def expert_plans(graph: Graph, request: Request) -> list[tuple[str, Plan]]:
+    """Templates to begin with, too, as far as the model and constraints allow them: data parallel, whole and sharded,
+    and beside tensor parallel inside a node."""
+    devices, inner = request.mesh.num_devices, request.mesh.devices_per_node
+    found = []
+    choices: list[dict[str, int]] = [{"dp": devices}, {"dp": devices, "zero": 3}, {"dp": devices // inner, "tp": inner}]
+    for choice in choices:
+        with contextlib.suppress(AutoparError):
+            plan = template_of_graph(
+                graph, request.mesh, dp=choice["dp"], tp=choice.get("tp", 1), zero=choice.get("zero", 0),
+                mode=request.mode, optimizer=request.optimizer, precision=request.precision,
+                memory_limit=request.memory_limit, constraints=request.constraints,
+            )  # fmt: skip
+            found.append((f"template {', '.join(f'{key}={value}' for key, value in choice.items())}", plan))
+    return found

@@ -1,0 +1,140 @@
+"""balance: an open graph on unequal devices → plans in which they share each batch, by speed within their memory.
+
+All devices are one stage (`autopar.shares`), on axes of which the first cuts samples, in as few microbatches as fit, or
+twice as many as long as that is faster. Blocks are computed again where nothing fits otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.clock import Clock
+from autopar.driver import Candidate, Context, Front, of_plan
+from autopar.errors import AutoparError, InfeasibleError, PlacementError, PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
+from autopar.ir.outline import Outline, sizes_text
+from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.tried import Tried
+from autopar.planning import divided, microbatch_counts
+from autopar.progress import Report, reporting
+from autopar.shares import SharedBatch
+from autopar.template import template_recompute
+from autopar.tunables import BALANCE_SHARE, LEAST_SEARCH_S
+
+
+def balance(front: Front, context: Context) -> Iterator[Candidate]:
+    """Plans of one stage, where devices are of several kinds. Raises InfeasibleError when nothing fits, PlanError where
+    the batch cannot be shared out."""
+    pinned = {rule.stages for rule in context.request.constraints} - {None}
+    if context.request.mesh.is_homogeneous or pinned - {1}:
+        return
+    for asked in front.in_turn(lambda outline: outline is None or outline.num_submeshes == 1):
+        if asked.outline is not None:
+            yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
+            continue
+        share = 1.0 if pinned else BALANCE_SHARE
+        search = _ShareSearch(asked, context, Clock.of(share * context.asked_of(asked).budget.seconds))
+        for outline, plan in search.run():
+            yield of_plan(asked, outline, plan, partial(search.reported, plan))
+        front.spent_s[asked] = search.clock.passed_s
+
+
+def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
+    """The best plan of an equal graph on the axes of an outline. Raises InfeasibleError where none fits."""
+    part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
+    plan = SharedBatch(part, outline.axes, context.nearby(front), context.profiles).plan("speed")
+    yield of_plan(asked, outline, plan)
+
+
+Found = tuple[Outline, Plan]
+
+
+@dataclass(eq=False)
+class _ShareSearch:
+    """What was tried on which axes, and why the rest was refused."""
+
+    asked: Candidate
+    context: Context
+    clock: Clock
+
+    def __post_init__(self) -> None:
+        self.graph: Graph = self.asked.graph
+        self.blocks, self.request = self.context.blocks(self.graph), self.context.asked_of(self.asked)
+        self.shapes = shared_axes(self.request.mesh)
+        self.paths = tuple(path for group in self.blocks.paths for path in group)
+        self.num_tried = 0
+        self.refusals: list[AutoparError] = []
+
+    def run(self) -> Iterator[Found]:
+        """Plans that fit. Raises InfeasibleError when none does."""
+        counts = [*microbatch_counts(self.graph, self.request)]
+        for recompute in ("none",) if self.request.mode != "train" else ("none", "full"):
+            best_ns: int | None = None
+            for count in counts:
+                if best_ns is not None and self.clock.is_over:
+                    break
+                found = [*self._in(count, recompute)]
+                yield from found
+                least_ns = min((plan.predicted.step_time_ns for _, plan in found), default=None)
+                if best_ns is not None and (least_ns is None or least_ns >= best_ns):
+                    break
+                best_ns = least_ns
+            if best_ns is not None:
+                return
+        if not self.refusals:
+            raise PlanError(f"expected several devices to share a batch, found {self.request.mesh}")
+        raise self.refusals[0]
+
+    def _in(self, microbatches: int, recompute: str) -> Iterator[Found]:
+        """Plans in so many microbatches, over all axes."""
+        with reporting(self.context.progress, len(self.shapes)) as report:
+            for axes in self.shapes:
+                plan = self._tried(axes, microbatches, recompute, report)
+                if plan is not None:
+                    yield Outline((axes,), microbatches), plan
+
+    def _tried(self, axes: LogicalMesh, microbatches: int, recompute: str, report: Report) -> Plan | None:
+        """The plan on these axes; None where there is none."""
+        text = f"shares over {sizes_text(axes)} in {microbatches} microbatches"
+        text += "" if recompute == "none" else f", recompute {recompute}"
+        note, self.num_tried = self.context.noting(self.asked), self.num_tried + 1
+        try:
+            plan = self._planned(axes, microbatches, recompute)
+        except (InfeasibleError, PlacementError, PlanError) as error:
+            self.refusals.append(error)
+            note(Tried(setting=text, infeasible=str(error)))
+            report(f"{text}: {error}")
+            return None
+        note(Tried(setting=text, step_time_ns=plan.predicted.step_time_ns))
+        report(f"{text}: {plan.predicted.step_time_ns / 1e6:.3f} ms")
+        return plan
+
+    def _planned(self, axes: LogicalMesh, microbatches: int, recompute: str) -> Plan:
+        seconds = max(LEAST_SEARCH_S, self.clock.left_s) / len(self.shapes)
+        request = self.request.recomputing(template_recompute(self.graph, self.paths, recompute))
+        request = replace(request, budget=replace(request.budget, seconds=seconds))
+        part = divided(self.graph, self.blocks, microbatches)
+        return SharedBatch(part, axes, request, self.context.profiles).plan("speed")
+
+    def reported(self, plan: Plan) -> Plan:
+        """The plan with how it was found."""
+        report = SearchReport(
+            method="shares of the batch by speed, descent over rows, intra-op ILP",
+            cost_ns=plan.predicted.step_time_ns,
+            stop_reason=f"no exchange of rows is faster, after {self.num_tried} settings, no bound",
+            seconds=round(self.clock.passed_s, 3),
+            seed=self.request.budget.seed,
+        )
+        return replace(plan, search=report)
+
+
+def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
+    """Samples over one axis; alone, or with another one inside of each node."""
+    inner = math.gcd(*(group.devices_per_node for group in mesh.groups))
+    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and mesh.num_devices // size > 1]
+    shapes = [(mesh.num_devices // size, *((size,) if size > 1 else ())) for size in sizes]
+    return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]

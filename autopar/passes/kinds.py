@@ -1,0 +1,197 @@
+"""kinds: an open graph on unequal devices → plans in stages of one kind of device each, blocks shared out by speed.
+
+What is searched: the axes of each kind's stages, the number of microbatches, what is recomputed (`autopar.unequal`).
+From the best of equal axes down: one kind's axes, or the microbatches, are changed while that is faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cache, partial
+
+from autopar.clock import Clock
+from autopar.driver import Candidate, Context, Front, of_plan, outline_of
+from autopar.errors import InfeasibleError, PlanError
+from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
+from autopar.ir.outline import Outline, sizes_text
+from autopar.ir.plan import Plan, SearchReport
+from autopar.ir.schedule import PLAIN
+from autopar.ir.tried import Tried
+from autopar.microbatch import divisible
+from autopar.planning import divided
+from autopar.progress import Report, reporting
+from autopar.template import template_recompute
+from autopar.tunables import LEAST_SEARCH_S, MOST_A_STAGE
+from autopar.unequal import UnequalStages
+
+
+def kinds(front: Front, context: Context) -> Iterator[Candidate]:
+    """Plans of several stages, where devices are of several kinds. Raises InfeasibleError when none fits."""
+    pinned = {rule.stages for rule in context.request.constraints} - {None}
+    if context.request.mesh.is_homogeneous or pinned == {1}:
+        return
+    for asked in front.in_turn(lambda outline: outline is None or outline.num_submeshes > 1):
+        if asked.outline is not None:
+            yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
+            continue
+        left = context.asked_of(asked).budget.seconds - front.spent_s.get(asked, 0.0)
+        search = _UnequalSearch(asked, context, Clock.of(max(LEAST_SEARCH_S, left)))
+        with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
+            found = search.run(report)
+        for plan in found:
+            yield of_plan(asked, outline_of(plan), plan, partial(search.reported, plan))
+
+
+def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
+    """The best plan of an equal graph, each kind's stages on the axes of an outline. Raises InfeasibleError where none
+    fits."""
+    part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
+    axes = {group.profile: outline.axes for group in context.request.mesh.groups}
+    paths = [path for group in part.blocks.paths for path in group]
+    stages = UnequalStages(part, axes, 1, PLAIN, paths, context.nearby(front), context.profiles)
+    plan = stages.plan("speed")
+    yield of_plan(asked, outline_of(plan), plan)
+
+
+@dataclass(frozen=True)
+class _UnequalSetting:
+    """The axes of each kind's stages, the number of microbatches, what is recomputed."""
+
+    axes: tuple[tuple[str, LogicalMesh], ...]
+    microbatches: int
+    recompute: str
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{kind} {sizes_text(axes)}" for kind, axes in self.axes)
+        again = "" if self.recompute == "none" else f", recompute {self.recompute}"
+        return f"stages of {kinds} in {self.microbatches} microbatches{again}"
+
+
+_Best = tuple[int, _UnequalSetting]
+"""Nanoseconds a step, and of what."""
+
+
+class _UnequalSearch:
+    """Descends from the best of equal axes: one kind's axes, or the microbatches, are changed while that is faster."""
+
+    def __init__(self, asked: Candidate, context: Context, clock: Clock) -> None:
+        self.graph, self.blocks, self.clock = asked.graph, context.blocks(asked.graph), clock
+        budget = replace(context.request.budget, seconds=clock.left_s)
+        self.request, self.profiles = replace(context.request, budget=budget), context.profiles
+        self.note = context.noting(asked)
+        self.paths = tuple(path for group in self.blocks.paths for path in group)
+        self.shapes = {group.profile: _stage_shapes(self.request.mesh, group) for group in self.request.mesh.groups}
+        self.divided = cache(lambda count: divided(self.graph, self.blocks, count))
+        self.known: dict[Hashable, Plan] = {}
+        self.tried: dict[_UnequalSetting, Plan | None] = {}
+        self.refusals: list[Exception] = []
+
+    def run(self, report: Report) -> list[Plan]:
+        """The plans that were found. Raises InfeasibleError when none fits."""
+        best = self._start(report)
+        while best is not None:
+            before = best
+            for setting in self._neighbours(best[1]):
+                best = self._better(best, setting, report)
+            if best == before:
+                break
+        if best is None:
+            raise self.refusals[0] if self.refusals else InfeasibleError("expected time to try a plan, found none")
+        return [plan for plan in self.tried.values() if plan is not None]
+
+    def _start(self, report: Report) -> _Best | None:
+        """The best of equal axes on all kinds, each in more microbatches for as long as that is faster."""
+        best: _Best | None = None
+        for recompute in ("none", "full"):
+            for axes in self._alike():
+                last: int | None = None
+                for count in self._counts(self._num_stages(axes)):
+                    setting = _UnequalSetting(tuple(axes.items()), count, recompute)
+                    best, plan = self._better(best, setting, report), self.tried.get(setting)
+                    if plan is not None and last is not None and plan.predicted.step_time_ns > last:
+                        break
+                    last = last if plan is None else plan.predicted.step_time_ns
+            if best is not None:
+                break
+        return best
+
+    def _alike(self) -> list[dict[str, LogicalMesh]]:
+        """Axes that stages of every kind may have; where there are none, the largest of each."""
+        first, *others = self.shapes.values()
+        shared = [axes for axes in first if all(axes in shapes for shapes in others)]
+        return [dict.fromkeys(self.shapes, axes) for axes in shared] or [
+            {kind: shapes[0] for kind, shapes in self.shapes.items()}
+        ]
+
+    def _num_stages(self, axes: Mapping[str, LogicalMesh]) -> int:
+        return sum(
+            group.num_devices // math.prod(axis.size for axis in axes[group.profile])
+            for group in self.request.mesh.groups
+        )
+
+    def _counts(self, stages: int) -> list[int]:
+        """Microbatches that the batch divides into, from as many as there are stages on."""
+        pinned = [c.microbatches for c in self.request.constraints if c.microbatches is not None]
+        powers = [1 << n for n in range(12) if stages <= 1 << n <= MOST_A_STAGE * stages]
+        return [n for n in pinned or powers if divisible(self.graph, n)]
+
+    def _neighbours(self, setting: _UnequalSetting) -> Iterator[_UnequalSetting]:
+        axes_of = dict(setting.axes)
+        for kind, shapes in self.shapes.items():
+            for axes in shapes:
+                yield replace(setting, axes=tuple({**axes_of, kind: axes}.items()))
+        for count in self._counts(self._num_stages(axes_of)):
+            yield replace(setting, microbatches=count)
+        for recompute in ("none", "block", "full"):
+            yield replace(setting, recompute=recompute)
+
+    def _better(self, best: _Best | None, setting: _UnequalSetting, report: Report) -> _Best | None:
+        """The better of the best so far and a setting, unless it was tried, or time is over."""
+        if setting in self.tried or (best is not None and self.clock.is_over):
+            return best
+        plan = self.tried[setting] = self._planned(setting)
+        step_ns = None if plan is None else plan.predicted.step_time_ns
+        report(f"{setting}: {'does not fit' if step_ns is None else f'{step_ns / 1e6:.3f} ms'}")
+        if plan is None or (best is not None and plan.predicted.step_time_ns >= best[0]):
+            return best
+        return plan.predicted.step_time_ns, setting
+
+    def _planned(self, setting: _UnequalSetting) -> Plan | None:
+        try:
+            again = template_recompute(self.graph, self.paths, setting.recompute)
+            request, part = self.request.recomputing(again), self.divided(setting.microbatches)
+            stages = UnequalStages(
+                part, dict(setting.axes), 1, PLAIN, self.paths, request, self.profiles, self.known
+            )  # fmt: skip
+            plan = stages.plan("speed")
+        except (InfeasibleError, PlanError) as error:
+            self.refusals.append(error)
+            self.note(Tried(setting=str(setting), infeasible=str(error)))
+            return None
+        self.note(Tried(setting=str(setting), step_time_ns=plan.predicted.step_time_ns))
+        return plan
+
+    def reported(self, plan: Plan) -> Plan:
+        """The plan with how it was found."""
+        why = "time is over" if self.clock.is_over else "no neighbour is faster"
+        report = SearchReport(
+            method="stages of unequal devices by speed, descent over axes and microbatches, intra-op ILP",
+            cost_ns=plan.predicted.step_time_ns,
+            stop_reason=f"{why} after {len(self.tried)} settings, no bound",
+            seconds=round(self.clock.passed_s, 3),
+            seed=self.request.budget.seed,
+        )
+        return replace(plan, search=report)
+
+
+def _stage_shapes(mesh: Mesh, group: DeviceGroup) -> list[LogicalMesh]:
+    """The axes that a stage of a kind may have: those of each part of a node, or of whole nodes, that divides all."""
+    found: dict[LogicalMesh, None] = {}
+    for size in range(1, group.num_devices + 1):
+        is_part = group.devices_per_node % size == 0 or size % group.devices_per_node == 0
+        if is_part and group.num_devices % size == 0:
+            nodes = max(1, size // group.devices_per_node)
+            found |= dict.fromkeys(logical_meshes(Mesh(group.profile, nodes, size // nodes)))
+    return sorted(found, key=lambda axes: (-math.prod(axis.size for axis in axes), len(axes)))

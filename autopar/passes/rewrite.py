@@ -1,0 +1,274 @@
+"""rewrite: the model's graph → graphs equal to it, planned near what was best for the model's own (TASO; Unger et al.,
+Unity, 2022): what is fastest on one device need not be what is fastest sharded.
+
+    setting = (logical mesh, submeshes, microbatches)
+    the model's own graph       planned in all settings
+    each equal graph            planned in the best setting of that plan
+    the fastest of these        planned in the next best settings, too; in all where it is much faster than the own one
+
+Settings near the best of one graph are good for an equal graph, of which most is the same. So planning several graphs
+takes little more than planning one; but where much of a step is saved, another setting may be the best.
+`SearchBudget.everywhere` plans each graph in all settings instead.
+
+What is best depends on how much there is to do: folding an adapter into its weight pays where many samples go through
+it, and not where each of eight ranks has an eighth of them. So substitutions are looked for on both. What gains less
+than a profile can tell apart is not looked at further; and fused weights that are taken apart are, gain or not, for
+what that is worth shows only where they are sharded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from autopar.clock import Clock, is_interrupted
+from autopar.cost import Profile
+from autopar.cost.memory import optimizer_of
+from autopar.driver import PLANNED, Candidate, Context, Front, simplest
+from autopar.errors import PlanError
+from autopar.ir.graph import Graph
+from autopar.ir.outline import Outline, sizes_text
+from autopar.ir.plan import GraphPlan, Plan, Rewriting, Substitution, rule_counts
+from autopar.microbatch import divided_graph
+from autopar.planning import pinned_tensors
+from autopar.profiler import load_profile
+from autopar.request import Request
+from autopar.substitute import GraphCandidate, Substituted, load_rules, replayed, substituted
+from autopar.substitute.lifting import lifted
+from autopar.substitute.masks import RULE, STATEMENT, under_causal_masks, without_masks
+from autopar.substitute.pricing import Pricer
+from autopar.substitute.searching import SHORT
+from autopar.trace import find_blocks
+from autopar.tunables import ANYWHERE_SHARE, MOST_SETTINGS, NEAR_SETTING, NEARBY_S, SUBSTITUTION_S, SUBSTITUTION_SHARE
+
+
+def rewrite(front: Front, context: Context) -> Iterator[Candidate]:
+    """Opens equal graphs: at first all of them, then the best of those in more settings, as far as that may help."""
+    budget, given = context.request.budget, front.best_of(front.given)
+    if given is None or not budget.substitutions:
+        return
+    if front.round == 1 and not is_interrupted():
+        clock = Clock.of(NEARBY_S)
+        found = front.kept["rewrite", front.given] = rewrites(front.given.graph, context.request), clock
+        yield from _first(front, found[0], clock, budget.everywhere)
+    elif not budget.everywhere and not is_interrupted():
+        yield from _next(front, context)
+    if ("rewrite", front.given) in front.kept:
+        context.rewriting = _reported(front, *front.kept["rewrite", front.given])
+
+
+def _first(front: Front, found: Rewrites, clock: Clock, everywhere: bool) -> Iterator[Candidate]:
+    """All graphs, each in the best setting of the model's own, or in all."""
+    settings: list[Outline | None] = [None] if everywhere else [*settings_near(front)[:1]]
+    for number, variant in enumerate(found.candidates if settings else ()):
+        yield Candidate(variant, settings[0], clock if number and not everywhere else None)
+
+
+def _next(front: Front, context: Context) -> Iterator[Candidate]:
+    """The fastest of those that substitutions make in the other settings, unless it is far from the given one; then the
+    fastest of all anywhere, where it is much faster."""
+    settings, clock = settings_near(front), front.kept["rewrite", front.given][1]
+    entries = planned_graphs(front)
+    in_first = [entry for entry in entries[1:] if entry.asked.outline == (settings[0] if settings else None)]
+    best = min(in_first, key=_step_ns, default=None)
+    others = settings[1:] if best is not None and best.step_ns <= NEAR_SETTING * entries[0].step_ns else []
+    if front.round == 2 and best is not None and others:
+        yield from (Candidate(best.asked.variant, setting, clock) for setting in others)
+    else:
+        faster = much_faster(entries)
+        if faster is not None and all(one.asked.outline is not None for one in entries if one.asked.variant is faster):
+            yield Candidate(faster, seconds=context.request.budget.seconds * ANYWHERE_SHARE)
+
+
+def settings_near(front: Front) -> list[Outline]:
+    """The setting of the best plan of the model's own graph, and the next best that fitted, the best first.
+
+    Stages that differ are no setting: then the next best with equal ones comes first.
+    """
+    best = front.best_of(front.given)
+    assert best is not None and best.outline is not None
+    alike = [(one.step_ns, one.outline) for one in front.found if one.asked is front.given and one.rank == PLANNED]
+    others = sorted(((ns, outline.setting) for ns, outline in alike if outline and outline.is_alike), key=_by_step)
+    near = [setting for step_ns, setting in others if step_ns <= NEAR_SETTING * best.step_ns]
+    if not best.outline.is_alike:
+        return list(dict.fromkeys(near or [setting for _, setting in others[:1]]))[:MOST_SETTINGS]
+    return list(dict.fromkeys((best.outline.setting, *near)))[:MOST_SETTINGS]
+
+
+def _by_step(pair: tuple[float, Outline]) -> tuple[float, str, int, int]:
+    step_ns, setting = pair
+    return step_ns, sizes_text(setting.axes), setting.num_submeshes, setting.microbatches
+
+
+# What came of it ----------------------------------------
+
+
+class PlannedGraph(NamedTuple):
+    """A graph that was open, and the fastest plan of it; None where nothing fitted."""
+
+    asked: Candidate
+    best: Candidate | None
+
+    @property
+    def step_ns(self) -> float:
+        """Predicted; endless without a plan."""
+        return math.inf if self.best is None else self.best.step_ns
+
+    @property
+    def num_steps(self) -> int:
+        """Of substitutions."""
+        return len(self.asked.variant.steps)
+
+
+def planned_graphs(front: Front) -> list[PlannedGraph]:
+    """All that was looked at, the model's own graph first."""
+    return [PlannedGraph(asked, front.best_of(asked)) for asked in front.begun]
+
+
+def much_faster(entries: Sequence[PlannedGraph]) -> GraphCandidate | None:
+    """The graph of the fastest plan where that is so much faster than the model's own, which comes first, that settings
+    near its best say little."""
+    given, best = entries[0], min(entries, key=_step_ns)
+    return best.asked.variant if best.step_ns * NEAR_SETTING < given.step_ns else None
+
+
+def _step_ns(entry: PlannedGraph) -> float:
+    return entry.step_ns
+
+
+def _reported(front: Front, found: Rewrites, clock: Clock) -> Rewriting:
+    """What was looked at, and why it lost."""
+    entries = planned_graphs(front)
+    plans = [entry.best for entry in entries if entry.best is not None]
+    taken = simplest(plans)
+    rows = tuple(_row(entry, taken, found.before_ns) for entry in entries)
+    return Rewriting(found.seen, found.stop, round(clock.passed_s, 3), rows)
+
+
+def _row(entry: PlannedGraph, taken: Candidate, given_ns: int) -> GraphPlan:
+    variant, outline = entry.asked.variant, entry.asked.outline
+    if outline is None and entry.best is not None:
+        outline = entry.best.outline
+    is_alike = outline is not None and outline.is_alike
+    mesh = sizes_text(outline.axes) if outline and is_alike else ""
+    counts = (outline.num_submeshes, outline.microbatches) if outline and is_alike else (0, 0)
+    step_ns = None if entry.best is None else round(entry.best.step_ns)
+    one_device_ns = variant.cost_ns if variant.steps else given_ns
+    return GraphPlan(rule_counts(variant.steps), one_device_ns, mesh, *counts, step_ns, _outcome(entry, taken))
+
+
+def _outcome(entry: PlannedGraph, taken: Candidate) -> str:
+    if entry.best is taken:
+        return "taken"
+    if entry.best is None:
+        return "nothing found that fits"
+    if entry.step_ns > taken.step_ns:
+        return f"slower by {entry.step_ns / taken.step_ns - 1:.1%}"
+    return f"faster by {1 - entry.step_ns / taken.step_ns:.1%}, which a profile cannot tell apart"
+
+
+# Which graphs there are ----------------------------------------
+
+
+class Rewrites(NamedTuple):
+    """Graphs equal to a traced model's that may be faster, the fastest on one device first; what the model's own takes
+    there (ns); how many graphs were met, and why the search for more ended."""
+
+    candidates: tuple[GraphCandidate, ...]
+    before_ns: int
+    seen: int
+    stop: str
+
+
+def rewrites(graph: Graph, request: Request) -> Rewrites:
+    """Graphs equal to a traced model's that may be faster. What constraints speak of stays as it is, and so do
+    parameters of an optimizer that would notice if they were stored in another way."""
+    pinned = pinned_tensors(graph, request.constraints)
+    if request.mode == "train" and not optimizer_of(request.optimizer).is_elementwise:
+        pinned |= {item.tensor for item in graph.parameters}
+    pricer = Pricer(_profile(request), request.mode == "train")
+    plainer, masks = _without_masks(graph, pricer, pinned)
+    searches = [_search(plainer, request, pinned)]
+    found = [*searches[0].candidates]
+    share = _share(plainer, request.mesh.num_devices)
+    if share is not None:
+        searches.append(_search(share, request, pinned))
+        found += _on_whole(plainer, searches[1].best, pricer)
+    distinct = {candidate.graph.fingerprint: candidate for candidate in reversed(found)}
+    distinct.pop(graph.fingerprint, None)
+    ordered = sorted(distinct.values(), key=lambda candidate: candidate.cost_ns)
+    return Rewrites(
+        tuple(replace(candidate, steps=(*masks, *candidate.steps)) for candidate in ordered),
+        pricer(lifted(graph)),
+        sum(search.seen for search in searches),
+        "; ".join(dict.fromkeys(part for search in searches for part in search.stop.split("; "))),
+    )
+
+
+def _without_masks(graph: Graph, pricer: Pricer, pinned: set[str]) -> tuple[Graph, tuple[Substitution, ...]]:
+    """The graph whose attention operators know that they are causal, and the substitution that says so."""
+    names = [name for name in under_causal_masks(graph) if pinned.isdisjoint(graph.node_by_name[name].results)]
+    if not names:
+        return graph, ()
+    plainer = without_masks(graph, names)
+    modules = tuple(graph.node_by_name[name].scope.module for name in names)
+    gain_ns = pricer(lifted(graph)) - pricer(lifted(plainer))
+    return plainer, (Substitution(RULE, STATEMENT, "proved", "", modules, tuple(names), {}, gain_ns),)
+
+
+def _profile(request: Request) -> Profile:
+    return load_profile(request.mesh.groups[0].profile)
+
+
+def _search(graph: Graph, request: Request, pinned: set[str]) -> Substituted:
+    """What is found for blocks that are equal whatever constraints say, since plans are replayed without these: what is
+    pinned in one of them stays as it is in all."""
+    blocks, budget = find_blocks(graph), request.budget
+    pinned = pinned | {blocks.representative_tensor(name) for name in pinned}
+    seconds = SUBSTITUTION_SHARE * budget.seconds
+    limits: dict[str, Any] = {"seconds": min(seconds, SUBSTITUTION_S), "limits": SHORT}
+    if budget.everywhere:
+        limits = {"seconds": seconds}
+    return substituted(
+        graph, blocks.paths, blocks.node_representative, load_rules(), _profile(request),
+        trains=request.mode == "train", pinned=pinned, **limits,
+    )  # fmt: skip
+
+
+def _share(graph: Graph, num_devices: int) -> Graph | None:
+    """The graph of one device's part of the batch, where all devices divide it."""
+    if num_devices == 1:
+        return None
+    try:
+        return divided_graph(graph, num_devices)
+    except PlanError:
+        return None
+
+
+def _on_whole(graph: Graph, found: GraphCandidate, pricer: Pricer) -> list[GraphCandidate]:
+    """What was found for a part of the batch, for all of it; nothing where it speaks of the part's sizes."""
+    if not found.steps:
+        return []
+    with contextlib.suppress(PlanError):
+        whole = _replayed(graph, found.steps)
+        return [GraphCandidate(whole, found.steps, pricer(lifted(whole)))]
+    return []
+
+
+def graph_of(plan: Plan, graph: Graph) -> Graph:
+    """The graph that a plan is for: a model's traced graph after the plan's substitutions. Raises PlanError."""
+    return _replayed(graph, plan.substitutions)
+
+
+def _replayed(graph: Graph, steps: tuple[Substitution, ...]) -> Graph:
+    masks = [step for step in steps if step.rule == RULE]
+    for step in masks:
+        graph = without_masks(graph, step.roots)
+    rest = [step for step in steps if step not in masks]
+    if not rest:
+        return graph
+    blocks = find_blocks(graph)
+    return replayed(graph, blocks.paths, blocks.node_representative, rest, load_rules())

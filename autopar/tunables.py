@@ -1,0 +1,164 @@
+"""The numbers by which the search is tuned, in one place: what each does, and what happens when it is changed.
+
+None of them decides whether a plan is right or fits: only how long is looked, and where first. Seconds and shares of
+the budget bind on slow machines and large models alone; most searches end before.
+"""
+
+# stage: equal stages, by estimates on a short graph ----------------------------------------
+
+STAGE_SHARE = 0.5
+"""Of the budget for looking at settings; the rest is for simulating the best. Halved, large meshes see fewer settings;
+doubled, nothing is left for finalists, of which then one is simulated."""
+FIRST_LOOK_SHARE = 0.5
+"""Of that for a first look at each logical shape; what comes after it is judged by the best of these. Halved, more
+shapes are judged without a look; doubled, no time is left to climb."""
+SOLVE_SHARE = 0.1
+"""Of the budget what one solve may take: there are many, and each needs to be near enough only. Halved, hard problems
+end further from their bound; doubled, a few of them may take all the time."""
+LIKELY_STAGES = 8
+"""The number of stages that is looked at first: what comes later is judged by what was found. Other values change the
+order alone, and by that what is left when time ends."""
+FULL_MICROBATCHES = 4
+"""With so many microbatches for each other stage, the bubble is a fifth: where the search for their number begins.
+Halved or doubled, it begins a step below or above, and climbs as far."""
+CHUNKS = (2, 4)
+"""Stages a submesh in turn that are looked at with schedules that have several: an estimate each, no solve."""
+HULL_HALVINGS = 3
+"""Of the hull of time against memory, towards the fastest placements that fit. Halved, plans near the limit of memory
+are up to a quarter of the hull from the best there; doubled, twice as many ways are played."""
+HOPELESS = 1.03
+"""A setting whose fastest placements would take so many times the best estimate is not looked at further. At 1, what
+estimates cannot tell apart is left out; at 1.06, more settings are traded against memory for nothing."""
+TEMPLATE_SHAPES = 8
+"""Logical shapes, the best first, for which placements are also found around templates: at most three solves each.
+Halved, what hides more than it costs may be missed; doubled, that takes twice as long."""
+NEAR_TEMPLATE = 1.25
+"""A template that would take so many times the best estimate is not looked at with more or fewer microbatches. At 1.1,
+steps on shared cores, which depend little on their number, end before the best; at 1.5, more solves."""
+RUNNERS_UP = 2
+"""Other borders between stages that are kept of each setting, for when it is the best when simulated. Each is one more
+plan to simulate, of the best settings alone."""
+PEAK_SLACK = 1.03
+"""Estimated peaks are mostly too high, by up to a tenth: what is estimated so little above the limit is tried. At 1,
+plans that fit are left out; at 1.06, more is simulated that does not."""
+CORE_STEPS = 100
+"""Of the slowest stage's time, by which stages are told apart where they share cores. More makes the estimate of shared
+cores finer and its table longer."""
+MOST_LAYERS = 32
+"""Of a model without repeated blocks, which is cut into as many. Doubled, borders are finer, and the dynamic programme
+takes four times as long; halved, stages are less even."""
+
+# stage: stages that differ ----------------------------------------
+
+MIXED_SHARE = 0.7
+"""Of the budget, until when to look at more of them."""
+MIXED_COUNTS = 2
+"""Numbers of microbatches that are looked at, the best first: a dynamic programme or two for each."""
+MIXED_SIZES = 4
+"""Submeshes of sizes within this factor of the best's are mixed: others are far off, and each size has its tables."""
+MIXED_ROUNDS = 8
+"""Bottlenecks that one dynamic programme is run for. Halved, its bound is less tight."""
+MOST_STAGES = 64
+"""That differ. More is possible with equal stages alone."""
+KEPT_MORE = 8
+"""Candidates, the best first, of which fewer layers are computed again where that fits: sums, no solve."""
+
+# stage: what is simulated ----------------------------------------
+
+FINALISTS = 3
+"""Plans that are built for the whole model and simulated; more where these do not fit, or simulating is quick. At 1,
+the best by estimate is believed; doubled, deep models take twice as long to simulate."""
+MOST_FINALISTS = 32
+QUICK_S = 1.5
+"""Seconds for which finalists are simulated beyond that, up to so many; doubled, small models are planned later."""
+CORRECTIONS = 3
+"""Times that the fastest plan computes fewer layers again, its estimated peak corrected by what was simulated."""
+LIKE_BORDERS = 0.01
+"""Of plans whose steps are within this share of the fastest's, other borders of stages are looked at."""
+
+# place: one stage ----------------------------------------
+
+FEW_DEVICES = 8
+"""Where stages are looked for, one stage is looked at again on so few devices, on logical meshes of three axes, too.
+Doubled, nodes of 16 devices are as well: up to seven problems of the whole graph more."""
+LEAST_PLACE_SHARE = 0.25
+"""Of the budget what that search has at least, however long the one for stages took."""
+MOST_HIDDEN = 1.25
+"""A plan's step is at most so many times shorter than what it costs, by what the simulator finds hidden. Less leaves
+out logical meshes whose plans hide much; more solves and simulates meshes that do not win."""
+LEAST_SOLVE_S = 2.0
+"""What a solve may take at least, however little time is left. Halved, large graphs may end without a plan."""
+FIT_TRIES = 6
+"""Limits that a problem is solved under until the simulated peak fits. Halved, tight limits are met later, in more
+microbatches; doubled, refusals take longer."""
+MAX_FAILURES = 6
+"""Of asking a place for less memory, before the smallest limit so far is named. Halved, the limit that a refusal names
+may be larger than need be; doubled, refusals take longer."""
+
+# balance, kinds: unequal devices ----------------------------------------
+
+BALANCE_SHARE = 0.5
+"""Of the budget, for shares of the batch where stages of one kind of device are looked for, too."""
+LEAST_SEARCH_S = 1.0
+"""What a search has at least, however long others took."""
+MOST_A_STAGE = 8
+"""With so many microbatches for each stage the bubble is small: more are not looked at. Halved, slow stages wait more;
+doubled, one more number of them is simulated."""
+
+# template ----------------------------------------
+
+TEMPLATE_COUNTS = (1, 2, 4, 8)
+"""Numbers of microbatches that are looked at, until one fits."""
+TEMPLATE_TRIES = 3
+"""Limits, and numbers of blocks that are computed again, that are tried until a template fits."""
+NEAR_SHARDED = 1.1
+"""A template with ZeRO-3 that takes so many times the best step is not looked at with less sharded. At 1.2, templates
+that gather much are solved for nothing; at 1.05, one that wins without gathering may be missed."""
+ALIKE = 1.03
+"""Where a template is likely to take so many times the best step, it does so with the sequence split, too, and among
+more ranks."""
+USAGE_ABOVE = 1.15
+"""Placements may be estimated to need so many times what they do: not all that they need is needed at once. Less leaves
+out templates that fit; more plays some that do not."""
+USAGE_NEAR = 1.03
+"""The same, where it is known by how much the peak of a like template was above the estimate."""
+USAGE_BELOW = 0.9
+"""What placements use by estimate is about this part of their peak: gradients of activations come on top."""
+EXPOSED = 0.2
+"""Of what ZeRO-3 gathers and reduces, a step waits for about this part. It orders what is tried, no more."""
+LEAST_GAIN = 0.01
+"""A part of the best step: what computing fewer blocks again would gain is tried where it is more."""
+
+# rewrite: equal graphs ----------------------------------------
+
+SUBSTITUTION_SHARE = 0.25
+"""Of the budget, for each of the two searches for substitutions: on one device, and on a share of the batch."""
+SUBSTITUTION_S = 4.0
+"""What each may take where graphs are not planned everywhere. Mostly it ends long before, by counts."""
+NEAR_SETTING = 1.1
+"""Settings in which a plan takes so many times the best one's step are near enough for an equal graph to be better;
+and a graph that is faster by as much is planned in all. At 1.2, more plans of few graphs; at 1.05, a graph that wants
+another number of microbatches may be missed."""
+MOST_SETTINGS = 3
+"""In which an equal graph is planned."""
+NEARBY_S = 6.0
+"""Seconds, from the begin of the search for equal graphs, after which planning of no more of them begins; the fastest
+on one device is planned in any case: where finding it took that long, leaving it out would leave all to chance. A plan
+in one setting may take as long."""
+ANYWHERE_SHARE = 0.5
+"""Of the budget for planning an equal graph in all settings, where it is much faster than the model's own."""
+
+# branch, refine ----------------------------------------
+
+BRANCH_SHARE = 0.5
+"""Of the budget, for operators beside each other."""
+SEVERAL_STARTS = 5_000
+"""With so many proposals, refinement begins at expert plans and at a drawn one, too; with fewer, chains would be too
+short to get from there to anything better than the plan."""
+SHORT_SHARE = 0.5
+"""Of the time for refinement, what chains on a short model may take; in the rest the whole one is simulated."""
+KEPT = 8
+"""Blocks of that short model. The last has no other after it, the first few none before: those between are alike.
+Halved, ends weigh more in what a change seems to gain; doubled, proposals cost twice as much."""
+WALKED = 200
+"""Proposals that a random start is away. Halved, it is nearer the plan; doubled, a little time more."""
