@@ -21,7 +21,7 @@ from autopar.microbatch import axes_of_parts, one_microbatch_plan
 from autopar.planning import Place, divided
 from autopar.refinement.explaining import explained
 from autopar.request import Request
-from autopar.simulate import Incremental, IncrementalStages, Timeline, predict, prices_of
+from autopar.simulate import Incremental, predict, prices_of
 from autopar.soap import NEVER, Ledger, Proposals, Score, Space, Stages, Start, World
 from autopar.staged.layered import Layered
 from autopar.staging import cut
@@ -181,27 +181,28 @@ class _Staged:
     """The simulator of plans that are cut into stages. What cannot be cut so costs more than anything."""
 
     def __init__(self, graph: Graph, profile: Profile, cut: Callable[[Plan], Plan]) -> None:
-        self._stages, self._cut = IncrementalStages(graph, profile), cut
-        self._last: tuple[Plan, Timeline | None] | None = None
+        self._stages, self._cut = Incremental(graph, profile), cut
+        self._last: tuple[Plan, Plan | None] | None = None
 
     def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
-        played = self._timeline(plan)
-        return NEVER if played is None else played.step_time_ns
+        try:
+            return NEVER if (staged := self._staged(plan)) is None else self._stages.step_time_ns(staged, until_ns)
+        except PlanError:
+            return NEVER
 
     def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
-        played = self._timeline(plan)
-        return 0 if played is None else max(0, played.peak_bytes - limit_bytes)
-
-    def _timeline(self, plan: Plan) -> Timeline | None:
-        if self._last is None or self._last[0] is not plan:
-            self._last = plan, self._played(plan)
-        return self._last[1]
-
-    def _played(self, plan: Plan) -> Timeline | None:
         try:
-            return self._stages.timeline(self._cut(plan))
+            return 0 if (staged := self._staged(plan)) is None else self._stages.excess_bytes(staged, limit_bytes)
         except PlanError:
-            return None
+            return 0
+
+    def _staged(self, plan: Plan) -> Plan | None:
+        if self._last is None or self._last[0] is not plan:
+            try:
+                self._last = plan, self._cut(plan)
+            except PlanError:
+                self._last = plan, None
+        return self._last[1]
 
 
 def space_of(place: Place, recomputes: bool = True) -> Space:

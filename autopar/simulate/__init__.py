@@ -2,8 +2,7 @@
 
 from autopar.simulate.bound import prices_of as prices_of
 from autopar.simulate.incremental import Incremental as Incremental
-from autopar.simulate.incremental_stages import IncrementalStages as IncrementalStages
-from autopar.simulate.step import simulate as simulate
+from autopar.simulate.incremental import simulate as simulate
 from autopar.simulate.timeline import Timeline as Timeline
 from autopar.simulate.timeline import predict as predict
 from autopar.simulate.traffic import traffic as traffic

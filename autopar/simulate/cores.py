@@ -111,7 +111,7 @@ def clock_of(
         for rank in lane.ranks:
             count[rank // devices_per_node] += 1
         spans, sends = list(more.spans), list[tuple[int, int]]()
-        for piece in lane.pieces:
+        for piece in lane.played:
             for _, _, start, end, kind in piece.tasks:
                 if end > start:
                     (sends if kind == SEND else spans).append((piece.begin_ns + start, piece.begin_ns + end))
@@ -129,9 +129,9 @@ def in_time(lane: Lane, clock: SharedCoreClock, step_time_ns: int) -> Lane:
     What compute's tasks take is looked at one by one; what it stands still is divided as before: each kind of waiting
     is as many times shorter as all of it is.
     """
-    pieces = tuple([_piece_in_time(piece, clock) for piece in lane.pieces])
+    pieces = tuple([_piece_in_time(piece, clock) for piece in lane.played])
     spent, took, takes = defaultdict[str, int](int), defaultdict[str, int](int), defaultdict[str, int](int)
-    for before, after in zip(lane.pieces, pieces, strict=True):
+    for before, after in zip(lane.played, pieces, strict=True):
         for (_, _, began, ended, _), (stream, _, start, end, kind) in zip(before.tasks, after.tasks, strict=True):
             spent[kind] += end - start if stream == COMPUTE else 0
             took[kind] += ended - began
@@ -148,7 +148,7 @@ def in_time(lane: Lane, clock: SharedCoreClock, step_time_ns: int) -> Lane:
         optimizer_ns=spent["optimizer"], exposed_communication_ns=sum(exposed.values()),
         bubble_ns=still - sum(exposed.values()),
     )  # fmt: skip
-    return replace(lane, pieces=pieces, breakdown=breakdown, exposed=exposed, along=along)
+    return replace(lane, played=pieces, breakdown=breakdown, exposed=exposed, along=along)
 
 
 def _piece_in_time(piece: TimelinePiece, clock: SharedCoreClock) -> TimelinePiece:
@@ -161,7 +161,7 @@ def _piece_in_time(piece: TimelinePiece, clock: SharedCoreClock) -> TimelinePiec
         for task, (start, end) in zip(tasks, times.reshape(-1, 2).tolist(), strict=True)
     ]
     changed = [(time, *change[1:]) for time, change in zip(moments.tolist(), changes, strict=True)]
-    return TimelinePiece(now, piece.label, moved, changed)
+    return TimelinePiece(now, piece.label, moved, changed, piece.rename)
 
 
 # An estimate ----------------------------------------

@@ -1,10 +1,14 @@
 """Simulates plans that differ little from those before: what is the same as in an earlier plan is not played again.
 
-A graph is cut into segments (`repeats`), each of which is lowered by itself (`parts`) and played on from where those
-before have left the streams (`part_player`). A segment with equal placements in an equal context is lowered once, and
-one that begins in an equal state is played once, wherever in the model it is and in whichever plan. FlexFlow's delta
-simulation (MLSys'19, 5.3) updates the times of tasks that a change reaches; here these are segments, and those that a
-change reaches without a difference are not played again either.
+A stage's graph is cut into segments (`repeats`), each of which is lowered by itself (`parts`) and played on from where
+those before have left the streams (`part_player`). A segment with equal placements in an equal context is lowered once,
+and one that begins in an equal state is played once, wherever in the model it is and in whichever plan. FlexFlow's
+delta simulation (MLSys'19, 5.3) updates the times of tasks that a change reaches; here these are segments, and those
+that a change reaches without a difference are not played again either.
+
+A full simulation is this one with nothing known. A stage whose parts depend on each other in ways that are not followed
+(`Unsupported`) is lowered whole, and kept as long as it does not change. Ranks of a stage that are unlike are lanes of
+their own (`unlike`).
 """
 
 from __future__ import annotations
@@ -12,41 +16,60 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
 
 from autopar.collector import without_collector
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
+from autopar.ir.placement import Placement
+from autopar.ir.plan import Plan, Stage
+from autopar.ir.schedule import SCHEDULES
+from autopar.ir.stages import answered_values, leaving_values, stage_graph
 from autopar.simulate.part_player import Unsupported
-from autopar.simulate.parted import Beyond, PartedStep
-from autopar.simulate.schedule import profiles_of_stages
-from autopar.simulate.step import ranks_differ, simulate
+from autopar.simulate.parted import PartedStage
+from autopar.simulate.player import Beyond, Player, StagePlayer
+from autopar.simulate.program import Prices, devices_per_node, leaving_by_name, lower_stage
+from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
-from autopar.simulate.variants import Variants
+from autopar.simulate.unlike import play_unlike
+from autopar.simulate.variants import SentValues, Variants
 
 KEPT_PLANS = 4
-KEPT_VARIANTS = 4
+KEPT_VARIANTS = 4  # of each stage
+KEPT_GRAPHS = 1 << 7  # of stages
+KEPT_STAGES = 12  # of each place in the row
+
+
+class _KnownStage(NamedTuple):
+    """A stage that was lowered whole: all that its program depends on, and what plays it."""
+
+    stage: Stage
+    leaving: Mapping[str, tuple[Placement, ...]]
+    rest: Any
+    player: Player
 
 
 class Incremental:
-    """Simulates plans that differ little from those before; equal to `simulate` to the nanosecond and the byte.
+    """Simulates plans one after another."""
 
-    Plans of several stages, with branches, on unlike devices or with unequal shares are simulated as a whole.
-    """
-
-    def __init__(self, graph: Graph, profile: Profile | Mapping[str, Profile]) -> None:
-        self._graph, self._profile = graph, profile
-        self._played: OrderedDict[int, tuple[Plan, PartedStep | Timeline]] = OrderedDict()
+    def __init__(
+        self, graph: Graph, profile: Profile | Mapping[str, Profile], sums_early: bool = True, in_parts: bool = True
+    ) -> None:
+        """profile, sums_early: as in `simulate`. in_parts: whether stages are cut at all."""
+        self._graph, self._profile, self._sums_early = graph, profile, sums_early
+        self._in_parts = in_parts and sums_early
+        self._played: OrderedDict[int, tuple[Plan, PlayedStep | Timeline]] = OrderedDict()
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
-        self.num_whole = 0  # of plans that were simulated as a whole
+        self._known: dict[int, list[_KnownStage]] = {}
+        self.num_whole = 0  # stages that were lowered whole
 
     def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
         """As `simulate(graph, plan, profile).step_time_ns`; where that is above `until_ns`, it or something between."""
         try:
-            played = self._play(plan, until_ns)
+            return self._play(plan, until_ns).step_time_ns
         except Beyond as beyond:
             return beyond.least_ns
-        return played.end_ns if isinstance(played, PartedStep) else played.step_time_ns
 
     def peak_bytes(self, plan: Plan) -> int:
         """As `simulate(graph, plan, profile).peak_bytes`."""
@@ -55,47 +78,138 @@ class Incremental:
     def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
         """How much the peak is above a limit; where it is far below, memory is not added up moment by moment."""
         played = self._play(plan)
-        if isinstance(played, PartedStep) and played.most_bytes() <= limit_bytes:
+        if isinstance(played, PlayedStep) and _most_bytes(played) <= limit_bytes:
             return 0
         return max(0, self.peak_bytes(plan) - limit_bytes)
 
     def timeline(self, plan: Plan) -> Timeline:
-        """As `simulate(graph, plan, profile)`, but for the names of tasks: those of equal layers."""
+        """As `simulate(graph, plan, profile)`. Raises PlanError as that does."""
         played = self._play(plan)
-        return played.timeline() if isinstance(played, PartedStep) else played
+        return played.timeline if isinstance(played, PlayedStep) else played
 
-    def _play(self, plan: Plan, until_ns: float = math.inf) -> PartedStep | Timeline:
+    def _play(self, plan: Plan, until_ns: float = math.inf) -> PlayedStep | Timeline:
         known = self._played.get(id(plan))
         if known is None:
-            known = self._played[id(plan)] = plan, self._played_now(plan, until_ns)
+            with without_collector():
+                known = self._played[id(plan)] = plan, self._played_now(plan, until_ns)
             if len(self._played) > KEPT_PLANS:
                 self._played.popitem(last=False)
         return known[1]
 
-    def _played_now(self, plan: Plan, until_ns: float) -> PartedStep | Timeline:
-        if not _is_whole(plan):
+    def _played_now(self, plan: Plan, until_ns: float) -> PlayedStep | Timeline:
+        if len(plan.stages) == 1 and (plan.stage.forks or ranks_differ(plan)):
+            own = self._profile
+            known = own if isinstance(own, Mapping) else {group.profile: own for group in plan.mesh.groups}
+            return play_unlike(self._graph, plan, known, self._sums_early)
+        profiles = profiles_of_stages(plan, self._profile)
+        is_cut = self._in_parts and not (len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward)
+        for in_parts in (True, False) if is_cut else (False,):
             try:
-                return self._step(plan, until_ns)
+                players = self._players(plan, profiles, in_parts)
+                return play_stages(self._graph, plan, players, profiles, until_ns)
             except Unsupported:
-                pass
-        self.num_whole += 1
-        return simulate(self._graph, plan, self._profile)
+                continue
+        raise AssertionError("expected whole stages to be played whatever they are")
 
-    def _step(self, plan: Plan, until_ns: float) -> PartedStep:
-        with without_collector():
-            return PartedStep(self._variants_of(plan), plan.parts[0], until_ns)
+    def _players(self, plan: Plan, profiles: list[Profile], in_parts: bool) -> list[StagePlayer]:
+        prices = dict[Any, Any]()
+        return [self._player(plan, index, profile, prices, in_parts) for index, profile in enumerate(profiles)]
 
-    def _variants_of(self, plan: Plan) -> Variants:
-        key = plan.stage.axes, plan.mesh, plan.microbatches, plan.recompute, plan.mode, plan.optimizer, plan.blocks
+    def _player(self, plan: Plan, index: int, profile: Profile, prices: Prices, in_parts: bool) -> StagePlayer:
+        """A stage in parts, if they are asked for and can be."""
+        if in_parts:
+            with suppress(Unsupported):
+                return self._parted(plan, index, profile)
+        return self._whole(plan, index, profile, prices)
+
+    def _parted(self, plan: Plan, index: int, profile: Profile) -> StagePlayer:
+        """A stage in parts. Raises Unsupported."""
+        sent = self._sent(plan, index)
+        part, graph = plan.parts[index], self._stage_graph(plan, index, sent)
+        key = (
+            id(graph), part.axes, part.mesh, part.microbatches, part.recompute, part.mode, part.optimizer, part.blocks
+        )  # fmt: skip
         known = self._variants.get(key)
         if known is None or known.is_full:
-            (profile,) = profiles_of_stages(plan, self._profile)
-            known = self._variants[key] = Variants(self._graph, plan.parts[0], profile)
-            if len(self._variants) > KEPT_VARIANTS:
+            known = self._variants[key] = Variants(self._graph, graph, part, profile, devices_per_node(plan, index))
+            if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)
-        return known
+        return PartedStage(known, part, sent)
+
+    def _sent(self, plan: Plan, index: int) -> SentValues:
+        if len(plan.stages) == 1:
+            return {}
+        answered = {*answered_values(self._graph, plan, index)}
+        return {value: value in answered for value in leaving_values(self._graph, plan, index)}
+
+    def _stage_graph(self, plan: Plan, index: int, sent: SentValues) -> Graph:
+        """One graph for equal stages, whatever their placements."""
+        if len(plan.stages) == 1:
+            return self._graph
+        stage, firsts = plan.stages[index], tuple([stage.first_rank for stage in plan.stages])
+        leaves = tuple([(name, is_answered) for (name, _), is_answered in sent.items()])
+        key = index, firsts, tuple(stage.inputs), tuple(stage.nodes), tuple(stage.storage), leaves
+        known: OrderedDict[Hashable, Graph] = self._graph.found.setdefault(("stages", ""), OrderedDict())
+        if key not in known:
+            known[key] = stage_graph(self._graph, plan, index)
+            if len(known) > KEPT_GRAPHS:
+                known.popitem(last=False)
+        return known[key]
+
+    def _whole(self, plan: Plan, index: int, profile: Profile, prices: Prices) -> StagePlayer:
+        """A stage lowered whole, one that was known before if it is as it was."""
+        stage, leaving = plan.stages[index], leaving_by_name(self._graph, plan, index)
+        is_last = index == len(plan.stages) - 1
+        rest = (
+            plan.mesh, plan.microbatches, plan.schedule, plan.recompute, plan.mode, plan.optimizer, plan.blocks,
+            plan.precision, len(plan.stages), is_last, answered_values(self._graph, plan, index),
+        )  # fmt: skip
+        kept = self._known.setdefault(index, [])
+        for number, known in enumerate(kept):
+            if known.stage == stage and known.leaving == leaving and known.rest == rest:
+                kept.insert(0, kept.pop(number))
+                return known.player
+        program = lower_stage(self._graph, plan, index, profile, 0, prices)
+        player = Player(program, profile, plan.mode == "train" and self._graph.loss is not None, self._sums_early)
+        kept.insert(0, _KnownStage(stage, leaving, rest, player))
+        del kept[KEPT_STAGES:]
+        self.num_whole += 1
+        return player
 
 
-def _is_whole(plan: Plan) -> bool:
-    """Whether it is simulated as a whole."""
-    return len(plan.stages) > 1 or bool(plan.stage.forks) or ranks_differ(plan)
+def simulate(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile], sums_early: bool = True) -> Timeline:
+    """One step of the plan: what runs when, what it sends, what memory it takes. Deterministic.
+
+    graph, plan: of one microbatch; played are `plan.microbatches`. Every rank of a submesh does the same; simulated is
+    its first, which has the longest slices; where ranks are unlike, one of each kind (`unlike`).
+    profile: of the devices; by the name that the mesh has for them where they are of several kinds
+    (`profiler.profiles_of`). sums_early: gradients are summed over ranks while the backward pass goes on, as emitted
+    programs do; False: after it, as DeepSpeed's pipeline engine does. Raises PlanError for a plan that lacks a
+    redistribution.
+    """
+    return Incremental(graph, profile, sums_early).timeline(plan)
+
+
+def simulate_whole(graph: Graph, plan: Plan, profile: Profile | Mapping[str, Profile]) -> Timeline:
+    """As `simulate`, of whole stages: what the parts must agree with."""
+    return Incremental(graph, profile, in_parts=False).timeline(plan)
+
+
+def ranks_differ(plan: Plan) -> bool:
+    """Whether ranks of one stage differ, in their devices or in their shares."""
+    return not plan.mesh.is_homogeneous or any(axis.shares for axis in plan.stage.axes)
+
+
+def _most_bytes(step: PlayedStep) -> float:
+    """At least the peak of a step in parts: every part of a pass at its own fullest, as if that were at one time."""
+    most = 0
+    for submesh in step.submeshes:
+        held = 0
+        for stage in (step.stages[number].player for number in submesh.stages):
+            if not isinstance(stage, PartedStage):
+                return math.inf
+            held += stage.variants.resident_bytes(stage.plan, stage.joined.parts)
+        held += sum([played.rise_bytes * count for played, count in submesh.played.items()])
+        beside = (piece for piece in submesh.pieces if not piece.tasks)
+        most = max(most, held + sum([max(0, size) for piece in beside for _, size, _, _ in piece.changes]))
+    return most

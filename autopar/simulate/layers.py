@@ -16,7 +16,7 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, SCHEDULES, Turn
-from autopar.simulate.engine import COMPUTE, Change
+from autopar.simulate.engine import COMPUTE, Change, Moment
 from autopar.simulate.player import Pass, PassKind, Player
 from autopar.simulate.program import LocalProgram, lower_stages
 from autopar.simulate.schedule import StageProgress, Submesh
@@ -63,14 +63,12 @@ def layer_costs(
     """
     shared = profile.shared_by(plan.mesh.devices_per_node)
     profiles = [shared] * len(plan.stages)
-    programs = lower_stages(graph, plan, profiles)
-    transfers = find_transfers(graph, plan, programs, profiles)
     trains = plan.mode == "train" and graph.loss is not None
+    players = [Player(program, shared, trains) for program in lower_stages(graph, plan, profiles)]
+    transfers = find_transfers(graph, plan, players, profiles)
     costs = [
-        _cost(
-            program, Player(program, shared, trains), plan.microbatches, _crossing_ns(transfers, number), constants_once
-        )
-        for number, program in enumerate(programs)
+        _cost(player, plan.microbatches, _crossing_ns(transfers, number), constants_once)
+        for number, player in enumerate(players)
     ]
     if not (splits and trains and len(plan.stages) > 1):
         return costs
@@ -90,9 +88,7 @@ def _crossing_ns(transfers: Transfers, border: int) -> int:
     return sum(found.values()) + sum(around)
 
 
-def _cost(
-    program: LocalProgram, player: Player, microbatches: int, receive_ns: int, constants_once: bool
-) -> LayerCost:  # fmt: skip
+def _cost(player: Player, microbatches: int, receive_ns: int, constants_once: bool) -> LayerCost:
     """Plays a step of at most three microbatches: the first, one of those between, and the last."""
     alone = _Alone(player)
     count = min(microbatches, 3)
@@ -114,7 +110,7 @@ def _cost(
         receive_ns=receive_ns,
         reduce_ns=_link_ns([begin]) + _link_ns(backward[-1:]) - _link_ns(back),
         hide_ns=max(0, length - busy),
-        optimizer_ns=program.optimizer_ns,
+        optimizer_ns=player.program.optimizer_ns,
         resident_bytes=resident,
         activation_bytes=kept,
         workspace_bytes=_workspace(passes, resident, kept),
@@ -158,6 +154,9 @@ class _Alone:
     def play(self, kind: PassKind) -> Pass:
         begin = self.submesh.free_ns
         done = self.progress.player.play(kind, self.submesh.carried(begin), self.progress.at(begin))
+        if kind.name == "begin":
+            held = [(0, size, what, Moment.START) for size, what in self.progress.player.residents if size]
+            done = replace(done, changes=held)
         self.submesh.take(done, begin, "")
         self.progress.take(done, begin)
         return done

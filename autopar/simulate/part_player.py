@@ -15,17 +15,15 @@ from typing import Any, NamedTuple
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment, Sent
+from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment
 from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.player import ROOT, UNDER_WAY, Pass, PassKind, Player, Standing, meets
+from autopar.simulate.player import ROOT, UNDER_WAY, PassKind, Played, Player, Travelling, finished, meets
 from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first
 from autopar.simulate.sharing import Share
 
 Ends = tuple[tuple[int, str], ...]
 """Of tasks: when they end, and their kinds."""
-
-NO_STANDING = Standing()
 
 
 class Unsupported(Exception):
@@ -71,20 +69,8 @@ class Root(NamedTuple):
 
 
 LENT = -1  # the unit of slots that belong to those of other parts
+BEGUN = "begun"
 FOLLOWING, PRECEDING = -1, -2  # whose a slot is: of the unit ahead forward, or backward
-
-
-class Travelling(NamedTuple):
-    """Gradients on their way to smaller shards (as `Journey`). new_bytes: of shards that take the place of no others,
-    which are there at the end where they were summed in a buffer before."""
-
-    end_ns: int
-    kind: str
-    copied_bytes: int
-    added_bytes: int
-    new_bytes: int
-    whole_bytes: int
-    has_buffer: bool
 
 
 class PartEntry(NamedTuple):
@@ -129,7 +115,7 @@ class Exit(NamedTuple):
     their way; own: of each share, when the last gradient of this part was there, −1 for none. live, pinned, whole:
     of its own; ahead: whether the unit of another part is on its way, and what of it arrives packed."""
 
-    done: Pass
+    done: Played
     last_ns: int
     host_ns: int
     waiting: str
@@ -168,11 +154,11 @@ class PartPlayer(Player):
 
     def __init__(
         self, part: Part, profile: Profile, trains: bool, shares: tuple[Share, ...], following: Ahead | None = None,
-        preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False,
+        preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False, begins_back: bool = False,
         lent: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
         """following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
-        self.lent = lent
+        self.lent, self.begins_back = lent, begins_back
         self.part, self.trains, self.sums_early, self.is_first = part, trains, True, is_first
         self.program = copy.copy(part.program)
         self.program.reductions = [
@@ -199,7 +185,9 @@ class PartPlayer(Player):
             raise Unsupported  # the parameter is read first where no gradient flows, and its bucket is there
         self._complete_at = self._completing()
         self.known: dict[Any, Exit] = {}
-        self.forward: Forward = part.forward.setdefault((following, preceding, root, is_first, lent), Forward())
+        self.forward: Forward = part.forward.setdefault(
+            (following, preceding, root, is_first, begins_back, lent), Forward()
+        )
         self.waits = tuple(
             (index, share.way) for index, share in enumerate(shares) if share.completed_at >= 0 and share.comes
         )
@@ -251,7 +239,7 @@ class PartPlayer(Player):
     def _add_slot(self, part: Part, number: int, unit: int, whose: int) -> int:
         slots, value = self.program.slots, len(self.program.values) + len(self.foreign)
         self.foreign[value] = whose, part.program.slots[number].value
-        slots.append(part.program.slots[number].at(value, unit))
+        slots.append(part.program.slots[number].at(value, unit, f"{whose}:{number}"))
         return len(slots) - 1
 
     def _own_bucket(self, bucket: RootBucket, root: Root) -> Bucket:
@@ -291,6 +279,9 @@ class PartPlayer(Player):
                     self._launch(self.orders.visits[0])
             latest = self._run_forward(range(NUM_BEFORE, self.part.end))
         elif self.direction is not None:
+            if self.begins_back:
+                self._launch(ROOT)
+                self._unpack(ROOT)
             self._run_steps(self.direction)
         return self._exit(latest)
 
@@ -333,7 +324,7 @@ class PartPlayer(Player):
     def _exit(self, latest: int) -> Exit:
         engine, lowered = self.engine, self.part.lowered
         tasks, length, is_forward = engine.tasks, engine.free_ns, self._kind.name == FORWARD
-        done = finished(self._kind, engine, dict(self.comm_bytes), self.along)
+        done = finished(engine, dict(self.comm_bytes), self.along)
         entering = range(lowered.num_entering)
         ahead = {self.following, self.preceding} & self._live
         own_live = self._live - ahead - {ROOT}
@@ -427,6 +418,11 @@ class PartPlayer(Player):
             self._sent.append(index)
         super()._send_home(bucket, [*after, self._others[index]])
 
+    def _first_tensor(self, bucket: Bucket) -> str:
+        """That of another part if it has begun the bucket: `Variants.renamed` knows which."""
+        share = self.shares[self._bucket_of[bucket.slots[0]]]
+        return f"{BEGUN}:{share.way}" if share.comes else super()._first_tensor(bucket)
+
     def _whole_bytes(self, index: int) -> int:
         return self.shares[index].whole_bytes
 
@@ -477,12 +473,12 @@ def ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Chan
 class Begin(Player):
     """The begin of a step: parameters that are gathered once. units: those that something runs in."""
 
-    def __init__(self, program: LocalProgram, profile: Profile, units: set[int]) -> None:
+    def __init__(self, program: LocalProgram, profile: Profile, units: set[int], carried: Carried) -> None:
         self.program, self._meet = program, None
         self._collective_ns = profile.host.collective_ns if profile.host else 0
         self._slowdown = profile.facts.overlap_slowdown
         self.orders = Orders(last=dict.fromkeys(units, -1))
-        self.engine = Engine(self._slowdown, Carried(), 0, "forward")
+        self.engine = Engine(self._slowdown, carried, 0, "forward")
         self.comm_bytes, self.along = defaultdict(int), {}
         self._ready, self._arriving, self._pinned, self._awaited = {}, defaultdict(list), set(), []
 
@@ -501,25 +497,6 @@ class Begin(Player):
         tasks = self.engine.tasks
         return {unit: [(tasks[task][3], size) for task, size in found] for unit, found in self._arriving.items()}
 
-    @property
-    def last_ns(self) -> int:
-        """When the latest computation ended, from where compute is free."""
-        return self.engine.tasks[self.engine.last][3] - self.engine.free_ns
-
-    def result(self) -> Pass:
+    def result(self) -> Played:
         """The pass as it ran."""
-        return finished(PassKind("begin"), self.engine, dict(self.comm_bytes), self.along)
-
-
-def finished(kind: PassKind, engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], Sent]) -> Pass:
-    """What an engine has played, as a pass. sent: bytes by collective; along: the same by axis and kind."""
-    tasks, length = engine.tasks, engine.free_ns
-    spent: dict[str, int] = defaultdict(int)
-    for stream, _, start, end, cause in tasks[engine.num_carried :]:
-        if stream == COMPUTE:
-            spent[cause] += end - start
-    return Pass(
-        kind, tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, along, length,
-        engine.links, [span for span in engine.in_flight if span[1] > length],
-        tasks[engine.last][3] - tasks[engine.last][2], engine.unmet_ns, engine.has_met, NO_STANDING, {},
-    )  # fmt: skip
+        return finished(self.engine, dict(self.comm_bytes), self.along)

@@ -1,16 +1,16 @@
-"""One step of a plan in parts: what is under way when each of them begins, in absolute time.
+"""Plays the passes of a stage in parts: what is under way when each of them begins, in ns from the pass's begin.
 
-A part that begins as it has begun before is not played again (`part_player`).
+A part that begins as it has begun before is not played again (`part_player`), nor is a pass.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 from autopar.ir.plan import StagePlan
-from autopar.ir.schedule import BACKWARD, FORWARD, turns
+from autopar.ir.schedule import BACKWARD, FORWARD
 from autopar.simulate.differences import Key
 from autopar.simulate.engine import Carried, Change, Engine, Moment
 from autopar.simulate.part_player import (
@@ -21,19 +21,25 @@ from autopar.simulate.part_player import (
     LooksBack,
     PartEntry,
     PartPlayer,
-    Travelling,
     ending,
+)
+from autopar.simulate.player import (
+    LEAVE_GRADIENTS,
+    Beyond,
+    Bound,
+    Pass,
+    PassKind,
+    Played,
+    Rename,
+    Standing,
+    Travelling,
     finished,
 )
-from autopar.simulate.parts import Part
-from autopar.simulate.player import Pass, PassKind
-from autopar.simulate.schedule import Submesh, lane_of
-from autopar.simulate.timeline import Timeline, TimelinePiece
-from autopar.simulate.variants import Variants
+from autopar.simulate.variants import SentValues, Variants
 
 LONG_AGO = -(1 << 62)
-FORWARD_KIND = PassKind(FORWARD)
 NOTHING: frozenset[int] = frozenset()
+NO_BOUND = Bound(float("inf"), 0)
 
 _Streams = tuple[int, int, str, tuple[tuple[str, int], ...], tuple[tuple[int, int], ...]]
 """`PartEntry`'s fields from last_ns to in_flight."""
@@ -55,74 +61,171 @@ _OpenBucket = tuple[int, tuple[tuple[int, tuple[int, ...]], ...]]
 NO_GRADIENTS: _Gradients = ((), (), NOTHING, NOTHING, NOTHING, (), ())
 
 
-class Beyond(Exception):
-    """The step takes longer than asked for: at least so many nanoseconds."""
+class PartedStage:
+    """A stage of a plan, in parts."""
 
-    def __init__(self, least_ns: int) -> None:
-        super().__init__(f"at least {least_ns} ns")
-        self.least_ns = least_ns
-
-
-class PartedStep:
-    """One step in absolute time. Raises Beyond as soon as it must take longer than `until_ns`."""
-
-    def __init__(self, variants: Variants, plan: StagePlan, until_ns: float = math.inf) -> None:
-        self.variants, self.plan, self.until_ns = variants, plan, until_ns
-        self.joined = joined = variants.joined(plan)
-        self.players, self.lent_slots = joined.players, joined.lent
-        self.host = variants.profile.host
+    def __init__(self, variants: Variants, plan: StagePlan, sent: SentValues) -> None:
+        """plan: of the stage."""
+        self.variants, self.plan = variants, plan
+        self.joined = joined = variants.joined(plan, sent)
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
-        self.left_ns = self.optimizer_ns + plan.microbatches * sum([sum(part.work_ns) for part in self.parts])
-        gathered, count = joined.gathered, len(joined.players)
-        self.begin = self.busy = 0
-        self.now = gathered.done.length_ns
-        self.last, self.waiting = self.now + gathered.last_ns, ""
-        self.unmet_ns = gathered.done.unmet_ns
-        self.links: dict[str, int] = dict(gathered.done.links)
-        self.in_flight = list(gathered.done.in_flight)
-        self.pieces: list[tuple[int, Pass]] = [(0, gathered.done)]
-        self.home: list[tuple[int, str]] = []
-        self.held: set[str] = set()
-        self.changes: list[Change] = []
-        self.ready: list[dict[int, tuple[int, str]]] = [dict(gathered.ready.get(n, ())) for n in range(count)]
-        self.arriving: list[dict[int, list[tuple[int, int]]]] = [
-            dict(gathered.arriving.get(n, ())) for n in range(count)
+        self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent))
+        self.renames: list[Rename] = [partial(variants.renamed, joined, n) for n in range(len(joined.players))]
+        self._meets = any(player.meets for player in joined.players)
+        self._work_ns = {
+            FORWARD: sum([part.work_ns[0] for part in self.joined.parts]),
+            BACKWARD: sum([part.work_ns[1] for part in self.joined.parts]),
+            "optimizer": self.optimizer_ns,
+        }
+
+    @property
+    def receives(self) -> Collection[str]:
+        """As in `StagePlayer`."""
+        return self.variants.graph.received
+
+    @property
+    def kept(self) -> Collection[str]:
+        """As in `StagePlayer`."""
+        saved: list[bool] = [False] * self.joined.parts[0].lowered.num_memory
+        for part in self.joined.parts:
+            lowered, own = part.lowered, saved
+            saved = [s in part.saved or (s < len(own) and own[s]) for s in lowered.storages]
+        program = part.program
+        sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
+        return {
+            name for name, storage in sent
+            if storage in part.saved or (storage < len(own) and own[storage]) or program.memory[storage].owner < 0
+        }  # fmt: skip
+
+    @property
+    def residents(self) -> list[tuple[int, str]]:
+        """As in `StagePlayer`."""
+        return self.variants.residents(self.plan, self.joined.parts)
+
+    def has_work(self, name: str) -> bool:
+        """Whether anything runs in a pass of that name."""
+        return name == FORWARD or any(part.direction is not None and part.direction.steps for part in self.joined.parts)
+
+    def work_ns(self, name: str) -> int:
+        """As in `StagePlayer`."""
+        return self._work_ns.get(name, 0)
+
+    def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
+        """As in `StagePlayer`."""
+        bound = bound or NO_BOUND
+        if kind.name == "begin":
+            return self._begin_step(carried)
+        if kind.name == "optimizer":
+            return self._optimize(carried, standing)
+        if kind.name in LEAVE_GRADIENTS:
+            standing = standing.without_gradients()
+        key = kind, carried._replace(last_ns=0, unmet_ns=carried.unmet_ns if self._meets else 0), standing
+        known = self.joined.passes.get(key)
+        if known is None:
+            known = self.joined.passes[key] = _PartedPass(self, *key, bound).run()
+        elif bound.beside_ns + known.length_ns > bound.until_ns:
+            raise Beyond(bound.beside_ns + known.length_ns)
+        return known
+
+    def _begin_step(self, carried: Carried) -> Pass:
+        gathered = self.variants.gathered(self.joined.parts, carried._replace(last_ns=0, unmet_ns=0))
+        ready = [((n, value), *end) for n, found in gathered.ready.items() for value, end in found.items()]
+        arriving = [
+            ((n, unit), *one) for n, found in gathered.arriving.items() for unit, ends in found.items() for one in ends
         ]  # fmt: skip
-        self.arrived: list[Sequence[tuple[int, str] | None]] = [()] * count
-        self.live: list[frozenset[int]] = [frozenset()] * count
-        self.pinned: list[frozenset[int]] = [frozenset()] * count
-        self.whole: list[frozenset[int]] = [frozenset()] * count
-        self.lent: dict[Key, int] = {}  # slots that stay gathered for several parts, and their bytes
+        standing = Standing(ready=tuple(ready), arriving=tuple(arriving))
+        return _pass(PassKind("begin"), gathered.done, standing, partial(self.variants.renamed, self.joined, -1))
+
+    def _optimize(self, carried: Carried, standing: Standing) -> Pass:
+        engine = Engine(self.variants.profile.facts.overlap_slowdown, carried)
+        after = [engine.carry(end, kind) for end, kind in standing.home]
+        for one in standing.journeys:
+            assert isinstance(one, Travelling)
+            after.append(engine.carry(one.end_ns, "gradient"))
+            engine.allocations += ending(one, one.end_ns, Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
+        task = engine.compute("optimizer", "optimizer", self.optimizer_ns, after)
+        engine.allocate(task, self.workspace, "workspace")
+        engine.release(task, self.workspace, "workspace")
+        return _pass(PassKind("optimizer"), finished(engine, {}, {}), Standing(held=standing.held))
+
+
+def _pass(kind: PassKind, played: Played, standing: Standing, rename: Rename | None = None) -> Pass:
+    return Pass(
+        kind, ((0, played, rename),), [], played.length_ns, played.links, played.in_flight, played.last_ns,
+        played.unmet_ns, played.has_met, standing,
+    )  # fmt: skip
+
+
+class _PartedPass:
+    """One pass; times from its begin. Raises Beyond as soon as the step must take longer than its bound."""
+
+    def __init__(
+        self, stage: PartedStage, kind: PassKind, carried: Carried, standing: Standing, bound: Bound
+    ) -> None:  # fmt: skip
+        self.stage, self.kind, self.bound, joined = stage, kind, bound, stage.joined
+        self.variants, self.joined, self.players, self.lent_slots = stage.variants, joined, joined.players, joined.lent
+        self.host, count = stage.variants.profile.host, len(joined.players)
+        self.now = self.last = 0
+        self.busy, self.waiting = self.host.pass_ns if self.host and stage.has_work(kind.name) else 0, kind.name
+        self.begun_unmet_ns = self.unmet_ns = carried.unmet_ns
+        self.has_met = False
+        self.left_ns = stage.work_ns(kind.name)
+        self.links, self.in_flight = dict(carried.links), [*carried.in_flight]
+        self.pieces: list[tuple[int, Played, Rename]] = []
+        self.changes: list[Change] = []
+        self.home, self.held = [*standing.home], set(standing.held)
+        self.ready: list[dict[int, tuple[int, str]]] = [{} for _ in range(count)]
+        for (number, value), end, cause in standing.ready:
+            self.ready[number][value] = end, cause
+        self.arriving: list[dict[int, list[tuple[int, int]]]] = [{} for _ in range(count)]
+        for (number, unit), end, size in standing.arriving:
+            self.arriving[number].setdefault(unit, []).append((end, size))
+        self.arrived: list[dict[int, tuple[int, str]]] = [{} for _ in range(count)]
+        for (number, value), end, cause in standing.arrived if kind.name == BACKWARD else ():
+            self.arrived[number][value] = end, cause
+        self.live, self.pinned, self.whole = (
+            _by_part(found, count) for found in (standing.live, standing.pinned, standing.whole)
+        )  # fmt: skip
+        self.lent: dict[Key, int] = dict(standing.lent)  # slots that stay gathered for several parts, and their bytes
         self.awaited: Ends = ()
-        self.journeys: tuple[Travelling, ...] = ()
-        self.root = -1
-        self.num_backward = 0
-        self.may_be_calm = not (self.host or joined.root or any(joined.lent))
-        self.run()
+        self.journeys: tuple[Travelling, ...] = tuple([j for j in standing.journeys if isinstance(j, Travelling)])
+        self.root = standing.root
 
-    def run(self) -> None:
-        """Everything."""
-        (order,) = turns(self.plan.schedule, [[0]], self.plan.microbatches, self.variants.trains)
-        for turn in order:
-            if turn.direction == FORWARD:
-                self._forward()
-            else:
-                self._backward()
-        if self.variants.trains:
-            self._optimize()
-        self.end_ns = max([self.now, *self.links.values()])
+    def run(self) -> Pass:
+        """The pass."""
+        (self._forward if self.kind.name == FORWARD else self._backward)()
+        return Pass(
+            self.kind, tuple(self.pieces), self.changes, self.now, self.links,
+            [span for span in self.in_flight if span[1] > self.now], 0,
+            self.unmet_ns if self.has_met else self.unmet_ns - self.begun_unmet_ns, self.has_met, self._standing(),
+        )  # fmt: skip
 
-    def _begin(self, direction: str) -> None:
-        self.begin = self.last = self.now
-        self.busy = self.now + (self.host.pass_ns if self.host else 0)
-        self.waiting, self.awaited = direction, ()
-        self.journeys = tuple([one._replace(kind="gradient") for one in self.journeys])
+    def _standing(self) -> Standing:
+        """What is under way at its end."""
+        now = self.now
+        return Standing(
+            ready=_under_way(self.ready, now),
+            live=_of_parts(self.live),
+            pinned=_of_parts(self.pinned),
+            arriving=tuple([
+                ((number, unit), end, size)
+                for number, units in enumerate(self.arriving) if units
+                for unit, found in sorted(units.items()) for end, size in found
+            ]),
+            arrived=_under_way(self.arrived, now),
+            lent=tuple(self.lent.items()),
+            root=self.root,
+            held=frozenset(self.held),
+            whole=_of_parts(self.whole),
+            journeys=self.journeys,
+            home=tuple([(end, cause) for end, cause in self.home if end > now]),
+        )  # fmt: skip
 
     def _streams(self, player: PartPlayer, kind: PassKind) -> _Streams:
         """What of the streams a part depends on."""
         now, looks_back = self.now, player.looks_back[kind.name]
         if looks_back:
-            links = tuple([(link, max(self.links.get(link, 0), self.begin) - now) for link in player.levels])
+            links = tuple([(link, max(self.links.get(link, 0), 0) - now) for link in player.levels])
         else:
             links = tuple([(link, end - now) for link, end in sorted(self.links.items()) if end > now])
         in_flight = tuple([(a - now, b - now) for a, b in self.in_flight if b > now]) if self.in_flight else ()
@@ -134,7 +237,7 @@ class PartedStep:
         now, last = self.now, self.last - self.now
         live, root = self.live[number], -1
         if player.has_root and self.joined.root is not None:
-            root = self.root if kind.name == BACKWARD else self.joined.root.num_slots
+            root = self.root if kind.name == BACKWARD and not player.begins_back else self.joined.root.num_slots
             live = live | {0} if self.root >= 0 else live
         arriving: tuple[tuple[int, int, int], ...] = ()
         if self.arriving[number]:
@@ -154,7 +257,7 @@ class PartedStep:
         streams, gathering = self._streams(player, kind), self._gathering(number, player, kind)
         unmet_ns = self.unmet_ns if player.meets else 0
         key = kind, streams, ready, gathering, backward, unmet_ns
-        memory = player.forward.known if kind is FORWARD_KIND else player.known
+        memory = player.forward.known if kind.name == FORWARD else player.known
         known = memory.get(key)
         if known is None:
             entry = PartEntry(
@@ -168,9 +271,9 @@ class PartedStep:
     def _take(self, number: int, player: PartPlayer, known: Exit) -> None:
         """Goes on from where a part has left the streams, and what it has under way."""
         begin, done = self.now, known.done
-        self.pieces.append((begin, done))
+        self.pieces.append((begin, done, self.stage.renames[number]))
         self.now = begin + done.length_ns
-        self.unmet_ns = done.unmet_after(self.unmet_ns)
+        self.unmet_ns, self.has_met = done.unmet_after(self.unmet_ns), self.has_met or done.has_met
         self.last, self.waiting = self.now + known.last_ns, known.waiting
         if self.host:
             self.busy = self.now + known.host_ns
@@ -240,11 +343,11 @@ class PartedStep:
     def _done(self, work_ns: int) -> None:
         """Work of the compute stream is done; what is left cannot take less than it."""
         self.left_ns -= work_ns
-        if self.now + self.left_ns > self.until_ns:
-            raise Beyond(self.now + self.left_ns)
+        least_ns = self.bound.beside_ns + self.now + self.left_ns
+        if least_ns > self.bound.until_ns:
+            raise Beyond(least_ns)
 
     def _forward(self) -> None:
-        self._begin(FORWARD)
         latest, count = self.now, len(self.players)
         ends: Sequence[tuple[int, str] | None] = ()
         exits = []
@@ -252,7 +355,8 @@ class PartedStep:
         self._done(sum([player.part.work_ns[0] for player in self.players[:calm]]))
         for number in range(calm, count):
             player, begin = self.players[number], self.now
-            self.arrived[number] = ends
+            if player.recomputes and ends:
+                self.arrived[number] = {v: found for v in player.reads if (found := ends[v]) is not None}
             try:
                 left = self._play_forward(number, player, ends)
             except LooksBack:  # a part says so once, before it has changed anything
@@ -262,7 +366,7 @@ class PartedStep:
             self._done(player.part.work_ns[0])
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
-        if not self.variants.trains and self.joined.regathers:
+        if self.joined.regathers and (self.variants.is_stage or not self.variants.trains):
             self._end_pass(exits)
 
     def _play_forward(self, number: int, player: PartPlayer, ends: Sequence[tuple[int, str] | None]) -> Exit:
@@ -274,11 +378,11 @@ class PartedStep:
                 for value in player.reads
                 if (found := ends[value]) is not None and (looks_back or found[0] > begin)
             ])  # fmt: skip
-        return self._play(number, player, FORWARD_KIND, ready)
+        return self._play(number, player, self.kind, ready)
 
     def _calm_parts(self) -> int:
         """Plays parts as long as nothing is under way between them; returns the number of the first that is left."""
-        if not self.may_be_calm or any(end > self.now for end in self.links.values()):
+        if not self.stage.may_be_calm or any(end > self.now for end in self.links.values()):
             return 0
         now, pieces, count = self.now, self.pieces, len(self.pieces)
         begun_ns = unmet_ns = self.unmet_ns
@@ -286,20 +390,21 @@ class PartedStep:
             before_ns = unmet_ns if player.meets else 0
             known = player.forward.calm.get(before_ns)
             if known is None and not player.looks_back[FORWARD]:
-                entry = PartEntry(FORWARD_KIND, unmet_ns=before_ns)
+                entry = PartEntry(self.kind, unmet_ns=before_ns)
                 with suppress(LooksBack):
                     known = player.forward.calm[before_ns] = player.play_part(entry)
             if known is None:  # it asks for the past of the links, which is not followed here
                 del pieces[count:]
-                self.may_be_calm, self.unmet_ns = False, begun_ns
+                self.stage.may_be_calm, self.unmet_ns, self.has_met = False, begun_ns, False
                 return 0
             if not known.is_calm or self.ready[number] or self.arriving[number]:
                 self.now = self.last = now
                 return number
             done = known.done
-            pieces.append((now, done))
+            pieces.append((now, done, self.stage.renames[number]))
             now += done.length_ns
             self.unmet_ns = unmet_ns = done.unmet_after(unmet_ns)
+            self.has_met = self.has_met or done.has_met
         self.now = self.last = now
         return len(self.players)
 
@@ -308,16 +413,14 @@ class PartedStep:
         return [(latest, -freed, "activations", Moment.END)] if freed else []
 
     def _backward(self) -> None:
-        self._begin(BACKWARD)
-        self.num_backward += 1
-        kind = PassKind(BACKWARD, self.num_backward == 1, self.num_backward == self.plan.microbatches)
+        kind = self.kind
         if self.root >= 0 and self.joined.root is not None:
             self.root = self.joined.root.num_slots
         self.open: dict[int, _OpenBucket] = {}
         gradients: dict[int, Ends] = {}
         transient: frozenset[int] = frozenset()
         exits = []
-        keeps = self.variants.tracked(self.plan.microbatches)
+        keeps = self.variants.tracked(self.stage.plan.microbatches)
         for number in range(len(self.players) - 1, -1, -1):
             player, begin, names = self.players[number], self.now, keeps[number]
             try:
@@ -336,6 +439,9 @@ class PartedStep:
             transient = left.transient
         if self.joined.regathers:
             self._end_pass(exits)
+        received = sum([player.part.received_bytes for player in self.players])
+        if received:
+            self.changes.append((self.last, -received, "activation gradients", Moment.START))
 
     def _play_backward(
         self, number: int, player: PartPlayer, kind: PassKind, gradients: Mapping[int, Ends], transient: frozenset[int],
@@ -357,15 +463,11 @@ class PartedStep:
     def _coming_back(self, number: int, player: PartPlayer) -> _Coming:
         """Slots, and what the part computes again from, that are under way."""
         begin = self.now
-        since = self.begin if player.recomputes and player.looks_back[BACKWARD] else begin
+        since = 0 if player.recomputes and player.looks_back[BACKWARD] else begin
         ready = self._coming(number, begin, since)
-        if player.recomputes and self.arrived[number]:
-            arrived = self.arrived[number]
-            ready += tuple([
-                (v, found[0] - begin, found[1])
-                for v in player.reads if (found := arrived[v]) is not None and found[0] > since
-            ])  # fmt: skip
-        return ready
+        return ready + tuple([
+            (value, end - begin, cause) for value, (end, cause) in self.arrived[number].items() if end > since
+        ])  # fmt: skip
 
     # Buckets ----------------------------------------
 
@@ -425,48 +527,29 @@ class PartedStep:
                 opened[share.way] = max(end, own), (*members, (number, share.slots)) if shrinks else ()
         self.open = opened
 
-    def _optimize(self) -> None:
-        links = tuple(sorted((link, end - self.now) for link, end in self.links.items() if end > self.now))
-        in_flight = tuple((a - self.now, b - self.now) for a, b in self.in_flight if b > self.now)
-        engine = Engine(self.variants.profile.facts.overlap_slowdown, Carried(links, in_flight))
-        after = [engine.carry(end - self.now, kind) for end, kind in self.home if end > self.now]
-        for one in self.journeys:
-            end = max(0, one.end_ns - self.now)
-            after.append(engine.carry(end, "gradient"))
-            engine.allocations += ending(one, end, Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
-        taken = self.workspace
-        task = engine.compute("optimizer", "optimizer", self.optimizer_ns, after)
-        engine.allocate(task, taken, "workspace")
-        engine.release(task, taken, "workspace")
-        self.pieces.append((self.now, finished(PassKind("optimizer"), engine, {}, {})))
-        self.now += engine.free_ns
 
-    # Results ----------------------------------------
+def _by_part(found: frozenset[tuple[int, int]], count: int) -> list[frozenset[int]]:
+    """Numbers by their part."""
+    by_part: list[frozenset[int]] = [NOTHING] * count
+    for number, own in found:
+        by_part[number] |= {own}
+    return by_part
 
-    def most_bytes(self) -> int:
-        """At least the peak: every part of a pass at its own fullest, as if that were at one time."""
-        rise = self.variants.rise_bytes
-        played = sum([rise(done) for _, done in self.pieces]) + sum([max(0, change[1]) for change in self.changes])
-        return self.variants.resident_bytes(self.plan, self.parts) + played
 
-    @property
-    def parts(self) -> list[Part]:
-        """What was played."""
-        return [player.part for player in self.players]
+def _of_parts(by_part: Sequence[frozenset[int]]) -> frozenset[tuple[int, int]]:
+    """Numbers with that of their part."""
+    return frozenset([(number, own) for number, found in enumerate(by_part) if found for own in found])
 
-    def timeline(self) -> Timeline:
-        """Everything that was played; tasks have the names of equal layers' ones."""
-        submesh = Submesh(range(self.plan.mesh.num_devices), [0])
-        for begin, done in self.pieces:
-            submesh.take(done, begin, "")
-        resident = [
-            (0, size, kind, Moment.START) for size, kind in self.variants.residents(self.plan, self.parts) if size
-        ]
-        submesh.pieces.append(TimelinePiece(0, "", [], [*resident, *self.changes]))
-        submesh.free_ns = self.now
-        submesh.links = self.links
-        lane = lane_of(submesh, self.end_ns)
-        return Timeline((lane,), self.end_ns, lane.breakdown, lane.exposed, lane.comm_bytes)
+
+def _under_way(
+    by_part: Sequence[Mapping[int, tuple[int, str]]], now: int
+) -> tuple[tuple[tuple[int, int], int, str], ...]:
+    """What ends later than that, in the order of parts."""
+    return tuple([
+        ((number, value), end, cause)
+        for number, found in enumerate(by_part) if found
+        for value, (end, cause) in sorted(found.items()) if end > now
+    ])  # fmt: skip
 
 
 def _ends_after(

@@ -27,7 +27,6 @@ from autopar.ir.placement import Placement, evenly, local_shape
 from autopar.ir.plan import NodePlan, StagePlan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import BACKWARD
-from autopar.simulate.copies import Copies
 from autopar.simulate.directions import Direction, direction_of
 from autopar.simulate.facts import GraphFacts
 from autopar.simulate.lifetime import Buffers, Lifetimes, find_lifetimes
@@ -47,7 +46,6 @@ from autopar.simulate.program import (
 )
 from autopar.simulate.recomputation import Call
 from autopar.simulate.repeats import Segment
-from autopar.simulate.shapes import LocalShapes
 from autopar.simulate.sharing import Moving, OnWay, Ways
 
 BEFORE, EARLIER = 0, 1  # the items that stand for what is before
@@ -115,7 +113,9 @@ class Lowered:
     after: Arriving
     loss: int  # the value, −1 for none
     constants: dict[int, int]
+    answered: tuple[int, ...]  # what it sends to later stages whose gradient comes back
     keeps: tuple[str, ...]  # the stored tensors that it reads
+    origin: int  # the number of the segment that it was made of
     is_marked: bool = False
     marked: dict[int, tuple[Marked, int]] = field(default_factory=dict)  # by the number of what is wanted
 
@@ -154,6 +154,7 @@ class Part:
     marked: Marked
     end: int
     freed_bytes: int
+    received_bytes: int  # of gradients that other stages send, which are kept until the pass has ended
     before: Gradients
     ways: tuple[OnWay, ...] | None = None
     players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
@@ -162,6 +163,7 @@ class Part:
     work_ns: tuple[int, int] = field(init=False)
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
+    saved: frozenset[int] = field(init=False)  # memory that its items save
     first: tuple[int, ...] = field(init=False)  # slots that are gathered when the step begins
     first_sent: tuple[int, ...] = field(init=False)  # those that something is sent for
     first_bytes: int = field(init=False)
@@ -173,6 +175,8 @@ class Part:
             sum([item.forward_ns for item in self.program.items[NUM_BEFORE : self.end]]),
             sum([step.own_ns for step in self.direction.steps]) if self.direction is not None else 0,
         )
+        saving = (item for item in self.program.items[NUM_BEFORE : self.end] if item.runs_backward)
+        self.saved = frozenset([storage for item in saving for storage in item.saved])
         held = {n for buckets in self.orders.gathers.values() for bucket in buckets for n in bucket.slots}
         moved = [n for n, slot in enumerate(slots) if slot.steps and slot.value >= count]
         self.unhoused = tuple([n for n in moved if slots[n].storage.regather and n not in held])
@@ -197,15 +201,15 @@ class PartLowering(Lowering):
         batched: Mapping[str, int],
     ) -> None:  # fmt: skip
         super().__init__(graph, plan, profile, per_node, facts, PriceTable(), {}, batched, False, {})
-        self.shapes = LocalShapes(graph, plan)
-        self.copies = Copies(graph, plan, profile.device_type, self.shapes)
         self._operators: dict[object, OperatorPrice] = {}
         self._moved: dict[object, int] = {}
 
     def lower(
-        self, segment: Segment, plan: StagePlan, steps: dict[tuple[str, Placement], tuple[Step, ...]], before: Arriving
-    ) -> Lowered:
-        """The segment's part. steps: of the plan's conversions by tensor and target."""
+        self, segment: Segment, plan: StagePlan, steps: dict[tuple[str, Placement], tuple[Step, ...]], before: Arriving,
+        sent: Mapping[tuple[str, Placement], bool],
+    ) -> Lowered:  # fmt: skip
+        """The segment's part. steps: of the plan's conversions by tensor and target; sent: what it sends to later
+        stages, and whether the gradient comes back."""
         self.plan, self.steps = plan, steps
         self.program = program = LocalProgram()
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
@@ -216,8 +220,12 @@ class PartLowering(Lowering):
             Item("before", (), tuple(n for n, value in enumerate(before.values) if value.is_made)),
             Item("earlier", (), ()),
         ]
+        for name in self.graph.received if segment.number == 0 else ():
+            self._receive(name)
         for node in segment.nodes:
             self._operator(node)
+        for value in sent:
+            self._send(*value)
         leaving, storages, after = self._leave(segment, before)
         loss = self.graph.loss
         made = loss is not None and loss in segment.made
@@ -225,7 +233,8 @@ class PartLowering(Lowering):
         return Lowered(
             program, self.calls, before, leaving, storages, after,
             self.known[loss, self.placements[loss]] if made and loss is not None else -1, self.constants,
-            segment.keeps,
+            tuple([program.sends[value] for value, is_answered in sent.items() if is_answered]), segment.keeps,
+            segment.number,
         )  # fmt: skip
 
     def _enter_values(self, segment: Segment, before: Arriving) -> None:
@@ -363,6 +372,7 @@ class PartLowering(Lowering):
         lowered.is_marked = True
         if self.trains:
             ends = [n for n, wants in zip(lowered.leaving, wanted.gradients, strict=True) if wants]
+            ends += lowered.answered
             mark_gradients(program, ends if lowered.loss < 0 else [lowered.loss, *ends])
             program.items[BEFORE].runs_backward = False
             self.calls = lowered.calls
@@ -393,8 +403,9 @@ class PartLowering(Lowering):
         if self.trains:
             numbers = [n for n in reversed(own) if program.items[n].runs_backward]
             direction = direction_of(program, orders, lifetimes, BACKWARD, numbers, frozenset())
+        received = lifetimes.received.get(BACKWARD, 0)
         freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
-        return Part(program, orders, lifetimes, direction, marked, end, freed, _gradients(lowered, buffers))
+        return Part(program, orders, lifetimes, direction, marked, end, freed, received, _gradients(lowered, buffers))
 
 
 def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:

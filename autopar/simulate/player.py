@@ -14,17 +14,18 @@ A pass that begins in the same state as an earlier one of its kind is that one, 
 
 from __future__ import annotations
 
+import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, Protocol
 
 from autopar.cost import Profile
-from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
+from autopar.ir.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
 from autopar.simulate.directions import BackwardStep, Direction, find_directions
-from autopar.simulate.engine import LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
+from autopar.simulate.engine import COMPUTE, LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
 from autopar.simulate.lifetime import Changes, find_lifetimes
 from autopar.simulate.orders import find_orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
@@ -35,6 +36,7 @@ ROOT = 0  # the unit of parameters that belong to no block
 LEAVE_GRADIENTS = (FORWARD, BACKWARD_INPUT)  # passes that make no gradients of stored tensors
 
 
+Rename = Callable[[str], str]
 Meet = Callable[[int, int], int]
 """From a collective's axis, and when this rank could start it: when all of its ranks can."""
 
@@ -48,7 +50,8 @@ class PassKind(NamedTuple):
 
 
 class Journey(NamedTuple):
-    """A bucket's gradients on their way to smaller shards: the bucket, the task that ends it, bytes of copies.
+    """A bucket's gradients on their way to smaller shards: the bucket, the task that ends it (in a `Standing`, when it
+    does), bytes of copies.
 
     added_bytes: of shards that are added to those of earlier microbatches.
     """
@@ -58,41 +61,95 @@ class Journey(NamedTuple):
     copied_bytes: int
     added_bytes: int
 
+    def after(self, ns: int) -> Journey:
+        """The same, so much later."""
+        return self._replace(task=max(0, self.task - ns))
+
+
+class Travelling(NamedTuple):
+    """Gradients on their way to smaller shards (as `Journey`). new_bytes: of shards that take the place of no others,
+    which are there at the end where they were summed in a buffer before."""
+
+    end_ns: int
+    kind: str
+    copied_bytes: int
+    added_bytes: int
+    new_bytes: int
+    whole_bytes: int
+    has_buffer: bool
+
+    def after(self, ns: int) -> Travelling:
+        """The same, so much later."""
+        return self._replace(end_ns=max(0, self.end_ns - ns), kind="gradient")
+
 
 class Standing(NamedTuple):
-    """What a stage has under way when a pass begins, in ns after that.
+    """What a stage has under way when a pass begins, in ns after that. Of a stage in parts, each number of a value,
+    unit or slot goes with its part's.
 
-    ready: values whose conversion has not ended, with the kind of task; live: units whose regathered parameters are in
-    place; pinned: regathered slots that something outside their unit has asked for; arriving: (unit, ns, bytes) of
-    packed gathers. Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to
-    be sent; buffered: buckets that have a buffer; journeys, with ns instead of tasks; home: what is on its way home.
+    ready: values whose conversion has not ended, with the kind of task; arrived: the same of what its parts hand to
+    each other; live: units whose regathered parameters are in place; pinned: regathered slots that something outside
+    their unit has asked for; lent: what of these several parts use, with its bytes; root: of parameters of no block,
+    how many gradients are missing, -1 where they are not in place; arriving: (unit, ns, bytes) of packed gathers.
+    Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to be sent;
+    buffered: buckets that have a buffer; journeys, with ns instead of tasks; home: what is on its way home.
     """
 
-    ready: tuple[tuple[int, int, str], ...] = ()
-    live: frozenset[int] = frozenset()
-    pinned: frozenset[int] = frozenset()
-    arriving: tuple[tuple[int, int, int], ...] = ()
+    ready: tuple[tuple[Any, int, str], ...] = ()
+    live: frozenset[Any] = frozenset()
+    pinned: frozenset[Any] = frozenset()
+    arriving: tuple[tuple[Any, int, int], ...] = ()
+    arrived: tuple[tuple[Any, int, str], ...] = ()
+    lent: tuple[tuple[Any, int], ...] = ()
+    root: int = -1
     held: frozenset[str] = frozenset()
-    whole: frozenset[int] = frozenset()
+    whole: frozenset[Any] = frozenset()
     buffered: frozenset[int] = frozenset()
-    journeys: tuple[Journey, ...] = ()
+    journeys: tuple[Journey, ...] | tuple[Travelling, ...] = ()
     home: tuple[tuple[int, str], ...] = ()
 
     def without_gradients(self) -> Standing:
         """What a pass depends on that makes no gradients of stored tensors."""
-        return Standing(self.ready, self.live, self.pinned, self.arriving)
+        return self._replace(held=frozenset(), whole=frozenset(), buffered=frozenset(), journeys=(), home=())
+
+    def with_gradients(self, other: Standing) -> Standing:
+        """The same, with another's gradients."""
+        return self._replace(
+            held=other.held, whole=other.whole, buffered=other.buffered, journeys=other.journeys, home=other.home
+        )
+
+    def after(self, ns: int) -> Standing:
+        """What is left of it so much later."""
+        return self._replace(
+            ready=tuple([(value, end - ns, kind) for value, end, kind in self.ready if end > ns]),
+            arriving=tuple([(unit, max(0, end - ns), size) for unit, end, size in self.arriving]),
+            arrived=tuple([(value, end - ns, kind) for value, end, kind in self.arrived if end > ns]),
+            journeys=tuple([one.after(ns) for one in self.journeys]),  # type: ignore[arg-type] # of one kind each
+            home=tuple([(end - ns, kind) for end, kind in self.home if end > ns]),
+        )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Pass:
-    """One pass as it ran; times in ns from its begin. `length_ns`: until the compute stream is free again.
+class _Unmet:
+    """What its ranks have computed since they met: `unmet_ns`, or if they have not, this and what it was before."""
+
+    __slots__ = ()
+    unmet_ns: int
+    has_met: bool
+
+    def unmet_after(self, before_ns: int) -> int:
+        """At its end, where it was so long at its begin."""
+        return self.unmet_ns if self.has_met else before_ns + self.unmet_ns
+
+
+@dataclass(frozen=True, eq=False)
+class Played(_Unmet):
+    """What an engine has played of a pass; times in ns from its begin. `length_ns`: until the compute stream is free
+    again.
 
     along: what was sent, by axis (its position) and kind. links, in_flight, last_ns, unmet_ns: as in `Carried`, at its
-    end, but unmet_ns of a pass in which its ranks have not met is what was computed in it.
-    ready_ns: by tensor that it sends, when that is there. met: when its collectives with ranks that differ start.
+    end, but unmet_ns of one in which the ranks have not met is what was computed in it.
     """
 
-    kind: PassKind
     tasks: list[Task]
     allocations: list[Change]
     waited: dict[str, int]
@@ -105,12 +162,96 @@ class Pass:
     last_ns: int
     unmet_ns: int
     has_met: bool
-    standing: Standing
-    ready_ns: dict[str, int]
 
-    def unmet_after(self, before_ns: int) -> int:
-        """How long its ranks have computed since they met, at its end, where it was so long at its begin."""
-        return self.unmet_ns if self.has_met else before_ns + self.unmet_ns
+    @cached_property
+    def rise_bytes(self) -> int:
+        """The most that it adds to what was there when it began. In order: when, at which moment of that, and what
+        gives back before what takes (as in `memory`)."""
+        changes = sorted(self.allocations, key=lambda change: (change[0], change[3], change[1]))
+        return max(0, *itertools.accumulate(size for _, size, _, _ in changes)) if changes else 0
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pass(_Unmet):
+    """One pass as it ran; times in ns from its begin. pieces: what was played of it, when each of them began, and what
+    renames their tasks (as in `TimelinePiece`); changes: of memory, beside theirs; the rest as in `Played`."""
+
+    kind: PassKind
+    pieces: tuple[tuple[int, Played, Rename | None], ...]
+    changes: list[Change]
+    length_ns: int
+    links: dict[str, int]
+    in_flight: list[tuple[int, int]]
+    last_ns: int
+    unmet_ns: int
+    has_met: bool
+    standing: Standing
+
+    @property
+    def tasks(self) -> list[Task]:
+        """Of all pieces."""
+        return [
+            (stream, name, begin + start, begin + end, kind)
+            for begin, played, _ in self.pieces for stream, name, start, end, kind in played.tasks
+        ]  # fmt: skip
+
+    @property
+    def allocations(self) -> list[Change]:
+        """Of all pieces, and its own."""
+        if len(self.pieces) == 1 and not self.changes:
+            return self.pieces[0][1].allocations
+        found = [
+            (begin + time, size, kind, moment)
+            for begin, played, _ in self.pieces for time, size, kind, moment in played.allocations
+        ]  # fmt: skip
+        return found + self.changes
+
+
+def finished(engine: Engine, sent: dict[str, int], along: dict[tuple[int, str], Sent]) -> Played:
+    """What an engine has played. sent: bytes by collective; along: the same by axis and kind."""
+    tasks, length = engine.tasks, engine.free_ns
+    spent: dict[str, int] = defaultdict(int)
+    for stream, _, start, end, cause in tasks[engine.num_carried :]:
+        if stream == COMPUTE:
+            spent[cause] += end - start
+    return Played(
+        tasks[engine.num_carried :], engine.allocations, dict(engine.waited), dict(spent), sent, along, length,
+        engine.links, [span for span in engine.in_flight if span[1] > length],
+        tasks[engine.last][3] - tasks[engine.last][2], engine.unmet_ns, engine.has_met,
+    )  # fmt: skip
+
+
+class Bound(NamedTuple):
+    """How long a step may take: until_ns; beside_ns: when the pass at hand begins, and what must be computed after
+    it."""
+
+    until_ns: float
+    beside_ns: int
+
+
+class Beyond(Exception):
+    """The step takes longer than asked for: at least so many nanoseconds."""
+
+    def __init__(self, least_ns: int) -> None:
+        super().__init__(f"at least {least_ns} ns")
+        self.least_ns = least_ns
+
+
+class StagePlayer(Protocol):
+    """Plays the passes of one stage. receives: tensors of earlier stages; kept: what it sends of those that autograd
+    keeps anyway, or that are stored; residents: bytes that are held through the step, and of what kind."""
+
+    @property
+    def receives(self) -> Collection[str]: ...
+    @property
+    def kept(self) -> Collection[str]: ...
+    @property
+    def residents(self) -> list[tuple[int, str]]: ...
+    def work_ns(self, name: str) -> int:
+        """What a pass of that name must compute."""
+
+    def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
+        """The pass, from what the device and the stage have under way. Raises Beyond where that breaks the bound."""
 
 
 class Player:
@@ -137,7 +278,29 @@ class Player:
         self._meets = any(map(meets, program.items))
         self._known: dict[tuple[PassKind, Carried, Standing], Pass] = {}
 
-    def play(self, kind: PassKind, carried: Carried, standing: Standing) -> Pass:
+    @property
+    def residents(self) -> list[tuple[int, str]]:
+        """As in `StagePlayer`."""
+        return self.program.residents
+
+    @property
+    def receives(self) -> Collection[str]:
+        """As in `StagePlayer`."""
+        return self.program.receives.keys()
+
+    @property
+    def kept(self) -> Collection[str]:
+        """As in `StagePlayer`."""
+        program = self.program
+        saved = {storage for item in program.items if item.runs_backward for storage in item.saved}
+        sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
+        return {name for name, storage in sent if storage in saved or program.memory[storage].owner < 0}
+
+    def work_ns(self, name: str) -> int:
+        """What a pass cannot take less than: nothing, since nobody asks for it where a program is played whole."""
+        return 0
+
+    def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
         """The pass, from what the device and the stage have under way. One that leaves gradients as they are says
         nothing of them in its `standing`."""
         key = self.state(kind, carried, standing)
@@ -171,7 +334,9 @@ class Player:
         for unit, end, num_bytes in standing.arriving:
             self._arriving[unit].append((engine.carry(end, "parameter"), num_bytes))
         self._held, self._whole, self._buffered = set(standing.held), set(standing.whole), set(standing.buffered)
-        self._journeys = [j._replace(task=engine.carry(j.task, "gradient")) for j in standing.journeys]
+        self._journeys = [
+            j._replace(task=engine.carry(j.task, "gradient")) for j in standing.journeys if isinstance(j, Journey)
+        ]
         self._transient: set[int] = set()  # slots whose gradient is added to what is at home
         self._undone = {
             unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
@@ -191,65 +356,32 @@ class Player:
         return direction == FORWARD or (direction in self._directions and bool(self._directions[direction].steps))
 
     def _result(self) -> Pass:
-        engine, length = self.engine, self.engine.free_ns
-        spent: dict[str, int] = defaultdict(int)
-        for stream, _, start, end, kind in engine.tasks[engine.num_carried :]:
-            if stream == "compute":
-                spent[kind] += end - start
-        last = engine.tasks[engine.last]
-        ends = ((value, engine.tasks[task]) for value, task in self._ready.items())
-        home = {(engine.tasks[task][3], engine.tasks[task][4]): None for task in self._home}
+        length, tasks = self.engine.free_ns, self.engine.tasks
+        played = finished(self.engine, dict(self.comm_bytes), self.along)
+        ends = ((value, tasks[task]) for value, task in self._ready.items())
+        home = {(tasks[task][3], tasks[task][4]): None for task in self._home}
+        standing = Standing(
+            ready=tuple([(value, task[3], task[4]) for value, task in ends if task[3] > length]),
+            live=frozenset(self._live),
+            pinned=frozenset(self._pinned),
+            arriving=tuple([
+                (unit, tasks[task][3], num_bytes) for unit, found in self._arriving.items() for task, num_bytes in found
+            ]),
+            held=frozenset(self._held),
+            whole=frozenset(self._whole),
+            buffered=frozenset(self._buffered),
+            journeys=tuple([j._replace(task=tasks[j.task][3]) for j in self._journeys]),
+            home=tuple([pair for pair in home if pair[0] > length]),
+        )  # fmt: skip
         return Pass(
-            kind=self._kind,
-            tasks=engine.tasks[engine.num_carried :],
-            allocations=engine.allocations,
-            waited=dict(engine.waited),
-            spent=dict(spent),
-            sent=dict(self.comm_bytes),
-            along=self.along,
-            length_ns=length,
-            links=engine.links,
-            in_flight=engine.in_flight,
-            last_ns=last[3] - last[2],
-            unmet_ns=engine.unmet_ns,
-            has_met=engine.has_met,
-            standing=Standing(
-                tuple((value, task[3], task[4]) for value, task in ends if task[3] > length),
-                frozenset(self._live),
-                frozenset(self._pinned),
-                tuple(
-                    (unit, engine.tasks[task][3], num_bytes)
-                    for unit, found in self._arriving.items()
-                    for task, num_bytes in found
-                ),
-                frozenset(self._held),
-                frozenset(self._whole),
-                frozenset(self._buffered),
-                tuple(j._replace(task=engine.tasks[j.task][3]) for j in self._journeys),
-                tuple(pair for pair in home if pair[0] > length),
-            ),
-            ready_ns=self._sent_ns(),
-        )
-
-    def _sent_ns(self) -> dict[str, int]:
-        """When what other stages wait for is there: tensors forward, gradients of what was received backward."""
-        program, tasks = self.program, self.engine.tasks
-        if self._kind.name == "forward":
-            ready: dict[str, int] = {}
-            for (name, _), value in program.sends.items():
-                ready[name] = max(ready.get(name, 0), tasks[self._ready[value]][3])
-            return ready
-        if self._kind.name in (BACKWARD, BACKWARD_INPUT):
-            items = ((name, self._gradients.get(value)) for name, value in program.receives.items())
-            return {name: max(tasks[task][3] for task in made) for name, made in items if made}
-        return {}
+            self._kind, ((0, played, None),), [], length, played.links, played.in_flight, played.last_ns,
+            played.unmet_ns, played.has_met, standing,
+        )  # fmt: skip
 
     # Passes ----------------------------------------
 
     def _begin_step(self) -> None:
-        """Residents, and the parameters that are converted once a step."""
-        for num_bytes, kind in self.program.residents:
-            self.engine.allocate(LAST, num_bytes, kind)
+        """The parameters that are converted once a step."""
         for bucket in self.program.gathers:
             if not self.program.slots[bucket.slots[0]].storage.regather:
                 self._convert(bucket, ())
@@ -550,11 +682,15 @@ class Player:
         after = [*after, *(task for slot in slots for task in self._gradients.pop(slot.value, ()))]
         last = max(after)
         if bucket.transmissions:
-            name = f"gradient of {slots[0].tensor}"
+            name = f"gradient of {self._first_tensor(bucket)}"
             _, last = self._transmit(name, "gradient", bucket.transmissions, after)
             self._home.append(last)
         if slots[0].shrinks:
             self._begin_journey(self._bucket_of[bucket.slots[0]], last)
+
+    def _first_tensor(self, bucket: Bucket) -> str:
+        """What a bucket is called by."""
+        return self.program.slots[bucket.slots[0]].tensor
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""

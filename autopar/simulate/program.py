@@ -178,12 +178,12 @@ class Slot:
         self.shrinks = any(step.before.kind == "S" for step in self.steps)
         self.reduces_each = self.storage.regather or self.storage.reduce_each_microbatch
 
-    def at(self, value: int, unit: int) -> Slot:
-        """The slot in another program."""
+    def at(self, value: int, unit: int, tensor: str) -> Slot:
+        """The slot in another program, where its tensor has a name that tells it apart from that program's own."""
         other = object.__new__(Slot)
         for name in _SLOT_FIELDS:  # a third of the time that `copy.copy` takes
             setattr(other, name, getattr(self, name))
-        other.value, other.unit = value, unit
+        other.value, other.unit, other.tensor = value, unit, tensor
         return other
 
 
@@ -250,7 +250,7 @@ def lower_stages(
 
 def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: int, prices: Prices) -> LocalProgram:
     """The program of one stage's rank, as `lower_stages`."""
-    part, per_node = plan.parts[index], _devices_per_node(plan, index)
+    part, per_node = plan.parts[index], devices_per_node(plan, index)
     batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
     own = prices.setdefault((part.axes, per_node, profile), PriceTable())
     stage, leaving = stage_graph(graph, plan, index), leaving_by_name(graph, plan, index)
@@ -260,7 +260,7 @@ def lower_stage(graph: Graph, plan: Plan, index: int, profile: Profile, rank: in
     return Lowering(stage, part, profile, per_node, facts, own, leaving, batched, is_split, place).run()
 
 
-def _devices_per_node(plan: Plan, index: int) -> int:
+def devices_per_node(plan: Plan, index: int) -> int:
     """How many neighbours of a stage share a node, as far as its axes go."""
     mesh = plan.mesh.part(plan.stages[index].ranks) if len(plan.stages) > 1 else plan.mesh
     return mesh.devices_per_node

@@ -39,8 +39,18 @@ class Segment:
     kind: int = -1
 
 
+def known_segments(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
+    """As `segments_of`, found once for a graph."""
+    key = "segments", f"{sorted(recomputed)} {ROOT_NODES}"
+    if key not in graph.found:
+        graph.found[key] = segments_of(graph, facts, recomputed)
+    found: tuple[Segment, ...] = graph.found[key]
+    return found
+
+
 def segments_of(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
-    """The segments of a graph of one stage without branches."""
+    """The segments of a stage's graph without branches. What the stage receives comes about in the first one, what it
+    sends is read in the last one."""
     runs = _runs(graph, facts, recomputed)
     homes = {node.name: number for number, run in enumerate(runs) for node in run}
     readers = {
@@ -51,10 +61,13 @@ def segments_of(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> 
     shared = [s.tensor for s in graph.stored if len(set(readers.get(s.tensor, ()))) > 1]
     own = {s.tensor for s in graph.stored if s.tensor in readers} - set(shared)
     first = {name: min(readers[name]) for name in shared}
-    enters = tuple(name for name in graph.inputs if name in last)
+    for name in graph.received:
+        last.setdefault(name, 0)
+    enters = tuple(name for name in graph.inputs if name in last and name not in graph.received)
     found, kinds = [], dict[Hashable, int]()
     for number, run in enumerate(runs):
-        made = tuple(name for node in run for name in node.results)
+        received = graph.received if number == 0 else ()
+        made = (*received, *(name for node in run for name in node.results))
         begun = tuple(name for name in shared if first[name] == number)
         stored = tuple(dict.fromkeys(name for node in run for name in node.operands if name in own))
         places = {name: Enters(place, False) for place, name in enumerate(enters)}
@@ -127,7 +140,7 @@ def _described(graph: Graph, facts: GraphFacts, name: str, prefix: str) -> Any:
     tensor, stored = graph.tensors[name], graph.stored_by_tensor.get(name)
     flags = (
         name in facts.constants, name in facts.folded, name in graph.outputs, name == graph.loss, name in graph.inputs,
-        name in graph.mutations.values(), name in graph.producers,
+        name in graph.mutations.values(), name in graph.producers, name in graph.received, name in graph.sent,
     )  # fmt: skip
     whole = tensor.shape, graph.whole_shapes.get(name), tensor.dtype, tensor.differentiable, graph.kept_dtypes.get(name)
     held = stored and (_inside(stored.name, prefix), stored.kind, stored.requires_grad, stored.name in graph.mutations)

@@ -12,10 +12,11 @@ Where ranks share cores, those that are busy have the cores of those that wait (
 from __future__ import annotations
 
 import heapq
+import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from autopar.cost import Profile
@@ -25,7 +26,7 @@ from autopar.ir.schedule import DIRECTIONS, Turn, turns
 from autopar.runtime.arrivals import may_come_early
 from autopar.simulate.cores import Beside, clock_of, in_time, sharing_of
 from autopar.simulate.engine import NOTHING_SENT, Carried, Change, Moment, Sent
-from autopar.simulate.player import LEAVE_GRADIENTS, Pass, PassKind, Player, Standing
+from autopar.simulate.player import LEAVE_GRADIENTS, Bound, Pass, PassKind, Played, StagePlayer, Standing
 from autopar.simulate.timeline import BETWEEN, Lane, Timeline, TimelinePiece
 from autopar.simulate.transfers import Tie, Transfer, find_ties, find_transfers, way_of
 
@@ -34,11 +35,14 @@ TIED = "gradient all_reduce"
 ON_ITS_WAY = "between stages"
 
 
-def play_stages(graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> Timeline:
-    """One step of a plan whose stages are lowered: a player for each of them, which may have played before."""
-    step = _StagedStep(graph, plan, players, profiles)
+def play_stages(
+    graph: Graph, plan: Plan, players: Sequence[StagePlayer], profiles: Sequence[Profile], until_ns: float = math.inf
+) -> PlayedStep:
+    """One step of a plan whose stages are lowered: a player for each of them, which may have played before. Raises
+    Beyond as soon as it must take longer than `until_ns`."""
+    step = PlayedStep(graph, plan, players, profiles, until_ns)
     step.run()
-    return step.timeline()
+    return step
 
 
 def profiles_of_stages(plan: Plan, profile: Profile | Mapping[str, Profile]) -> list[Profile]:
@@ -93,17 +97,17 @@ class Submesh:
     sends: dict[str, int] = field(default_factory=dict)
     in_flight: list[tuple[int, int]] = field(default_factory=list)
     pieces: list[TimelinePiece] = field(default_factory=list)
-    spent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     waited: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     sent: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     between: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     between_along: dict[str, Sent] = field(default_factory=dict)  # by kind
-    played: Counter[Pass] = field(default_factory=Counter)
+    played: Counter[Played] = field(default_factory=Counter)
     departed: Counter[tuple[int, ...]] = field(default_factory=Counter)  # transfers, by what each rank sends
     around: list[tuple[int, int]] = field(default_factory=list)  # passes: calling them, handing over messages
     carrying_ns: int = 0  # of the network's threads, for what a rank sends
     bubble_ns: int = 0
     num_made: int = 0  # turns
+    left_ns: int = 0  # what must be computed yet
     begin_ns: int | None = None  # of the next turn, once what it reads is sent
     asked_ns: int = 0  # from when on what the next turn reads is received
     asked_early: bool = False  # before the turn
@@ -121,15 +125,23 @@ class Submesh:
         self.unmet_ns = done.unmet_after(self.unmet_ns)
         self.links.update((link, begin + end) for link, end in done.links.items())
         self.in_flight = [(begin + a, begin + b) for a, b in done.in_flight if b > done.length_ns]
-        self.pieces.append(TimelinePiece(begin, label, done.tasks, done.allocations))
-        for total, part in ((self.spent, done.spent), (self.waited, done.waited), (self.sent, done.sent)):
-            for kind, amount in part.items():
-                total[kind] += amount
-        self.played[done] += 1
+        for at, played, rename in done.pieces:
+            self.pieces.append(TimelinePiece(begin + at, label, played.tasks, played.allocations, rename))
+            self.played[played] += 1
+        if done.changes:
+            self.pieces.append(TimelinePiece(begin, "", [], done.changes))
 
     def note(self, kind: str, sent: Sent) -> None:
         """Counts what is sent to other submeshes."""
         self.between_along[kind] = self.between_along.get(kind, NOTHING_SENT).plus(sent)
+
+    def in_all(self, what: Callable[[Played], Mapping[str, int]], more: Mapping[str, int]) -> dict[str, int]:
+        """Something of all that was played, by kind, and more."""
+        found = defaultdict(int, more)
+        for played, count in self.played.items():
+            for kind, amount in what(played).items():
+                found[kind] += amount * count
+        return dict(found)
 
     @property
     def along(self) -> dict[tuple[int, str], Sent]:
@@ -175,31 +187,23 @@ class Submesh:
 
 @dataclass(eq=False)
 class StageProgress:
-    """How far a stage is: what it has under way in absolute time, in how many passes it has made gradients."""
+    """How far a stage is: what it has under way, in how many passes it has made gradients."""
 
-    player: Player
+    player: StagePlayer
     standing: Standing = field(default_factory=Standing)
+    since_ns: int = 0  # when it was so
     num_made: int = 0
 
     def at(self, now: int) -> Standing:
-        old = self.standing
-        ready = tuple((value, end - now, kind) for value, end, kind in old.ready if end > now)
-        home = tuple((end - now, kind) for end, kind in old.home if end > now)
-        arriving = tuple((unit, max(0, end - now), size) for unit, end, size in old.arriving)
-        journeys = tuple(journey._replace(task=max(0, journey.task - now)) for journey in old.journeys)
-        return old._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
+        """What is under way then."""
+        return self.standing.after(now - self.since_ns)
 
     def take(self, done: Pass, begin: int) -> None:
+        """Goes on from a pass that began then."""
         new = done.standing
-        ready = tuple((value, end + begin, kind) for value, end, kind in new.ready)
-        arriving = tuple((unit, end + begin, size) for unit, end, size in new.arriving)
         if done.kind.name in LEAVE_GRADIENTS:
-            old = self.standing
-            self.standing = old._replace(ready=ready, live=new.live, pinned=new.pinned, arriving=arriving)
-            return
-        journeys = tuple(journey._replace(task=journey.task + begin) for journey in new.journeys)
-        home = tuple((end + begin, kind) for end, kind in new.home)
-        self.standing = new._replace(ready=ready, arriving=arriving, journeys=journeys, home=home)
+            new = new.with_gradients(self.at(begin))
+        self.standing, self.since_ns = new, begin
 
 
 def pass_kind(turn: Turn, stage: StageProgress, microbatches: int) -> PassKind:
@@ -210,20 +214,26 @@ def pass_kind(turn: Turn, stage: StageProgress, microbatches: int) -> PassKind:
     return PassKind(turn.direction, stage.num_made == 1, stage.num_made == microbatches)
 
 
-class _StagedStep:
-    def __init__(self, graph: Graph, plan: Plan, players: Sequence[Player], profiles: Sequence[Profile]) -> None:
+class PlayedStep:
+    """One step, pass by pass on all submeshes."""
+
+    def __init__(
+        self, graph: Graph, plan: Plan, players: Sequence[StagePlayer], profiles: Sequence[Profile], until_ns: float
+    ) -> None:
         self.plan, self.sharing = plan, sharing_of(profiles) if len(plan.stages) > 1 else None
+        self.until_ns = math.inf if self.sharing else until_ns  # else time passes faster where ranks wait
         self.trains = plan.mode == "train" and graph.loss is not None
-        programs = [player.program for player in players]
         self.stages = [StageProgress(player) for player in players]
         self.submeshes = _submeshes(plan)
-        self.transfers = find_transfers(graph, plan, programs, profiles)
-        self.ties = find_ties(graph, plan, profiles) if self.trains else []
+        self.transfers = find_transfers(graph, plan, players, profiles)
+        self.ties = find_ties(graph, plan, profiles) if self.trains and len(plan.stages) > 1 else []
         self.home_of = {stage: submesh for submesh in self.submeshes for stage in submesh.stages}
         self.arrived: dict[tuple[int, str, int], list[_Arrival]] = defaultdict(list)  # stage, direction, microbatch
         orders = turns(plan.schedule, [s.stages for s in self.submeshes], plan.microbatches, self.trains)
         for submesh, order in zip(self.submeshes, orders, strict=True):
             submesh.turns = order
+            submesh.left_ns = sum([self.stages[turn.stage].player.work_ns(turn.direction) for turn in order])
+            submesh.left_ns += sum([self.stages[stage].player.work_ns("optimizer") for stage in submesh.stages])
 
     def run(self) -> None:
         """The whole step."""
@@ -320,7 +330,9 @@ class _StagedStep:
 
     def _play(self, submesh: Submesh, stage: int, kind: PassKind, begin: int, label: str) -> Pass:
         progress = self.stages[stage]
-        done = progress.player.play(kind, submesh.carried(begin), progress.at(begin))
+        submesh.left_ns -= progress.player.work_ns(kind.name)
+        bound = Bound(self.until_ns, begin + submesh.left_ns)
+        done = progress.player.play(kind, submesh.carried(begin), progress.at(begin), bound)
         submesh.take(done, begin, label)
         progress.take(done, begin)
         return done
@@ -367,16 +379,29 @@ class _StagedStep:
     def _wait_for_home(self, submesh: Submesh) -> None:
         """Compute stands still until the submesh's gradients are home."""
         for stage in submesh.stages:
-            for end, kind in self.stages[stage].standing.home:
+            progress = self.stages[stage]
+            for after_ns, kind in progress.standing.home:
+                end = progress.since_ns + after_ns
                 submesh.waited[kind] += max(0, end - submesh.free_ns)
                 submesh.free_ns = max(end, submesh.free_ns)
 
     # Result ----------------------------------------
 
+    @property
+    def _makespan(self) -> int:
+        """When all streams are free, while ranks that wait leave their cores to nobody."""
+        return max([submesh.end_ns for submesh in self.submeshes])
+
+    @property
+    def step_time_ns(self) -> int:
+        """How long the step takes."""
+        return self._makespan if self.sharing is None else self.timeline.step_time_ns
+
+    @cached_property
     def timeline(self) -> Timeline:
         """Everything that was played."""
-        makespan = max(submesh.end_ns for submesh in self.submeshes)
-        lanes = tuple(lane_of(submesh, makespan) for submesh in self.submeshes)
+        makespan = self._makespan
+        lanes = tuple(lane_of(submesh, makespan, self._residents(submesh)) for submesh in self.submeshes)
         if self.sharing is not None:
             beside = [Beside(submesh.around, submesh.carrying_ns) for submesh in self.submeshes]
             clock = clock_of(lanes, beside, self.sharing, self.plan.mesh.devices_per_node)
@@ -385,6 +410,9 @@ class _StagedStep:
         last = lanes[max(range(len(lanes)), key=lambda n: self.submeshes[n].end_ns)]
         most = max(lanes, key=lambda lane: sum(lane.comm_bytes.values()))
         return Timeline(lanes, makespan, last.breakdown, last.exposed, most.comm_bytes)
+
+    def _residents(self, submesh: Submesh) -> list[tuple[int, str]]:
+        return [held for stage in submesh.stages for held in self.stages[stage].player.residents]
 
 
 def _submeshes(plan: Plan) -> list[Submesh]:
@@ -395,15 +423,19 @@ def _submeshes(plan: Plan) -> list[Submesh]:
     return list(found.values())
 
 
-def lane_of(submesh: Submesh, makespan: int) -> Lane:
+def lane_of(submesh: Submesh, makespan: int, residents: Sequence[tuple[int, str]]) -> Lane:
     """What it did, and where its time went: the parts of the breakdown add up to the whole step's."""
-    waited = dict(submesh.waited)
+    waited = submesh.in_all(lambda played: played.waited, submesh.waited)
     tail = submesh.end_ns - submesh.free_ns
     if tail:
         kind = _last_kind(submesh.pieces)
         waited[kind] = waited.get(kind, 0) + tail
     exposed = {kind: spent for kind, spent in sorted(waited.items()) if spent}
-    spent: Mapping[str, int] = submesh.spent
+    spent, sent = (
+        submesh.in_all(lambda played: played.spent, {}),
+        submesh.in_all(lambda played: played.sent, submesh.sent),
+    )
+    held: list[Change] = [(0, size, kind, Moment.START) for size, kind in residents if size]
     sends = {"send": submesh.sends_bytes} if submesh.departed else {}
     breakdown = Breakdown(
         compute_ns=sum(spent.get(kind, 0) for kind in WORK),
@@ -414,10 +446,10 @@ def lane_of(submesh: Submesh, makespan: int) -> Lane:
     )
     return Lane(
         submesh.ranks,
-        tuple(submesh.pieces),
+        (TimelinePiece(0, "", [], held), *submesh.pieces),
         breakdown,
         exposed,
-        dict(sorted((submesh.sent | sends).items())),
+        dict(sorted((sent | sends).items())),
         submesh.between | sends,
         submesh.along,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,23 +33,28 @@ class Event(NamedTuple):
 
 
 class TimelinePiece(NamedTuple):
-    """Tasks and changes of memory whose times count from `begin_ns`; the same lists may stand for several pieces."""
+    """Tasks and changes of memory whose times count from `begin_ns`; the same lists may stand for several pieces.
+
+    rename: of a task that was played for an equal piece of the model, the name that it has here.
+    """
 
     begin_ns: int
     label: str
     tasks: list[Task]
     changes: Changes
+    rename: Callable[[str], str] | None = None
 
 
 @dataclass(frozen=True, eq=False)
 class Lane:
     """What one rank did; the other ranks of its submesh do the same.
 
-    along: by mesh axis (its position in the logical mesh, or `BETWEEN`) and kind, as of tasks: what it sent.
+    played: pieces with the names that they were played with. along: by mesh axis (its position in the logical mesh, or
+    `BETWEEN`) and kind, as of tasks: what it sent.
     """
 
     ranks: range
-    pieces: tuple[TimelinePiece, ...]
+    played: tuple[TimelinePiece, ...]
     breakdown: Breakdown
     exposed: Mapping[str, int]
     comm_bytes: Mapping[str, int]
@@ -57,8 +62,20 @@ class Lane:
     along: Mapping[tuple[int, str], Sent]
 
     @cached_property
+    def pieces(self) -> tuple[TimelinePiece, ...]:
+        """What was played, with its own names."""
+        known: dict[tuple[int, int], list[Task]] = {}
+        found = []
+        for piece in self.played:
+            key, rename = (id(piece.tasks), id(piece.rename)), piece.rename
+            if rename is not None and key not in known:
+                known[key] = [(task[0], rename(task[1]), *task[2:]) for task in piece.tasks]
+            found.append(piece._replace(tasks=known.get(key, piece.tasks)))
+        return tuple(found)
+
+    @cached_property
     def _memory(self) -> Memory:
-        return Memory(self.pieces)
+        return Memory(self.played)
 
     @cached_property
     def memory(self) -> tuple[tuple[int, int], ...]:
@@ -141,7 +158,7 @@ class Timeline:
         busy: dict[Stream, int] = defaultdict(int)
         known: dict[int, dict[str, int]] = {}
         for lane in self.lanes:
-            for piece in lane.pieces:
+            for piece in lane.played:
                 if id(piece.tasks) not in known:
                     known[id(piece.tasks)] = _work(piece.tasks)
                 for stream, spent in known[id(piece.tasks)].items():

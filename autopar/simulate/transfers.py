@@ -24,7 +24,7 @@ from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, FORWARD
 from autopar.ir.stages import gradients_back, leaving_placement, maker_of, tied_tensors
 from autopar.runtime.arrivals import Turn
 from autopar.runtime.crossing import Side, crossing
-from autopar.simulate.program import LocalProgram
+from autopar.simulate.player import StagePlayer
 
 
 class Transfer(NamedTuple):
@@ -110,13 +110,13 @@ def way_of(turn: Turn) -> tuple[int, str]:
     return turn.stage, BACKWARD if turn.direction == BACKWARD_INPUT else turn.direction
 
 
-def find_transfers(
-    graph: Graph, plan: Plan, programs: Sequence[LocalProgram], profiles: Sequence[Profile]
-) -> Transfers:
+def find_transfers(graph: Graph, plan: Plan, stages: Sequence[StagePlayer], profiles: Sequence[Profile]) -> Transfers:
     """Everything that travels between stages in a microbatch. profiles: of each stage's devices."""
     found = Transfers({}, {}, {}, {}, [profile.runtime if len(plan.stages) > 1 else None for profile in profiles])
-    kept = [_kept(program) for program in programs]
-    for target, receiver in enumerate(programs):
+    if len(plan.stages) == 1:
+        return found
+    kept = [stage.kept for stage in stages]
+    for target, receiver in enumerate(stages):
         makers = {name: maker_of(graph, plan, target, name) for name in receiver.receives}
         for source in range(target):
             names = tuple(name for name, maker in makers.items() if maker == source)
@@ -140,13 +140,6 @@ def find_transfers(
                     found.arriving_bytes[key] = found.arriving_bytes.get(key, 0) + arriving
                     found.messages[key] = found.messages.get(key, 0) + (len(what) if link else 0)
     return found
-
-
-def _kept(program: LocalProgram) -> set[str]:
-    """What is sent of the tensors that autograd keeps anyway, or that are stored."""
-    saved = {storage for item in program.items if item.runs_backward for storage in item.saved}
-    sent = ((name, program.values[value].storage) for (name, _), value in program.sends.items())
-    return {name for name, storage in sent if storage in saved or program.memory[storage].owner < 0}
 
 
 class _StageRoute(NamedTuple):

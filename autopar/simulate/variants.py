@@ -9,14 +9,24 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.graph import Graph
+from autopar.ir.placement import Placement
 from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.differences import Differences, Key
-from autopar.simulate.engine import Change as MemoryChange
-from autopar.simulate.engine import Moment
+from autopar.simulate.engine import Carried, Moment
 from autopar.simulate.facts import graph_facts
-from autopar.simulate.part_player import PRECEDING, Ahead, Begin, PartPlayer, Root, RootBucket, Unsupported
+from autopar.simulate.part_player import (
+    BEGUN,
+    FOLLOWING,
+    PRECEDING,
+    Ahead,
+    Begin,
+    PartPlayer,
+    Root,
+    RootBucket,
+    Unsupported,
+)
 from autopar.simulate.parts import (
     Arriving,
     CrossingValue,
@@ -30,13 +40,16 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import Pass
+from autopar.simulate.player import Pass, Played
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, Transmission
-from autopar.simulate.repeats import segments_of
+from autopar.simulate.repeats import Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once
-KEPT_RISES = 1 << 14
+
+
+SentValues = Mapping[tuple[str, Placement], bool]
+"""What a stage sends to later ones, in which placements, and whether the gradient comes back."""
 
 
 class Gathered(NamedTuple):
@@ -45,8 +58,7 @@ class Gathered(NamedTuple):
 
     ready: Mapping[int, Mapping[int, tuple[int, str]]]
     arriving: Mapping[int, Mapping[int, list[tuple[int, int]]]]
-    done: Pass
-    last_ns: int
+    done: Played
 
 
 class Joined(NamedTuple):
@@ -58,20 +70,26 @@ class Joined(NamedTuple):
     preceding: Sequence[tuple[int, int]]
     root_parts: tuple[int, ...]
     root: Root | None
-    gathered: Gathered
     lent: Sequence[Mapping[int, Key]]
     regathers: bool
+    passes: dict[Any, Pass]
+
+    @property
+    def parts(self) -> list[Part]:
+        """What is played."""
+        return [player.part for player in self.players]
 
 
 class Variants:
     """Lowers plans by what is new in them."""
 
-    def __init__(self, graph: Graph, plan: StagePlan, profile: Profile) -> None:
-        self.graph, self.profile = graph, profile
-        facts = graph_facts(graph, profile.device_type)
-        self.segments = segments_of(graph, facts, frozenset(plan.recompute))
-        batched = {name: graph.tensors[name].shape[0] for name in batch_inputs(graph)}
-        self.lowering = PartLowering(graph, plan, profile, plan.mesh.devices_per_node, facts, batched)
+    def __init__(self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int) -> None:
+        """graph, plan: of the stage; whole: of all stages."""
+        self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
+        facts = graph_facts(whole, profile.device_type)
+        self.segments = known_segments(graph, facts, frozenset(plan.recompute))
+        batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
+        self.lowering = PartLowering(graph, plan, profile, per_node, facts, batched)
         self.trains = self.lowering.trains
         self.differences = Differences(graph, self.segments, plan)
         self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
@@ -91,7 +109,7 @@ class Variants:
         self._workspace: list[tuple[int, int] | None] = [None] * len(graph.stored)
         self._held = [0] * len(graph.stored)
         self._updated = 0, 0
-        self._rises: dict[Pass, int] = {}
+        self._named: dict[tuple[int, int], dict[str, str]] = {}
 
     @property
     def is_full(self) -> bool:
@@ -107,9 +125,9 @@ class Variants:
 
     # Lowering ----------------------------------------
 
-    def parts(self, plan: StagePlan) -> list[Part]:
+    def parts(self, plan: StagePlan, sent: SentValues) -> list[Part]:
         """The plan's parts: see `parts` for the four walks."""
-        lowered = self._lowered_parts(plan)
+        lowered = self._lowered_parts(plan, sent)
         marked = self._marked_parts(lowered)
         first = marked[0].lowered
         before = self._number(KeptBefore((False,) * first.num_memory, (False,) * first.num_entering))
@@ -131,13 +149,19 @@ class Variants:
             wanted = known[1]
         return parts[::-1]
 
-    def _lowered_parts(self, plan: StagePlan) -> list[Lowered]:
-        numbers = self.differences.numbers(plan)
+    def _lowered_parts(self, plan: StagePlan, sent: SentValues) -> list[Lowered]:
+        numbers = [*self.differences.numbers(plan)]
+        if self.is_stage:
+            received = tuple([plan.inputs[name] for name in self.graph.received])
+            numbers[0] = self._number((numbers[0], received))
+            numbers[-1] = self._number((numbers[-1], tuple(sent.items())))
         before, found = self._number(self._begin(plan)), []
         for segment, number in zip(self.segments, numbers, strict=True):
             known = self._lowered.get((segment.kind, number, before))
             if known is None:
-                part = self.lowering.lower(segment, plan, dict(self.differences.steps), self._contents[before])
+                leaving = sent if segment.number == len(self.segments) - 1 else {}
+                steps = dict(self.differences.steps)
+                part = self.lowering.lower(segment, plan, steps, self._contents[before], leaving)
                 known = self._lowered[segment.kind, number, before] = part, self._number(part.after)
             found.append(known[0])
             before = known[1]
@@ -170,23 +194,24 @@ class Variants:
 
     # Joining ----------------------------------------
 
-    def joined(self, plan: StagePlan) -> Joined:
-        """The plan's parts, as they are played."""
+    def joined(self, plan: StagePlan, sent: SentValues) -> Joined:
+        """The plan's parts, as they are played. sent: what the stage sends to later ones, and whether the gradient
+        comes back."""
         self._check_gathered_alike(plan)
-        parts = self.parts(plan)
+        parts = self.parts(plan, sent)
         shares = self._shares(parts)
         regathers = any(part.regathers for part in parts)
         if regathers:
             return self._join_regathering(parts, shares)
         players = tuple([
-            self._player(part, own, (None, None, None, number == 0, frozenset()))
+            self._player(part, own, (None, None, None, number == 0, False, frozenset()))
             for number, (part, own) in enumerate(zip(parts, shares, strict=True))
         ])  # fmt: skip
         known = self._joined.get(players)
         if known is None:
             nothing = ((-1, -1),) * len(parts)
             known = self._joined[players] = Joined(
-                players, nothing, nothing, (), None, self._gathers(parts), ({},) * len(parts), False
+                players, nothing, nothing, (), None, ({},) * len(parts), False, {}
             )  # fmt: skip
         return known
 
@@ -213,11 +238,13 @@ class Variants:
         lent = self._lent(parts)
         following, preceding = _neighbours(parts)
         root_parts, root = self._root(parts)
+        begins_back = len(parts) - 1 if self.is_stage else -1  # it gathers again what belongs to no unit
         players = []
         for number, part in enumerate(parts):
             around = (
                 _ahead(parts, following[number], _gathers_in), _ahead(parts, preceding[number], _is_entered),
-                root if number == 0 or number in root_parts else None, number == 0,
+                root if number in (0, begins_back) or number in root_parts else None, number == 0,
+                number == begins_back,
                 frozenset(n for n in lent[number] if part.program.slots[n].value < part.lowered.num_entering),
             )  # fmt: skip
             players.append(self._player(part, shares[number], around))
@@ -226,7 +253,7 @@ class Variants:
             borrowed = [_borrowed(player, number, preceding, parts, lent) for number, player in enumerate(players)]
             together = [{**own, **others} for own, others in zip(lent, borrowed, strict=True)]
             self._joined[key] = Joined(
-                key, following, preceding, root_parts, root, self._gathers(parts), together, True
+                key, following, preceding, root_parts, root, together, True, {}
             )  # fmt: skip
         return self._joined[key]
 
@@ -265,6 +292,41 @@ class Variants:
         """By segment, the stored tensors, with their places, that may have memory for their gradients when it begins:
         after the first microbatch all of them."""
         return self._all if microbatches > 1 else self._shared
+
+    # Names ----------------------------------------
+
+    def renamed(self, joined: Joined, number: int, name: str) -> str:
+        """The name of a part's task, which was played for an equal part of the model, word by word; of the step's begin
+        for -1. A word like "2:3" means a slot of another part (`Slot.at`), or the bucket of a way that others began."""
+        words = []
+        for word in name.split(" "):
+            whose, mark, which = word.rpartition(":")
+            at, tensor = number, word
+            if mark:
+                at, n = self._slot_meant(joined, number, whose, int(which))
+                tensor = joined.parts[at].program.slots[n].tensor
+            words.append(tensor if at < 0 else self._names(joined.parts[at].lowered.origin, at).get(tensor, tensor))
+        return " ".join(words)
+
+    def _slot_meant(self, joined: Joined, number: int, whose: str, which: int) -> tuple[int, int]:
+        """The part, and the slot's number there."""
+        if whose == BEGUN:
+            return _begun(joined, number, which)
+        if number < 0:
+            return int(whose), which
+        if int(whose) in (FOLLOWING, PRECEDING):
+            return (joined.following if int(whose) == FOLLOWING else joined.preceding)[number][0], which
+        return joined.root_parts[int(whose)], which
+
+    def _names(self, origin: int, number: int) -> Mapping[str, str]:
+        """What is called so in a segment, as it is called in an equal one."""
+        if origin == number:
+            return {}
+        known = self._named.get((origin, number))
+        if known is None:
+            pairs = zip(_names_in(self.segments[origin]), _names_in(self.segments[number]), strict=True)
+            known = self._named[origin, number] = dict(pairs)
+        return known
 
     # What is regathered ----------------------------------------
 
@@ -307,7 +369,7 @@ class Variants:
         for at, (number, n) in enumerate(found):
             slot = parts[number].program.slots[n]
             unit = (number, slot.unit) if slot.unit else (0, 0)
-            program.slots.append(slot.at(at, units.setdefault(unit, len(units))))
+            program.slots.append(slot.at(at, units.setdefault(unit, len(units)), ""))
         buckets = [
             RootBucket(
                 tuple((place[found[n][0]], found[n][1]) for n in bucket.slots), bucket.transmissions, bucket.convert_ns
@@ -318,17 +380,17 @@ class Variants:
 
     # The step's begin and end ----------------------------------------
 
-    def _gathers(self, parts: Sequence[Part]) -> Gathered:
-        """Plays the begin of the step, without what stays."""
+    def gathered(self, parts: Sequence[Part], carried: Carried) -> Gathered:
+        """Plays the begin of the step, from what other stages of the device have under way."""
         if not any(part.first_sent for part in parts):
             sizes = sum(part.first_bytes for part in parts)
-            begin = Begin(LocalProgram(), self.profile, set())
+            begin = Begin(LocalProgram(), self.profile, set(), carried)
             begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
-            return Gathered({}, {}, begin.result(), 0)
-        key = tuple([self._first_form(part) for part in parts])
+            return Gathered({}, {}, begin.result())
+        key = carried, tuple([self._first_form(part) for part in parts])
         known = self._gathered.get(key)
         if known is None:
-            known = self._gathered[key] = self._played_gathers(parts)
+            known = self._gathered[key] = self._played_gathers(parts, carried)
         ready = {
             number: {parts[number].program.slots[n].value: end for n, end in ends.items()}
             for number, ends in known.ready.items()
@@ -348,7 +410,7 @@ class Variants:
             part.first_form = self._number(form)
         return part.first_form
 
-    def _played_gathers(self, parts: Sequence[Part]) -> Gathered:
+    def _played_gathers(self, parts: Sequence[Part], carried: Carried) -> Gathered:
         """As `Gathered`, but slots by number."""
         places, program = list[tuple[int, int]](), LocalProgram()
         units: dict[tuple[int, int], int] = {(0, 0): 0}
@@ -358,11 +420,11 @@ class Variants:
                 slot = part.program.slots[n]
                 unit = (number, slot.unit) if slot.unit else (0, 0)
                 places.append((number, n))
-                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units))))
+                program.slots.append(slot.at(len(places) - 1, units.setdefault(unit, len(units)), f"{number}:{n}"))
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
         inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
-        begin = Begin(program, self.profile, inside)
+        begin = Begin(program, self.profile, inside, carried)
         if is_plain:
             quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts)
             begin.engine.allocate(0, quiet, "gathered", Moment.SEND)
@@ -375,7 +437,7 @@ class Variants:
         for at, found in begin.arriving_ns().items():
             number, local = home[at]
             arriving[number][local] += found
-        return Gathered(ready, arriving, begin.result(), begin.last_ns)
+        return Gathered(ready, arriving, begin.result())
 
     def optimizer(self, plan: StagePlan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""
@@ -398,16 +460,6 @@ class Variants:
             if workspace is not None:
                 most, before, count = max(most, before + workspace[0]), workspace[1], count + 1
         self._updated = (lowering.optimizer_ns(moved, count), most) if moved else (0, most)
-
-    def rise_bytes(self, done: Pass) -> int:
-        """The most that a pass adds to what was there when it began."""
-        known = self._rises.get(done)
-        if known is None:
-            if len(self._rises) >= KEPT_RISES:
-                self._rises.clear()
-            held = itertools.accumulate(size for _, size, _, _ in sorted(done.allocations, key=_in_time))
-            known = self._rises[done] = max(held, default=0)
-        return max(0, known)
 
     def resident_bytes(self, plan: StagePlan, parts: Sequence[Part]) -> int:
         """Bytes that stay through the step; at least, where nothing is trained."""
@@ -435,9 +487,18 @@ class Variants:
         lowering.constants = dict(enumerate(constants.values()))
 
 
-def _in_time(change: MemoryChange) -> tuple[int, int, int]:
-    """When, at which moment of that, and what gives back before what takes (as in `timeline`)."""
-    return change[0], change[3], change[1]
+def _begun(joined: Joined, number: int, way: int) -> tuple[int, int]:
+    """The first slot of a bucket of this way that a part goes on with: the part that began it, and the number there."""
+    for at in range(number + 1, len(joined.players)):
+        for share in joined.players[at].shares:
+            if share.way == way and share.goes and not share.comes:
+                return at, share.slots[0]
+    raise AssertionError(f"expected a part after {number} that begins a bucket of way {way}")
+
+
+def _names_in(segment: Segment) -> list[str]:
+    """Of its operators and tensors, in an order that equal segments have them in, too."""
+    return [*(node.name for node in segment.nodes), *segment.enters, *segment.made, *segment.stored, *segment.keeps]
 
 
 def _neighbours(parts: Sequence[Part]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

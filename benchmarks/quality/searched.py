@@ -29,7 +29,7 @@ from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.pipeline import planned_jointly
 from autopar.request import BUDGETS, Request
-from autopar.simulate import Incremental, IncrementalStages
+from autopar.simulate import Incremental
 from autopar.staged import finalists
 from autopar.trace import trace
 from benchmarks.facts import facts
@@ -51,7 +51,7 @@ def counting() -> Iterator[Counter[str]]:
     counts = Counter[str]()
     asked: list[tuple[Any, str, str]] = [(Placements, "plan", "solved"), (Placements, "trade_offs", "solved")]
     asked += [(module, "simulate", "simulations") for module in (finalists, planning, shares, unequal)]
-    asked += [(Incremental, "_played_now", "simulations"), (IncrementalStages, "timeline", "simulations")]
+    asked += [(Incremental, "_played_now", "simulations")]
     with ExitStack() as stack:
         for owner, name, kind in asked:
             counted = partial(_counted, counts, kind, getattr(owner, name))

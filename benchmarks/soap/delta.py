@@ -4,8 +4,9 @@
 
 A proposal changes the placements of one operator, how one tensor is stored, or what is computed again, in one layer or
 in all equal ones; half of them are taken, so that plans drift far from the templates that they began with. Equal means:
-step time, breakdown, exposed time by kind, bytes by collective, peak memory and what it consists of; and, asked whether
-a step is within a time, or its peak within a limit, drawn around what is true, the answer is that of the whole.
+step time, breakdown, exposed time by kind, bytes by collective, peak memory and what it consists of, every task; and,
+asked whether a step is within a time, or its peak within a limit, drawn around what is true, the answer is that of the
+whole.
 
 Timed is a GPT of 32 layers on 64 and on 8 devices. One proposal after another is simulated whole (from plan and graph
 to step time and peak), then by its difference to those before; a tenth of them are taken. Times are those
@@ -25,8 +26,8 @@ from pathlib import Path
 from typing import Any
 
 from autopar.ir.plan import Plan
-from autopar.simulate import Timeline, simulate
-from autopar.simulate.incremental import Incremental
+from autopar.simulate import Timeline
+from autopar.simulate.incremental import Incremental, simulate_whole
 from benchmarks.facts import facts, write_record
 from benchmarks.simulate.run import SMALL
 from benchmarks.soap.cases import CASES, Case, Start, start
@@ -63,7 +64,7 @@ def main() -> None:
 
 def differences(full: Timeline, delta: Timeline) -> list[str]:
     """What is not equal of a step."""
-    names = ("step_time_ns", "breakdown", "exposed", "comm_bytes", "peak_bytes", "memory_at_peak")
+    names = ("step_time_ns", "breakdown", "exposed", "comm_bytes", "peak_bytes", "memory_at_peak", "events")
     return [name for name in names if getattr(full, name) != getattr(delta, name)]
 
 
@@ -81,7 +82,7 @@ def _compared(name: str, count: int) -> dict[str, Any]:
     graph, profile, walk = _walk(start(CASES[name]), count, seed=1, taken=0.5)
     incremental, differ, rng = Incremental(graph, profile), 0, random.Random(1)
     for plan in walk():
-        full = simulate(graph, plan, profile)
+        full = simulate_whole(graph, plan, profile)
         found = bounds_broken(full, incremental, plan, rng.choice(PARTS))
         found += differences(full, incremental.timeline(plan))
         if found:
@@ -116,7 +117,7 @@ def _timed(name: str, equal: bool, count: int) -> dict[str, Any]:
     incremental = Incremental(graph, profile)
     rows = []
     for number, plan in enumerate(walk()):
-        full = _seconds(lambda plan=plan: simulate(graph, plan, profile).peak_bytes)  # type: ignore[misc]
+        full = _seconds(lambda plan=plan: simulate_whole(graph, plan, profile).peak_bytes)  # type: ignore[misc]
         delta = _seconds(lambda plan=plan: incremental.step_time_ns(plan))  # type: ignore[misc]
         peak = _seconds(lambda plan=plan: incremental.peak_bytes(plan))  # type: ignore[misc]
         if number:

@@ -25,7 +25,8 @@ from autopar.ir.plan import Branch, Fork, Plan
 from autopar.ops import admits
 from autopar.profiler import load_profile
 from autopar.simulate import simulate
-from autopar.simulate.meeting import Meeting
+from autopar.simulate.player import Meet
+from autopar.simulate.unlike import Keys, played_together
 from autopar.trace import trace
 from models import inception, two_towers
 from tests.branches.cases import case, forks, in_branches, plan, regions
@@ -364,13 +365,31 @@ def test_ranks_meet_where_a_branch_begins_with_what_has_no_gradient() -> None:
 
 
 def test_lanes_that_wait_for_what_does_not_come_are_told_so() -> None:
-    meeting = Meeting({0: [(), ()], 1: [(), ()]})
-    try:
-        assert meeting.play([0, 5], [lambda meet: meet(0, 7), lambda meet: meet(0, 1)]) == [7, 2]
-        for other in (lambda meet: 0, lambda meet: meet(1, 3)):
-            with pytest.raises(PlanError, match="the same collectives in the same order"):
-                meeting.play([0, 0], [lambda meet: meet(0, 7), other])
-        with pytest.raises(ZeroDivisionError):
-            meeting.play([0, 0], [lambda meet: meet(0, 7), lambda meet: 1 // 0])
-    finally:
-        meeting.close()
+    keys: Keys = {0: [(), ()], 1: [(), ()]}
+    assert played_together(keys, [0, 5], [lambda meet: meet(0, 7), lambda meet: meet(0, 1)]) == [7, 2]
+    for other in (lambda meet: 0, lambda meet: meet(1, 3)):
+        with pytest.raises(PlanError, match="the same collectives in the same order"):
+            played_together(keys, [0, 0], [lambda meet: meet(0, 7), other])
+    with pytest.raises(PlanError, match="the same collectives in the same order"):  # each waits for the other's first
+        played_together(
+            keys, [0, 0], [lambda meet: meet(1, meet(0, 7) + 1), lambda meet: meet(0, meet(1, 7) + 1)]
+        )  # fmt: skip
+    with pytest.raises(ZeroDivisionError):
+        played_together(keys, [0, 0], [lambda meet: meet(0, 7), lambda meet: 1 // 0])
+
+
+def test_lanes_meet_as_if_each_step_waited_for_the_other() -> None:
+    """Each is the later one in turn, so that what one starts follows from when the other was there before."""
+
+    def lane(*works: int) -> Callable[[Meet], int]:
+        def play(meet: Meet) -> int:
+            now = 0
+            for work in works:
+                now = meet(0, now + work) + 1
+            return now
+
+        return play
+
+    first, second = (5, 1, 9, 2, 4), (2, 7, 3, 8, 1)
+    ends = played_together({0: [(), ()]}, [0, 0], [lane(*first), lane(*second)])
+    assert ends == [sum(map(max, first, second)) + len(first)] * 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, replace
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
 from autopar.runtime.arrivals import may_come_early
-from autopar.simulate import IncrementalStages, Timeline, simulate
+from autopar.simulate import Incremental, Timeline, simulate
 from autopar.simulate.engine import COMPUTE
 from autopar.trace import trace
 from models import gpt
@@ -53,7 +54,7 @@ def played(runtime: Runtime, graph: Graph, plan: Plan) -> Timeline:
 def test_each_pass_is_called_and_each_message_handed_over(schedule: str) -> None:
     graph, plan = planned(pp=2, schedule=schedule)
     free, busy = (played(runtime, graph, plan) for runtime in (FREE, BUSY))
-    again = IncrementalStages(graph, profile_with(BUSY)).timeline(plan)
+    again = Incremental(graph, profile_with(BUSY)).timeline(plan)
     assert (again.step_time_ns, again.breakdown) == (busy.step_time_ns, busy.breakdown)
     borders, of_each = {"interleaved": (3, 4), "zero_bubble": (1, 3)}.get(schedule, (1, 2))
     passes = of_each * MICROBATCHES
@@ -71,8 +72,11 @@ def spans_of(timeline: Timeline, plan: Plan) -> list[dict[Turn, tuple[int, int]]
         stages.setdefault(stage.first_rank, []).append(number)
     found = []
     for lane, order in zip(timeline.lanes, turns(plan.schedule, [*stages.values()], MICROBATCHES, True), strict=True):
-        passes = [piece for piece in lane.pieces if piece.label and piece.tasks[0][0] == COMPUTE]
-        spans = [(piece.begin_ns, piece.begin_ns + max(task[3] for task in piece.tasks)) for piece in passes]
+        played = [piece for piece in lane.pieces if piece.label and {task[0] for task in piece.tasks} & {COMPUTE}]
+        passes = [[*own] for _, own in groupby(played, lambda piece: (piece.label, piece.tasks[0][4] == "backward"))]
+        spans = [
+            (own[0].begin_ns, max(piece.begin_ns + task[3] for piece in own for task in piece.tasks)) for own in passes
+        ]  # fmt: skip
         found.append(dict(zip(order, spans, strict=True)))
     return found
 
@@ -94,7 +98,7 @@ def test_who_asks_for_what_was_sent_before_stands_still(schedule: str, some_late
                 assert waited == LATE_NS * is_late
                 found.add(is_late)
     assert found == {False, some_late}
-    again = IncrementalStages(graph, profile_with(replace(FREE, pass_ns=PASS_NS, late_ns=LATE_NS))).timeline(plan)
+    again = Incremental(graph, profile_with(replace(FREE, pass_ns=PASS_NS, late_ns=LATE_NS))).timeline(plan)
     assert (again.step_time_ns, again.breakdown) == (timeline.step_time_ns, timeline.breakdown)
 
 

@@ -16,7 +16,7 @@ from autopar.ir.schedule import FORWARD, Turn, turns
 from autopar.microbatch import one_microbatch, one_microbatch_plan, types_of
 from autopar.pipeline import template_of_graph
 from autopar.profiler import load_profile
-from autopar.simulate import IncrementalStages, Timeline, predict, simulate
+from autopar.simulate import Incremental, Timeline, predict, simulate
 from autopar.simulate.cores import SEND, Beside, SharedCoreClock, Sharing, clock_of, part_of_step
 from autopar.simulate.engine import COMPUTE, Task
 from autopar.simulate.timeline import Lane, TimelinePiece
@@ -91,7 +91,7 @@ def test_memory_and_what_is_sent_stay_as_they_are(name: str) -> None:
 
 def test_plans_that_are_simulated_one_after_another_share_cores_too() -> None:
     graph, plan = case("1f1b")
-    found = IncrementalStages(graph, with_cores(2)).timeline(plan)
+    found = Incremental(graph, with_cores(2)).timeline(plan)
     assert found.step_time_ns == played("1f1b", 2).step_time_ns
     assert found.events == played("1f1b", 2).events
 

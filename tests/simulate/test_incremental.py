@@ -23,9 +23,9 @@ from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.refinement import space_of
 from autopar.request import Request, SearchBudget
-from autopar.simulate import repeats, simulate
+from autopar.simulate import repeats
 from autopar.simulate.facts import graph_facts
-from autopar.simulate.incremental import Incremental
+from autopar.simulate.incremental import Incremental, simulate_whole
 from autopar.simulate.part_player import PartPlayer
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.repeats import segments_of
@@ -56,7 +56,7 @@ def test_any_proposal_is_simulated_as_a_whole_simulation_would(name: str) -> Non
     part, plan, profile = begin(name)
     incremental, proposer, rng = Incremental(part.graph, profile), Proposer(part, plan, seed=16), random.Random(16)
     for number in range(PROPOSALS):
-        full = simulate(part.graph, plan, profile)
+        full = simulate_whole(part.graph, plan, profile)
         assert not bounds_broken(full, incremental, plan, rng.choice(PARTS)), f"proposal {number}"
         assert not differences(full, incremental.timeline(plan)), f"proposal {number}"
         plan = proposer.propose(plan, equal=rng.random() < 0.5, stores=0.3)
@@ -70,7 +70,7 @@ def test_equal_layers_of_which_some_are_computed_again_are_told_apart() -> None:
     incremental = Incremental(part.graph, profile)
     for again in ((), (paths[0],), (paths[1],), (f"{paths[1]}.attention",), (paths[0], f"{paths[1]}.attention")):
         other = replace(plan, recompute=again)
-        assert not differences(simulate(part.graph, other, profile), incremental.timeline(other)), again
+        assert not differences(simulate_whole(part.graph, other, profile), incremental.timeline(other)), again
 
 
 def test_a_shared_parameter_that_is_regathered_to_several_placements_is_gathered_for_each() -> None:
@@ -87,7 +87,7 @@ def test_a_shared_parameter_that_is_regathered_to_several_placements_is_gathered
     drafts = [space.changed(space.draft(plan), change) for change in changes]
     for other in [draft.plan for draft in drafts if draft is not None]:
         assert not differences(
-            simulate(part.graph, other, profile), Incremental(part.graph, profile).timeline(other)
+            simulate_whole(part.graph, other, profile), Incremental(part.graph, profile).timeline(other)
         )  # fmt: skip
     assert any(drafts)
 
@@ -103,7 +103,7 @@ def test_random_plans_of_random_programs_in_segments_of_two_operators(
     for case in cases_of(seed, 5):
         part = divided(case.subject.graph, find_blocks(case.subject.graph), case.choices.microbatches)
         plan, incremental = draft_plan(part, case.choices, case.subject.mode), Incremental(part.graph, profile)
-        full = simulate(part.graph, plan, profile)
+        full = simulate_whole(part.graph, plan, profile)
         assert not differences(full, incremental.timeline(plan)), case.name
 
 
@@ -132,7 +132,7 @@ def test_parameters_that_are_read_first_without_a_gradient(asked: dict[str, int]
     assert plan.microbatches == asked.get("microbatches", 1)
     part = divided(graph, find_blocks(graph), plan.microbatches)
     plan = one_microbatch_plan(plan)
-    assert not differences(simulate(part.graph, plan, profile), Incremental(part.graph, profile).timeline(plan))
+    assert not differences(simulate_whole(part.graph, plan, profile), Incremental(part.graph, profile).timeline(plan))
 
 
 def test_proposals_are_well_typed() -> None:
@@ -147,7 +147,7 @@ def test_plans_may_come_in_any_order() -> None:
     part, first, profile = begin(GPT)
     proposer, incremental = Proposer(part, first, seed=2), Incremental(part.graph, profile)
     plans = [first, *(proposer.propose(first, equal=number % 2 == 0, stores=0.3) for number in range(6))]
-    expected = {id(plan): simulate(part.graph, plan, profile).step_time_ns for plan in plans}
+    expected = {id(plan): simulate_whole(part.graph, plan, profile).step_time_ns for plan in plans}
     for plan in random.Random(3).choices(plans, k=30):
         assert incremental.step_time_ns(plan) == expected[id(plan)]
 
@@ -176,7 +176,7 @@ def test_a_missing_conversion_is_refused_as_in_a_whole_simulation() -> None:
     lacking, incremental = plan.placed(redistributes=()), Incremental(part.graph, profile)
     with pytest.raises(PlanError, match="expected a redistribution of"):
         incremental.step_time_ns(lacking)
-    whole = simulate(part.graph, plan, profile)
+    whole = simulate_whole(part.graph, plan, profile)
     assert incremental.step_time_ns(plan) == whole.step_time_ns, "what was refused leaves no trace"
 
 

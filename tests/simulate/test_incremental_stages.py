@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from random import Random
 
@@ -15,7 +16,9 @@ from autopar.ir.schedule import SCHEDULES
 from autopar.microbatch import one_microbatch_plan
 from autopar.pipeline import template_of_graph
 from autopar.refinement import Worlds
-from autopar.simulate import IncrementalStages, simulate
+from autopar.simulate import Incremental
+from autopar.simulate.incremental import simulate_whole
+from autopar.simulate.parts import PartLowering
 from autopar.soap import Proposals
 from benchmarks.soap.delta import differences
 from tests.soap.test_space import graph
@@ -59,15 +62,26 @@ def microbatch(schedule: str) -> Graph:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
     own, profile = microbatch(schedule), worlds(schedule).profile
-    stages = IncrementalStages(own, profile)
+    stages = Incremental(own, profile)
     for plan in plans(schedule):
-        assert not differences(simulate(own, plan, profile), stages.timeline(plan))
+        assert not differences(simulate_whole(own, plan, profile), stages.timeline(plan))
 
 
-def test_only_changed_stages_are_lowered() -> None:
-    own, (first, *_) = microbatch("1f1b"), plans("1f1b")
-    stages = IncrementalStages(own, worlds("1f1b").profile)
+def test_only_what_changed_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    own, (first, *_), lowered = microbatch("1f1b"), plans("1f1b"), list[object]()
+    lower = PartLowering.lower
+    monkeypatch.setattr(PartLowering, "lower", lambda *args: (lowered.append(args[1]), lower(*args))[1])
+    stages = Incremental(own, worlds("1f1b").profile)
     stages.timeline(first)
-    assert stages.num_lowered == len(first.stages)
-    stages.timeline(first)
-    assert stages.num_lowered == len(first.stages)
+    assert lowered and not stages.num_whole
+    lowered.clear()
+    stages.timeline(replace(first))
+    assert not lowered and not stages.num_whole
+
+
+def test_stages_whose_backward_pass_comes_in_two_parts_are_kept_whole() -> None:
+    own, (first, *_) = microbatch("zero_bubble"), plans("zero_bubble")
+    stages = Incremental(own, worlds("zero_bubble").profile)
+    for plan in (first, replace(first)):
+        stages.timeline(plan)
+        assert stages.num_whole == len(first.stages)
