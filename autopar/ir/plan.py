@@ -1,7 +1,7 @@
 """The plan: which placement every tensor has on every mesh axis, how parameters are stored, and what it costs.
 
 A plan is pure data. It says everything that the emitted program does beyond the graph: each operator's operand
-and result placements, each redistribution with its steps, each parameter's storage. `verifier.verify` checks it.
+and result placements, each redistribution with its steps, each parameter's storage. `microbatch.check_plan` checks it.
 What shows it, and its form in a file, it asks for by name (`autopar.views`).
 """
 
