@@ -23,7 +23,7 @@ from typing import Any
 
 from autopar.clock import Clock, Interrupted, is_interrupted
 from autopar.cost import Profile
-from autopar.errors import AutoparError, InfeasibleError, MeshError, PlacementError, PlanError
+from autopar.errors import AutoparError, InfeasibleError, InternalError, MeshError, PlacementError, PlanError
 from autopar.ir import verifier
 from autopar.ir.buffers import joins_modules
 from autopar.ir.graph import Graph
@@ -286,6 +286,8 @@ def _run(one: Pass, front: Front, context: Context) -> None:
         for candidate in one(front, context):
             found.append(candidate)
             front.add(candidate, name)
+    except InternalError:
+        raise
     except AutoparError as error:
         front.refusals.append(error)
         context.rows += [Tried(setting=name, infeasible=str(error))] * (front.best is not None)

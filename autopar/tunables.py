@@ -101,6 +101,8 @@ BALANCE_SHARE = 0.5
 """Of the budget, for shares of the batch where stages of one kind of device are looked for, too."""
 LEAST_SEARCH_S = 1.0
 """What a search has at least, however long others took."""
+UNEQUAL_CHUNKS = 2
+"""Stages a submesh in turn, with schedules that have several. More make the bubble smaller and messages more."""
 MOST_A_STAGE = 8
 """With so many microbatches for each stage the bubble is small: more are not looked at. Halved, slow stages wait more;
 doubled, one more number of them is simulated."""

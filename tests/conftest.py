@@ -6,6 +6,7 @@ import atexit
 import difflib
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from autopar.driver import Candidate
     from autopar.ir.graph import Graph
+    from autopar.ir.tried import Tried
 
 GOLDEN_FOLDER = Path(__file__).parent / "golden"
 RANKS_FIXTURE = "rank_pool"
@@ -68,6 +70,21 @@ def _take_the_shipped_profile_of_cpus() -> None:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     cache_path().parent.mkdir()
     cache_path().write_text((profiles_folder() / "cpu.json").read_text())
+
+
+@pytest.fixture(autouse=True)
+def _no_search_makes_ill_typed_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who plans gets the next best where the verifier refuses a plan: here, an ill-typed one is a fault."""
+    driver = sys.modules.get("autopar.driver")
+    if driver is None:
+        return
+    refused, ill_typed = driver.refused, sys.modules["autopar.errors"].PlacementError
+
+    def told(candidate: Candidate, error: Exception) -> Tried:
+        assert not isinstance(error, ill_typed), f"the search made a plan that is not well typed: {error}"
+        return refused(candidate, error)
+
+    monkeypatch.setattr(driver, "refused", told)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

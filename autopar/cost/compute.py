@@ -15,9 +15,8 @@ from autopar.cost.kernels import Kernels, backward_kernels, forward_kernels
 from autopar.cost.profile import OperatorCurve, Profile
 from autopar.ir.graph import DTYPE_BYTES, Node, Tensor
 from autopar.ir.placement import Shape
-from autopar.ops.call import base_name
 from autopar.ops.table import operator
-from autopar.ops.work import VIEW, Work, WorkKey
+from autopar.ops.work import EINSUM, VIEW, Work, WorkKey
 
 
 def node_time_ns(
@@ -168,7 +167,7 @@ def _work_ns(call: WorkKey, work: Work, family: str, direction: int, profile: Pr
     curve = profile.curve(family)
     found = (backward_kernels(call) if direction else forward_kernels(call)) if profile.tables else None
     if found is not None and all(kernel.table in profile.tables for kernel in found.kernels):
-        caller = profile.curve("einsum") if base_name(call.op) == "einsum" else curve
+        caller = profile.curve("einsum") if operator(call.op).work is EINSUM else curve
         return _kernels_ns(found, work, curve, caller, direction, call.dtype, profile)
     moving = family if curve.bound == "memory" else "pointwise"
     duration = _memory_ns(work.num_bytes, moving, direction, profile)

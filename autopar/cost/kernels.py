@@ -20,13 +20,10 @@ one that it transposes.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
-from autopar.ir.placement import Shape
-from autopar.ops.call import base_name
 from autopar.ops.table import operator
-from autopar.ops.work import WorkKey
+from autopar.ops.work import TRANSPOSED_CONVOLUTION, Product, WorkKey
 
 
 class Kernel(NamedTuple):
@@ -45,29 +42,14 @@ class Kernels(NamedTuple):
     summed_bytes: tuple[int, ...] = ()
 
 
-class Product(NamedTuple):
-    """`batch` products of (m, k) and (k, n)."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    is_transposed: bool = False  # the second operand is stored as (n, k)
-    copied: tuple[int, int] = (0, 0)  # bytes of the operands that are copied to be multiplied
-
-    @property
-    def flops(self) -> int:
-        return 2 * self.batch * self.m * self.n * self.k
-
-
 def forward_kernels(call: WorkKey) -> Kernels | None:
     """The kernels of the forward direction; None for a call that no table is made for."""
-    family = operator(call.op).work.family
-    if family == "attention":
-        return Kernels((_attention(call, "forward", operator(call.op).work.forward_flops(call)),))
-    if family == "convolution":
+    kind = operator(call.op).work
+    if kind.family == "attention":
+        return Kernels((_attention(call, "forward", kind.forward_flops(call)),))
+    if kind.family == "convolution":
         return Kernels((_convolution(call, "forward"),))
-    product = product_of(call)
+    product = kind.product(call) if kind.product else None
     if product is None:
         return None
     layout = "NT" if product.is_transposed else "NN"
@@ -76,24 +58,23 @@ def forward_kernels(call: WorkKey) -> Kernels | None:
 
 def backward_kernels(call: WorkKey) -> Kernels | None:
     """The kernels of the gradients of the differentiable operands."""
-    family = operator(call.op).work.family
-    if family == "attention":
-        return Kernels((_attention(call, "backward", operator(call.op).work.forward_flops(call)),))
-    if family == "convolution":
+    kind = operator(call.op).work
+    if kind.family == "attention":
+        return Kernels((_attention(call, "backward", kind.forward_flops(call)),))
+    if kind.family == "convolution":
         sides = zip(("input", "weight"), call.differentiable, strict=False)
         return Kernels(tuple(_convolution(call, side) for side, wanted in sides if wanted), 0, _biases(call, 2))
-    product = product_of(call)
+    product = kind.product(call) if kind.product else None
     return None if product is None else _product_gradients(call, product)
 
 
 def _product_gradients(call: WorkKey, product: Product) -> Kernels:
-    batch, m, n, k, is_transposed, copied = product
-    first, last = (1, 2) if base_name(call.op) in ("addmm", "baddbmm", "addmv") else (0, 1)
+    batch, m, n, k, is_transposed, copied, first = product
     kernels, moved = [], 0
     if call.differentiable[first]:
         kernels.append(_product(batch, "NN" if is_transposed else "NT", m, k, n))
         moved += 2 * copied[0]
-    if len(call.differentiable) > last and call.differentiable[last]:
+    if len(call.differentiable) > first + 1 and call.differentiable[first + 1]:
         rows, columns, inner = (n, k, m) if is_transposed else (k, n, m)
         kernels.append(_product(batch, "TN", rows, columns, inner))
         moved += 2 * copied[1]
@@ -110,63 +91,6 @@ def _product(batch: int, layout: str, m: int, n: int, k: int) -> Kernel:
     return Kernel("batched" if batch > 1 else layout, (m, n, k), 2.0 * batch * m * n * k)
 
 
-def product_of(call: WorkKey) -> Product | None:
-    """The product that a call is; None where it is none, or one that depends on values, as routed experts."""
-    name, shapes = base_name(call.op), call.operand_shapes
-    if name == "linear":
-        features, width = shapes[1]
-        return Product(1, math.prod(shapes[0][:-1]), features, width, is_transposed=True)
-    if name == "einsum":
-        return _einsum(call)
-    if name in ("addmm", "baddbmm"):
-        return _matmul(shapes[1], shapes[2])
-    if name in ("mm", "bmm", "matmul"):
-        return _matmul(shapes[0], shapes[1])
-    return None
-
-
-def _matmul(left: Shape, right: Shape) -> Product | None:
-    if len(left) < 2 or len(right) < 2:
-        return None
-    if len(right) == 2:
-        return Product(1, math.prod(left[:-1]), right[-1], right[-2])
-    return Product(math.prod(right[:-2]), left[-2], right[-1], right[-2])
-
-
-def _einsum(call: WorkKey) -> Product | None:
-    """Labels in both operands and the result are batch dims; in both but not the result, summed."""
-    equation = call.detail.replace(" ", "")
-    inputs, _, result = equation.partition("->")
-    names = inputs.split(",")
-    if len(names) != 2 or "." in equation or list(map(len, names)) != list(map(len, call.operand_shapes)):
-        return None
-    sizes = {label: size for labels, shape in zip(names, call.operand_shapes, strict=True)
-             for label, size in zip(labels, shape, strict=True)}  # fmt: skip
-    left, right = names
-    groups = (
-        [x for x in left if x in right and x in result],
-        [x for x in left if x not in right],
-        [x for x in right if x not in left],
-        [x for x in left if x in right and x not in result],
-    )
-    batch, m, n, k = (math.prod(sizes[label] for label in group) for group in groups)
-    copied = [
-        0 if _lies_in_groups(labels, [groups[0], own, groups[3]], sizes) else num_bytes
-        for labels, own, num_bytes in zip(names, groups[1:3], call.operand_bytes, strict=True)
-    ]
-    return Product(batch, m, n, k, copied=(copied[0], copied[1]))
-
-
-def _lies_in_groups(labels: str, groups: Sequence[Sequence[str]], sizes: dict[str, int]) -> bool:
-    """Whether each group's dims lie next to each other in a contiguous operand, in one order for both operands."""
-    order = [label for label in labels if sizes[label] > 1]
-    for group in groups:
-        wide = [label for label in group if sizes[label] > 1]
-        if wide and "".join(wide) not in "".join(order):
-            return False
-    return True
-
-
 def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
     """Its table counts the forward's operations in both directions."""
     query, key = call.operand_shapes[:2]
@@ -176,7 +100,7 @@ def _attention(call: WorkKey, direction: str, flops: int) -> Kernel:
 
 def _convolution(call: WorkKey, side: str) -> Kernel:
     image, weight, result = call.operand_shapes[0], call.operand_shapes[1], call.result_shapes[0]
-    if "transpose" in base_name(call.op):
+    if operator(call.op).work is TRANSPOSED_CONVOLUTION:
         image, result = result, image
         side = {"forward": "input", "input": "forward"}.get(side, side)
     groups = max(1, image[1] // weight[1])

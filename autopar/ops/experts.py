@@ -65,7 +65,7 @@ EXPERTS: dict[str, Operator] = {
         routed_experts, work=work.EXPERTS, saved=saved.routed_experts, local=_local, needs_elements=True
     ),
     "transformers.grouped_mm_fallback.default": Operator(
-        work=work.LINEAR, saved=saved.matrices, local=_grouped_mm_local
+        work=work.GROUPED, saved=saved.matrices, local=_grouped_mm_local
     ),
-    "_grouped_mm": Operator(work=work.LINEAR),
+    "_grouped_mm": Operator(work=work.GROUPED),
 }

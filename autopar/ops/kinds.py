@@ -25,7 +25,8 @@ FILLED = CREATION.by(saved=saved.nothing, size="size")
 LIKE = Operator(work=work.CREATION, saved=saved.nothing)
 
 # products
-PRODUCT = Operator(work=work.LINEAR, saved=saved.matrices)
+LINEAR = Operator(work=work.LINEAR, saved=saved.matrices)
+PRODUCT = LINEAR.by(work=work.MATMUL)
 PLUS_PRODUCT = Operator(work=work.ADDMM, saved=saved.added_matrices)
 EINSUM = Operator(work=work.EINSUM, saved=saved.einsum_factors)
 

@@ -36,9 +36,7 @@ class Operator:
     """What is known of an operator. A field that is left out says what holds for most."""
 
     rule: RuleFunction | None = None  # the types it runs with locally; None: torch's tags and registry are asked
-    linear: str | Callable[[Call], str] = (
-        ""  # words of R and P, a letter an operand: a pointwise one passes such summands
-    )
+    linear: str | Callable[[Call], str] = ""  # words as of `notation`: summands that pass a pointwise one
     limits: tuple[Limit, ...] = ()  # local shapes that it cannot run with
     needs_elements: bool = False  # torch's kernels refuse tensors without elements, forward or backward, or crash
     cuts_samples_alone: bool = False  # where an axis has shares: windows and groups are shared out evenly only

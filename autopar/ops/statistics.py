@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, references
 from autopar.ir.placement import Axis, P, Placement, R, S, local_shape, num_shards
 from autopar.ops import saved, work, workspace
 from autopar.ops.call import Call, argument
@@ -104,6 +104,12 @@ def _groups_error(call: Call, operands: tuple[Placement, ...], axes: tuple[Axis,
     return f"{groups} groups of channels do not split in {shards}" if groups % shards else None
 
 
+def _group_norm_saved(node: Node, graph: Graph) -> list[Saved]:
+    """Input, weight, and the mean and deviation of each sample's groups; not the result."""
+    x, groups, weight = node.operands[0], argument(node, 1, "num_groups", 1), argument(node, 2, "weight", None)
+    return [x, *references(weight), Extra(x, (0,), 2 * groups * max(4, graph.tensors[x].itemsize))]
+
+
 def _group_norm_local(local: LocalCall) -> str | None:
     call, axes = local.call, local.axes_where(0, lambda type_: type_.kind == "S" and type_.dim > 1)
     if not axes:
@@ -168,8 +174,8 @@ STATISTICS: dict[str, Operator] = {
         workspace=workspace.rms_norm,
     ),
     "aten.group_norm.default": _GROUP_NORM.by(
-        group_norm, inside=_group_norm_inside, local=_group_norm_local, limits=(_groups_error,),
-        groups=Groups("num_groups", lambda call: 1),
+        group_norm, saved=_group_norm_saved, inside=_group_norm_inside, local=_group_norm_local,
+        limits=(_groups_error,), groups=Groups("num_groups", lambda call: 1),
     ),
     "native_group_norm": _GROUP_NORM,
     "aten._native_batch_norm_legit_functional.default": _IN_TRAINING,

@@ -125,7 +125,7 @@ OPERATORS: dict[str, Operator] = {
     **RANDOMNESS,
     **STATISTICS,
     # contractions
-    "aten.linear.default": kinds.PRODUCT.by(Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))),
+    "aten.linear.default": kinds.LINEAR.by(Entry("... k, n k, n -> ... n", "PRP RPP", additive=(2,))),
     "aten.mm.default": kinds.PRODUCT.by(Entry("m k, k n -> m n", "PR RP")),
     "aten.bmm.default": kinds.PRODUCT.by(Entry("b m k, b k n -> b m n", "PR RP")),
     "aten.baddbmm.default": kinds.PLUS_PRODUCT.by(plus_product("b m k, b k n -> b m n")),

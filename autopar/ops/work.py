@@ -8,8 +8,8 @@ slices, so the work is one rank's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 from autopar.ir.graph import Node
 from autopar.ir.placement import Shape
@@ -61,6 +61,23 @@ class Work(NamedTuple):
 
 NO_WORK = Work(0, 0, 0)
 
+
+class Product(NamedTuple):
+    """`batch` products of (m, k) and (k, n)."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    is_transposed: bool = False  # the second operand is stored as (n, k)
+    copied: tuple[int, int] = (0, 0)  # bytes of the operands that are copied to be multiplied
+    left: int = 0  # the position of the first of them among the call's operands
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.batch * self.m * self.n * self.k
+
+
 CountFlops = Callable[[WorkKey], int]
 CountBytes = Callable[[WorkKey], int]
 CountWork = Callable[[WorkKey], Work]
@@ -79,6 +96,8 @@ class WorkKind(NamedTuple):
     moved: CountBytes | None = None
     gradient: CountWork | None = None
     detail: Callable[[Node], str] | None = None
+    product: Callable[[WorkKey], Product | None] | None = None
+    """The product of matrices that a call is; None where it is none, or one that depends on values."""
     kernel: Callable[[Node], str] | None = None
     """The operator whose row has the call's work, where arguments choose between kernels."""
 
@@ -139,7 +158,63 @@ def _einsum_flops(call: WorkKey) -> int:
     return 2 * math.prod(sizes.values())
 
 
-def _products(family: str, flops: CountFlops, detail: Callable[[Node], str] | None = None) -> WorkKind:
+def _linear_product(call: WorkKey) -> Product:
+    x, (features, width) = call.operand_shapes[:2]
+    return Product(1, math.prod(x[:-1]), features, width, is_transposed=True)
+
+
+def _matmul_product(call: WorkKey) -> Product | None:
+    return _product(*call.operand_shapes[:2])
+
+
+def _addmm_product(call: WorkKey) -> Product | None:
+    found = _product(*call.operand_shapes[1:3])
+    return found and found._replace(left=1)
+
+
+def _product(left: Shape, right: Shape) -> Product | None:
+    if len(left) < 2 or len(right) < 2:
+        return None
+    if len(right) == 2:
+        return Product(1, math.prod(left[:-1]), right[-1], right[-2])
+    return Product(math.prod(right[:-2]), left[-2], right[-1], right[-2])
+
+
+def _einsum_product(call: WorkKey) -> Product | None:
+    """Labels in both operands and the result are batch dims; in both but not the result, summed."""
+    equation = call.detail.replace(" ", "")
+    inputs, _, result = equation.partition("->")
+    names = inputs.split(",")
+    if len(names) != 2 or "." in equation or list(map(len, names)) != list(map(len, call.operand_shapes)):
+        return None
+    sizes = {label: size for labels, shape in zip(names, call.operand_shapes, strict=True)
+             for label, size in zip(labels, shape, strict=True)}  # fmt: skip
+    left, right = names
+    groups = (
+        [x for x in left if x in right and x in result],
+        [x for x in left if x not in right],
+        [x for x in right if x not in left],
+        [x for x in left if x in right and x not in result],
+    )
+    batch, m, n, k = (math.prod(sizes[label] for label in group) for group in groups)
+    copied = [
+        0 if _lies_in_groups(labels, [groups[0], own, groups[3]], sizes) else num_bytes
+        for labels, own, num_bytes in zip(names, groups[1:3], call.operand_bytes, strict=True)
+    ]
+    return Product(batch, m, n, k, copied=(copied[0], copied[1]))
+
+
+def _lies_in_groups(labels: str, groups: Sequence[Sequence[str]], sizes: dict[str, int]) -> bool:
+    """Whether each group's dims lie next to each other in a contiguous operand, in one order for both operands."""
+    order = [label for label in labels if sizes[label] > 1]
+    for group in groups:
+        wide = [label for label in group if sizes[label] > 1]
+        if wide and "".join(wide) not in "".join(order):
+            return False
+    return True
+
+
+def _products(family: str, flops: CountFlops, **others: Any) -> WorkKind:
     """Backward one product like the forward's for each differentiable matrix; a bias is summed from the gradient."""
 
     def gradient(call: WorkKey) -> Work:
@@ -148,7 +223,7 @@ def _products(family: str, flops: CountFlops, detail: Callable[[Node], str] | No
         summed = (call.result_bytes,) * (len(wanted) - matrices)
         return Work(matrices * flops(call), matrices * _all_bytes(call), len(wanted), summed)
 
-    return WorkKind(family, flops, gradient=gradient, detail=detail)
+    return WorkKind(family, flops, gradient=gradient, **others)
 
 
 def _is_bias(call: WorkKey, shape: Shape) -> bool:
@@ -315,9 +390,11 @@ ADAPTIVE_AVG_POOL = AVG_POOL._replace(detail=None)
 STRAIGHT_COPY = WorkKind("straight_copy", gradient=_copy_gradient)
 COPY = WorkKind("copy", gradient=_copy_gradient)
 CREATION = WorkKind("copy", moved=_writes, gradient=_no_gradient)
-LINEAR = _products("matmul", _linear_flops)
-ADDMM = _products("matmul", _addmm_flops)
-EINSUM = _products("matmul", _einsum_flops, _equation)
+LINEAR = _products("matmul", _linear_flops, product=_linear_product)
+MATMUL = _products("matmul", _linear_flops, product=_matmul_product)
+GROUPED = _products("matmul", _linear_flops)
+ADDMM = _products("matmul", _addmm_flops, product=_addmm_product)
+EINSUM = _products("matmul", _einsum_flops, product=_einsum_product, detail=_equation)
 CONVOLUTION = _products("convolution", _convolution_flops)
 TRANSPOSED_CONVOLUTION = _products("convolution", _transposed_convolution_flops)
 EXPERTS = WorkKind("matmul", _experts_flops, gradient=_experts_gradient, detail=_num_experts)

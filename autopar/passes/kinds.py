@@ -1,13 +1,14 @@
 """kinds: an open graph on unequal devices → plans in stages of one kind of device each, blocks shared out by speed.
 
-What is searched: the axes of each kind's stages, the number of microbatches, what is recomputed (`autopar.unequal`).
-From the best of equal axes down: one kind's axes, or the microbatches, are changed while that is faster.
+What is searched: the axes of each kind's stages, the number of microbatches, what is recomputed, the schedule
+(`autopar.unequal`). From the best of equal axes down: one of these is changed while that is faster, the schedule
+once nothing else is. Placements do not depend on it, so that another one is a simulation more, no solve.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 
@@ -17,13 +18,14 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.mesh import DeviceGroup, LogicalMesh, Mesh, logical_meshes
 from autopar.ir.outline import Outline, sizes_text
 from autopar.ir.plan import Plan, SearchReport
-from autopar.ir.schedule import PLAIN
+from autopar.ir.schedule import PLAIN, SCHEDULES
+from autopar.ir.stages import check_schedule
 from autopar.ir.tried import Tried
 from autopar.microbatch import divisible
 from autopar.planning import divided
 from autopar.progress import Report, reporting
 from autopar.template import template_recompute
-from autopar.tunables import LEAST_SEARCH_S, MOST_A_STAGE
+from autopar.tunables import LEAST_SEARCH_S, MOST_A_STAGE, UNEQUAL_CHUNKS
 from autopar.unequal import UnequalStages
 
 
@@ -57,15 +59,17 @@ def _near(asked: Candidate, outline: Outline, front: Front, context: Context) ->
 
 @dataclass(frozen=True)
 class _UnequalSetting:
-    """The axes of each kind's stages, the number of microbatches, what is recomputed."""
+    """The axes of each kind's stages, the number of microbatches, what is recomputed, the schedule."""
 
     axes: tuple[tuple[str, LogicalMesh], ...]
     microbatches: int
     recompute: str
+    schedule: str = PLAIN
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {sizes_text(axes)}" for kind, axes in self.axes)
         again = "" if self.recompute == "none" else f", recompute {self.recompute}"
+        again += "" if self.schedule == PLAIN else f", {self.schedule}"
         return f"stages of {kinds} in {self.microbatches} microbatches{again}"
 
 
@@ -91,12 +95,12 @@ class _UnequalSearch:
     def run(self, report: Report) -> list[Plan]:
         """The plans that were found. Raises InfeasibleError when none fits."""
         best = self._start(report)
-        while best is not None:
-            before = best
-            for setting in self._neighbours(best[1]):
-                best = self._better(best, setting, report)
-            if best == before:
-                break
+        for schedules in ([], [*SCHEDULES]):
+            before: _Best | None = None
+            while best is not None and best != before:
+                before = best
+                for setting in self._neighbours(best[1], schedules):
+                    best = self._better(best, setting, report)
         if best is None:
             raise self.refusals[0] if self.refusals else InfeasibleError("expected time to try a plan, found none")
         return [plan for plan in self.tried.values() if plan is not None]
@@ -137,7 +141,7 @@ class _UnequalSearch:
         powers = [1 << n for n in range(12) if stages <= 1 << n <= MOST_A_STAGE * stages]
         return [n for n in pinned or powers if divisible(self.graph, n)]
 
-    def _neighbours(self, setting: _UnequalSetting) -> Iterator[_UnequalSetting]:
+    def _neighbours(self, setting: _UnequalSetting, schedules: Sequence[str]) -> Iterator[_UnequalSetting]:
         axes_of = dict(setting.axes)
         for kind, shapes in self.shapes.items():
             for axes in shapes:
@@ -146,6 +150,8 @@ class _UnequalSearch:
             yield replace(setting, microbatches=count)
         for recompute in ("none", "block", "full"):
             yield replace(setting, recompute=recompute)
+        for schedule in schedules:
+            yield replace(setting, schedule=schedule)
 
     def _better(self, best: _Best | None, setting: _UnequalSetting, report: Report) -> _Best | None:
         """The better of the best so far and a setting, unless it was tried, or time is over."""
@@ -162,9 +168,12 @@ class _UnequalSearch:
         try:
             again = template_recompute(self.graph, self.paths, setting.recompute)
             request, part = self.request.recomputing(again), self.divided(setting.microbatches)
+            chunks = UNEQUAL_CHUNKS if SCHEDULES[setting.schedule].has_chunks else 1
             stages = UnequalStages(
-                part, dict(setting.axes), 1, PLAIN, self.paths, request, self.profiles, self.known
+                part, dict(setting.axes), chunks, setting.schedule, self.paths, request, self.profiles, self.known
             )  # fmt: skip
+            firsts = [ranks.start for ranks in stages.ranks]
+            check_schedule(setting.schedule, firsts, setting.microbatches, again, has_branches=False)
             plan = stages.plan("speed")
         except (InfeasibleError, PlanError) as error:
             self.refusals.append(error)

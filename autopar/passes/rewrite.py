@@ -117,11 +117,6 @@ class PlannedGraph(NamedTuple):
         """Predicted; endless without a plan."""
         return math.inf if self.best is None else self.best.step_ns
 
-    @property
-    def num_steps(self) -> int:
-        """Of substitutions."""
-        return len(self.asked.variant.steps)
-
 
 def planned_graphs(front: Front) -> list[PlannedGraph]:
     """All that was looked at, the model's own graph first."""

@@ -144,10 +144,6 @@ class StagedSearch:
         every = [named for setting in settings for named in (setting, *_as_templates(setting))]
         return [candidate for setting in every for candidate in self._look(setting).found]
 
-    def look(self, setting: Setting) -> list[EstimatedStages]:
-        """What one setting has, unless it is no better than what was looked at before. Raises InfeasibleError."""
-        return self._look(setting).found
-
     def _look_at_templates(self, clock: Clock) -> None:
         """Templates on the best setting of each logical shape; where they are near the best, with half and twice as
         many microbatches, too.

@@ -12,9 +12,10 @@ import pytest
 
 from autopar.cost import flops, node_time_ns
 from autopar.cost.compute import node_call, optimizer_time_ns, split_backward_ns
-from autopar.cost.kernels import Product, product_of
 from autopar.cost.profile import Point, Profile, profile_from_json, profile_to_json
 from autopar.ir.graph import Node, Ref, Tensor
+from autopar.ops.table import operator
+from autopar.ops.work import Product
 from autopar.profiler import load_profile, measure, template_profile
 from autopar.profiler.fit import profile_from_points
 
@@ -239,7 +240,8 @@ def test_a_bias_has_its_gradient_summed_over_rows() -> None:
 def test_an_einsum_is_a_product(equation: str, operands: list[Shape], expected: Product) -> None:
     """The last one sums over e and c, which lie apart in the second operand: it is copied first."""
     node, shapes, results, tensors = call("einsum", operands, (1,), args=(equation,))
-    assert product_of(node_call(node, shapes, results, tensors)) == expected
+    product = operator(node.op).work.product
+    assert product is not None and product(node_call(node, shapes, results, tensors)) == expected
 
 
 def test_an_einsum_costs_its_own_call_beside_its_kernels() -> None:

@@ -14,7 +14,7 @@ from torch import nn
 import autopar
 from autopar import Plan, SearchBudget
 from autopar.driver import Candidate, Context, Front, of_plan, outline_of, search
-from autopar.errors import InfeasibleError, PlanError
+from autopar.errors import InfeasibleError, InternalError, PlanError
 from autopar.ir.buffers import joins_modules
 from autopar.ir.graph import Graph
 from autopar.ir.tried import Tried
@@ -97,6 +97,12 @@ def test_a_refusal_of_a_later_pass_is_a_row() -> None:
 
     answer = search((place, refine), graph(), Context(REQUEST))[1]
     assert Tried(setting="refine", infeasible="no refinement") in answer.search.tried
+
+    def branch(front: Front, context: Context) -> list[Candidate]:
+        raise InternalError("a fault")
+
+    with pytest.raises(InternalError):
+        search((place, branch), graph(), Context(REQUEST))
 
 
 def test_plans_are_dumped_between_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

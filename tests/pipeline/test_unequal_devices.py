@@ -149,6 +149,22 @@ def test_the_search_is_no_slower_than_the_template() -> None:
     assert "no bound" in plan.search.stop_reason and len(plan.search.tried) >= 1
 
 
+def test_every_schedule_is_looked_at_on_unequal_devices() -> None:
+    """Once nothing else is faster. None recomputes where its backward pass comes in two parts."""
+    config = gpt.Config(num_layers=8, hidden_size=128, num_heads=4, seq_len=32, vocab_size=256, batch_size=16)
+    with torch.device("meta"):
+        whole = trace(gpt.build(config), gpt.example_inputs(config))
+    request = Request(MESH, "train", "adamw", None, (), SearchBudget(60.0))
+    plan = search((kinds,), whole, Context(request))[1]
+    verifier.verify(whole, plan, admits)
+    rows = [row for row in plan.search.tried if row.step_time_ns]
+    settings = [str(row.setting) for row in rows]
+    assert all(any(text.endswith(name) for text in settings) for name in ("gpipe", "interleaved", "zero_bubble"))
+    plain = min(row.step_time_ns or 0 for row in rows if str(row.setting).endswith("microbatches"))
+    assert plan.schedule == "zero_bubble" and plan.predicted.step_time_ns < plain
+    assert not any("recompute" in text and "zero_bubble" in text for text in settings)
+
+
 def test_stages_that_mix_kinds_are_refused() -> None:
     with pytest.raises(MeshError, match=r"devices of one kind, found a100 and v100; unequal devices need pipeline"):
         template(autopar.Mesh([("a100", 1, 1), ("v100", 1, 3)]), pp=2, dp=2)
