@@ -28,17 +28,17 @@ FOUR = autopar.Mesh("h100", devices_per_node=4)
 
 
 @cache
-def worlds(schedule: str) -> Worlds:
+def worlds(schedule: str, zero: int = 0) -> Worlds:
     """Two stages of two layers each, or in two chunks."""
     own = graph("deep gpt")
     chunks = 3 if schedule == "interleaved" else 1
-    plan = template_of_graph(own, FOUR, pp=2, dp=2, microbatches=2, schedule=schedule, chunks=chunks)
+    plan = template_of_graph(own, FOUR, pp=2, dp=2, microbatches=2, schedule=schedule, chunks=chunks, zero=zero)
     return worlds_of(own, plan)
 
 
-def plans(schedule: str) -> list[Plan]:
+def plans(schedule: str, zero: int = 0) -> list[Plan]:
     """Those of a walk, cut into stages."""
-    own, random = worlds(schedule), Random(3)
+    own, random = worlds(schedule, zero), Random(3)
     outline, space = own.outline(own.plan), own.first.space
     draft, found = space.draft(own.unstaged(own.plan)), [own.plan]
     for _ in range(STEPS):
@@ -64,6 +64,17 @@ def test_a_walk_is_simulated_as_a_whole_simulation_would(schedule: str) -> None:
     stages = Incremental(own, profile)
     for plan in plans(schedule):
         assert not differences(simulate_whole(own, plan, profile), stages.timeline(plan))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_stages_that_regather_their_parameters_are_simulated_in_parts(schedule: str) -> None:
+    """Each pass gathers them anew, and the backward pass begins with those of no block."""
+    own, profile = microbatch(schedule), worlds(schedule, 3).profile
+    stages = Incremental(own, profile)
+    for plan in plans(schedule, 3)[:5]:
+        assert any(kept.regather for stage in plan.stages for kept in stage.storage.values())
+        assert not differences(simulate_whole(own, plan, profile), stages.timeline(plan))
+    assert not stages.num_whole
 
 
 def test_only_what_changed_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
