@@ -45,7 +45,7 @@ ROOMS = [
     ("autopar.by_hand.divided", "template", "planning"),
     ("autopar.intraop.builder._undominated", "template", "planning"),
     ("autopar.staging._reads", "stages", "planning"),
-    ("autopar.simulate.program.pack_gradients", "template", "planning"),
+    ("autopar.simulate.variants.known_segments", "template", "planning"),
     ("autopar.ir.verifier._check_axes", "template", "checking the plan"),
     ("autopar.emit.program.build_tree", "search", "writing the program"),
 ]
