@@ -124,6 +124,8 @@ class Incremental:
 
     def _parted(self, plan: Plan, index: int, profile: Profile) -> StagePlayer:
         """A stage in parts. Raises Unsupported."""
+        if not plan.stages[index].nodes:
+            raise Unsupported("a stage that runs nothing has no parts")
         sent = self._sent(plan, index)
         part, graph = plan.parts[index], self._stage_graph(plan, index, sent)
         key = (

@@ -117,8 +117,8 @@ class Variants:
         return max(len(self._lowered), len(self._joined)) > KEPT_PARTS or self.differences.is_full
 
     def _number(self, content: Hashable) -> int:
-        """One number for equal things."""
-        number = self._numbers.setdefault(content, len(self._contents))
+        """One number for equal things of a kind: tuples with other names are equal where both are empty."""
+        number = self._numbers.setdefault((type(content), content), len(self._contents))
         if number == len(self._contents):
             self._contents.append(content)
         return number
