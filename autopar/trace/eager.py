@@ -24,6 +24,7 @@ from autopar.errors import InternalError
 from autopar.ir.graph import Graph, Node
 from autopar.trace.interpreter import run_graph
 from autopar.trace.losses import with_loss
+from autopar.trace.machine import MachineAnswers
 from autopar.trace.originals import Originals, same_bits
 from autopar.trace.smaller import Sizes
 from autopar.trace.snapshot import Snapshot, StateChange
@@ -126,14 +127,15 @@ class Held:
 
 @contextmanager
 def held(subject: Subject) -> Iterator[Held]:
-    """All that steps may change is put back afterwards, and whenever `restore` is called."""
+    """All that steps may change is put back afterwards, and whenever `restore` is called. Clocks that forward asks run
+    ahead, so that what it takes of the time is not what it was when it was traced."""
     python = Snapshot(subject.target)
     stored = {id(x): x for x in (*subject.state.values(), *python.tensors)}.values()
     values = Originals(stored)
     flags = [(x, x.requires_grad, x.grad) for x in stored if x.is_leaf]
     kept = Held(subject, (random.getstate(), np.random.get_state(), random_state(subject)), python, values, flags, [])
     try:
-        with values.watching():
+        with values.watching(), MachineAnswers().later():
             yield kept
     finally:
         kept.restore()

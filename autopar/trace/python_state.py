@@ -16,7 +16,7 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
@@ -33,6 +33,7 @@ from autopar.errors import TraceError
 from autopar.ir.structure import RANDOM
 from autopar.trace.evidence import place_of
 from autopar.trace.hidden import seen_stores
+from autopar.trace.machine import MachineAnswers
 from autopar.trace.snapshot import MISSING, Snapshot, StateChange
 
 _RUNS = 3
@@ -58,6 +59,7 @@ def same_each_time(
     before = Snapshot(*roots, random._inst, np.random.mtrand._rand)
     changes: list[StateChange] = []
 
+    machine = MachineAnswers()
     marks: dict[str, dict[str, Any]] = {}  # attributes of parameters and buffers, by their names
 
     def entered(*_: Any) -> None:
@@ -77,6 +79,7 @@ def same_each_time(
             stack.callback(target.register_forward_pre_hook(entered).remove)
             stack.callback(target.register_forward_hook(left).remove)
             stack.enter_context(_Refusing())
+            stack.enter_context(machine.noted())
             modules = set(target.modules())
             register = _registering(nn.Module.register_parameter, modules)
             stack.enter_context(mock.patch.object(nn.Module, "register_parameter", register))
@@ -88,9 +91,9 @@ def same_each_time(
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, _seeding(getattr(module, name))))
             yield
-        if changes:
+        if changes or machine.asked:
             before.restore()
-            _check_again(before, changes, _ShapeCall(target, args, kwargs, trains))
+            _check_again(before, changes, machine, _ShapeCall(target, args, kwargs, trains))
             used = [change for change in changes if change.is_of_iterator]
             if used:
                 raise _refusal(used, target, *_place_of_attribute(target, used[0].path))
@@ -310,13 +313,14 @@ class _ExpressionTape(TorchFunctionMode):
         self.stack.pop()
 
 
-def _check_again(before: Snapshot, changes: list[StateChange], call: _ShapeCall) -> None:
+def _check_again(before: Snapshot, changes: list[StateChange], machine: MachineAnswers, call: _ShapeCall) -> None:
     """Runs forward from where it was before, and after that; of numbers that grow, from where they will be.
 
     A call that fails says nothing: on shapes alone not all can run, and the comparison with the model is left.
     """
-    began, known, runs = time.monotonic(), dict[int, _MadeTensor](), _DRAWING_RUNS if _draws(changes) else _RUNS
-    with suppress(_ShapesAloneError):
+    runs = _DRAWING_RUNS if _draws(changes) or machine.asked else _RUNS
+    began, known = time.monotonic(), dict[int, _MadeTensor]()
+    with suppress(_ShapesAloneError), machine.later() if machine.asked else nullcontext():
         first, made = call.recorded(known)
         for ahead in (*[None] * (runs - 1), *_FURTHER):
             if time.monotonic() - began > _LONGEST_S:
@@ -331,7 +335,7 @@ def _check_again(before: Snapshot, changes: list[StateChange], call: _ShapeCall)
                 known.update(first.lasting(call.stored))
                 again, made_again = call.recorded(known)
                 if made_again != made:
-                    raise _refusal(changes, call.target, *_first_other(first, again))
+                    raise _refusal(changes, call.target, *_first_other(first, again), machine)
                 known.update(again.lasting(call.stored))
 
 
@@ -402,15 +406,26 @@ def _draws(changes: list[StateChange]) -> bool:
     return any(isinstance(change.holder, (random.Random, np.random.RandomState)) for change in changes)
 
 
-def _refusal(changes: list[StateChange], target: nn.Module, module: str, where: str) -> TraceError:
+def _refusal(
+    changes: list[StateChange], target: nn.Module, module: str, where: str, machine: MachineAnswers | None = None
+) -> TraceError:
     kind = type(target.get_submodule(module)).__name__
     inside = f"module {module!r} ({kind})" if module else "forward"
+    asked = {} if machine is None else machine.asked
+    if not changes:
+        places = "\nand ".join(f"{name} at\n  {_text(place)}" for name, place in asked.items())
+        return TraceError(
+            f"expected forward to do the same each time it is called, found that it asks {places}\n"
+            f"and with that does something else in {inside} at\n  {where}\n"
+            "The program would keep what it did at first. Pass what it asks for as an input."
+        )
     if _draws(changes):
         what = "the state of a generator of Python or numpy"
         remedy = "Draw with torch's functions, or pass what is drawn as an input."
     else:
         what = ", ".join(f"{c.path} ({_short(c.before)} → {_short(c.after)})" for c in changes[:3])
         remedy = "Keep it in a registered buffer that forward updates by operators on tensors, or pass it as an input."
+    remedy += f" It asks {', '.join(asked)}, too." if asked else ""
     return TraceError(
         f"expected forward to do the same each time it is called, found that it changes {what}, and with that what "
         f"{inside} does at\n  {where}\nThe program would keep what it did at first. {remedy}"

@@ -5,10 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+import secrets
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from time import time as now
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,6 +141,18 @@ def _by_chance(m: Any, h: Tensor) -> Tensor:
 
 def _noise(m: Any, h: Tensor) -> Tensor:
     return h + torch.from_numpy(np.random.randn(4)).float().to(h.device) if not h.is_meta else h * np.random.rand()
+
+
+def _by_clock(m: Any, h: Tensor) -> Tensor:
+    return h * (1 + time.perf_counter_ns() % 7)
+
+
+def _by_hour(m: Any, h: Tensor) -> Tensor:
+    return h.relu() if int(now() // 3600) % 2 else h.tanh()
+
+
+def _by_entropy(m: Any, h: Tensor) -> Tensor:
+    return h * (1 + secrets.randbelow(3))
 
 
 def _generator(m: Any, h: Tensor) -> Tensor:
@@ -291,6 +306,9 @@ CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "attribute of a parameter": (_of_weight, r"inner.layer.weight.first"),
     "chance": (_by_chance, r"generator of Python or numpy"),
     "numpy": (_noise, r"generator of Python or numpy"),
+    "clock": (_by_clock, r"asks time.perf_counter_ns at"),
+    "hour, of a clock by another name": (_by_hour, r"asks time.time at"),
+    "the system's random bytes": (_by_entropy, r"asks os.urandom at"),
     "own generator": (_generator, r"another torch.Generator"),
     "seed": (_seed, r"found manual_seed"),
     "frozen": (_frozen, r"requires_grad changed"),
@@ -335,6 +353,13 @@ def _logged(m: Any, h: Tensor) -> Tensor:
     m.log.append(float(m.calls))
     m.step.history = [m.calls]
     return h.relu()
+
+
+def _timed(m: Any, h: Tensor) -> Tensor:
+    began = time.perf_counter()
+    h = h.relu()
+    m.log.append(time.perf_counter() - began)
+    return h
 
 
 def _kept(m: Any, h: Tensor) -> Tensor:
@@ -388,7 +413,7 @@ def _already_so(m: Any, h: Tensor) -> Tensor:
     return m.layer(h)
 
 
-UNCHANGED = [_cached_length, _cached_table, _logged, _kept, _already_so, _cached_by_function, _rotary, _mask,
+UNCHANGED = [_cached_length, _cached_table, _logged, _timed, _kept, _already_so, _cached_by_function, _rotary, _mask,
              _of_shapes, _of_the_frozen, _shown]  # fmt: skip
 
 
