@@ -15,8 +15,8 @@ import torch
 from autopar.emit import script
 from autopar.ir.faults import faults_told
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement
-from autopar.ir.plan import Plan
+from autopar.ir.placement import R, S
+from autopar.ir.plan import Plan, Stage
 from autopar.ir.writing import write_whole
 
 if TYPE_CHECKING:
@@ -37,18 +37,25 @@ class PlannedProgram:
 
     @property
     def input_layout(self) -> dict[str, str]:
-        """Each input's placement on the mesh axes: what `train_step(local=True)` expects of this rank.
+        """Each input's placement: what `train_step(local=True)` expects of this rank.
 
-        Of several stages: on the axes of each stage that reads it; other ranks may give None.
+        On the mesh axes; of several microbatches, on these before: each rank has its rows of the
+        first, then of the next. Of several stages: on the axes of each that reads it; other ranks may give None.
         """
-        if len(self.plan.stages) == 1:
-            inputs = self.plan.stage.inputs
-            return {self._graph.given_name(name): _layout(inputs[name]) for name in self._graph.inputs}
-        found: dict[str, list[str]] = {name: [] for name in self._graph.inputs}
-        for index, stage in enumerate(self.plan.stages):
-            for name in (name for name in stage.inputs if name in found):
-                found[name].append(f"stage {index}: {_layout(stage.inputs[name])}".rstrip())
-        return {self._graph.given_name(name): "; ".join(layouts) for name, layouts in found.items()}
+        stages, names = self.plan.stages, self._graph.inputs
+        if len(stages) == 1:
+            return {self._graph.given_name(name): self._layout(name, stages[0]) for name in names}
+        read = {name: [(index, stage) for index, stage in enumerate(stages) if name in stage.inputs] for name in names}
+        return {
+            self._graph.given_name(name): "; ".join(
+                f"stage {index}: {self._layout(name, stage)}".rstrip() for index, stage in where
+            )
+            for name, where in read.items()
+        }
+
+    def _layout(self, name: str, stage: Stage) -> str:
+        rows = S(0) if name in self.plan.microbatch_inputs else R
+        return " ".join(map(str, [*[rows] * (self.plan.microbatches > 1), *stage.inputs[name]]))
 
     @faults_told()
     def save(self, folder: str | Path) -> Path:
@@ -76,10 +83,6 @@ class PlannedProgram:
         if self._state is not None:
             rank.init_from(self._state, broadcast=False)
         return rank
-
-
-def _layout(placement: Placement) -> str:
-    return " ".join(map(str, placement))
 
 
 def load_source(source: str) -> ModuleType:

@@ -63,9 +63,7 @@ def fit_or_refuse(
 
 
 def _does_not_fit(plan: Plan, least: LeastMemory) -> InfeasibleError:
-    where = (
-        f"on logical mesh {sizes_text(plan.stage.axes)}{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}"
-    )
+    where = f"{_on_meshes(plan)}{_in_microbatches(plan.microbatches)}{_with_recomputation(plan)}"
     return does_not_fit(plan.mesh, plan.memory_limit, plan.predicted, where, least.largest)
 
 
@@ -95,6 +93,11 @@ def most_of(memory: Mapping[str, int]) -> str:
     """ "optimizer (1,024 bytes), activations (512 bytes)": the three largest kinds."""
     kinds = sorted(memory.items(), key=lambda item: -item[1])[:3]
     return ", ".join(f"{kind} ({size:,} bytes)" for kind, size in kinds)
+
+
+def _on_meshes(plan: Plan) -> str:
+    meshes = " and ".join(dict.fromkeys(sizes_text(stage.axes) for stage in plan.stages))
+    return f"on logical mesh {meshes}" if len(plan.stages) == 1 else f"in {len(plan.stages)} stages on {meshes}"
 
 
 def _in_microbatches(count: int) -> str:

@@ -125,7 +125,7 @@ def test_a_wrong_mutant_is_found_among_others() -> None:
     def lenient(graph: Graph, plan: Plan) -> None:
         """The verifier, but for the node that the planted mutant changes."""
         name = next(iter(planted.nodes))
-        if plan.stage.nodes[name] != planted.stage.nodes[name]:
+        if plan.stage.nodes[name] != planted.nodes[name]:
             verify(graph, plan)
 
     tally = prove(proved, [planted, *good[:200]], pool(2), lenient)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from autopar import errors
 from autopar.microbatch import check_plan
 from autopar.pipeline import template_of_graph
 from autopar.trace import trace
-from models import mlp
+from models import gpt, mlp
 
 
 def model_and_batch() -> tuple[nn.Module, dict[str, torch.Tensor]]:
@@ -55,12 +56,18 @@ def test_memory_limit_that_cannot_be_met_names_the_smallest_that_can(world: int)
     assert again.value.smallest_bytes > smallest * 95 // 100
 
 
-def test_template_that_does_not_fit_names_the_smallest_limit() -> None:
-    model, batch = model_and_batch()
-    mesh = autopar.Mesh("h100", devices_per_node=2)
-    with pytest.raises(errors.InfeasibleError, match=r"the smallest limit that can be met is [\d,]+ bytes") as caught:
-        autopar.template_plan(model, mesh, batch, dp=2, memory_limit=10_000)
-    plan = autopar.template_plan(model, mesh, batch, dp=2, memory_limit=caught.value.smallest_bytes)
+@pytest.mark.parametrize(
+    ("choices", "where"),
+    [({"dp": 2}, "on logical mesh 2"), ({"pp": 2, "dp": 2, "microbatches": 2}, "in 2 stages on 2, in 2 microbatches")],
+)
+def test_template_that_does_not_fit_names_the_smallest_limit(choices: dict[str, Any], where: str) -> None:
+    config = gpt.Config(num_layers=2)
+    model, batch = gpt.build(config), gpt.example_inputs(config)
+    mesh = autopar.Mesh("h100", devices_per_node=2 * choices.get("pp", 1))
+    found = rf"the smallest limit that can be met is [\d,]+ bytes \({where}"
+    with pytest.raises(errors.InfeasibleError, match=found) as caught:
+        autopar.template_plan(model, mesh, batch, **choices, memory_limit=10_000)
+    plan = autopar.template_plan(model, mesh, batch, **choices, memory_limit=caught.value.smallest_bytes)
     assert plan.predicted.peak_bytes <= plan.memory_limit == caught.value.smallest_bytes
 
 
