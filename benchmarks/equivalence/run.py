@@ -16,6 +16,7 @@ import warnings
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from autopar.passes.rewrite import graph_of
 from autopar.program import PlannedProgram
 from benchmarks.facts import facts, write_record
 from tests.equivalence import planned, zoo
@@ -76,7 +77,7 @@ def compare_plan(model_name: str, plan_name: str, single: Step) -> Row:
 
 def _split(model_name: str, program: PlannedProgram) -> dict[str, object]:
     """How much the plan splits: a program that replicates everything would be equal trivially."""
-    plan, graph = program.plan, planned.graph(model_name)
+    plan, graph = program.plan, graph_of(program.plan, planned.graph(model_name))
     stored = [plan.stage.storage[s.tensor].placement for s in graph.stored if s.kind == "parameter"]
     return {
         "sharded_parameters": sum(any(type_.kind == "S" for type_ in placement) for placement in stored),
