@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -215,14 +215,25 @@ def test_an_order_of_draws_that_the_graph_lacks_is_said_and_not_refused() -> Non
     assert checked(Model(_unread_draw)) == "no, the model draws its random numbers in another order"
 
 
-def test_what_cannot_be_compared_is_said_and_not_refused() -> None:
+def _of_file(file: Path) -> Act:
+    """Multiplies by how often it was called, which it keeps in a file."""
+
+    def act(model: Model, h: Tensor) -> Tensor:
+        with file.open("a") as calls:
+            calls.write(".")
+        return h * file.stat().st_size
+
+    return act
+
+
+def test_what_cannot_be_compared_is_said_and_not_refused(tmp_path: Path) -> None:
     sized = Model(lambda m, h: h.relu())
     graph = trace(sized, batch())
     assert held_against_eager(sized, graph, batch(), seconds=0.0).startswith("no, it would take about")
     fails = Model(lambda m, h: h.relu())
     fails.second.register_forward_pre_hook(lambda module, args: None if args[0].is_meta else 1 / 0)
     assert held_against_eager(fails, graph, batch()).startswith("no, the model does not run on cpu here: ZeroDivision")
-    unlike = Model(lambda m, h: h * (1 + datetime.now().microsecond))
+    unlike = Model(_of_file(tmp_path / "calls"))
     with pytest.raises(TraceError, match=r"(?s)compute the same whenever it begins with the same.*draw with\storch's"):
         held_against_eager(unlike, trace(unlike, batch()), batch())
 

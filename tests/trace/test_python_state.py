@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime as datetime_module
 import functools
+import gc
 import itertools
 import random
 import secrets
@@ -11,6 +13,7 @@ import time
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import datetime
 from time import time as now
 from types import SimpleNamespace
 from typing import Any
@@ -24,6 +27,7 @@ from autopar.errors import TraceError
 from autopar.trace import held_against_eager, python_state, trace
 
 COUNT = {"calls": 0}
+DATED = datetime.now()
 TOTAL = 0
 
 
@@ -149,6 +153,18 @@ def _by_clock(m: Any, h: Tensor) -> Tensor:
 
 def _by_hour(m: Any, h: Tensor) -> Tensor:
     return h.relu() if int(now() // 3600) % 2 else h.tanh()
+
+
+def _by_date(m: Any, h: Tensor) -> Tensor:
+    return h * (1 + datetime.now(tz=datetime_module.UTC).microsecond % 7)
+
+
+def _by_day(m: Any, h: Tensor) -> Tensor:
+    return h.relu() if datetime_module.date.today().toordinal() % 2 else h.tanh()
+
+
+def _by_local_time(m: Any, h: Tensor) -> Tensor:
+    return h.relu() if time.localtime().tm_yday % 2 else h.tanh()
 
 
 def _by_entropy(m: Any, h: Tensor) -> Tensor:
@@ -308,6 +324,9 @@ CHANGING: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
     "numpy": (_noise, r"generator of Python or numpy"),
     "clock": (_by_clock, r"asks time.perf_counter_ns at"),
     "hour, of a clock by another name": (_by_hour, r"asks time.time at"),
+    "a date's last digits": (_by_date, r"asks datetime.now at"),
+    "the day, of the module": (_by_day, r"asks date.today at"),
+    "the day of the year": (_by_local_time, r"asks time.localtime at"),
     "the system's random bytes": (_by_entropy, r"asks os.urandom at"),
     "own generator": (_generator, r"another torch.Generator"),
     "seed": (_seed, r"found manual_seed"),
@@ -362,6 +381,25 @@ def _timed(m: Any, h: Tensor) -> Tensor:
     return h
 
 
+def _dated(m: Any, h: Tensor) -> Tensor:
+    began = datetime(2020, 1, 1)
+    m.log.append((datetime.now() - began, isinstance(began, datetime), datetime.fromisoformat("2020-01-01") == began))
+    return h.relu() if m.log[-1][1:] == (True, True) and isinstance(DATED, datetime) else h
+
+
+def _watched_elsewhere(m: Any, h: Tensor) -> Tensor:
+    """A progress bar's thread, and what tells how long collecting garbage takes, ask for the time."""
+    watch = threading.Thread(target=time.time)
+    watch.start()
+    gc.collect()
+    watch.join()
+    return h.relu()
+
+
+def _tells_time(phase: str, _: dict[str, int]) -> None:
+    time.perf_counter()
+
+
 def _kept(m: Any, h: Tensor) -> Tensor:
     m.cache = h.shape
     random.random()
@@ -413,8 +451,8 @@ def _already_so(m: Any, h: Tensor) -> Tensor:
     return m.layer(h)
 
 
-UNCHANGED = [_cached_length, _cached_table, _logged, _timed, _kept, _already_so, _cached_by_function, _rotary, _mask,
-             _of_shapes, _of_the_frozen, _shown]  # fmt: skip
+UNCHANGED = [_cached_length, _cached_table, _logged, _timed, _dated, _kept, _already_so, _cached_by_function, _rotary,
+             _mask, _of_shapes, _of_the_frozen, _shown]  # fmt: skip
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -424,6 +462,19 @@ def test_what_changes_without_effect_is_traced(function: Callable[[Any, Tensor],
     assert trace(model, (x,)).loss is not None
     assert model.inner.calls == 0 and model.inner.cache is None and not model.inner.log
     assert not model.inner.step.history and model.inner.empty is None and not hasattr(model.inner, "mask")
+
+
+def test_what_other_threads_and_the_collector_ask_is_not_forwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    again = list[bool]()
+    monkeypatch.setattr(python_state, "_check_again", lambda *_: again.append(True))
+    gc.callbacks.append(_tells_time)
+    try:
+        for function in (_watched_elsewhere, _by_local_time):
+            model, x = _model(function, "cpu")
+            trace(model, (x,))
+    finally:
+        gc.callbacks.remove(_tells_time)
+    assert again == [True], "of what forward asks itself alone"
 
 
 def test_what_is_kept_unseen_shows_in_the_next_step_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
