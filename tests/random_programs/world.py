@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import _redistribute
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
+from autopar import runtime as rt
 from autopar.runtime import comm, mesh, randomness
 from tests.random_programs.exchange import Channel, Combine, Exchange, Meeting, MeetingError
 
@@ -257,6 +258,13 @@ class _OwnCounters(threading.local):
 
 
 _groups, _counters = _OwnGroups(), _OwnCounters()
+_drawing = threading.Lock()
+
+
+def _draw_alone(*args: Any, **kwargs: Any) -> Any:
+    """Torch's generators, which `draw` sets for as long as an operator runs, are the process's."""
+    with _drawing:
+        return randomness.draw(*args, **kwargs)
 
 
 @contextmanager
@@ -272,6 +280,7 @@ def _threads_as_ranks() -> Iterator[None]:
         with (
             mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()),
             mock.patch.object(randomness, "_stream", _OwnStream()),
+            mock.patch.object(rt, "draw", _draw_alone),
             mock.patch.object(_redistribute, "_gen_transform_infos", _redistribute._gen_transform_infos_non_cached),
             mock.patch.object(mesh, "_groups", _groups),
             mock.patch.object(comm, "_counters", _counters),
