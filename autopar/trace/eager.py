@@ -9,7 +9,7 @@ are put back exactly as they were.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass
 from functools import cached_property, lru_cache, partial
@@ -174,7 +174,7 @@ def run_model(
         for tensor, _, _ in kept.flags:
             tensor.grad = None
         is_asked = step < backward if backward is not None else step == 0 or kept.has_changes
-        with in_step(subject, step):
+        with in_step(subject, kept, step):
             output = call(subject)
             made.update(_made(step, output))
             if subject.graph.loss is not None and is_asked:
@@ -203,19 +203,21 @@ def call(subject: Subject, watch: Any = None) -> list[Tensor]:
 
 
 @contextmanager
-def in_step(subject: Subject, step: int) -> Iterator[None]:
+def in_step(subject: Subject, kept: Held, step: int) -> Iterator[None]:
     """While inside, trained parameters are half as large but in the first step, as if an optimizer had been there: what
     a model remembers of the step before no longer fits. Exact in floating point, both ways."""
     trained = [subject.state[name] for name in subject.trained if step]
-    with torch.no_grad():
-        for x in trained:
-            x.mul_(0.5)
+    _scale(trained, kept, 0.5)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for x in trained:
-                x.mul_(2.0)
+        _scale(trained, kept, 2.0)
+
+
+def _scale(tensors: Iterable[Tensor], kept: Held, factor: float) -> None:
+    with torch.no_grad(), kept.values.unchanging():
+        for x in tensors:
+            x.mul_(factor)
 
 
 def _shake(subject: Subject) -> None:

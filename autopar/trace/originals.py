@@ -26,12 +26,24 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         self.aliases: dict[int, Tensor] = {}  # by id: the memory that a tensor had, which `.data = …` leaves as it is
         self.copies: dict[int, Tensor] = {}
         self.by_memory: dict[int, list[Tensor]] = {}
+        self.written: set[int] = set()  # since they were restored, by the model
+        self.touched: set[int] = set()  # by anybody
+        self._is_ours = False
         for x in self.tensors:
             if type(x) in (Tensor, nn.Parameter) and x.layout == torch.strided and not x.is_meta:
                 self.aliases[id(x)] = x.detach()
                 self.by_memory.setdefault(_memory(x), []).append(x)
             if id(x) not in self.aliases or x.nbytes <= _SMALL_BYTES:
                 self.copies[id(x)] = x.detach().clone()
+
+    @contextmanager
+    def unchanging(self) -> Iterator[None]:
+        """While inside, what is written is nothing that the model changes."""
+        self._is_ours = True
+        try:
+            yield
+        finally:
+            self._is_ours = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -46,6 +58,9 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
                 for stored in self.by_memory.get(_memory(x), ()):
                     if id(stored) not in self.copies:
                         self.copies[id(stored)] = self.aliases[id(stored)].clone()
+                    self.touched.add(id(stored))
+                    if not self._is_ours:
+                        self.written.add(id(stored))
         return func(*args, **kwargs)
 
     def before(self, x: Tensor) -> Tensor:
@@ -53,8 +68,8 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
         return self.copies[id(x)] if id(x) in self.copies else self.aliases[id(x)]
 
     def changed(self, x: Tensor) -> bool:
-        """Whether it holds something else now."""
-        if not self._has_moved(x) and id(x) not in self.copies:
+        """Whether it holds something else now, by what the model wrote."""
+        if not self._has_moved(x) and not self._is_small(x) and id(x) not in self.written:
             return False
         return not same_bits(x, self.before(x))
 
@@ -64,8 +79,14 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             for x in self.tensors:
                 if self._has_moved(x):
                     x.data = self.aliases[id(x)]
-                if self.changed(x):
+                if (self._is_small(x) or id(x) in self.touched) and not same_bits(x, self.copies[id(x)]):
                     x.copy_(self.copies[id(x)])
+        self.written.clear()
+        self.touched.clear()
+
+    def _is_small(self, x: Tensor) -> bool:
+        """Whether it was copied at once."""
+        return id(x) not in self.aliases or x.nbytes <= _SMALL_BYTES
 
     def _has_moved(self, x: Tensor) -> bool:
         own = self.aliases.get(id(x))

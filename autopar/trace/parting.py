@@ -82,7 +82,7 @@ def first_parting(subject: Subject, kept: Held, key: Key) -> str:
 def _found(subject: Subject, kept: Held, key: Key) -> str | None:
     run_model(subject, kept, key.step)
     watch = _LineWatch(subject.model)
-    with in_step(subject, key.step):
+    with in_step(subject, kept, key.step):
         loss = call(subject, watch.following())[0]
         wanted = [item for item in watch.seen if item.tensor.requires_grad] if key.kind == "gradient" else []
         gradients = torch.autograd.grad(loss, [item.tensor for item in wanted], allow_unused=True) if wanted else ()

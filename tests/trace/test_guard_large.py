@@ -310,3 +310,13 @@ def test_weights_are_copied_when_they_are_written_alone() -> None:
     originals.restore()
     assert torch.equal(model.first.weight, weight)
     assert bool((model.table == 1).all()) and model.table.data_ptr() == table
+
+
+def test_weights_too_small_to_be_halved_exactly_are_what_they_were() -> None:
+    """In the second step they are half as large: the last bit of a subnormal number is lost on the way."""
+    model = Model()
+    with torch.no_grad():
+        model.first.weight[:3] = 3 * 2.0**-149
+    weight = model.first.weight.detach().clone()
+    assert held_against_eager(model, trace(model, batch()), batch()).startswith("yes")
+    assert torch.equal(model.first.weight, weight) and bool((weight[:3] * 0.5 * 2 != weight[:3]).any())
