@@ -1,4 +1,4 @@
-"""Rule tests on the threads of `tests.random_programs.world`: the runtime's own collectives over axes of given sizes."""
+"""Rule tests on the threads of `tests.random_programs.world`: the runtime's collectives over axes of given sizes."""
 
 from __future__ import annotations
 
