@@ -191,10 +191,13 @@ class Routes:
             self._found[row] = _Paths(forward[number], backward[number], last[number])
 
 
-@lru_cache(maxsize=1024)
 def routes(
     shape: tuple[int, ...], itemsize: ItemSize, axes: LogicalMesh, devices_per_node: int, profile: Profile,
     differentiable: bool,
 ) -> Routes:  # fmt: skip
-    """The table of a tensor's redistributions; remembered, since equal tensors are many."""
-    return Routes(shape, itemsize, axes, devices_per_node, profile, differentiable)
+    """The table of a tensor's redistributions; remembered, since equal tensors are many, whatever axes are called."""
+    nameless = tuple(axis._replace(name="") for axis in axes)
+    return _known_routes(shape, itemsize, nameless, devices_per_node, profile, differentiable)
+
+
+_known_routes = lru_cache(maxsize=1024)(Routes)

@@ -152,7 +152,18 @@ class _Eliminator:
 
 def _joined(unary: Int64Array, to_i: Int64Array, to_j: Int64Array) -> Int64Array:
     """min_k unary[k] + to_i[k, a] + to_j[k, b] for each a and b."""
-    left = np.ascontiguousarray(np.minimum(unary[:, None] + to_i, INFINITE).T)
-    right = np.ascontiguousarray(to_j.T)
-    joined: Int64Array = np.stack([(right + row).min(axis=1) for row in left])
-    return np.minimum(joined, INFINITE)
+    left, of_i = _distinct_rows(np.minimum(unary[:, None] + to_i, INFINITE).T)
+    right, of_j = _distinct_rows(to_j.T)
+    joined = np.stack([(right + row).min(axis=1) for row in left])
+    found: Int64Array = np.minimum(joined, INFINITE)[np.ix_(of_i, of_j)]
+    return found
+
+
+def _distinct_rows(table: Int64Array) -> tuple[Int64Array, list[int]]:
+    """The rows without repetition, and which of them each row is.
+
+    Options that leave a tensor in the same placement cost their neighbour the same: most rows are repeated.
+    """
+    numbers: dict[bytes, int] = {}
+    of = [numbers.setdefault(row.tobytes(), len(numbers)) for row in np.ascontiguousarray(table)]
+    return np.frombuffer(b"".join(numbers), dtype=np.int64).reshape(len(numbers), table.shape[1]), of
