@@ -1,6 +1,6 @@
 """Plays a plan on the streams of its devices: step time, what is exposed, bytes sent, memory over time."""
 
-from autopar.simulate.bound import prices_of as prices_of
+from autopar.simulate.alone import prices_of as prices_of
 from autopar.simulate.incremental import Incremental as Incremental
 from autopar.simulate.incremental import simulate as simulate
 from autopar.simulate.timeline import Timeline as Timeline

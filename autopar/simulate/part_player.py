@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, FORWARD
-from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.engine import COMPUTE, LAST, Carried, Change, Engine, Moment
+from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine
 from autopar.simulate.orders import Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
-from autopar.simulate.player import ROOT, UNDER_WAY, PassKind, Played, Player, Travelling, finished, meets
-from autopar.simulate.program import Bucket, LocalProgram, Slot, Transmission, is_summed_first
+from autopar.simulate.player import ROOT, PassKind, Played, Player, Travelling, finished, meets
+from autopar.simulate.program import Bucket, Slot, Transmission, is_summed_first
 from autopar.simulate.sharing import Share
 
 Ends = tuple[tuple[int, str], ...]
@@ -365,9 +364,7 @@ class PartPlayer(Player):
             root=self._undone.get(ROOT, -1) if self.has_root and ROOT in self._live else -1,
             awaited=tuple([self._end(task) for task in self._awaited]),
             is_calm=self._is_calm(length),
-            journeys=tuple([
-                one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling
-            ]),
+            journeys=self._still_travelling(),
         )  # fmt: skip
 
     def _is_calm(self, length: int) -> bool:
@@ -426,77 +423,8 @@ class PartPlayer(Player):
     def _whole_bytes(self, index: int) -> int:
         return self.shares[index].whole_bytes
 
-    def _go_on(self, shrinks: bool) -> None:
-        for journey in [j for j in self._travelling if j[1].has_buffer]:
-            self._end_travelling(journey)
-        while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
-            self._end_travelling(self._travelling[0])
+    def _scatter_bytes(self, index: int) -> int:
+        return self.shares[index].scatter_bytes
 
-    def _begin_journey(self, index: int, task: int) -> None:
-        share, engine = self.shares[index], self.engine
-        engine.allocate(engine.last, share.scatter_bytes, UNDER_WAY, Moment.SEND)
-        new, added = self._arrivals[index]
-        for slot in (self.program.slots[number] for number in share.slots):
-            if slot.tensor in self._held:
-                added += slot.stored_bytes
-            else:
-                new += slot.stored_bytes
-            self._held.add(slot.tensor)
-        if not share.has_buffer:
-            engine.allocate(engine.last, new, "gradients", Moment.SEND)
-            engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
-        one = Travelling(0, "", share.scatter_bytes, added, new, share.whole_bytes, share.has_buffer)
-        self._travelling.append((task, one))
-        self._whole.difference_update(share.slots)
-        self._buffered.discard(index)
-
-    def _end_travelling(self, journey: tuple[int, Travelling]) -> None:
-        task, one = journey
-        self._travelling.remove(journey)
-        self._awaited.append(task)
-        end = self.engine.tasks[self.engine.later(task, self.engine.last)][3]
-        self.engine.allocations += ending(one, end, Moment.ARRIVE, Moment.ARRIVED)
-
-
-def ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Change]:
-    """What a journey's end does to memory."""
-    shards = [(end_ns, one.new_bytes, "gradients", arrive), (end_ns, one.added_bytes, UNDER_WAY, arrive)]
-    kind = "gradients" if one.has_buffer else UNDER_WAY
-    changes = [
-        *(shards if one.has_buffer else ()),
-        (end_ns, -one.copied_bytes - one.added_bytes, UNDER_WAY, arrived),
-        (end_ns, -one.whole_bytes, kind, arrived),
-    ]
-    return [change for change in changes if change[1]]
-
-
-class Begin(Player):
-    """The begin of a step: parameters that are gathered once. units: those that something runs in."""
-
-    def __init__(self, program: LocalProgram, profile: Profile, units: set[int], carried: Carried) -> None:
-        self.program, self._meet = program, None
-        self._collective_ns = profile.host.collective_ns if profile.host else 0
-        self._slowdown = profile.facts.overlap_slowdown
-        self.orders = Orders(last=dict.fromkeys(units, -1))
-        self.engine = Engine(self._slowdown, carried, 0, "forward")
-        self.comm_bytes, self.along = defaultdict(int), {}
-        self._ready, self._arriving, self._pinned, self._awaited = {}, defaultdict(list), set(), []
-
-    def gather(self) -> None:
-        """Asks for all of them."""
-        for bucket in self.program.gathers:
-            self._convert(bucket, ())
-
-    def ready_ns(self) -> dict[int, tuple[int, str]]:
-        """By value, when it is there, and the kind of task that it waits for."""
-        tasks = self.engine.tasks
-        return {value: (tasks[task][3], tasks[task][4]) for value, task in self._ready.items()}
-
-    def arriving_ns(self) -> dict[int, list[tuple[int, int]]]:
-        """By unit, when what is packed is there, and its bytes."""
-        tasks = self.engine.tasks
-        return {unit: [(tasks[task][3], size) for task, size in found] for unit, found in self._arriving.items()}
-
-    def result(self) -> Played:
-        """The pass as it ran."""
-        return finished(self.engine, dict(self.comm_bytes), self.along)
+    def _arrivals_of_others(self, index: int) -> tuple[int, int]:
+        return self._arrivals[index]

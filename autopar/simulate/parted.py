@@ -11,7 +11,7 @@ from functools import partial
 
 from autopar.ir.plan import StagePlan
 from autopar.ir.schedule import BACKWARD, FORWARD
-from autopar.simulate.engine import Carried, Change, Engine, Moment
+from autopar.simulate.engine import Carried, Change, Moment
 from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
@@ -20,7 +20,6 @@ from autopar.simulate.part_player import (
     LooksBack,
     PartEntry,
     PartPlayer,
-    ending,
 )
 from autopar.simulate.player import (
     LEAVE_GRADIENTS,
@@ -32,7 +31,8 @@ from autopar.simulate.player import (
     Rename,
     Standing,
     Travelling,
-    finished,
+    optimizer_pass,
+    whole_pass,
 )
 from autopar.simulate.segments import Key
 from autopar.simulate.variants import SentValues, Variants
@@ -134,26 +134,11 @@ class PartedStage:
             ((n, unit), *one) for n, found in gathered.arriving.items() for unit, ends in found.items() for one in ends
         ]  # fmt: skip
         standing = Standing(ready=tuple(ready), arriving=tuple(arriving))
-        return _pass(PassKind("begin"), gathered.done, standing, partial(self.variants.renamed, self.joined, -1))
+        return whole_pass(PassKind("begin"), gathered.done, standing, partial(self.variants.renamed, self.joined, -1))
 
     def _optimize(self, carried: Carried, standing: Standing) -> Pass:
-        engine = Engine(self.variants.profile.facts.overlap_slowdown, carried)
-        after = [engine.carry(end, kind) for end, kind in standing.home]
-        for one in standing.journeys:
-            assert isinstance(one, Travelling)
-            after.append(engine.carry(one.end_ns, "gradient"))
-            engine.allocations += ending(one, one.end_ns, Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
-        task = engine.compute("optimizer", "optimizer", self.optimizer_ns, after)
-        engine.allocate(task, self.workspace, "workspace")
-        engine.release(task, self.workspace, "workspace")
-        return _pass(PassKind("optimizer"), finished(engine, {}, {}), Standing(held=standing.held))
-
-
-def _pass(kind: PassKind, played: Played, standing: Standing, rename: Rename | None = None) -> Pass:
-    return Pass(
-        kind, ((0, played, rename),), [], played.length_ns, played.links, played.in_flight, played.last_ns,
-        played.unmet_ns, played.has_met, standing,
-    )  # fmt: skip
+        slowdown = self.variants.profile.facts.overlap_slowdown
+        return optimizer_pass(slowdown, carried, standing, self.optimizer_ns, self.workspace)
 
 
 class _PartedPass:
@@ -188,7 +173,7 @@ class _PartedPass:
         )  # fmt: skip
         self.lent: dict[Key, int] = dict(standing.lent)  # slots that stay gathered for several parts, and their bytes
         self.awaited: Ends = ()
-        self.journeys: tuple[Travelling, ...] = tuple([j for j in standing.journeys if isinstance(j, Travelling)])
+        self.journeys = standing.journeys
         self.root = standing.root
 
     def run(self) -> Pass:

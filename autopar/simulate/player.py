@@ -47,26 +47,12 @@ class PassKind(NamedTuple):
     is_last: bool = False
 
 
-class Journey(NamedTuple):
-    """A bucket's gradients on their way to smaller shards: the bucket, the task that ends it (in a `Standing`, when it
-    does), bytes of copies.
-
-    added_bytes: of shards that are added to those of earlier microbatches.
-    """
-
-    bucket: int
-    task: int
-    copied_bytes: int
-    added_bytes: int
-
-    def after(self, ns: int) -> Journey:
-        """The same, so much later."""
-        return self._replace(task=max(0, self.task - ns))
-
-
 class Travelling(NamedTuple):
-    """Gradients on their way to smaller shards (as `Journey`). new_bytes: of shards that take the place of no others,
-    which are there at the end where they were summed in a buffer before."""
+    """A bucket's gradients on their way to smaller shards: when they are there, and what kind of task that ends.
+
+    copied_bytes: of copies; added_bytes: of shards that are added to those of earlier microbatches; new_bytes: of those
+    that take the place of no others, which are there at the end where they were summed in a buffer before.
+    """
 
     end_ns: int
     kind: str
@@ -90,7 +76,7 @@ class Standing(NamedTuple):
     their unit has asked for; lent: what of these several parts use, with its bytes; root: of parameters of no block,
     how many gradients are missing, -1 where they are not in place; arriving: (unit, ns, bytes) of packed gathers.
     Of gradients, held: stored tensors that have memory for theirs; whole: slots whose gradient waits to be sent;
-    buffered: buckets that have a buffer; journeys, with ns instead of tasks; home: what is on its way home.
+    buffered: buckets that have a buffer; home: what is on its way home.
     """
 
     ready: tuple[tuple[Any, int, str], ...] = ()
@@ -103,7 +89,7 @@ class Standing(NamedTuple):
     held: frozenset[str] = frozenset()
     whole: frozenset[Any] = frozenset()
     buffered: frozenset[int] = frozenset()
-    journeys: tuple[Journey, ...] | tuple[Travelling, ...] = ()
+    journeys: tuple[Travelling, ...] = ()
     home: tuple[tuple[int, str], ...] = ()
 
     def without_gradients(self) -> Standing:
@@ -122,7 +108,7 @@ class Standing(NamedTuple):
             ready=tuple([(value, end - ns, kind) for value, end, kind in self.ready if end > ns]),
             arriving=tuple([(unit, max(0, end - ns), size) for unit, end, size in self.arriving]),
             arrived=tuple([(value, end - ns, kind) for value, end, kind in self.arrived if end > ns]),
-            journeys=tuple([one.after(ns) for one in self.journeys]),  # type: ignore[arg-type] # of one kind each
+            journeys=tuple([one.after(ns) for one in self.journeys]),
             home=tuple([(end - ns, kind) for end, kind in self.home if end > ns]),
         )
 
@@ -319,6 +305,9 @@ class Player:
 
     def played(self, kind: PassKind, carried: Carried, standing: Standing, meet: Meet | None = None) -> Pass:
         """Plays a pass. meet: where other ranks do unlike work."""
+        if kind.name == "optimizer":
+            program = self.program
+            return optimizer_pass(self._slowdown, carried, standing, program.optimizer_ns, program.optimizer_workspace)
         self._meet = meet
         busy_ns = self._pass_ns if self._has_work(kind.name) else 0
         waiting = "forward" if kind.name == "begin" else kind.name
@@ -332,9 +321,7 @@ class Player:
         for unit, end, num_bytes in standing.arriving:
             self._arriving[unit].append((engine.carry(end, "parameter"), num_bytes))
         self._held, self._whole, self._buffered = set(standing.held), set(standing.whole), set(standing.buffered)
-        self._journeys = [
-            j._replace(task=engine.carry(j.task, "gradient")) for j in standing.journeys if isinstance(j, Journey)
-        ]
+        self._travelling = [(engine.carry(one.end_ns, one.kind), one) for one in standing.journeys]
         self._transient: set[int] = set()  # slots whose gradient is added to what is at home
         self._undone = {
             unit: sum(len(bucket.slots) for bucket in buckets) for unit, buckets in self.orders.gathers.items()
@@ -347,7 +334,7 @@ class Player:
         if kind.name in self._directions:
             self._backward(self._directions[kind.name])
         else:
-            {"begin": self._begin_step, "forward": self._forward, "optimizer": self._optimize}[kind.name]()
+            {"begin": self._begin_step, "forward": self._forward}[kind.name]()
         return self._result()
 
     def _has_work(self, direction: str) -> bool:
@@ -368,13 +355,10 @@ class Player:
             held=frozenset(self._held),
             whole=frozenset(self._whole),
             buffered=frozenset(self._buffered),
-            journeys=tuple([j._replace(task=tasks[j.task][3]) for j in self._journeys]),
+            journeys=self._still_travelling(),
             home=tuple([pair for pair in home if pair[0] > length]),
         )  # fmt: skip
-        return Pass(
-            self._kind, ((0, played, None),), [], length, played.links, played.in_flight, played.last_ns,
-            played.unmet_ns, played.has_met, standing,
-        )  # fmt: skip
+        return whole_pass(self._kind, played, standing)
 
     # Passes ----------------------------------------
 
@@ -440,15 +424,6 @@ class Player:
         for unit in list(self._live):
             self._release(unit)
         self._unpin(set(self._pinned))
-
-    def _optimize(self) -> None:
-        """Waits until all gradients are home, then updates the parameters."""
-        while self._journeys:
-            self._finish_journey(self._journeys[0], Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
-        task = self._compute("optimizer", "optimizer", self.program.optimizer_ns, self._home)
-        self.engine.allocate(task, self.program.optimizer_workspace, "workspace")
-        self.engine.release(task, self.program.optimizer_workspace, "workspace")
-        self._home = []
 
     # Items ----------------------------------------
 
@@ -692,45 +667,88 @@ class Player:
 
     def _go_on(self, shrinks: bool) -> None:
         """Before another bucket is sent: journeys of several steps end, and the oldest if many are left."""
-        for journey in [j for j in self._journeys if self.program.reductions[j.bucket].has_buffer]:
-            self._finish_journey(journey)
-        while shrinks and len(self._journeys) >= MAX_IN_FLIGHT:
-            self._finish_journey(self._journeys[0])
+        for journey in [j for j in self._travelling if j[1].has_buffer]:
+            self._end_travelling(journey)
+        while shrinks and len(self._travelling) >= MAX_IN_FLIGHT:
+            self._end_travelling(self._travelling[0])
 
     def _begin_journey(self, index: int, task: int) -> None:
         """Whole gradients stay until the runtime waits for their journey's end; shards arrive in memory of their own.
 
         What is summed in a buffer is cut afterwards.
         """
-        bucket = self.program.reductions[index]
-        copied = sum(self.program.slots[number].scatter_bytes for number in bucket.slots)
-        self.engine.allocate(self.engine.last, copied, UNDER_WAY, Moment.SEND)
-        added = 0 if bucket.has_buffer else self._arrive(bucket, self.engine.last, Moment.SEND)
-        self._journeys.append(Journey(index, task, copied, added))
+        bucket, engine, copied = self.program.reductions[index], self.engine, self._scatter_bytes(index)
+        new, added = self._arrivals_of_others(index)
+        for slot in (self.program.slots[number] for number in bucket.slots):
+            if slot.tensor in self._held:
+                added += slot.stored_bytes
+            else:
+                new += slot.stored_bytes
+            self._held.add(slot.tensor)
+        engine.allocate(engine.last, copied, UNDER_WAY, Moment.SEND)
+        if not bucket.has_buffer:
+            engine.allocate(engine.last, new, "gradients", Moment.SEND)
+            engine.allocate(engine.last, added, UNDER_WAY, Moment.SEND)
+        whole = self._whole_bytes(index)
+        self._travelling.append((task, Travelling(0, "", copied, added, new, whole, bucket.has_buffer)))
         self._whole.difference_update(bucket.slots)
         self._buffered.discard(index)
 
-    def _arrive(self, bucket: Bucket, task: int, moment: int) -> int:
-        """Takes memory for the shards; returns how much of it is for those added to what is at home."""
-        added = 0
-        for slot in (self.program.slots[number] for number in bucket.slots):
-            is_added = slot.tensor in self._held
-            self._held.add(slot.tensor)
-            self.engine.allocate(task, slot.stored_bytes, UNDER_WAY if is_added else "gradients", moment)
-            added += slot.stored_bytes if is_added else 0
-        return added
+    def _scatter_bytes(self, index: int) -> int:
+        """Of copies while a bucket's gradients are scattered."""
+        return sum(self.program.slots[number].scatter_bytes for number in self.program.reductions[index].slots)
 
-    def _finish_journey(self, journey: Journey, arrive: int = Moment.ARRIVE, arrived: int = Moment.ARRIVED) -> None:
+    def _arrivals_of_others(self, index: int) -> tuple[int, int]:
+        """Bytes of shards in a bucket that other parts have: new ones, and those added to what is there."""
+        return 0, 0
+
+    def _end_travelling(self, journey: tuple[int, Travelling]) -> None:
         """Compute waits for a journey; its whole gradients are given back."""
-        self._journeys.remove(journey)
-        self._awaited.append(journey.task)
-        bucket, engine = self.program.reductions[journey.bucket], self.engine
-        end, added = engine.later(journey.task, engine.last), journey.added_bytes
-        if bucket.has_buffer:
-            added = self._arrive(bucket, end, arrive)
-        engine.release(end, journey.copied_bytes + added, UNDER_WAY, arrived)
-        kind = "gradients" if bucket.has_buffer else UNDER_WAY
-        engine.release(end, self._whole_bytes(journey.bucket), kind, arrived)
+        task, one = journey
+        self._travelling.remove(journey)
+        self._awaited.append(task)
+        end = self.engine.tasks[self.engine.later(task, self.engine.last)][3]
+        self.engine.allocations += _ending(one, end, Moment.ARRIVE, Moment.ARRIVED)
+
+    def _still_travelling(self) -> tuple[Travelling, ...]:
+        """What is on its way when the pass ends, and when it is there."""
+        tasks = self.engine.tasks
+        return tuple([one._replace(end_ns=tasks[task][3], kind=tasks[task][4]) for task, one in self._travelling])
+
+
+def _ending(one: Travelling, end_ns: int, arrive: int, arrived: int) -> list[Change]:
+    """What a journey's end does to memory."""
+    shards = [(end_ns, one.new_bytes, "gradients", arrive), (end_ns, one.added_bytes, UNDER_WAY, arrive)]
+    kind = "gradients" if one.has_buffer else UNDER_WAY
+    changes = [
+        *(shards if one.has_buffer else ()),
+        (end_ns, -one.copied_bytes - one.added_bytes, UNDER_WAY, arrived),
+        (end_ns, -one.whole_bytes, kind, arrived),
+    ]
+    return [change for change in changes if change[1]]
+
+
+def optimizer_pass(
+    slowdown: float, carried: Carried, standing: Standing, duration_ns: int, workspace: int
+) -> Pass:  # fmt: skip
+    """Waits until all gradients are home, then updates the parameters. workspace: bytes taken for that."""
+    engine = Engine(slowdown, carried)
+    after = [engine.carry(end, kind) for end, kind in standing.home]
+    for one in standing.journeys:
+        after.append(engine.carry(one.end_ns, one.kind))
+        engine.allocations += _ending(one, one.end_ns, Moment.ALL_ARRIVE, Moment.ALL_ARRIVED)
+    task = engine.compute("optimizer", "optimizer", duration_ns, after)
+    engine.allocate(task, workspace, "workspace")
+    engine.release(task, workspace, "workspace")
+    return whole_pass(PassKind("optimizer"), finished(engine, {}, {}), Standing(held=standing.held))
+
+
+def whole_pass(kind: PassKind, played: Played, standing: Standing, rename: Rename | None = None) -> Pass:
+    """A pass that was played in one piece."""
+    return Pass(
+        kind, ((0, played, rename),), [], played.length_ns, played.links, played.in_flight, played.last_ns,
+        played.unmet_ns, played.has_met, standing,
+    )  # fmt: skip
 
 
 def meets(item: Item) -> bool:

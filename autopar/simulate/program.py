@@ -57,8 +57,18 @@ from autopar.ops.saved import Extra
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
-from autopar.simulate.facts import Call, GraphFacts, NodeFacts, call_of, graph_facts, number_calls, tensors_on_the_way
-from autopar.simulate.local import Copies, LocalShapes, keeps_gradient
+from autopar.simulate.facts import (
+    Call,
+    Copies,
+    GraphFacts,
+    LocalShapes,
+    NodeFacts,
+    call_of,
+    graph_facts,
+    keeps_gradient,
+    number_calls,
+    tensors_on_the_way,
+)
 from autopar.simulate.traffic import inner_collectives
 
 OPTIMIZER_KERNELS = {

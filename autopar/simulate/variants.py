@@ -13,14 +13,13 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
-from autopar.simulate.engine import Carried, Moment
+from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import (
     BEGUN,
     FOLLOWING,
     PRECEDING,
     Ahead,
-    Begin,
     PartPlayer,
     Root,
     RootBucket,
@@ -39,7 +38,7 @@ from autopar.simulate.parts import (
     kept_after,
     ways_of,
 )
-from autopar.simulate.player import Pass, Played
+from autopar.simulate.player import Pass, PassKind, Played, Player, Standing, finished
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, Transmission
 from autopar.simulate.segments import Differences, Key, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
@@ -383,9 +382,9 @@ class Variants:
         """Plays the begin of the step, from what other stages of the device have under way."""
         if not any(part.first_sent for part in parts):
             sizes = sum(part.first_bytes for part in parts)
-            begin = Begin(LocalProgram(), self.profile, set(), carried)
-            begin.engine.allocate(0, sizes, "gathered", Moment.SEND)
-            return Gathered({}, {}, begin.result())
+            engine = Engine(self.profile.facts.overlap_slowdown, carried)
+            engine.allocate(LAST, sizes, "gathered", Moment.SEND)
+            return Gathered({}, {}, finished(engine, {}, {}))
         key = carried, tuple([self._first_form(part) for part in parts])
         known = self._gathered.get(key)
         if known is None:
@@ -423,20 +422,22 @@ class Variants:
         program.gathers = self.lowering.gathers_of(program)
         home = {unit: where for where, unit in units.items()}
         inside = {n for (number, local), n in units.items() if local in parts[number].orders.last}
-        begin = Begin(program, self.profile, inside, carried)
-        if is_plain:
-            quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts)
-            begin.engine.allocate(0, quiet, "gathered", Moment.SEND)
-        begin.gather()
+        player = Player(program, self.profile, trains=False)
+        player.orders.last = dict.fromkeys(inside, -1)
+        begun = player.played(PassKind("begin"), carried, Standing())
+        ((_, done, _),) = begun.pieces
+        quiet = sum(part.first_bytes - part.first_sent_bytes for part in parts) if is_plain else 0
+        if quiet:
+            done.allocations.append((0, quiet, "gathered", Moment.SEND))
         ready: dict[int, dict[int, tuple[int, str]]] = defaultdict(dict)
-        for value, end in begin.ready_ns().items():
+        for value, end, cause in begun.standing.ready:
             number, own = places[value]
-            ready[number][own] = end
+            ready[number][own] = end, cause
         arriving: dict[int, dict[int, list[tuple[int, int]]]] = defaultdict(lambda: defaultdict(list))
-        for at, found in begin.arriving_ns().items():
-            number, local = home[at]
-            arriving[number][local] += found
-        return Gathered(ready, arriving, begin.result())
+        for unit, end, size in begun.standing.arriving:
+            number, local = home[unit]
+            arriving[number][local].append((end, size))
+        return Gathered(ready, arriving, done)
 
     def optimizer(self, plan: StagePlan) -> tuple[int, int]:
         """How long the optimizer runs, and the most bytes that updating a parameter takes for a while."""

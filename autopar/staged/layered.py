@@ -20,8 +20,8 @@ from autopar.ir.placement import Axis
 from autopar.microbatch import batch_types
 from autopar.planning import DividedGraph, Place, divided, microbatch_counts
 from autopar.request import Request
+from autopar.simulate.alone import LayerCost, layer_costs
 from autopar.simulate.cores import part_of_step, sharing_of
-from autopar.simulate.layers import LayerCost, layer_costs
 from autopar.staged.ways import EstimatedStages, Setting, StageStrategy
 from autopar.staging import cut
 from autopar.template import template_constraints, template_recompute
