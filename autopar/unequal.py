@@ -24,7 +24,7 @@ from autopar.planning import DividedGraph, Place
 from autopar.refusal import devices_hold_more
 from autopar.request import Request
 from autopar.simulate import Timeline, predict, simulate
-from autopar.simulate.segments import block_times_ns
+from autopar.simulate.layers import block_times_ns
 from autopar.staging import cut, stages_of_sizes
 from autopar.template import check_split
 

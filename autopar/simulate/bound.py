@@ -32,10 +32,9 @@ from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.ops.saved import Extra
 from autopar.runtime.packing import LONE_BYTES
-from autopar.simulate.facts import graph_facts
+from autopar.simulate.facts import call_of, graph_facts
 from autopar.simulate.parts import PartLowering
 from autopar.simulate.program import Transmission
-from autopar.simulate.recomputation import call_of
 from autopar.simulate.traffic import reached_tensors
 
 ENDLESS = 1 << 50  # bytes: more than any bucket has

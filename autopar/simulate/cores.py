@@ -24,8 +24,7 @@ import numpy as np
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, DIRECTIONS, FORWARD, Turn, turns
 from autopar.simulate.engine import COMPUTE, Sent, Task
-from autopar.simulate.memory import Numbers
-from autopar.simulate.timeline import Lane, TimelinePiece
+from autopar.simulate.timeline import Lane, Numbers, TimelinePiece
 
 SEND = "send"
 Spans = Sequence[tuple[int, int]]

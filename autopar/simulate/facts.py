@@ -1,13 +1,27 @@
-"""What the simulator needs to know of a graph whatever the plan, found once."""
+"""What the simulator knows of a graph before any program is lowered: facts whatever the plan, what runs again, and what
+the first of two parts of a backward pass goes through.
+
+A call of a recomputed module runs again, as a whole, when autograd asks for the first thing that an operator in it has
+saved. One in which nothing is saved for the backward pass does not.
+
+Where a backward pass comes in two parts, all that depends on what the stage has received is on the first one's way, as
+`runtime.splitting` finds it in autograd's graph. What is computed from parameters beside it waits for the second part,
+unless several operators on the way read what comes of one parameter, such as a bias that all attention layers share, or
+gradients come in beside the way: then all between these and the parameter is on the way, too. Where nothing waits for
+gradients, as in a first stage, the second part makes them all.
+"""
 
 from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 from autopar.cost.memory import is_view, passes_gradient, saved_values
-from autopar.ir.graph import Graph, Node
+from autopar.ir.graph import Graph, Node, Scope
+from autopar.ir.plan import StagePlan
+from autopar.ir.statements import Operate, Statement, Value, flatten
 from autopar.ir.structure import block_paths, constant_tensors, folded_tensors
 from autopar.ops.saved import Saved
 
@@ -85,3 +99,112 @@ def graph_facts(graph: Graph, device_type: str) -> GraphFacts:
     facts = GraphFacts(graph, device_type)
     _known[key] = (weakref.ref(graph, lambda _: _known.pop(key, None)), facts)
     return facts
+
+
+# What runs again ----------------------------------------
+
+
+Call = tuple[tuple[str, str], ...]
+"""A recomputed module with those around it, as in `Scope.path`."""
+
+
+class Recomputation:
+    """The pieces of one plan. `reached`: the tensors that get a gradient, none in inference."""
+
+    def __init__(self, graph: Graph, plan: StagePlan, reached: set[str]) -> None:
+        statements = flatten(graph, plan).statements if plan.recompute and reached else ()
+        paths = frozenset(plan.recompute)
+        pieces = number_calls(call_of(statement.scope, paths) for statement in statements)
+        again = {
+            piece for piece, statement in zip(pieces, statements, strict=True) if _saves(graph, statement, reached)
+        }  # fmt: skip
+        known = zip(pieces, statements, strict=True)
+        self._again: set[str | Value] = {_key(s) for piece, s in known if piece >= 0 and piece in again}
+
+    def runs_again(self, statement: Statement) -> bool:
+        """Whether the backward pass runs the statement once more."""
+        return _key(statement) in self._again
+
+    def computes_again(self, node: str) -> bool:
+        """Whether an operator runs again."""
+        return node in self._again
+
+    def converts_again(self, value: Value) -> bool:
+        """Whether a tensor is brought to a placement again."""
+        return value in self._again
+
+
+def call_of(scope: Scope, recompute: Set[str]) -> Call | None:
+    """The call of a recomputed module that a statement is in."""
+    for depth, (path, _) in enumerate(scope.path):
+        if path in recompute:
+            return scope.path[: depth + 1]
+    return None
+
+
+def number_calls(calls: Iterable[Call | None]) -> list[int]:
+    """For each of consecutive statements, the number of the piece that it is in, −1 for none.
+
+    A call that something else interrupts goes on in a piece of its own, as the emitter cuts it.
+    """
+    found, count, last = list[int](), -1, None
+    for call in calls:
+        count += call is not None and call != last
+        found.append(-1 if call is None else count)
+        last = call
+    return found
+
+
+def _key(statement: Statement) -> str | Value:
+    return statement.node.name if isinstance(statement, Operate) else statement.makes[0]
+
+
+def _saves(graph: Graph, statement: Statement, reached: set[str]) -> bool:
+    """Whether a statement's own backward pass reads something that was saved."""
+    return (
+        isinstance(statement, Operate)
+        and not reached.isdisjoint(statement.node.results)
+        and bool(saved_values(statement.node, graph))
+    )
+
+
+# The first part of a backward pass in two ----------------------------------------
+
+
+SOURCE = "a source of gradients"
+
+
+def tensors_on_the_way(graph: Graph) -> frozenset[str]:
+    """The tensors of a stage's graph, without parameters, whose gradients the first part makes."""
+    way = {name for name in graph.received if graph.tensors[name].differentiable}
+    for node in graph.nodes:
+        if not way.isdisjoint(node.operands):
+            way.update(node.results)
+    while way and (more := _shared(graph, way)):
+        way |= more
+    return frozenset(way)
+
+
+def _shared(graph: Graph, way: set[str]) -> set[str]:
+    """What comes of parameters beside the way, and leads to several operators on it, or to a source of gradients."""
+    readers = _readers_on_the_way(graph, way)
+    trained = (item.tensor for item in graph.stored if graph.tensors[item.tensor].differentiable)
+    known = {name for name in trained if len(readers.get(name, ())) > 1 or SOURCE in readers.get(name, ())}
+    found = set[str]()
+    for node in graph.nodes:
+        if not (known | found).isdisjoint(node.operands):
+            found.update(name for name in node.results if name not in way and graph.tensors[name].differentiable)
+    return found
+
+
+def _readers_on_the_way(graph: Graph, way: set[str]) -> dict[str, set[str]]:
+    """By tensor beside the way: the operators on it that read what comes of the tensor, two at most, and `SOURCE` where
+    gradients come in there."""
+    readers: dict[str, set[str]] = {name: {SOURCE} for name in graph.gradient_sources if name not in way}
+    for node in reversed(graph.nodes):
+        on_the_way = not way.isdisjoint(node.results)
+        reached = {node.name} if on_the_way else set[str]().union(*(readers.get(name, ()) for name in node.results))
+        for name in node.operands:
+            if name not in way and len(readers.get(name, ())) < 2:
+                readers.setdefault(name, set()).update(sorted(reached)[:2])
+    return readers

@@ -1,6 +1,6 @@
 """Simulates plans that differ little from those before: what is the same as in an earlier plan is not played again.
 
-A stage's graph is cut into segments (`repeats`), each of which is lowered by itself (`parts`) and played on from where
+A stage's graph is cut into segments (`segments`), each of which is lowered by itself (`parts`) and played on from where
 those before have left the streams (`part_player`). A segment with equal placements in an equal context is lowered once,
 and one that begins in an equal state is played once, wherever in the model it is and in whichever plan. FlexFlow's
 delta simulation (MLSys'19, 5.3) updates the times of tasks that a change reaches; here these are segments, and those

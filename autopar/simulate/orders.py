@@ -1,15 +1,31 @@
-"""Orders that follow from a program alone: when units are entered, when gradients are complete."""
+"""What is read off a program once, before it is played: orders, lifetimes of memory, and each item's share of a pass.
+
+Orders: when units are entered, when gradients are complete.
+
+Lifetimes: when an activation's memory is taken and given back within a microbatch, forward and backward. The forward
+pass takes an item's memory when it runs and gives it back when the function returns in which it has a name, unless
+autograd saved it: then after the backward of the first item (in forward order) that saved it. In a recomputed region
+nothing but what enters it is kept; when the backward pass first needs something of it, its items run again and their
+memory lives as without recomputation. Gradients of activations live from the first reader's backward to that of the
+maker. A backward pass in two parts keeps everything for the second, since autograd gives back nothing of a graph that
+is still asked for, and the gradients of what operators with a gradient of their own make.
+
+Directions: what the items of a stage do in its backward pass, or in one of the two parts of it.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cache
+from typing import NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.compute import copy_time_ns, pointwise_time_ns
-from autopar.ir.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT
-from autopar.simulate.program import Bucket, LocalProgram, Slot
+from autopar.ir.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT
+from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 
 
 @dataclass(slots=True)
@@ -115,3 +131,355 @@ def _backward_readers(program: LocalProgram) -> dict[int, list[int]]:
                 if program.values[value].wants_gradient:
                     readers[value].append(number)
     return readers
+
+
+# Lifetimes of activations ----------------------------------------
+
+
+@dataclass(slots=True)
+class Changes:
+    """Bytes taken at the start and given back at the end of each item, for one pass over the items."""
+
+    taken: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+    given: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+
+@dataclass(slots=True)
+class Lifetimes:
+    """Memory of activations forward, recomputed and backward; that of their gradients apart.
+
+    backward, gradients: by direction, the whole pass and its two parts. received: bytes of the gradients that come from
+    other stages, which are kept until the pass has ended.
+    """
+
+    forward: Changes = field(default_factory=Changes)
+    recompute: Changes = field(default_factory=Changes)
+    backward: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
+    gradients: dict[str, Changes] = field(default_factory=lambda: defaultdict(Changes))
+    received: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+
+
+Buffers = dict[int, list[int]]
+"""By value, the buffer of its gradient: bytes, readers, and the first item that reads it in the second part, or −1."""
+
+
+def find_lifetimes(
+    program: LocalProgram, trains: bool, buffers: Buffers | None = None, own: Collection[int] | None = None
+) -> Lifetimes:
+    """Plans the memory of one microbatch. own: the items of a part of a program, whose others stand for what is outside
+    of it; buffers: of gradients when the part's backward pass begins, and after the call when it has ended."""
+    lifetimes = Lifetimes()
+    readers, savers = _uses(program, trains)
+    entries = _entries(program)
+    ends = {item.region: number for number, item in enumerate(program.items)}
+    frames = Frames(program)
+    for storage, memory in enumerate(program.memory):
+        if memory.owner >= 0 and memory.num_bytes:
+            uses = readers[storage], savers[storage], frames.end(memory.owner, readers[storage])
+            _place(lifetimes, program, entries, memory.owner, memory.num_bytes, *uses)
+    for number, item in enumerate(program.items):
+        if trains and item.runs_backward and item.extra_bytes:
+            _place(lifetimes, program, entries, number, item.extra_bytes, [number], [number], number)
+        if trains and item.runs_backward and item.number_bytes:
+            _place_number(lifetimes, program, number, item.number_bytes, ends)
+    if trains and program.splits:
+        _place_gradients(program, program.led, lifetimes, BACKWARD_INPUT, {})
+        _place_gradients(program, program.own, lifetimes, BACKWARD_WEIGHT, {})
+    elif trains:
+        numbers = range(len(program.items)) if own is None else own
+        whole = [number for number in numbers if program.items[number].runs_backward]
+        _place_gradients(program, whole, lifetimes, BACKWARD, {} if buffers is None else buffers)
+    _place_workspace(program, lifetimes)
+    return lifetimes
+
+
+class Frames:
+    """When the functions of an emitted program return, each the forward of a unit: until then they keep variables."""
+
+    def __init__(self, program: LocalProgram) -> None:
+        self._unit_of = [item.unit for item in program.items]
+        self._enclosing = program.around()
+        self._returns = [0] * len(program.units)  # the last item in a unit, and in those inside of it
+        last = {unit: number for number, unit in enumerate(self._unit_of)}
+        for unit, number in last.items():
+            for around in self._enclosing[unit]:
+                self._returns[around] = max(self._returns[around], number)
+        self._ends: dict[frozenset[int], int] = {}
+        self._first_of = program.first_of
+        self._last_of = {first: number for number, first in sorted(program.first_of.items())}  # a branch is a function
+
+    def end(self, owner: int, readers: list[int]) -> int:
+        """The item after which no function holds a value: the innermost that calls all who make and read it returns."""
+        branch = self._first_of.get(owner)
+        if branch is not None and all(self._first_of.get(reader) == branch for reader in readers):
+            return self._last_of[branch]
+        units = frozenset([self._unit_of[owner], *(self._unit_of[reader] for reader in readers)])
+        if units not in self._ends:
+            shared = [set(self._enclosing[unit]) for unit in units]
+            innermost = max(set.intersection(*shared), key=lambda unit: len(self._enclosing[unit]))
+            self._ends[units] = self._returns[innermost]
+        return self._ends[units]
+
+
+def _entries(program: LocalProgram) -> dict[int, int]:
+    """For each recomputed region, the first item that saves something: its backward pass is the last that needs it."""
+    found: dict[int, int] = {}
+    for number, item in enumerate(program.items):
+        if item.needs_saved:
+            found.setdefault(item.region, number)
+    return found
+
+
+def _place_workspace(program: LocalProgram, lifetimes: Lifetimes) -> None:
+    """What an item takes and gives back itself."""
+    directions = (BACKWARD_INPUT, BACKWARD_WEIGHT) if program.splits else (BACKWARD,)
+    places = (lifetimes.forward, lifetimes.recompute), tuple(lifetimes.gradients[name] for name in directions)
+    for number, item in enumerate(program.items):
+        for size, several in zip(item.workspace, places, strict=True):
+            for changes in several if size else ():
+                changes.taken[number] += size
+                changes.given[number] += size
+
+
+def _uses(program: LocalProgram, trains: bool) -> tuple[dict[int, list[int]], dict[int, list[int]]]:
+    """By storage: the items that read or make it, and those whose backward pass needs it."""
+    readers: dict[int, list[int]] = defaultdict(list)
+    savers: dict[int, list[int]] = defaultdict(list)
+    for number, item in enumerate(program.items):
+        for value in (*item.inputs, *item.outputs):
+            readers[program.values[value].storage].append(number)
+        if trains and item.runs_backward:
+            for storage in item.saved:
+                savers[storage].append(number)
+    for value in program.outputs:
+        readers[program.values[value].storage].append(len(program.items) - 1)
+    return readers, savers
+
+
+def _place(
+    lifetimes: Lifetimes, program: LocalProgram, entries: dict[int, int], owner: int, size: int, readers: list[int],
+    savers: list[int], returned: int,
+) -> None:  # fmt: skip
+    """One piece of memory: kept from the forward pass, or made again in its region, or both.
+
+    returned: the item after which no function holds it.
+    """
+    items = program.items
+    region = items[owner].region
+    kept = [number for number in savers if region < 0 or items[number].region != region]
+    # What enters another region stays for its second run, until the backward pass needs nothing of that any more.
+    others = {items[number].region for number in readers} - {-1, region}
+    kept += [entries[other] for other in others if other in entries]
+    lifetimes.forward.taken[owner] += size
+    if kept:
+        _give_back(lifetimes, program, size, kept)
+    else:
+        lifetimes.forward.given[max(*readers, returned)] += size
+    if region < 0:
+        return
+    inside = [number for number in savers if items[number].region == region]
+    lifetimes.recompute.taken[owner] += size
+    if inside:
+        _give_back(lifetimes, program, size, inside)
+    else:
+        held = [n for n in (*readers, returned) if items[n].region == region]
+        lifetimes.recompute.given[max(held)] += size
+
+
+def _place_number(lifetimes: Lifetimes, program: LocalProgram, number: int, size: int, ends: Mapping[int, int]) -> None:
+    """A saved number is kept from the forward pass, and in a region once more while that runs again.
+
+    ends: the last item of each region.
+    """
+    lifetimes.forward.taken[number] += size
+    _give_back(lifetimes, program, size, [number])
+    region = program.items[number].region
+    if region >= 0:
+        lifetimes.recompute.taken[number] += size
+        lifetimes.recompute.given[ends[region]] += size
+
+
+def _give_back(lifetimes: Lifetimes, program: LocalProgram, size: int, needing: list[int]) -> None:
+    """After the backward of all items that need it. Of a pass in two parts, autograd keeps for the second what it keeps
+    at all: then with the next item from there on that runs in it."""
+    if not program.splits:
+        lifetimes.backward[BACKWARD].given[min(needing)] += size
+        return
+    first, own = min(needing), program.own_in_order
+    number = own[max(0, bisect_right(own, first) - 1)] if own else first
+    lifetimes.backward[BACKWARD_WEIGHT].given[number] += size
+
+
+def _place_gradients(
+    program: LocalProgram, numbers: Collection[int], lifetimes: Lifetimes, direction: str, buffer: Buffers
+) -> None:
+    """Gradients of activations: one buffer a value; what passes a gradient on passes its buffer on.
+
+    numbers: the items of this direction. Buffers that the second part reads, too, are given back there. Gradients that
+    come from other stages are in memory of their own, which is kept until a whole pass ends.
+    """
+    changes, kept = lifetimes.gradients[direction], program.own if direction == BACKWARD_INPUT else ()
+    for number in sorted(numbers, reverse=True):
+        item = program.items[number]
+        if item.is_send:
+            stays = direction == BACKWARD_INPUT
+            lifetimes.received[direction] += _receive(program, item, number, buffer, changes, stays)
+            continue
+        held = [buffer.pop(value) for value in item.outputs if value in buffer]
+        for value in item.inputs:
+            if direction == BACKWARD or program.values[value].leads_back == (direction == BACKWARD_INPUT):
+                _contribute(program, item, number, value, held, buffer, changes)
+        for shared in held:
+            shared[1] -= 1
+            shared[2] = number if number in kept else shared[2]
+            if shared[1] == 0 and shared[2] >= 0:
+                lifetimes.gradients[BACKWARD_WEIGHT].given[shared[2]] += shared[0]
+            elif shared[1] == 0:
+                changes.given[number] += shared[0]
+
+
+def _receive(
+    program: LocalProgram, item: Item, number: int, buffer: Buffers, changes: Changes, stays: bool
+) -> int:  # fmt: skip
+    """The gradient of what was sent, which takes nothing but what has come. Returns its bytes, if the pass's end gives
+    them back, and not, as those of what the second part may read (`stays`), its last reader."""
+    (value,) = item.inputs
+    made = program.values[value]
+    if not made.wants_gradient or made.slot >= 0 or made.item < 0:
+        return 0
+    changes.taken[number] += made.num_bytes
+    buffer.setdefault(value, [made.num_bytes if stays else 0, 1, -1])
+    return 0 if stays else made.num_bytes
+
+
+def _contribute(
+    program: LocalProgram,
+    item: Item,
+    number: int,
+    value: int,
+    held: list[list[int]],
+    buffer: Buffers,
+    changes: Changes,
+) -> None:
+    made = program.values[value]
+    if not made.wants_gradient or made.slot >= 0 or made.item < 0:
+        return
+    if value in buffer and buffer[value][0] == 0:  # added to what has come from another stage, in new memory
+        changes.taken[number] += made.num_bytes
+        buffer[value] = [made.num_bytes, 1, -1]
+    elif value in buffer:  # added to what is there, from memory that is given back at once
+        if value not in item.passing:
+            changes.taken[number] += made.num_bytes
+            changes.given[number] += made.num_bytes
+    elif value in item.passing and held:
+        held[0][1] += 1
+        buffer[value] = held[0]
+    else:
+        changes.taken[number] += made.num_bytes
+        buffer[value] = [made.num_bytes, 1, -1]
+
+
+# Directions of the backward pass ----------------------------------------
+
+
+class BackwardStep(NamedTuple):
+    """One item's share of a direction.
+
+    own_ns: of each pass; kept_ns: of all but the first microbatch; last_ns: of the last one; slots: its inputs that
+    are stored tensors; wanting: those whose gradients it makes; taken and given: bytes of activations, and of their
+    gradients; ends: whether gradients of stored tensors begin, end or go home with it.
+    """
+
+    number: int
+    item: Item
+    own_ns: int
+    kept_ns: int
+    last_ns: int
+    issue_ns: int
+    slots: tuple[int, ...]
+    wanting: tuple[int, ...]
+    inner: tuple[Transmission, ...]
+    taken: tuple[int, int]
+    given: tuple[int, int]
+    ends: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Direction:
+    """Steps in the order of the pass. entered: units with regathered parameters that it enters, at each item the
+    innermost first: autograd asks for what they return in that order; regions: those that it recomputes;
+    ends_microbatch: regathered parameters are of no more use after it."""
+
+    steps: tuple[BackwardStep, ...]
+    entered: dict[int, tuple[int, ...]]
+    regions: frozenset[int]
+    ends_microbatch: bool
+
+
+def find_directions(program: LocalProgram, orders: Orders, lifetimes: Lifetimes) -> dict[str, Direction]:
+    """The whole backward pass, or its two parts where the program has them."""
+    if program.splits:
+        led, own = (sorted(numbers, reverse=True) for numbers in (program.led, program.own))
+        return {
+            BACKWARD_INPUT: direction_of(program, orders, lifetimes, BACKWARD_INPUT, led, frozenset()),
+            BACKWARD_WEIGHT: direction_of(program, orders, lifetimes, BACKWARD_WEIGHT, own, program.led),
+        }
+    whole = [number for number in range(len(program.items) - 1, -1, -1) if program.items[number].runs_backward]
+    return {BACKWARD: direction_of(program, orders, lifetimes, BACKWARD, whole, frozenset())}
+
+
+def direction_of(
+    program: LocalProgram, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
+) -> Direction:
+    """What these items do, in the order of the pass. Units and regions are for the first part to enter, if it
+    has anything in them (`before`: its items)."""
+    items, entered = program.items, dict[int, tuple[int, ...]]()
+    known = {unit for n in before for unit in orders.around[items[n].unit]}
+    for n in numbers:
+        units = (unit for unit in reversed(orders.around[items[n].unit]) if unit in orders.gathers)
+        entered[n] = tuple([unit for unit in units if unit not in known])
+        known.update(entered[n])
+    regions = {items[n].region for n in before if items[n].needs_saved}
+    reader = _Reader(program, orders, lifetimes, name)
+    return Direction(
+        steps=tuple([reader.step(number) for number in numbers]),
+        entered={number: units for number, units in entered.items() if units},
+        regions=frozenset(items[n].region for n in numbers if items[n].region >= 0) - regions,
+        ends_microbatch=bool(numbers) and not before,
+    )
+
+
+class _Reader:
+    """Reads the steps of one direction."""
+
+    def __init__(self, program: LocalProgram, orders: Orders, lifetimes: Lifetimes, name: str) -> None:
+        self._program, self._orders, self._name = program, orders, name
+        self._activations, self._gradients = lifetimes.backward[name], lifetimes.gradients[name]
+        self._part = {BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: 1}[name]
+        values = [(number, value) for number, value in enumerate(program.values) if value.wants_gradient]
+        self._wanting = {n for n, value in values if self._part < 0 or value.leads_back == (self._part == 0)}
+        self._slots = {slot.value for slot in program.slots}
+        self._ends = {*orders.begun_at, *orders.ended_at, *orders.complete_at} if self._part else set()
+
+    def step(self, number: int) -> BackwardStep:
+        program, orders, part = self._program, self._orders, self._part
+        item = program.items[number]
+        own, issue = item.backward_ns, item.issue_ns[1]
+        if item.split is not None:
+            own, issue = item.split.backward_ns[part], item.split.issue_ns[part]
+        each, kept, last = orders.hooks_ns(number, self._name)
+        activations, gradients = self._activations, self._gradients
+        return BackwardStep(
+            number,
+            item,
+            own + each,
+            kept,
+            last,
+            issue,
+            tuple([value for value in item.inputs if value in self._slots]),
+            tuple([value for value in item.inputs if value in self._wanting]),
+            item.inner_backward if part < 1 or number not in program.led else (),
+            (activations.taken.get(number, 0), gradients.taken.get(number, 0)),
+            (activations.given.get(number, 0), gradients.given.get(number, 0)),
+            number in self._ends,
+        )

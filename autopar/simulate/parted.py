@@ -11,7 +11,6 @@ from functools import partial
 
 from autopar.ir.plan import StagePlan
 from autopar.ir.schedule import BACKWARD, FORWARD
-from autopar.simulate.differences import Key
 from autopar.simulate.engine import Carried, Change, Engine, Moment
 from autopar.simulate.part_player import (
     FOLLOWING,
@@ -35,6 +34,7 @@ from autopar.simulate.player import (
     Travelling,
     finished,
 )
+from autopar.simulate.segments import Key
 from autopar.simulate.variants import SentValues, Variants
 
 LONG_AGO = -(1 << 62)

@@ -27,10 +27,8 @@ from autopar.ir.placement import Placement, evenly, local_shape
 from autopar.ir.plan import NodePlan, StagePlan, Storage
 from autopar.ir.redistribution import Step
 from autopar.ir.schedule import BACKWARD
-from autopar.simulate.directions import Direction, direction_of
-from autopar.simulate.facts import GraphFacts
-from autopar.simulate.lifetime import Buffers, Lifetimes, find_lifetimes
-from autopar.simulate.orders import Orders, find_orders
+from autopar.simulate.facts import Call, GraphFacts
+from autopar.simulate.orders import Buffers, Direction, Lifetimes, Orders, direction_of, find_lifetimes, find_orders
 from autopar.simulate.program import (
     Bucket,
     Item,
@@ -44,8 +42,7 @@ from autopar.simulate.program import (
     Value,
     mark_gradients,
 )
-from autopar.simulate.recomputation import Call
-from autopar.simulate.repeats import Segment
+from autopar.simulate.segments import Segment
 from autopar.simulate.sharing import Moving, OnWay, Ways
 
 BEFORE, EARLIER = 0, 1  # the items that stand for what is before
@@ -442,7 +439,7 @@ def _backward_reads(program: LocalProgram, num_entering: int) -> list[int]:
 
 
 def _kept(program: LocalProgram, trains: bool) -> frozenset[int]:
-    """Memory that is kept from the forward pass, as far as the part's own items keep it (see `lifetime`)."""
+    """Memory that is kept from the forward pass, as far as the part's own items keep it (see `Lifetimes`)."""
     entries = {item.region for item in program.items if item.needs_saved}
     found = set[int]()
     for item in program.items[NUM_BEFORE:]:

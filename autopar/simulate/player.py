@@ -24,10 +24,8 @@ from typing import Any, NamedTuple, Protocol
 from autopar.cost import Profile
 from autopar.ir.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD
 from autopar.runtime.packing import MAX_IN_FLIGHT
-from autopar.simulate.directions import BackwardStep, Direction, find_directions
 from autopar.simulate.engine import COMPUTE, LAST, NOTHING_SENT, Carried, Change, Engine, Moment, Sent, Task
-from autopar.simulate.lifetime import Changes, find_lifetimes
-from autopar.simulate.orders import find_orders
+from autopar.simulate.orders import BackwardStep, Changes, Direction, find_directions, find_lifetimes, find_orders
 from autopar.simulate.program import Bucket, Item, LocalProgram, Slot, Transmission
 
 UNDER_WAY = "gradients under way"
@@ -166,7 +164,7 @@ class Played(_Unmet):
     @cached_property
     def rise_bytes(self) -> int:
         """The most that it adds to what was there when it began. In order: when, at which moment of that, and what
-        gives back before what takes (as in `memory`)."""
+        gives back before what takes (as in `Memory`)."""
         changes = sorted(self.allocations, key=lambda change: (change[0], change[3], change[1]))
         return max(0, *itertools.accumulate(size for _, size, _, _ in changes)) if changes else 0
 

@@ -57,12 +57,9 @@ from autopar.ops.saved import Extra
 from autopar.ops.table import operator
 from autopar.ops.workspace import Sizes
 from autopar.runtime.packing import LONE_BYTES, pack_gradients
-from autopar.simulate.copies import Copies, keeps_gradient
-from autopar.simulate.facts import GraphFacts, NodeFacts, graph_facts
-from autopar.simulate.recomputation import Call, call_of, number_calls
-from autopar.simulate.shapes import LocalShapes
+from autopar.simulate.facts import Call, GraphFacts, NodeFacts, call_of, graph_facts, number_calls, tensors_on_the_way
+from autopar.simulate.local import Copies, LocalShapes, keeps_gradient
 from autopar.simulate.traffic import inner_collectives
-from autopar.simulate.way import tensors_on_the_way
 
 OPTIMIZER_KERNELS = {
     "cpu": 8,
@@ -100,7 +97,7 @@ class Value:
     slot: int = -1
     differentiable: bool = False
     wants_gradient: bool = False
-    leads_back: bool = False  # its gradient is made in the first part of a backward pass in two (`way`)
+    leads_back: bool = False  # its gradient is made in the first part of a backward pass in two (`tensors_on_the_way`)
 
 
 @dataclass(slots=True)

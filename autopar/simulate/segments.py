@@ -1,46 +1,355 @@
-"""How long each repeated block takes on a kind of device: what stages of unequal devices are sized by."""
+"""A graph in segments that are lowered and played one after another: which of them are equal, which are new in a plan.
+
+A segment ends where no block does go on: functions, recomputed calls and gathered units each lie in one segment, or in
+the program itself. Of two equal segments, what is known of one with some placements is known of the other. What is new
+in a plan is found by comparing objects, since plans that come one after another share most of theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from autopar.cost import Profile
-from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
-from autopar.simulate.program import Item, lower_stages
+from autopar.ir.graph import Graph, Node, map_references
+from autopar.ir.placement import Placement
+from autopar.ir.plan import Redistribute, StagePlan
+from autopar.ir.redistribution import Step
+from autopar.simulate.facts import GraphFacts
+
+ROOT_NODES = 24  # how many nodes of the program itself make a segment
 
 
-def block_times_ns(graph: Graph, plan: Plan, profile: Profile, block_paths: Sequence[str]) -> list[int]:
-    """Nanoseconds of a microbatch in each block, forward and backward, with the collectives inside.
+class Enters(NamedTuple):
+    """A tensor that is there before a segment: by its place among those, or by the segment's result that it is."""
 
-    graph, plan: of one microbatch and one stage, on devices of the profile, slowed down where they share cores.
-    block_paths: module paths of the blocks, in any order; the result has the order in which they run. What runs before
-    the first block counts to that, anything else outside of blocks to the one before.
+    place: int
+    is_made: bool
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Segment:
+    """Consecutive nodes. enters: tensors of before that this or a later one reads, a stored one if several do.
+    leaves: how each of those that the next begins with comes about; made: its results; stored: stored tensors that
+    no other segment reads; keeps: all that it reads; kind: equal of equal segments."""
+
+    number: int
+    nodes: tuple[Node, ...]
+    enters: tuple[str, ...]
+    leaves: tuple[Enters, ...]
+    made: tuple[str, ...]
+    stored: tuple[str, ...]
+    keeps: tuple[str, ...]
+    kind: int = -1
+
+
+def known_segments(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
+    """As `segments_of`, found once for a graph."""
+    key = "segments", f"{sorted(recomputed)} {ROOT_NODES}"
+    if key not in graph.found:
+        graph.found[key] = segments_of(graph, facts, recomputed)
+    found: tuple[Segment, ...] = graph.found[key]
+    return found
+
+
+def segments_of(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> tuple[Segment, ...]:
+    """The segments of a stage's graph without branches. What the stage receives comes about in the first one, what it
+    sends is read in the last one."""
+    runs = _runs(graph, facts, recomputed)
+    homes = {node.name: number for number, run in enumerate(runs) for node in run}
+    readers = {
+        name: [homes[node.name] for node, _ in uses] for name, uses in graph.consumers.items() if uses
+    }  # fmt: skip
+    last = {name: max(numbers) for name, numbers in readers.items()}
+    last.update(dict.fromkeys(graph.outputs, len(runs)))
+    shared = [s.tensor for s in graph.stored if len(set(readers.get(s.tensor, ()))) > 1]
+    own = {s.tensor for s in graph.stored if s.tensor in readers} - set(shared)
+    first = {name: min(readers[name]) for name in shared}
+    for name in graph.received:
+        last.setdefault(name, 0)
+    enters = tuple(name for name in graph.inputs if name in last and name not in graph.received)
+    found, kinds = [], dict[Hashable, int]()
+    for number, run in enumerate(runs):
+        received = graph.received if number == 0 else ()
+        made = (*received, *(name for node in run for name in node.results))
+        begun = tuple(name for name in shared if first[name] == number)
+        stored = tuple(dict.fromkeys(name for node in run for name in node.operands if name in own))
+        places = {name: Enters(place, False) for place, name in enumerate(enters)}
+        places |= {name: Enters(place, True) for place, name in enumerate((*made, *begun))}
+        crossing = (name for name in (*enters, *made, *begun) if last.get(name, -1) > number)
+        after = tuple(sorted(crossing, key=lambda name: -last[name]))
+        leaves = tuple(places[name] for name in after)
+        ends = number == 0, number == len(runs) - 1
+        form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends)
+        kind = kinds.setdefault(form, len(kinds))
+        keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
+        found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, kind))
+        enters = after
+    return tuple(found)
+
+
+def _runs(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> list[tuple[Node, ...]]:
+    """Cut where a unit that lies in no other begins or ends, and where the program itself has run for long."""
+    spans: dict[str, tuple[int, int]] = {}
+    homes = {s.tensor: facts.block_of(s.name, recomputed) for s in graph.stored}
+    seen = set[str]()
+    for number, node in enumerate(graph.nodes):
+        units = {facts.block_of(node.scope.module, recomputed)}
+        units |= {homes[name] for name in node.operands if name in homes and name not in seen}
+        seen.update(name for name in node.operands if name in homes and _is_shared(graph, name))
+        for unit in units:
+            while unit:
+                spans[unit] = spans.get(unit, (number, number))[0], number
+                unit = facts.block_of(unit.rpartition(".")[0], recomputed)
+    inside = {cut for first, last in spans.values() for cut in range(first + 1, last + 1)}
+    ends = {cut for first, last in spans.values() for cut in (first, last + 1)} - inside
+    runs, begin, count = list[tuple[Node, ...]](), 0, len(graph.nodes)
+    for cut in range(1, count + 1):
+        if cut == count or (cut not in inside and (cut in ends or cut - begin >= ROOT_NODES)):
+            runs.append(graph.nodes[begin:cut])
+            begin = cut
+    return runs
+
+
+def _is_shared(graph: Graph, name: str) -> bool:
+    """Whether modules share a stored tensor: it belongs to the first."""
+    return len({node.scope.module for node, _ in graph.consumers[name]}) > 1
+
+
+def _form(
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], nodes: tuple[Node, ...], enters: tuple[str, ...],
+    leaves: tuple[Enters, ...], made: tuple[str, ...], stored: tuple[str, ...], ends: tuple[bool, bool],
+) -> Hashable:  # fmt: skip
+    """All that lowering asks of a segment's graph, by places instead of names."""
+    codes = {name: ("enters", place) for place, name in enumerate(enters)}
+    codes |= {name: ("made", place) for place, name in enumerate(made)}
+    codes |= {name: ("stored", place) for place, name in enumerate(stored)}
+    prefix = _common(nodes)
+    coded = tuple(_coded(node, codes, prefix, recomputed) for node in nodes)
+    described = tuple(_described(graph, facts, name, prefix) for name in (*enters, *made, *stored))
+    units = [facts.block_of(node.scope.module, recomputed) for node in nodes]
+    units += [facts.block_of(graph.stored_by_tensor[name].name, recomputed) for name in stored]
+    return repr((coded, described, leaves, ends, tuple(_inside(unit, prefix) for unit in units)))
+
+
+def _coded(node: Node, codes: Mapping[str, Any], prefix: str, recomputed: frozenset[str]) -> Any:
+    """The node by places, and of each module around it, whether that is computed again."""
+    scope = tuple((_inside(path, prefix), kind, path in recomputed) for path, kind in node.scope.path)
+    args = map_references(node.args, codes.__getitem__)
+    kwargs = tuple((key, map_references(value, codes.__getitem__)) for key, value in node.kwargs)
+    return node.op, args, kwargs, tuple(codes.get(name or "") for name in node.outputs), scope
+
+
+def _described(graph: Graph, facts: GraphFacts, name: str, prefix: str) -> Any:
+    tensor, stored = graph.tensors[name], graph.stored_by_tensor.get(name)
+    flags = (
+        name in facts.constants, name in facts.folded, name in graph.outputs, name == graph.loss, name in graph.inputs,
+        name in graph.mutations.values(), name in graph.producers, name in graph.received, name in graph.sent,
+    )  # fmt: skip
+    whole = tensor.shape, graph.whole_shapes.get(name), tensor.dtype, tensor.differentiable, graph.kept_dtypes.get(name)
+    held = stored and (_inside(stored.name, prefix), stored.kind, stored.requires_grad, stored.name in graph.mutations)
+    return whole, flags, held
+
+
+def _common(nodes: tuple[Node, ...]) -> str:
+    """The innermost module that all nodes are in."""
+    shared = nodes[0].scope.path
+    for node in nodes:
+        pairs = zip(shared, node.scope.path, strict=False)
+        same = [left == right for left, right in pairs]
+        shared = shared[: same.index(False) if False in same else len(same)]
+    return shared[-1][0] if shared else ""
+
+
+def _inside(path: str, prefix: str) -> str:
+    """A module's path as seen from inside another; of those around it, how many."""
+    if prefix and f"{path}.".startswith(f"{prefix}."):
+        return "*" + path[len(prefix) :]
+    return (
+        path if not prefix or not f"{prefix}.".startswith(f"{path}." if path else "") else "^" * (path.count(".") + 1)
+    )
+
+
+# What is new in a plan ----------------------------------------
+
+
+Key = tuple[str, Placement]
+KEPT_OBJECTS = 1 << 16
+
+
+class Differences:
+    """What is another object in a plan than in the one before.
+
+    steps: of the plan's conversions. Segments get a number of what a plan says of them: equal of equal ones.
     """
-    (program,) = lower_stages(graph, plan, [profile])
-    trains = plan.mode == "train" and graph.loss is not None
-    times: dict[str, int] = {}
-    before, current = 0, ""
-    for item in program.items:
-        current = _block(program.units[item.unit], block_paths) or current
-        spent = _spent_ns(item, trains)
-        if current:
-            times[current] = times.get(current, 0) + spent
-        else:
-            before += spent
-    found = [*times.values()]
-    return [found[0] + before, *found[1:]] if found else []
+
+    def __init__(self, graph: Graph, segments: Sequence[Segment], plan: StagePlan) -> None:
+        self._graph, self._segments, self._recomputes = graph, segments, bool(plan.recompute)
+        self._of_node = [segment.number for segment in segments for _ in segment.nodes]
+        self._names = [node.name for node in graph.nodes]
+        home = dict(zip(self._names, self._of_node, strict=True))
+        self._readers = {
+            name: frozenset([home[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
+        }  # fmt: skip
+        self._stored = [item.tensor for item in graph.stored]
+        self._numbers: dict[Hashable, int] = {}
+        self._objects: dict[int, tuple[int, Hashable]] = {}  # by identity, which holds as long as they are kept here
+        self._known: list[int] = [-1] * len(segments)
+        self._last: StagePlan | None = None
+        self._nodes: list[Any] = [None] * len(self._names)
+        self._storage: list[Any] = [None] * len(self._stored)
+        self._redistributes: tuple[Redistribute, ...] = ()
+        self._changed_segments: set[int] = set()
+        self._changed_readers: set[int] = set()  # nodes that read something that is another, too
+        self._codes: list[int] = [-1] * len(self._names)
+        self._storage_codes: list[int] = [-1] * len(self._stored)
+        place_of = {name: place for place, name in enumerate(self._stored)}
+        self._keeps = [[place_of[name] for name in segment.keeps] for segment in segments]
+        self._begins = [*itertools.accumulate((len(segment.nodes) for segment in segments), initial=0)]
+        node_of = {name: number for number, name in enumerate(self._names)}
+        self._nodes_reading = {
+            name: frozenset([node_of[node.name] for node, _ in uses]) for name, uses in graph.consumers.items()
+        }  # fmt: skip
+        self.steps: dict[Key, tuple[Step, ...]] = {}
+        self.bases: dict[str, Placement] = {}
+        self._changed_storage: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it keeps too much."""
+        return len(self._objects) > KEPT_OBJECTS
+
+    def numbers(self, plan: StagePlan) -> list[int]:
+        """For each segment."""
+        self.follow(plan)
+        if self._changed_segments:
+            self._known = [*self._known]
+            for number in self._changed_segments:
+                self._known[number] = self._number_of(self._segments[number], plan)
+            self._changed_segments = set()
+        return self._known
+
+    def changed_storage(self, plan: StagePlan) -> set[int]:
+        """The stored tensors, by number, whose storage has changed since this was asked."""
+        self.follow(plan)
+        found, self._changed_storage = self._changed_storage, set()
+        return found
+
+    def follow(self, plan: StagePlan) -> None:
+        """Notes what is new in a plan."""
+        last = self._last
+        if plan is last:
+            return
+        if last is None or plan.nodes is not last.nodes:
+            self._follow_nodes(plan)
+        if last is None or plan.storage is not last.storage:
+            self._follow_storage(plan)
+        if last is None or plan.redistributes is not last.redistributes:
+            self._follow_steps(plan)
+        for name, placement in plan.inputs.items():
+            if self.bases.get(name) != placement:
+                self._follow_tensor(name, placement)
+        for place in self._changed_readers:
+            self._codes[place] = self._code_of(place)
+        self._changed_readers = set()
+        self._last = plan
+
+    def _note(self, name: str) -> None:
+        self._changed_segments |= self._readers[name]
+        self._changed_readers |= self._nodes_reading[name]
+
+    def _follow_tensor(self, name: str, placement: Placement) -> None:
+        self.bases[name] = placement
+        self._note(name)
+
+    def _follow_nodes(self, plan: StagePlan) -> None:
+        found = [*map(plan.nodes.__getitem__, self._names)]
+        for number in _places_of_others(found, self._nodes):
+            node, placed = self._graph.nodes[number], found[number]
+            self._changed_segments.add(self._of_node[number])
+            self._changed_readers.add(number)
+            for name, placement in zip(node.results, placed.results, strict=True):
+                self._follow_tensor(name, placement)
+            for name in node.operands if self._recomputes else ():
+                self._changed_segments |= self._readers[name]
+        self._nodes = found
+
+    def _follow_storage(self, plan: StagePlan) -> None:
+        found = [*map(plan.storage.__getitem__, self._stored)]
+        for number in _places_of_others(found, self._storage):
+            self._follow_tensor(self._stored[number], found[number].placement)
+            self._changed_storage.add(number)
+            self._storage_codes[number] = self._number(found[number])
+        self._storage = found
+
+    def _follow_steps(self, plan: StagePlan) -> None:
+        old, new = self._redistributes, plan.redistributes
+        first = _first_other(old, new)
+        end = _first_other(old[: first - len(old) - 1 : -1], new[: first - len(new) - 1 : -1])
+        gone, come = old[first : len(old) - end], new[first : len(new) - end]
+        kept = set(map(id, gone)) & set(map(id, come))
+        for one in gone:
+            if id(one) not in kept:
+                self.steps.pop((one.tensor, one.target), None)
+                self._note(one.tensor)
+        for one in come:
+            if id(one) not in kept:
+                self.steps[one.tensor, one.target] = one.steps
+                self._note(one.tensor)
+        self._redistributes = new
+
+    def _number_of(self, segment: Segment, plan: StagePlan) -> int:
+        begin, places = self._begins[segment.number], self._keeps[segment.number]
+        nodes = tuple(self._codes[begin : begin + len(segment.nodes)])
+        storage = tuple([self._storage_codes[place] for place in places])
+        read = self._read_elsewhere(segment, plan) if self._recomputes else ()
+        return self._numbers.setdefault((segment.kind, nodes, storage, read), len(self._numbers))
+
+    def _code_of(self, number: int) -> int:
+        """What the plan says of a node: its placements, and the ways of its operands that are converted."""
+        node, placed, bases, steps = self._graph.nodes[number], self._nodes[number], self.bases, self.steps
+        key = [self._number(placed)]
+        for name, placement in zip(node.operands, placed.operands, strict=True):
+            if bases[name] != placement:
+                way = steps.get((name, placement))
+                key.append(-1 if way is None else self._number(way))
+        return key[0] if len(key) == 1 else self._numbers.setdefault(tuple(key), len(self._numbers))
+
+    def _number(self, content: Hashable) -> int:
+        """One number for equal things; the same object is looked at once."""
+        known = self._objects.get(id(content))
+        if known is None:
+            number = self._numbers.setdefault(content, len(self._numbers))
+            known = self._objects[id(content)] = number, content
+        return known[0]
+
+    def _read_elsewhere(self, segment: Segment, plan: StagePlan) -> Hashable:
+        """Of what crosses its ends and is converted: the targets that other segments read, too, which decides what
+        function a conversion is written in."""
+        inside = {node.name for node in segment.nodes}
+        return tuple([
+            self._common_targets(name, inside, plan) for name in itertools.chain(segment.enters, segment.made)
+        ])  # fmt: skip
+
+    def _common_targets(self, name: str, inside: set[str], plan: StagePlan) -> frozenset[Placement]:
+        if len(self._readers[name]) < 2:
+            return frozenset()
+        readers = [
+            (node.name in inside, plan.nodes[node.name].operands[at]) for node, at in self._graph.consumers[name]
+        ]
+        own = {target for is_own, target in readers if is_own}
+        return frozenset(target for is_own, target in readers if not is_own and target in own)
 
 
-def _block(unit: str, block_paths: Sequence[str]) -> str:
-    return next((path for path in block_paths if f"{unit}.".startswith(f"{path}.")), "")
+def _places_of_others(new: Sequence[object], old: Sequence[object]) -> list[int]:
+    """Where another object is than before."""
+    same = [*map(operator.is_, new, old)]
+    return [] if all(same) else [place for place, is_same in enumerate(same) if not is_same]
 
 
-def _spent_ns(item: Item, trains: bool) -> int:
-    """Forward, once more where it is recomputed, and backward."""
-    forward = item.forward_ns + sum(sent.duration_ns for sent in (*item.forward, *item.inner))
-    if not trains:
-        return forward
-    again = forward if item.region >= 0 else 0
-    backward = item.backward_ns + sum(sent.duration_ns for sent in (*item.backward, *item.inner_backward))
-    return forward + again + (backward if item.runs_backward else 0)
+def _first_other(one: Sequence[object], other: Sequence[object]) -> int:
+    """How many objects are the same from the first on."""
+    same = [*map(operator.is_, one, other)]
+    return len(same) if all(same) else same.index(False)

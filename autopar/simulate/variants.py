@@ -13,7 +13,6 @@ from autopar.ir.placement import Placement
 from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
-from autopar.simulate.differences import Differences, Key
 from autopar.simulate.engine import Carried, Moment
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.part_player import (
@@ -42,7 +41,7 @@ from autopar.simulate.parts import (
 )
 from autopar.simulate.player import Pass, Played
 from autopar.simulate.program import STEP_COUNT_BYTES, LocalProgram, Transmission
-from autopar.simulate.repeats import Segment, known_segments
+from autopar.simulate.segments import Differences, Key, Segment, known_segments
 from autopar.simulate.sharing import Load, Open, Share, Sizes, Ways
 
 KEPT_PARTS = 1 << 12  # of a graph: more are forgotten all at once

@@ -79,7 +79,7 @@ class Originals(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's
             for x in self.tensors:
                 if self._has_moved(x):
                     x.data = self.aliases[id(x)]
-                if (self._is_small(x) or id(x) in self.touched) and not same_bits(x, self.copies[id(x)]):
+                if id(x) in self.touched or (self._is_small(x) and not same_bits(x, self.copies[id(x)])):
                     x.copy_(self.copies[id(x)])
         self.written.clear()
         self.touched.clear()

@@ -21,12 +21,12 @@ from autopar.planning import Place, divided
 from autopar.profiler import load_profile
 from autopar.refinement import space_of
 from autopar.request import Request, SearchBudget
-from autopar.simulate import repeats
+from autopar.simulate import segments
 from autopar.simulate.facts import graph_facts
 from autopar.simulate.incremental import Incremental, simulate_whole
 from autopar.simulate.part_player import PartPlayer
 from autopar.simulate.parts import PartLowering
-from autopar.simulate.repeats import segments_of
+from autopar.simulate.segments import segments_of
 from autopar.soap.space import Change
 from autopar.trace import find_blocks, trace
 from benchmarks.soap.cases import CASES, WAITS, Start, start
@@ -94,7 +94,7 @@ def test_a_shared_parameter_that_is_regathered_to_several_placements_is_gathered
 def test_random_plans_of_random_programs_in_segments_of_two_operators(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(repeats, "ROOT_NODES", 2)
+    monkeypatch.setattr(segments, "ROOT_NODES", 2)
     profile = replace(load_profile("cpu"), _shared={})
     facts, waits = replace(profile.facts, overlap_slowdown=1.3), {("intra_node", 2): WAITS}
     profile = replace(profile, facts=facts, waits=waits, _shared={})
@@ -124,7 +124,7 @@ class ReadBefore(nn.Module):
 @pytest.mark.parametrize("asked", [{}, {"zero": 1}, {"zero": 3}, {"microbatches": 2}], ids=str)
 def test_parameters_that_are_read_first_without_a_gradient(asked: dict[str, int], monkeypatch: Any) -> None:
     """What had its gradient in a later part than its first reader's ended in a KeyError."""
-    monkeypatch.setattr(repeats, "ROOT_NODES", 2)
+    monkeypatch.setattr(segments, "ROOT_NODES", 2)
     graph = trace(ReadBefore(), {"x": torch.randn(8, 16), "y": torch.randint(8, (8,))})
     plan, profile = template_of_graph(graph, Mesh("cpu", devices_per_node=2), dp=2, **asked), load_profile("cpu")
     assert plan.microbatches == asked.get("microbatches", 1)

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.simulate import memory
+from autopar.simulate import timeline
 from autopar.simulate.engine import Change
-from autopar.simulate.memory import Memory, Samples
+from autopar.simulate.timeline import Memory, Samples
 
 
 class Piece(NamedTuple):
@@ -33,7 +33,7 @@ def drawn_pieces(draw: st.DrawFn) -> list[Piece]:
 def seen(pieces: list[Piece], stretch: int) -> tuple[list[tuple[int, int]], dict[str, int], Samples]:
     """The curve with how much of each kind there is, the fullest moment, and samples."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "STRETCH", stretch)
+        patch.setattr(timeline, "STRETCH", stretch)
         whole = Memory(pieces)
         curve = [
             pair

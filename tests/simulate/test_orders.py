@@ -10,9 +10,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.ir.schedule import BACKWARD
 from autopar.profiler import template_profile
-from autopar.simulate.directions import find_directions
-from autopar.simulate.lifetime import find_lifetimes
-from autopar.simulate.orders import Orders, find_orders
+from autopar.simulate.orders import Orders, find_directions, find_lifetimes, find_orders
 from autopar.simulate.program import LocalProgram, lower_stages
 from autopar.trace import trace
 

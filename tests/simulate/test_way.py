@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.splitting import SplitBackward
-from autopar.simulate.way import tensors_on_the_way
+from autopar.simulate.facts import tensors_on_the_way
 from autopar.trace import trace
 
 

@@ -1,8 +1,9 @@
-"""Memory that the runtime takes for a while to move tensors: packed buffers, and parts in the order that travels.
+"""What one rank has of a tensor: its slice, and the memory that the runtime takes for a while to move it.
 
-Follows runtime/pieces.py (activations) and runtime/coalesce.py (parameters and their gradients). A tensor cut along
-dim 0 travels from and into place; along another dim its parts are copied first, or joined after. Gloo has no
-reduce-scatter: there, parts are exchanged and summed, which takes the whole once more.
+Copies are packed buffers, and parts in the order that travels, as in runtime/pieces.py (activations) and
+runtime/coalesce.py (parameters and their gradients). A tensor cut along dim 0 travels from and into place; along
+another dim its parts are copied first, or joined after. Gloo has no reduce-scatter: there, parts are exchanged and
+summed, which takes the whole once more.
 """
 
 from __future__ import annotations
@@ -11,11 +12,39 @@ import math
 from collections.abc import Sequence
 
 from autopar.ir.graph import Graph
-from autopar.ir.placement import Placement
+from autopar.ir.mesh import LogicalMesh
+from autopar.ir.placement import Placement, Shape, evenly, local_shape
 from autopar.ir.plan import StagePlan
 from autopar.ir.redistribution import Step, apply
 from autopar.runtime.packing import LONE_BYTES
-from autopar.simulate.shapes import LocalShapes
+
+
+class LocalShapes:
+    """Local shapes and sizes by tensor and placement; equal tensors share them."""
+
+    def __init__(self, graph: Graph, plan: StagePlan) -> None:
+        self.shapes = {name: tensor.shape for name, tensor in graph.tensors.items()}
+        self._stored = frozenset(plan.storage)
+        self._axes: tuple[LogicalMesh, LogicalMesh] = (plan.axes, evenly(plan.axes))
+        self._itemsizes = {name: tensor.itemsize for name, tensor in graph.tensors.items()}
+        self._local: dict[tuple[Shape, Placement, bool], tuple[Shape, int]] = {}
+
+    def itemsize(self, tensor: str) -> int:
+        """Bytes of an element while computing."""
+        return self._itemsizes[tensor]
+
+    def local(self, tensor: str, placement: Placement) -> tuple[Shape, int]:
+        """The first rank's slice, and its bytes while computing."""
+        key = (self.shapes[tensor], placement, tensor in self._stored)
+        known = self._local.get(key)
+        if known is None:
+            shape = local_shape(key[0], placement, self._axes[key[2]])
+            known = self._local[key] = (shape, math.prod(shape))
+        return known[0], known[1] * self._itemsizes[tensor]
+
+
+# Copies ----------------------------------------
+
 
 _PASSED_ON = {("P", "I"), ("I", "P")}
 
