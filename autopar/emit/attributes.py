@@ -15,7 +15,7 @@ from autopar.runtime import Pipeline, Program, Stage
 from autopar.runtime.stored import slot_names
 
 #: methods that are emitted, what a call that makes a module names its own, and names that Python mangles in a class
-_EMITTED = re.compile(r"(constants|forward|branch|prepare|targets|summand)(_\d+)?|self|mesh|__.*")
+_EMITTED = re.compile(r"(constants|forward|branch|prepare|targets|summand|again)(_\d+)?|self|mesh|__.*")
 
 
 def _attributes_of(kinds: Iterable[type]) -> frozenset[str]:

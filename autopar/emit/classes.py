@@ -8,6 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar.emit.again import ToldAgain
 from autopar.emit.attributes import Attributes
 from autopar.emit.calls import CallWriter, local_lengths, rank_length
 from autopar.emit.literals import constant_text
@@ -59,7 +60,7 @@ class ClassWriter:
 
     def __init__(self, graph: Graph, plan: StagePlan, flat: Flat, classes: Classes) -> None:
         self.graph, self.plan, self.flat, self.classes = graph, plan, flat, classes
-        self.calls = CallWriter(graph, plan)
+        self.calls, self.again = CallWriter(graph, plan), ToldAgain(plan)
         self.planned: dict[str, list[Redistribute]] = defaultdict(list)  # by tensor
         for redistribute in plan.redistributes:
             self.planned[redistribute.tensor].append(redistribute)
@@ -146,12 +147,15 @@ class ClassWriter:
         """Writes the classes of a module that has regions, innermost first; returns the class's name."""
         for child in module.with_regions():
             self.write_module(child)
-        firsts = [f", {name}: int" for name in self.first_names(module).values()]
+        given, again = self.first_names(module), self.again.names(module)
+        told = [*(f", {name}: int" for name in given.values()), *(f", {name}: bool" for name in again.values())]
         lines = [
-            f"{INDENT}def __init__(self, mesh: rt.RankMesh{''.join(firsts)}) -> None:",
+            f"{INDENT}def __init__(self, mesh: rt.RankMesh{''.join(told)}) -> None:",
             f"{INDENT * 2}super().__init__(mesh)",
         ]
-        lines += [f"{INDENT * 2}{line}" for line in self.init_lines(module, self.first_names(module))]
+        own = self.again.own(module)
+        lines += [f"{INDENT * 2}self.{name} = {name}" for path, name in again.items() if path in own]
+        lines += [f"{INDENT * 2}{line}" for line in self.init_lines(module, {**given, **again})]
         lines += self.branch_methods(module)
         for number, region in enumerate(region for region in module.regions if region.home is None):
             suffix = f"_{number + 1}" if number else ""
@@ -170,7 +174,8 @@ class ClassWriter:
         return {path: "first" + (f"_{number}" if number else "") for number, path in enumerate(paths)}
 
     def init_lines(self, module: Module, firsts: Mapping[str, str]) -> list[str]:
-        """What makes a module's attributes. firsts: the expression for the first number of each list in it."""
+        """What makes a module's attributes. firsts: the expression for the first number of each list in it, and for
+        whether a module is computed again where the class does not say."""
         lines = [
             f"self.{name} = {text}" if is_plain(name) else f"setattr(self, {name!r}, {text})"
             for name, text in self._parts(module, firsts).items()
@@ -189,8 +194,9 @@ class ClassWriter:
 
     def _construct(self, module: Module, firsts: Mapping[str, str]) -> str:
         if module.regions:
-            given = ", ".join(["mesh", *(firsts[path] for path in self.first_names(module))])
-            return f"{self.class_of[module.path]}({given})"
+            told = [firsts[path] for path in self.first_names(module)]
+            told += [firsts.get(path, str(path in self.plan.recompute)) for path in self.again.names(module)]
+            return f"{self.class_of[module.path]}({', '.join(['mesh', *told])})"
         children = module.children
         if _is_list(module):
             runs = ", ".join(self._runs(list(children.values()), firsts))
@@ -402,8 +408,16 @@ class ClassWriter:
         left = ", ".join(names[value] for value in made.outputs)
         method = "" if made.name == "forward" else f".{made.name}"
         called = f"self{self.below(path, self.attributes.path(region.path))}{method}"
-        call = _recomputed(called, arguments) if self._is_recomputed(region) else f"{called}({arguments})"
+        call = self._called(region, path, called, arguments)
         return f"{INDENT * 2}{left} = {call}" if left else f"{INDENT * 2}{call}"
+
+    def _called(self, region: Region, path: str, called: str, arguments: str) -> str:
+        """The call in the module at the path: again in the backward pass where the plan, or the block, says so."""
+        again, plain = _recomputed(called, arguments), f"{called}({arguments})"
+        if region.path in self.again.block_of:
+            told = self.again.names(self.tree.descend(path.split(".")))[region.path]
+            return f"{again} if self.{told} else {plain}"
+        return again if self._is_recomputed(region) else plain
 
     def _call_branch(self, region: Region, home: Home, path: str, names: Names) -> str:
         """The call of a branch with what it reads, the parameters that it uses, and what it makes."""

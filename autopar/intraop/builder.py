@@ -25,7 +25,7 @@ from autopar.errors import InfeasibleError
 from autopar.intraop.strategies import Strategies, Strategy, enumerate_strategies, permitted
 from autopar.ir.constraint import Constraint, ConstraintIndex
 from autopar.ir.graph import Graph, Node, Stored, Tensor
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, unnamed_text
 from autopar.ir.placement import I, Placement, R, Type, leaves_none_empty, of_new_value
 from autopar.ir.plan import NodePlan, Storage
 from autopar.ir.structure import OWN_BACKWARD
@@ -141,7 +141,7 @@ class _Builder:
         self.storage_options, self.rules = storage_options, ConstraintIndex(constraints)
         self.variables: list[ChoiceVariable] = []
         self.strategies: dict[str, tuple[Strategies, list[int]]] = {}
-        self._alike: dict[Hashable, Strategies] = {}
+        self._alike: dict[Hashable, Strategies] = graph.found.setdefault(("strategies", unnamed_text(axes)), {})
         self.index: dict[tuple[str, str], int] = {}
         self.unary: list[Matrix] = []
         self.compute_ns: list[Matrix] = []
@@ -275,7 +275,7 @@ class _Builder:
         return self.strategies[name]
 
     def _enumerated(self, node: Node) -> Strategies:
-        """Before constraints; found once for calls that are alike."""
+        """Before constraints; found once for calls of the graph that are alike, whatever axes are called."""
         key = call_key(self.graph, node), None if self.whole is None else call_key(self.whole, node)
         if key not in self._alike:
             self._alike[key] = tuple(enumerate_strategies(self.graph, node, self.axes, self.whole))

@@ -6,7 +6,7 @@ import copy
 import math
 from collections.abc import Hashable, Mapping
 from functools import cached_property, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,7 +18,7 @@ from autopar.cost.routes import UNREACHABLE, Routes, routes
 from autopar.intraop.recomputed import RecomputedShares
 from autopar.intraop.strategies import Strategies, Strategy
 from autopar.ir.graph import Graph, Node, Tensor
-from autopar.ir.mesh import LogicalMesh
+from autopar.ir.mesh import LogicalMesh, unnamed_text
 from autopar.ir.placement import Axis, Placement, local_shape
 from autopar.ir.plan import Storage
 from autopar.ir.redistribution import Step
@@ -63,7 +63,6 @@ class ProfiledCosts:
         self.devices_per_node, self.train = devices_per_node, mode == "train"
         self.optimizer = optimizer
         self._converted: dict[Hashable, Times] = {}
-        self._passes: dict[Hashable, tuple[Strategies, list[tuple[int, int]]]] = {}
         self._local = lru_cache(maxsize=None)(lambda shape, placement: local_shape(shape, placement, axes))
 
     def of(self, graph: Graph) -> ProfiledCosts:
@@ -71,8 +70,8 @@ class ProfiledCosts:
         other = copy.copy(self)
         other.__dict__.pop("_saved", None)
         other.__dict__.pop("_folded", None)
-        other._passes, other._converted = {}, {}
-        other.graph = graph
+        other.__dict__.pop("_passes", None)
+        other._converted, other.graph = {}, graph
         return other
 
     def _shapes(self, names: tuple[str, ...], placements: tuple[Placement, ...]) -> tuple[tuple[int, ...], ...]:
@@ -94,12 +93,20 @@ class ProfiledCosts:
         ]
 
     def _passes_ns(self, node: Node, strategies: Strategies) -> list[tuple[int, int]]:
-        """What all passes of a microbatch take, and its forward pass; found once for calls that are alike."""
+        """What all passes of a microbatch take, and its forward pass; found once for calls that are alike, in whatever
+        plans of the graph."""
         key = call_key(self.graph, node), id(strategies)
         known = self._passes.get(key)
         if known is None or known[0] is not strategies:
             known = self._passes[key] = strategies, [self._pass_ns(node, strategy) for strategy in strategies]
         return known[1]
+
+    @cached_property
+    def _passes(self) -> dict[Hashable, tuple[Strategies, list[tuple[int, int]]]]:
+        known: dict[Hashable, Any] = self.graph.found.setdefault(("passes", unnamed_text(self.axes)), {})
+        found: dict[Hashable, tuple[Strategies, list[tuple[int, int]]]]
+        found = known.setdefault((self.profile, self.devices_per_node, self.train), {})
+        return found
 
     def _pass_ns(self, node: Node, strategy: Strategy) -> tuple[int, int]:
         operands = self._shapes(node.operands, strategy.operands)

@@ -190,6 +190,11 @@ def make_axes(names: tuple[str, ...], sizes: tuple[int, ...]) -> LogicalMesh:
     return tuple(Axis(*fields) for fields in zip(names, sizes, strides, strict=True))
 
 
+def unnamed_text(axes: LogicalMesh) -> str:
+    """The axes, whatever they are called: equal where what is found out about a graph is the same."""
+    return repr([axis[1:] for axis in axes])
+
+
 def check_axis_names(names: Sequence[str]) -> None:
     """Raises MeshError where emitted code could not call its axes so."""
     for name in names:

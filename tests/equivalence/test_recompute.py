@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -59,6 +60,22 @@ def test_recomputed_program_equals_model(model_name: str, choice: str, recompute
     assert not found, "\n".join(found)
     assert {loss.item() for loss, *_ in results} == {results[0][0].item()}
     assert results[0][4] == {kind: size for kind, size in program.plan.predicted.comm_bytes.items() if size}
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_blocks_of_which_some_compute_their_attention_again_share_a_class(stages: int) -> None:
+    """And are told when they are made; the program computes what the model does."""
+    model, batch = zoo.build("gpt")
+    choices = {"dp": 2} if stages == 1 else {"pp": 2}
+    every = planned.template("gpt", **choices, recompute="block", microbatches=2)
+    plan = replace(every, recompute=every.recompute[:1])
+    program = planned.program("gpt", plan)
+    assert re.search(r"rt.recomputed\(self.(\w+), (.*)\) if self.again else self.\1\(\2\)", program.source)
+    assert "(mesh, True)" in program.source and "(mesh, False)" in program.source
+    assert program.source.count("\nclass") == planned.program("gpt", every).source.count("\nclass")
+    results = pool(2).run(run_rank, program.source, state_of(model), batch, ("sgd",))
+    found = differences(single("gpt"), results[0])
+    assert not found, "\n".join(found)
 
 
 # Random numbers ----------------------------------------
