@@ -1,5 +1,6 @@
 """How long planning takes: from `autopar.parallelize` to source, for GPTs of 2 and 32 layers and for Llama-3-70B; and
-of plans of several stages, from trace to plan: GPT-39B on 64 v100, Llama-3-405B on 16,384 h100, and 16 and 128 layers.
+from trace to plan: GPT-39B on 64 v100, Llama-3-405B on 16,384 h100, 16 and 128 layers on 16 a100, and the transformers
+library's GPT-2 of the sizes of the GPTs of 32 layers and of 39 billion parameters.
 
     python -m benchmarks.plan_time.run [--repeats 3] [--staged] [--output benchmarks/plan_time/results.json]
 
@@ -25,8 +26,10 @@ from typing import Any
 from benchmarks.facts import facts
 
 ROWS = ("gpt 2 layers", "gpt 32 layers", "llama 70B")
-STAGED = ("gpt 39B", "llama 405B", "gpt 16 layers staged", "gpt 128 layers staged")
-TARGETS = {"gpt 39B": 24.0, "llama 405B": 60.0}
+STAGED = (
+    "gpt 39B", "llama 405B", "gpt 16 layers staged", "gpt 128 layers staged", "hf gpt2 32 layers", "hf gpt2 39B",
+)  # fmt: skip
+TARGETS = {"gpt 39B": 24.0, "llama 405B": 60.0, "hf gpt2 32 layers": 8.0, "hf gpt2 39B": 20.0}
 
 
 def plan_row(row: str) -> dict[str, Any]:
@@ -56,7 +59,7 @@ def plan_row(row: str) -> dict[str, Any]:
 
 
 def plan_staged_row(row: str) -> dict[str, Any]:
-    """Plans one row's model with stages, without emission."""
+    """Plans one row's model, without emission."""
     from autopar.pipeline import planned_jointly
     from autopar.request import Request, SearchBudget
     from autopar.trace import trace
@@ -95,6 +98,8 @@ def _staged_model(row: str) -> tuple[Any, Any, Any]:
 
     if row == "llama 405B":
         return llama_405b()
+    if row.startswith("hf gpt2"):
+        return hf_gpt2(is_39b=row.endswith("39B"))
     sizes = {"num_layers": 48, "hidden_size": 8192, "num_heads": 64, "seq_len": 1024, "batch_size": 1024}
     mesh = autopar.Mesh("v100", nodes=8, devices_per_node=8)
     if row != "gpt 39B":
@@ -105,6 +110,24 @@ def _staged_model(row: str) -> tuple[Any, Any, Any]:
     with torch.device("meta"):
         model = gpt.build(config).to(torch.float16)
     return model, {name: t.to("meta") for name, t in gpt.example_inputs(config).items()}, mesh
+
+
+def hf_gpt2(is_39b: bool) -> tuple[Any, Any, Any]:
+    """The transformers library's: 32 layers in bf16 on 8 a100, or 39 billion parameters in fp16 on 64 v100."""
+    import torch
+    import transformers
+
+    import autopar
+
+    layers, hidden, heads, vocabulary, length = (48, 8192, 64, 51_200, 1024) if is_39b else (32, 1024, 16, 32_000, 512)
+    config = transformers.GPT2Config(
+        vocab_size=vocabulary, n_positions=length, n_embd=hidden, n_layer=layers, n_head=heads, use_cache=False
+    )
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config).to(torch.float16 if is_39b else torch.bfloat16)
+    tokens = torch.empty((1024 if is_39b else 16, length), dtype=torch.long, device="meta")
+    mesh = autopar.Mesh("v100", nodes=8, devices_per_node=8) if is_39b else autopar.Mesh("a100", devices_per_node=8)
+    return model, {"input_ids": tokens, "labels": tokens}, mesh
 
 
 def llama_405b() -> tuple[Any, Any, Any]:
@@ -159,7 +182,7 @@ def llama_70b() -> tuple[Any, Any, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--row", choices=(*ROWS, *STAGED), help="plan one row here and print it as JSON")
-    parser.add_argument("--staged", action="store_true", help="the rows with stages alone, into staged.json")
+    parser.add_argument("--staged", action="store_true", help="the rows from trace to plan alone, into staged.json")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path(__file__).with_name("results.json"))
     arguments = parser.parse_args()
