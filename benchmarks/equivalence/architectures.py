@@ -32,6 +32,8 @@ from tests.equivalence.on_threads import program_differences
 from tests.equivalence.planned import slow_mesh
 
 PLACE = Path(__file__).parent
+_PACKAGES = f"{Path(transformers.__file__).parents[1]}/"
+"""Left out of what errors say, which is not of this machine then."""
 PLANS: dict[str, dict[str, int]] = {"dp=2": {"dp": 2}, "tp=2": {"tp": 2}, "searched": {}}
 Row = dict[str, Any]
 
@@ -47,7 +49,10 @@ def compare(architecture: Architecture, plan: str) -> Row:
         found = program_differences(model, batch, program)
         row |= {"result": "WRONG", "why": found[:3]} if found else {"result": "equal"}
     except AutoparError as error:
-        row |= {"result": "refused", "why": [f"{type(error).__name__}: {' '.join(str(error).split())}"]}
+        row |= {
+            "result": "refused",
+            "why": [f"{type(error).__name__}: {' '.join(str(error).split())}".replace(_PACKAGES, "")],
+        }
     except Exception as error:  # any other is what the table is to show
         row |= {"result": "CRASH", "why": [f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"]}
     return row | {"seconds": round(time.process_time() - began, 1)}
