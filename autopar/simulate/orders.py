@@ -416,19 +416,22 @@ class Direction:
     ends_microbatch: bool
 
 
-def find_directions(program: LocalProgram, orders: Orders, lifetimes: Lifetimes) -> dict[str, Direction]:
-    """The whole backward pass, or its two parts where the program has them."""
+def find_directions(
+    program: LocalProgram, orders: Orders, lifetimes: Lifetimes, numbers: range | None = None
+) -> dict[str, Direction]:
+    """The whole backward pass of these items, or its two parts where the program has them."""
     if program.splits:
         led, own = (sorted(numbers, reverse=True) for numbers in (program.led, program.own))
         return {
-            BACKWARD_INPUT: direction_of(program, orders, lifetimes, BACKWARD_INPUT, led, frozenset()),
-            BACKWARD_WEIGHT: direction_of(program, orders, lifetimes, BACKWARD_WEIGHT, own, program.led),
+            BACKWARD_INPUT: _direction_of(program, orders, lifetimes, BACKWARD_INPUT, led, frozenset()),
+            BACKWARD_WEIGHT: _direction_of(program, orders, lifetimes, BACKWARD_WEIGHT, own, program.led),
         }
-    whole = [number for number in range(len(program.items) - 1, -1, -1) if program.items[number].runs_backward]
-    return {BACKWARD: direction_of(program, orders, lifetimes, BACKWARD, whole, frozenset())}
+    numbers = range(len(program.items)) if numbers is None else numbers
+    whole = [number for number in reversed(numbers) if program.items[number].runs_backward]
+    return {BACKWARD: _direction_of(program, orders, lifetimes, BACKWARD, whole, frozenset())}
 
 
-def direction_of(
+def _direction_of(
     program: LocalProgram, orders: Orders, lifetimes: Lifetimes, name: str, numbers: list[int], before: frozenset[int]
 ) -> Direction:
     """What these items do, in the order of the pass. Units and regions are for the first part to enter, if it

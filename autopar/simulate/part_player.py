@@ -13,9 +13,10 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from autopar.cost import Profile
-from autopar.ir.schedule import BACKWARD, FORWARD
+from autopar.ir.schedule import BACKWARD, BACKWARD_WEIGHT, FORWARD
+from autopar.runtime.packing import LONE_BYTES
 from autopar.simulate.engine import COMPUTE, LAST, Carried, Engine
-from autopar.simulate.orders import Orders, first_operand
+from autopar.simulate.orders import Direction, Orders, first_operand
 from autopar.simulate.parts import NUM_BEFORE, Part
 from autopar.simulate.player import ROOT, PassKind, Played, Player, Travelling, finished, meets
 from autopar.simulate.program import Bucket, Slot, Transmission, is_summed_first
@@ -26,7 +27,7 @@ Ends = tuple[tuple[int, str], ...]
 
 
 class Unsupported(Exception):
-    """The plan is not one that is simulated in parts."""
+    """The parts of a stage depend on each other in a way that is not followed: it is played in one."""
 
 
 class LooksBack(Exception):
@@ -112,7 +113,8 @@ class Exit(NamedTuple):
     compute does. made: by place, of values of its own that later parts read, when they are there; ready: of slots, and
     of results of operators that send inside. gradients: contributions to values that came in; home: of gradients on
     their way; own: of each share, when the last gradient of this part was there, −1 for none. live, pinned, whole:
-    of its own; ahead: whether the unit of another part is on its way, and what of it arrives packed."""
+    of its own; ahead: whether the unit of another part is on its way; arriving: what of its units, and of that one,
+    arrives packed."""
 
     done: Played
     last_ns: int
@@ -152,19 +154,21 @@ class PartPlayer(Player):
     """One part's state while it is played, with its shares of the buckets that gradients go home in."""
 
     def __init__(
-        self, part: Part, profile: Profile, trains: bool, shares: tuple[Share, ...], following: Ahead | None = None,
+        self, part: Part, profile: Profile, trains: bool, sums_early: bool, shares: tuple[Share, ...],
+        following: Ahead | None = None,
         preceding: Ahead | None = None, root: Root | None = None, is_first: bool = False, begins_back: bool = False,
         lent: frozenset[int] = frozenset(),
     ) -> None:  # fmt: skip
-        """following, preceding: what is asked for ahead, forward and backward; lent: slots of other parts' units."""
+        """sums_early: buckets go home as soon as they are complete, not after the pass; following, preceding: what is
+        asked for ahead, forward and backward; lent: slots of other parts' units."""
         self.lent, self.begins_back = lent, begins_back
-        self.part, self.trains, self.sums_early, self.is_first = part, trains, True, is_first
+        self.part, self.trains, self.sums_early, self.is_first = part, trains, sums_early, is_first
         self.program = copy.copy(part.program)
         self.program.reductions = [
             Bucket(list(share.slots), share.transmissions, share.has_buffer) for share in shares
         ]  # fmt: skip
         self._collective_ns = profile.host.collective_ns if profile.host else 0
-        self.orders, self.lifetimes, self.direction = part.orders, part.lifetimes, part.direction
+        self.orders, self.lifetimes, self.directions = part.orders, part.lifetimes, part.directions
         self.foreign: dict[int, tuple[int, int]] = {}  # values of other parts' slots -> whose, and their numbers there
         self.following = self.preceding = -1  # the numbers here of their units
         self.has_root = root is not None
@@ -201,7 +205,9 @@ class PartPlayer(Player):
         self.recomputes = any(item.region >= 0 for item in items[NUM_BEFORE : part.end])
         self.levels = self._levels()
         self.meets = any(map(meets, items[NUM_BEFORE : part.end]))
-        self.looks_back = {FORWARD: False, BACKWARD: False}  # whether collectives may begin before the part does
+        self.looks_back = dict.fromkeys(
+            (FORWARD, *part.directions), False
+        )  # collectives may begin before the part does
 
     def _ended_here(self) -> set[int]:
         """Slots whose gradients this part completes."""
@@ -219,12 +225,13 @@ class PartPlayer(Player):
             self.following = count
             orders.visits.append(count)
             self._add_unit(orders, following, count, FOLLOWING)
-        if preceding is not None and self.direction is not None:
+        if preceding is not None and BACKWARD in self.directions:
             self.preceding = count + 1
             orders.visits.insert(0, count + 1)
             self._add_unit(orders, preceding, count + 1, PRECEDING)
-            entered = self.direction.entered | {-1: (self.preceding,)}
-            self.direction = replace(self.direction, entered=entered)
+            direction = self.directions[BACKWARD]
+            entered = direction.entered | {-1: (self.preceding,)}
+            self.directions = {BACKWARD: replace(direction, entered=entered)}
         if root is not None:
             orders.gathers[ROOT] = [self._own_bucket(bucket, root) for bucket in root.buckets]
         self.orders = orders
@@ -277,12 +284,25 @@ class PartPlayer(Player):
                 if self.orders.visits:
                     self._launch(self.orders.visits[0])
             latest = self._run_forward(range(NUM_BEFORE, self.part.end))
-        elif self.direction is not None:
-            if self.begins_back:
-                self._launch(ROOT)
-                self._unpack(ROOT)
-            self._run_steps(self.direction)
+        elif entry.kind.name in self.directions:
+            self._play_back(self.directions[entry.kind.name])
         return self._exit(latest)
+
+    def _play_back(self, direction: Direction) -> None:
+        if self._kind.name == BACKWARD_WEIGHT and self.program.led:
+            for unit in sorted(self.orders.gathers, key=self._place_of_gather):
+                self._launch(unit)
+        elif self.begins_back:
+            self._launch(ROOT)
+            self._unpack(ROOT)
+        self._run_steps(direction)
+        for bucket in self._late:
+            self._send_home(bucket, [self.engine.last])
+
+    def _place_of_gather(self, unit: int) -> tuple[bool, int]:
+        """Large slots are gathered before those that travel together."""
+        bucket = self.orders.gathers[unit][0]
+        return self.program.slots[bucket.slots[0]].used_bytes < LONE_BYTES, bucket.slots[0]
 
     def _begin(self, entry: PartEntry) -> None:
         kind, num_shares = entry.kind, len(self.shares)
@@ -310,7 +330,7 @@ class PartPlayer(Player):
         self._held = {self.part.lowered.keeps[place] for place in entry.held}
         self._transient = {self._number[value] for value in entry.transient}
         self._whole = set(entry.whole)
-        is_later = kind.name == BACKWARD and not kind.is_first
+        is_later = kind.name in (BACKWARD, BACKWARD_WEIGHT) and not kind.is_first
         self._buffered = {n for n, share in enumerate(self.shares) if self._is_buffered(share, is_later)}
         self._others = [engine.carry(end, "gradient") if end > 0 else LAST for end in entry.others or (0,) * num_shares]
         self._arrivals = entry.arrivals or ((0, 0),) * num_shares
@@ -327,8 +347,6 @@ class PartPlayer(Player):
         entering = range(lowered.num_entering)
         ahead = {self.following, self.preceding} & self._live
         own_live = self._live - ahead - {ROOT}
-        if any(self._arriving.get(unit) for unit in own_live):
-            raise Unsupported("parameters are under way to a block that does not run")
         return Exit(
             done=done,
             last_ns=tasks[engine.last][3] - length,
@@ -359,7 +377,7 @@ class PartPlayer(Player):
             ahead=frozenset(ahead),
             arriving=tuple([
                 (unit, tasks[task][3], num_bytes)
-                for unit in sorted(ahead) for task, num_bytes in self._arriving.get(unit, ())
+                for unit in sorted(self._live) for task, num_bytes in self._arriving.get(unit, ())
             ]),
             root=self._undone.get(ROOT, -1) if self.has_root and ROOT in self._live else -1,
             awaited=tuple([self._end(task) for task in self._awaited]),

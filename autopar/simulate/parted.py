@@ -5,6 +5,7 @@ A part that begins as it has begun before is not played again (`part_player`), n
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -72,11 +73,9 @@ class PartedStage:
         self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent))
         self.renames: list[Rename] = [partial(variants.renamed, joined, n) for n in range(len(joined.players))]
         self._meets = any(player.meets for player in joined.players)
-        self._work_ns = {
-            FORWARD: sum([part.work_ns[0] for part in self.joined.parts]),
-            BACKWARD: sum([part.work_ns[1] for part in self.joined.parts]),
-            "optimizer": self.optimizer_ns,
-        }
+        names = (FORWARD, *joined.parts[0].directions)
+        self._work_ns = {name: sum([part.work_ns[name] for part in joined.parts]) for name in names}
+        self._work_ns["optimizer"] = self.optimizer_ns
 
     @property
     def receives(self) -> Collection[str]:
@@ -104,7 +103,7 @@ class PartedStage:
 
     def has_work(self, name: str) -> bool:
         """Whether anything runs in a pass of that name."""
-        return name == FORWARD or any(part.direction is not None and part.direction.steps for part in self.joined.parts)
+        return name == FORWARD or any(part.directions[name].steps for part in self.joined.parts)
 
     def work_ns(self, name: str) -> int:
         """As in `StagePlayer`."""
@@ -222,7 +221,7 @@ class _PartedPass:
         now, last = self.now, self.last - self.now
         live, root = self.live[number], -1
         if player.has_root and self.joined.root is not None:
-            root = self.root if kind.name == BACKWARD and not player.begins_back else self.joined.root.num_slots
+            root = self.root if kind.name != FORWARD and not player.begins_back else self.joined.root.num_slots
             live = live | {0} if self.root >= 0 else live
         arriving: tuple[tuple[int, int, int], ...] = ()
         if self.arriving[number]:
@@ -277,7 +276,7 @@ class _PartedPass:
             self.arriving[number] = {}
 
     def _take_gathered(self, number: int, player: PartPlayer, known: Exit, begin: int) -> None:
-        self.arriving[number] = {}
+        self.arriving[number] = _arriving(known, known.live, begin)
         self.live[number], self.pinned[number] = known.live, known.pinned.difference(self.lent_slots[number])
         for n, key in self.lent_slots[number].items():
             if n in known.pinned:
@@ -289,7 +288,7 @@ class _PartedPass:
         for unit in known.ahead:
             at, own = (self.joined.following if unit == player.following else self.joined.preceding)[number]
             self.live[at] |= {own}
-            packed = [(begin + end, size) for u, end, size in known.arriving if u == unit]
+            packed = _arriving(known, {unit}, begin).get(unit, ())
             self.arriving[at][own] = [*self.arriving[at].get(own, ()), *packed]
 
     def _whose(self, number: int, whose: int, value: int) -> tuple[int, int]:
@@ -320,6 +319,10 @@ class _PartedPass:
             self.root = -1
         if left:
             self.changes.append((self.last, -left, "gathered", Moment.START))
+        for units in self.arriving:
+            for end, size in itertools.chain(*units.values()):
+                self.changes.append((max(end, self.last), -size, "gathered", Moment.START))
+            units.clear()
         self.live = [frozenset()] * len(self.players)
         self.pinned = [frozenset()] * len(self.players)
 
@@ -337,7 +340,7 @@ class _PartedPass:
         ends: Sequence[tuple[int, str] | None] = ()
         exits = []
         calm = self._calm_parts()
-        self._done(sum([player.part.work_ns[0] for player in self.players[:calm]]))
+        self._done(sum([player.part.work_ns[FORWARD] for player in self.players[:calm]]))
         for number in range(calm, count):
             player, begin = self.players[number], self.now
             if player.recomputes and ends:
@@ -348,7 +351,7 @@ class _PartedPass:
                 left = self._play_forward(number, player, ends)
             exits.append(left)
             latest, lowered = begin + left.latest_ns, player.part.lowered
-            self._done(player.part.work_ns[0])
+            self._done(player.part.work_ns[FORWARD])
             ends = _ends_after(ends, lowered.leaving, lowered.num_entering, left, begin)
         self.changes += self._freed(latest if exits else self.now)
         if self.joined.regathers and (self.variants.is_stage or not self.variants.trains):
@@ -413,7 +416,7 @@ class _PartedPass:
             except LooksBack:
                 left = self._play_backward(number, player, kind, gradients, transient, names)
             exits.append(left)
-            self._done(player.part.work_ns[1])
+            self._done(player.part.work_ns[kind.name])
             if names:
                 self.held.update([name for place, name in names if place in left.held])
             self.whole[number] = left.whole
@@ -424,7 +427,7 @@ class _PartedPass:
             transient = left.transient
         if self.joined.regathers:
             self._end_pass(exits)
-        received = sum([player.part.received_bytes for player in self.players])
+        received = sum([player.part.received_bytes.get(kind.name, 0) for player in self.players])
         if received:
             self.changes.append((self.last, -received, "activation gradients", Moment.START))
 
@@ -432,7 +435,7 @@ class _PartedPass:
         self, number: int, player: PartPlayer, kind: PassKind, gradients: Mapping[int, Ends], transient: frozenset[int],
         names: Sequence[tuple[int, str]],
     ) -> Exit:  # fmt: skip
-        begin, lowered, looks_back = self.now, player.part.lowered, player.looks_back[BACKWARD]
+        begin, lowered, looks_back = self.now, player.part.lowered, player.looks_back[kind.name]
         coming = tuple([
             (lowered.leaving[place], under_way)
             for place, ends in gradients.items()
@@ -448,7 +451,7 @@ class _PartedPass:
     def _coming_back(self, number: int, player: PartPlayer) -> _Coming:
         """Slots, and what the part computes again from, that are under way."""
         begin = self.now
-        since = 0 if player.recomputes and player.looks_back[BACKWARD] else begin
+        since = 0 if player.recomputes and player.looks_back[self.kind.name] else begin
         ready = self._coming(number, begin, since)
         return ready + tuple([
             (value, end - begin, cause) for value, (end, cause) in self.arrived[number].items() if end > since
@@ -524,6 +527,15 @@ def _by_part(found: frozenset[tuple[int, int]], count: int) -> list[frozenset[in
 def _of_parts(by_part: Sequence[frozenset[int]]) -> frozenset[tuple[int, int]]:
     """Numbers with that of their part."""
     return frozenset([(number, own) for number, found in enumerate(by_part) if found for own in found])
+
+
+def _arriving(known: Exit, units: Collection[int], begin: int) -> dict[int, list[tuple[int, int]]]:
+    """What arrives packed of some units, when a part has ended that began then."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for unit, end, size in known.arriving:
+        if unit in units:
+            found.setdefault(unit, []).append((begin + end, size))
+    return found
 
 
 def _under_way(

@@ -26,9 +26,9 @@ from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement, evenly, local_shape
 from autopar.ir.plan import NodePlan, StagePlan, Storage
 from autopar.ir.redistribution import Step
-from autopar.ir.schedule import BACKWARD
+from autopar.ir.schedule import FORWARD
 from autopar.simulate.facts import Call, GraphFacts
-from autopar.simulate.orders import Buffers, Direction, Lifetimes, Orders, direction_of, find_lifetimes, find_orders
+from autopar.simulate.orders import Buffers, Direction, Lifetimes, Orders, find_directions, find_lifetimes, find_orders
 from autopar.simulate.program import (
     Bucket,
     Item,
@@ -41,6 +41,7 @@ from autopar.simulate.program import (
     Transmission,
     Value,
     mark_gradients,
+    mark_parts,
 )
 from autopar.simulate.segments import Segment
 from autopar.simulate.sharing import Moving, OnWay, Ways
@@ -142,22 +143,23 @@ class Marked:
 @dataclass(eq=False, slots=True)
 class Part:
     """A part as it is played. freed_bytes: given back where the forward pass ends; end: one past its last item;
-    work_ns: of the compute stream, forward and backward, without what is computed again."""
+    work_ns: of the compute stream in each direction, without what is computed again; received_bytes: in each direction,
+    of gradients that other stages send, which are kept until the pass has ended."""
 
     program: LocalProgram
     orders: Orders
     lifetimes: Lifetimes
-    direction: Direction | None
+    directions: Mapping[str, Direction]
     marked: Marked
     end: int
     freed_bytes: int
-    received_bytes: int  # of gradients that other stages send, which are kept until the pass has ended
+    received_bytes: Mapping[str, int]
     before: Gradients
     ways: tuple[OnWay, ...] | None = None
     players: dict[Any, Any] = field(default_factory=dict)  # and what they know of its forward pass, by what is around
     forward: dict[Any, Any] = field(default_factory=dict)
     first_form: int = -1  # see `variants`
-    work_ns: tuple[int, int] = field(init=False)
+    work_ns: dict[str, int] = field(init=False)
     regathers: bool = field(init=False)
     unhoused: tuple[int, ...] = field(init=False)  # regathered slots of no unit
     saved: frozenset[int] = field(init=False)  # memory that its items save
@@ -168,10 +170,9 @@ class Part:
 
     def __post_init__(self) -> None:
         slots, count = self.program.slots, self.lowered.num_entering
-        self.work_ns = (
-            sum([item.forward_ns for item in self.program.items[NUM_BEFORE : self.end]]),
-            sum([step.own_ns for step in self.direction.steps]) if self.direction is not None else 0,
-        )
+        self.work_ns = {FORWARD: sum([item.forward_ns for item in self.program.items[NUM_BEFORE : self.end]])}
+        for name, direction in self.directions.items():
+            self.work_ns[name] = sum([step.own_ns for step in direction.steps])
         saving = (item for item in self.program.items[NUM_BEFORE : self.end] if item.runs_backward)
         self.saved = frozenset([storage for item in saving for storage in item.saved])
         held = {n for buckets in self.orders.gathers.values() for bucket in buckets for n in bucket.slots}
@@ -195,9 +196,11 @@ class PartLowering(Lowering):
 
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts,
-        batched: Mapping[str, int],
+        batched: Mapping[str, int], is_split: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(graph, plan, profile, per_node, facts, PriceTable(), {}, batched, False, {})
+        """is_split: the backward pass comes in two parts."""
+        super().__init__(graph, plan, profile, per_node, facts, PriceTable(), {}, batched, is_split, {})
+        self._is_split = self.program.splits
         self._operators: dict[object, OperatorPrice] = {}
         self._moved: dict[object, int] = {}
 
@@ -208,7 +211,7 @@ class PartLowering(Lowering):
         """The segment's part. steps: of the plan's conversions by tensor and target; sent: what it sends to later
         stages, and whether the gradient comes back."""
         self.plan, self.steps = plan, steps
-        self.program = program = LocalProgram()
+        self.program = program = LocalProgram(splits=self._is_split)
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls = {}, []
         self._unit("")
@@ -282,7 +285,8 @@ class PartLowering(Lowering):
         self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
     ) -> OperatorPrice:  # fmt: skip
         """That of a twin with equal placements, whichever plan had it."""
-        key = self.twins.get(node.name, node.name), placements
+        back = tuple([self.program.values[value].leads_back for value in inputs]) if self._is_split else ()
+        key = self.twins.get(node.name, node.name), placements, back
         known = self._operators.get(key)
         if known is None:
             known = self._operators[key] = super()._operator_price(node, placements, inputs, outputs)
@@ -300,7 +304,7 @@ class PartLowering(Lowering):
 
     def price(self, node: Node, placed: NodePlan) -> OperatorPrice:
         """What an operator costs with some placements."""
-        known = self._operators.get((self.twins.get(node.name, node.name), placed))
+        known = self._operators.get((self.twins.get(node.name, node.name), placed, ()))
         if known is not None:
             return known
         self.program, self.known = LocalProgram(), {}
@@ -374,6 +378,7 @@ class PartLowering(Lowering):
             program.items[BEFORE].runs_backward = False
             self.calls = lowered.calls
             self._mark_regions()
+            mark_parts(program)
         kept = _kept(program, self.trains)
         read = tuple(n for n, count in enumerate(_backward_reads(program, lowered.num_entering)) if count)
         return Marked(lowered, program, wanted, _before(program, lowered, wanted, kept), kept, read)
@@ -396,13 +401,11 @@ class PartLowering(Lowering):
         buffers = _buffers(lowered, gradients)
         own = range(NUM_BEFORE, end)
         lifetimes = find_lifetimes(program, self.trains, buffers, own)
-        direction = None
-        if self.trains:
-            numbers = [n for n in reversed(own) if program.items[n].runs_backward]
-            direction = direction_of(program, orders, lifetimes, BACKWARD, numbers, frozenset())
-        received = lifetimes.received.get(BACKWARD, 0)
+        directions = find_directions(program, orders, lifetimes, own) if self.trains else {}
         freed = sum(size for number, size in lifetimes.forward.given.items() if number >= end)
-        return Part(program, orders, lifetimes, direction, marked, end, freed, received, _gradients(lowered, buffers))
+        return Part(
+            program, orders, lifetimes, directions, marked, end, freed, lifetimes.received, _gradients(lowered, buffers)
+        )
 
 
 def _unmarked(program: LocalProgram) -> tuple[list[Value], list[Item]]:

@@ -417,8 +417,7 @@ class Lowering:
             sent = [program.sends[value] for value in self.graph.answered]
             mark_gradients(program, sent if loss is None else [self.known[loss, self.placements[loss]], *sent])
             self._mark_regions()
-        if program.splits:
-            _mark_parts(program)
+        mark_parts(program)
         self._residents()
         program.gathers = self._buckets(forward=True)
         program.reductions = self._buckets(forward=False)
@@ -1002,8 +1001,10 @@ def mark_gradients(program: LocalProgram, ends: list[int]) -> None:
             called.add(program.first_of[number])
 
 
-def _mark_parts(program: LocalProgram) -> None:
-    """Which items run in which part of the backward pass, by the gradients that come from them."""
+def mark_parts(program: LocalProgram) -> None:
+    """Which items run in which part of a backward pass in two, by the gradients that come from them."""
+    if not program.splits:
+        return
     led: set[int] = set()
     own: set[int] = set()
     for number, item in enumerate(program.items):

@@ -81,13 +81,18 @@ class Joined(NamedTuple):
 class Variants:
     """Lowers plans by what is new in them."""
 
-    def __init__(self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int) -> None:
-        """graph, plan: of the stage; whole: of all stages."""
+    def __init__(
+        self, whole: Graph, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, is_cut: bool = True,
+        is_split: bool = False, sums_early: bool = True,
+    ) -> None:  # fmt: skip
+        """graph, plan: of the stage; whole: of all stages; is_cut: into segments; is_split: the backward pass comes in
+        two parts; sums_early: as in `PartPlayer`."""
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
+        self._sums_early = sums_early
         facts = graph_facts(whole, profile.device_type)
-        self.segments = known_segments(graph, facts, frozenset(plan.recompute))
+        self.segments = known_segments(graph, facts, frozenset(plan.recompute), is_cut)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
-        self.lowering = PartLowering(graph, plan, profile, per_node, facts, batched)
+        self.lowering = PartLowering(graph, plan, profile, per_node, facts, batched, is_split)
         self.trains = self.lowering.trains
         self.differences = Differences(graph, self.segments, plan)
         self._all = [[*enumerate(segment.keeps)] for segment in self.segments]
@@ -228,7 +233,7 @@ class Variants:
             if any(one.lacks and part.program.slots[one.slots[0]].shrinks for one in own):
                 raise Unsupported("shards of a tensor without gradient travel with others'")
             known = part.players[own, around] = PartPlayer(
-                part, self.profile, self.trains, own, *around
+                part, self.profile, self.trains, self._sums_early, own, *around
             )  # fmt: skip
         return known
 
@@ -542,4 +547,5 @@ def _gathers_in(part: Part, unit: int) -> bool:
 
 
 def _is_entered(part: Part, unit: int) -> bool:
-    return part.direction is not None and any(unit in units for units in part.direction.entered.values())
+    directions = part.directions.values()
+    return any(unit in units for direction in directions for units in direction.entered.values())
