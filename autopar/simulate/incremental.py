@@ -22,11 +22,11 @@ from autopar.cost import Profile
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan
 from autopar.ir.schedule import SCHEDULES
-from autopar.ir.stages import answered_values, leaving_values, stage_graph
+from autopar.ir.stages import stage_graph
 from autopar.simulate.part_player import Unsupported
 from autopar.simulate.parted import PartedStage
-from autopar.simulate.player import Beyond, StagePlayer
-from autopar.simulate.program import devices_per_node
+from autopar.simulate.player import Beyond
+from autopar.simulate.program import PriceTable, devices_per_node, sent_values
 from autopar.simulate.schedule import PlayedStep, play_stages, profiles_of_stages
 from autopar.simulate.timeline import Timeline
 from autopar.simulate.unlike import play_unlike
@@ -48,6 +48,7 @@ class Incremental:
         self._in_parts = in_parts and sums_early
         self._played: OrderedDict[int, tuple[Plan, PlayedStep | Timeline]] = OrderedDict()
         self._variants: OrderedDict[Hashable, Variants] = OrderedDict()
+        self._prices: dict[Hashable, PriceTable] = {}  # of stages on equal axes
         self.num_whole = 0  # stages that were played in one part, though they could be cut
 
     def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
@@ -87,14 +88,17 @@ class Incremental:
             own = self._profile
             known = own if isinstance(own, Mapping) else {group.profile: own for group in plan.mesh.groups}
             return play_unlike(self._graph, plan, known, self._sums_early)
-        profiles = profiles_of_stages(plan, self._profile)
-        players = [self._player(plan, index, profile) for index, profile in enumerate(profiles)]
-        return play_stages(self._graph, plan, players, profiles, until_ns)
+        return play_stages(self._graph, plan, self.stages(plan), profiles_of_stages(plan, self._profile), until_ns)
 
-    def _player(self, plan: Plan, index: int, profile: Profile) -> StagePlayer:
-        """A stage in parts, if it can be cut."""
+    def stages(self, plan: Plan) -> list[PartedStage]:
+        """The plan's stages, ready to be played."""
+        profiles = profiles_of_stages(plan, self._profile)
+        return [self._stage(plan, index, profile) for index, profile in enumerate(profiles)]
+
+    def _stage(self, plan: Plan, index: int, profile: Profile) -> PartedStage:
+        """In parts, if it can be cut."""
         is_split = len(plan.stages) > 1 and SCHEDULES[plan.schedule].splits_backward
-        part, sent = plan.parts[index], self._sent(plan, index)
+        part, sent = plan.parts[index], sent_values(self._graph, plan, index)
         graph = self._stage_graph(plan, index, sent)
         if self._in_parts and not is_split:
             with suppress(Unsupported):
@@ -114,18 +118,14 @@ class Incremental:
         known = self._variants.get(key)
         if known is None or known.is_full:
             per_node = devices_per_node(plan, index)
+            equal = part.axes, part.blocks, part.optimizer, per_node, profile
+            prices = self._prices.setdefault(equal, PriceTable()) if known is None else PriceTable()
             known = self._variants[key] = Variants(
-                self._graph, graph, part, profile, per_node, is_cut, is_split, self._sums_early
+                self._graph, graph, part, profile, per_node, is_cut, is_split, self._sums_early, prices
             )  # fmt: skip
             if len(self._variants) > KEPT_VARIANTS * len(plan.stages):
                 self._variants.popitem(last=False)
         return known
-
-    def _sent(self, plan: Plan, index: int) -> SentValues:
-        if len(plan.stages) == 1:
-            return {}
-        answered = {*answered_values(self._graph, plan, index)}
-        return {value: value in answered for value in leaving_values(self._graph, plan, index)}
 
     def _stage_graph(self, plan: Plan, index: int, sent: SentValues) -> Graph:
         """One graph for equal stages, whatever their placements."""
@@ -171,8 +171,6 @@ def _most_bytes(step: PlayedStep) -> float:
     for submesh in step.submeshes:
         held = 0
         for stage in (step.stages[number].player for number in submesh.stages):
-            if not isinstance(stage, PartedStage):
-                return math.inf
             held += stage.variants.resident_bytes(stage.plan, stage.joined.parts)
         held += sum([played.rise_bytes * count for played, count in submesh.played.items()])
         beside = (piece for piece in submesh.pieces if not piece.tasks)

@@ -10,8 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 
-from autopar.ir.plan import StagePlan
-from autopar.ir.schedule import BACKWARD, FORWARD
+from autopar.cost import Profile
+from autopar.ir.branches import Coordinates
+from autopar.ir.graph import Graph
+from autopar.ir.plan import Plan, StagePlan
+from autopar.ir.schedule import BACKWARD, DIRECTIONS, FORWARD
 from autopar.simulate.engine import Carried, Change, Moment
 from autopar.simulate.part_player import (
     FOLLOWING,
@@ -22,10 +25,12 @@ from autopar.simulate.part_player import (
     PartEntry,
     PartPlayer,
 )
+from autopar.simulate.parts import Part
 from autopar.simulate.player import (
     LEAVE_GRADIENTS,
     Beyond,
     Bound,
+    Meet,
     Pass,
     PassKind,
     Played,
@@ -35,6 +40,7 @@ from autopar.simulate.player import (
     optimizer_pass,
     whole_pass,
 )
+from autopar.simulate.program import OtherLane, devices_per_node
 from autopar.simulate.segments import Key
 from autopar.simulate.variants import SentValues, Variants
 
@@ -70,7 +76,8 @@ class PartedStage:
         self.variants, self.plan = variants, plan
         self.joined = joined = variants.joined(plan, sent)
         self.optimizer_ns, self.workspace = variants.optimizer(plan) if variants.trains else (0, 0)
-        self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent))
+        is_alone = len(joined.players) == 1
+        self.may_be_calm = not (variants.profile.host or joined.root or any(joined.lent) or is_alone)
         self.renames: list[Rename] = [partial(variants.renamed, joined, n) for n in range(len(joined.players))]
         self._meets = any(player.meets for player in joined.players)
         names = (FORWARD, *joined.parts[0].directions)
@@ -78,13 +85,18 @@ class PartedStage:
         self._work_ns["optimizer"] = self.optimizer_ns
 
     @property
+    def parts(self) -> list[Part]:
+        """What is played."""
+        return self.joined.parts
+
+    @property
     def receives(self) -> Collection[str]:
-        """As in `StagePlayer`."""
+        """Tensors of earlier stages."""
         return self.variants.graph.received
 
     @property
     def kept(self) -> Collection[str]:
-        """As in `StagePlayer`."""
+        """What it sends of those that autograd keeps anyway, or that are stored."""
         saved: list[bool] = [False] * self.joined.parts[0].lowered.num_memory
         for part in self.joined.parts:
             lowered, own = part.lowered, saved
@@ -98,7 +110,7 @@ class PartedStage:
 
     @property
     def residents(self) -> list[tuple[int, str]]:
-        """As in `StagePlayer`."""
+        """Bytes that are held through the step, and of what kind."""
         return self.variants.residents(self.plan, self.joined.parts)
 
     def has_work(self, name: str) -> bool:
@@ -106,28 +118,40 @@ class PartedStage:
         return name == FORWARD or any(part.directions[name].steps for part in self.joined.parts)
 
     def work_ns(self, name: str) -> int:
-        """As in `StagePlayer`."""
+        """What a pass of that name must compute."""
         return self._work_ns.get(name, 0)
 
     def play(self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound | None = None) -> Pass:
-        """As in `StagePlayer`."""
+        """The pass, from what the device and the stage have under way. Raises Beyond where that breaks the bound."""
         bound = bound or NO_BOUND
-        if kind.name == "begin":
-            return self._begin_step(carried)
-        if kind.name == "optimizer":
-            return self._optimize(carried, standing)
-        if kind.name in LEAVE_GRADIENTS:
-            standing = standing.without_gradients()
-        key = kind, carried._replace(last_ns=0, unmet_ns=carried.unmet_ns if self._meets else 0), standing
-        known = self.joined.passes.get(key)
+        key = self.state(kind, carried, standing)
+        known = self.joined.passes.get(key) if kind.name in DIRECTIONS else None
         if known is None:
-            known = self.joined.passes[key] = _PartedPass(self, *key, bound).run()
+            known = self.played(*key, bound)
+            if kind.name in DIRECTIONS:
+                self.joined.passes[key] = known
         elif bound.beside_ns + known.length_ns > bound.until_ns:
             raise Beyond(bound.beside_ns + known.length_ns)
         return known
 
-    def _begin_step(self, carried: Carried) -> Pass:
-        gathered = self.variants.gathered(self.joined.parts, carried._replace(last_ns=0, unmet_ns=0))
+    def state(self, kind: PassKind, carried: Carried, standing: Standing) -> tuple[PassKind, Carried, Standing]:
+        """All that a pass depends on."""
+        if kind.name in LEAVE_GRADIENTS:
+            standing = standing.without_gradients()
+        return kind, carried._replace(last_ns=0, unmet_ns=carried.unmet_ns if self._meets else 0), standing
+
+    def played(
+        self, kind: PassKind, carried: Carried, standing: Standing, bound: Bound = NO_BOUND, meet: Meet | None = None
+    ) -> Pass:
+        """Plays a pass. meet: where other ranks do unlike work."""
+        if kind.name == "begin":
+            return self._begin_step(carried, meet)
+        if kind.name == "optimizer":
+            return self._optimize(carried, standing)
+        return _PartedPass(self, kind, carried, standing, bound, meet).run()
+
+    def _begin_step(self, carried: Carried, meet: Meet | None) -> Pass:
+        gathered = self.variants.gathered(self.joined.parts, carried._replace(unmet_ns=0), meet)
         ready = [((n, value), *end) for n, found in gathered.ready.items() for value, end in found.items()]
         arriving = [
             ((n, unit), *one) for n, found in gathered.arriving.items() for unit, ends in found.items() for one in ends
@@ -140,13 +164,27 @@ class PartedStage:
         return optimizer_pass(slowdown, carried, standing, self.optimizer_ns, self.workspace)
 
 
+def stage_in_one(
+    graph: Graph, plan: Plan, profile: Profile, sums_early: bool = True, coordinates: Coordinates | None = None,
+    others: Sequence[OtherLane] = (),
+) -> PartedStage:  # fmt: skip
+    """A plan's only stage as one segment. coordinates, others: as in `Lowering`."""
+    (part,) = plan.parts
+    per_node = devices_per_node(plan, 0)
+    variants = Variants(
+        graph, graph, part, profile, per_node, is_cut=False, sums_early=sums_early, coordinates=coordinates,
+        others=others,
+    )  # fmt: skip
+    return PartedStage(variants, part, {})
+
+
 class _PartedPass:
     """One pass; times from its begin. Raises Beyond as soon as the step must take longer than its bound."""
 
     def __init__(
-        self, stage: PartedStage, kind: PassKind, carried: Carried, standing: Standing, bound: Bound
+        self, stage: PartedStage, kind: PassKind, carried: Carried, standing: Standing, bound: Bound, meet: Meet | None
     ) -> None:  # fmt: skip
-        self.stage, self.kind, self.bound, joined = stage, kind, bound, stage.joined
+        self.stage, self.kind, self.bound, self.meet, joined = stage, kind, bound, meet, stage.joined
         self.variants, self.joined, self.players, self.lent_slots = stage.variants, joined, joined.players, joined.lent
         self.host, count = stage.variants.profile.host, len(joined.players)
         self.now = self.last = 0
@@ -242,13 +280,13 @@ class _PartedPass:
         unmet_ns = self.unmet_ns if player.meets else 0
         key = kind, streams, ready, gathering, backward, unmet_ns
         memory = player.forward.known if kind.name == FORWARD else player.known
-        known = memory.get(key)
+        known = memory.get(key) if self.meet is None else None
         if known is None:
             entry = PartEntry(
                 kind, *streams, ready, *backward[:4], *gathering[:3], backward[4], *gathering[3:], *backward[5:],
                 unmet_ns,
             )  # fmt: skip
-            known = memory[key] = player.play_part(entry)
+            known = memory[key] = player.play_part(entry, self.meet)
         self._take(number, player, known)
         return known
 

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from autopar.cost import Profile
 from autopar.cost.memory import optimizer_moved_bytes
+from autopar.ir.branches import Coordinates, in_order
 from autopar.ir.graph import Graph, Node
 from autopar.ir.placement import Placement, evenly, local_shape
 from autopar.ir.plan import NodePlan, StagePlan, Storage
@@ -36,6 +37,7 @@ from autopar.simulate.program import (
     LocalProgram,
     Lowering,
     OperatorPrice,
+    OtherLane,
     PriceTable,
     StoredPrice,
     Transmission,
@@ -196,12 +198,12 @@ class PartLowering(Lowering):
 
     def __init__(
         self, graph: Graph, plan: StagePlan, profile: Profile, per_node: int, facts: GraphFacts,
-        batched: Mapping[str, int], is_split: bool = False,
+        batched: Mapping[str, int], prices: PriceTable | None = None, is_split: bool = False,
+        coordinates: Coordinates | None = None, others: Sequence[OtherLane] = (),
     ) -> None:  # fmt: skip
-        """is_split: the backward pass comes in two parts."""
-        super().__init__(graph, plan, profile, per_node, facts, PriceTable(), {}, batched, is_split, {})
-        self._is_split = self.program.splits
-        self._operators: dict[object, OperatorPrice] = {}
+        """is_split: the backward pass comes in two parts; coordinates, others: as in `Lowering`."""
+        prices = PriceTable() if prices is None else prices
+        super().__init__(graph, plan, profile, per_node, facts, prices, batched, is_split, coordinates, others)
         self._moved: dict[object, int] = {}
 
     def lower(
@@ -211,7 +213,7 @@ class PartLowering(Lowering):
         """The segment's part. steps: of the plan's conversions by tensor and target; sent: what it sends to later
         stages, and whether the gradient comes back."""
         self.plan, self.steps = plan, steps
-        self.program = program = LocalProgram(splits=self._is_split)
+        self.program = program = LocalProgram(splits=self.splits)
         self.known, self.placements, self.units, self.places = {}, {}, {}, {}
         self.constants, self.calls = {}, []
         self._unit("")
@@ -222,8 +224,8 @@ class PartLowering(Lowering):
         ]
         for name in self.graph.received if segment.number == 0 else ():
             self._receive(name)
-        for node in segment.nodes:
-            self._operator(node)
+        for node in in_order(self.graph, plan) if self.homes else segment.nodes:
+            self._node(node)
         for value in sent:
             self._send(*value)
         leaving, storages, after = self._leave(segment, before)
@@ -281,17 +283,6 @@ class PartLowering(Lowering):
     def _placement_of(self, number: int) -> Placement:
         return next(placement for (_, placement), known in self.known.items() if known == number)
 
-    def _operator_price(
-        self, node: Node, placements: NodePlan, inputs: list[int], outputs: list[int]
-    ) -> OperatorPrice:  # fmt: skip
-        """That of a twin with equal placements, whichever plan had it."""
-        back = tuple([self.program.values[value].leads_back for value in inputs]) if self._is_split else ()
-        key = self.twins.get(node.name, node.name), placements, back
-        known = self._operators.get(key)
-        if known is None:
-            known = self._operators[key] = super()._operator_price(node, placements, inputs, outputs)
-        return known
-
     def _own_gathers(self, program: LocalProgram, num_entering: int) -> list[Bucket]:
         """Regathered slots of the part's units."""
         around = program.around()
@@ -300,11 +291,11 @@ class PartLowering(Lowering):
             number for number, slot in enumerate(program.slots)
             if slot.steps and slot.storage.regather and slot.value >= num_entering and slot.unit in units - {0}
         ]  # fmt: skip
-        return [self._bucket(group, True) for group in self._gathers(moved)]
+        return [self._bucket(group) for group in self._gathers(moved)]
 
     def price(self, node: Node, placed: NodePlan) -> OperatorPrice:
         """What an operator costs with some placements."""
-        known = self._operators.get((self.twins.get(node.name, node.name), placed, ()))
+        known = self.prices.operators.get((self.twins.get(node.name, node.name), placed, ()))
         if known is not None:
             return known
         self.program, self.known = LocalProgram(), {}
@@ -319,8 +310,7 @@ class PartLowering(Lowering):
             for name, placement in zip(node.results, placed.results, strict=True)
         ]
         self.plan = replace(self.plan, nodes={node.name: placed})
-        price: OperatorPrice = self._operator_price(node, placed, inputs, outputs)
-        return price
+        return self._operator_price(node, placed, inputs, outputs)
 
     def stored_price(self, tensor: str) -> StoredPrice:
         """What a stored tensor takes, and its update."""
@@ -351,11 +341,6 @@ class PartLowering(Lowering):
         sent = self._transmissions(steps, sizes, direction)
         views = self.profile.facts.view_ns
         return self._handling_ns(steps, sizes, direction) if sent else views[direction], sent
-
-    def gathers_of(self, program: LocalProgram) -> list[Bucket]:
-        """The buckets that a program's slots are gathered in."""
-        self.program = program
-        return self._buckets(forward=True)
 
     def transmissions_of(
         self, steps: tuple[Step, ...], sizes: Sequence[tuple[int, int]], direction: int
