@@ -218,6 +218,9 @@ class LocalProgram:
     led: frozenset[int] = frozenset()  # items of the first part: a gradient that leads back comes from them
     own: frozenset[int] = frozenset()  # items of the second part: another gradient does
     own_in_order: tuple[int, ...] = ()  # the same
+    end: int = 0  # one past the last item that is no other part's
+    begins: bool = True  # no part is before it
+    is_all: bool = True  # there is no other part
 
     def around(self) -> list[tuple[int, ...]]:
         """Of each unit, those whose modules are around its own, outermost first, and itself."""

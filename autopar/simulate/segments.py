@@ -17,7 +17,7 @@ from autopar.ir.graph import Graph, Node, map_references
 from autopar.ir.placement import Placement
 from autopar.ir.plan import Redistribute, StagePlan
 from autopar.ir.redistribution import Step
-from autopar.simulate.facts import GraphFacts
+from autopar.simulate.facts import GraphFacts, tensors_on_the_way
 
 ROOT_NODES = 24  # how many nodes of the program itself make a segment
 
@@ -46,22 +46,27 @@ class Segment:
 
 
 def known_segments(
-    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False
 ) -> tuple[Segment, ...]:  # fmt: skip
     """As `segments_of`, found once for a graph."""
-    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0}"
+    key = "segments", f"{sorted(recomputed)} {ROOT_NODES if is_cut else 0} {is_split}"
     if key not in graph.found:
-        graph.found[key] = segments_of(graph, facts, recomputed, is_cut)
+        graph.found[key] = segments_of(graph, facts, recomputed, is_cut, is_split)
     found: tuple[Segment, ...] = graph.found[key]
     return found
 
 
 def segments_of(
-    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True
+    graph: Graph, facts: GraphFacts, recomputed: frozenset[str], is_cut: bool = True, is_split: bool = False
 ) -> tuple[Segment, ...]:  # fmt: skip
     """The segments of a stage's graph, or all of it as one. What the stage receives comes about in the first one, what
-    it sends is read in the last one."""
+    it sends is read in the last one. is_split: its backward pass comes in two parts."""
+    way = tensors_on_the_way(graph) if is_split and is_cut else frozenset[str]()
     runs = _runs(graph, facts, recomputed) if is_cut and graph.nodes else [graph.nodes]
+    while (
+        is_split and len(runs) > 1 and not _is_trained(graph, runs[0])
+    ):  # what it saves waits for a gradient of its own
+        runs[:2] = [(*runs[0], *runs[1])]
     homes = {node.name: number for number, run in enumerate(runs) for node in run}
     readers = {
         name: [homes[node.name] for node, _ in uses] for name, uses in graph.consumers.items() if uses
@@ -88,7 +93,7 @@ def segments_of(
         ends = number == 0, number == len(runs) - 1
         kind = 0
         if len(runs) > 1:
-            form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends)
+            form = _form(graph, facts, recomputed, run, enters, leaves, (*made, *begun), stored, ends, way)
             kind = kinds.setdefault(form, len(kinds))
         keeps = tuple(dict.fromkeys(n for node in run for n in node.operands if n in graph.stored_by_tensor))
         found.append(Segment(number, run, enters, leaves, (*made, *begun), stored, keeps, kind))
@@ -119,6 +124,12 @@ def _runs(graph: Graph, facts: GraphFacts, recomputed: frozenset[str]) -> list[t
     return runs
 
 
+def _is_trained(graph: Graph, run: Sequence[Node]) -> bool:
+    """Whether nodes read something that has a gradient of its own."""
+    stored = (graph.stored_by_tensor.get(name) for node in run for name in node.operands)
+    return any(item is not None and item.requires_grad for item in stored)
+
+
 def _is_shared(graph: Graph, name: str) -> bool:
     """Whether modules share a stored tensor: it belongs to the first."""
     return len({node.scope.module for node, _ in graph.consumers[name]}) > 1
@@ -127,6 +138,7 @@ def _is_shared(graph: Graph, name: str) -> bool:
 def _form(
     graph: Graph, facts: GraphFacts, recomputed: frozenset[str], nodes: tuple[Node, ...], enters: tuple[str, ...],
     leaves: tuple[Enters, ...], made: tuple[str, ...], stored: tuple[str, ...], ends: tuple[bool, bool],
+    way: frozenset[str],
 ) -> Hashable:  # fmt: skip
     """All that lowering asks of a segment's graph, by places instead of names."""
     codes = {name: ("enters", place) for place, name in enumerate(enters)}
@@ -134,7 +146,7 @@ def _form(
     codes |= {name: ("stored", place) for place, name in enumerate(stored)}
     prefix = _common(nodes)
     coded = tuple(_coded(node, codes, prefix, recomputed) for node in nodes)
-    described = tuple(_described(graph, facts, name, prefix) for name in (*enters, *made, *stored))
+    described = tuple((_described(graph, facts, name, prefix), name in way) for name in (*enters, *made, *stored))
     units = [facts.block_of(node.scope.module, recomputed) for node in nodes]
     units += [facts.block_of(graph.stored_by_tensor[name].name, recomputed) for name in stored]
     return repr((coded, described, leaves, ends, tuple(_inside(unit, prefix) for unit in units)))

@@ -16,7 +16,7 @@ from autopar.ir.redistribution import Step
 from autopar.ir.structure import batch_inputs
 from autopar.simulate.engine import LAST, Carried, Engine, Moment
 from autopar.simulate.facts import graph_facts
-from autopar.simulate.orders import Orders
+from autopar.simulate.orders import Orders, Unsupported
 from autopar.simulate.part_player import (
     FOLLOWING,
     PRECEDING,
@@ -24,7 +24,6 @@ from autopar.simulate.part_player import (
     PartPlayer,
     Root,
     RootBucket,
-    Unsupported,
 )
 from autopar.simulate.parts import (
     Arriving,
@@ -92,7 +91,7 @@ class Variants:
         self.graph, self.profile, self.is_stage = graph, profile, graph.ends is not None
         self._sums_early = sums_early
         facts = graph_facts(whole, profile.device_type)
-        self.segments = known_segments(graph, facts, frozenset(plan.recompute), is_cut)
+        self.segments = known_segments(graph, facts, frozenset(plan.recompute), is_cut, is_split)
         batched = {name: whole.tensors[name].shape[0] for name in batch_inputs(whole)}
         self.lowering = PartLowering(
             graph, plan, profile, per_node, facts, batched, prices, is_split, coordinates, others
@@ -242,6 +241,8 @@ class Variants:
         return known
 
     def _join_regathering(self, parts: Sequence[Part], shares: Sequence[tuple[Share, ...]]) -> Joined:
+        if self.lowering.splits and len(parts) > 1:
+            raise Unsupported("the second part of a backward pass asks for all parameters when it begins")
         lent = self._lent(parts)
         following, preceding = _neighbours(parts)
         root_parts, root = self._root(parts)
