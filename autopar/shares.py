@@ -4,7 +4,8 @@
     rows of each kind of rank           `best_rows`: simulated step time, within each device's memory
     axes with shares                    `ir.shares`; simulated with all profiles (`simulate.together`)
 
-Ranks of one kind get equally many rows of each microbatch. There is no bound on how much better it could be.
+Ranks of one kind get equally many rows of each microbatch. Some kind gets as many as an equal share, or more: so no
+step is shorter than what the fastest kind takes to compute that much.
 """
 
 from __future__ import annotations
@@ -241,6 +242,12 @@ class SharedBatch:
             return sys.maxsize, sys.maxsize
         timeline = self._timeline(plan)
         return sum(self._over(timeline)), timeline.step_time_ns
+
+    @cached_property
+    def least_step_ns(self) -> int:
+        """What a step takes at least on these axes, however samples are shared out."""
+        places = (self.place(group, self.part) for group in self.mesh.groups)
+        return min(sum(place.work_ns(place.shared_profile).values()) for place in places)
 
     def _shared(self, draft: Plan, rows: Rows) -> Plan:
         """The plan with so many rows for each rank of a kind."""

@@ -39,15 +39,16 @@ def balance(front: Front, context: Context) -> Iterator[Candidate]:
         share = 1.0 if pinned else BALANCE_SHARE
         search = _ShareSearch(asked, context, Clock.of(share * context.asked_of(asked).budget.seconds))
         for outline, plan in search.run():
-            yield of_plan(asked, outline, plan, partial(search.reported, plan))
+            yield of_plan(asked, outline, plan, partial(search.reported, outline, plan))
         front.spent_s[asked] = search.clock.passed_s
 
 
 def _near(asked: Candidate, outline: Outline, front: Front, context: Context) -> Iterator[Candidate]:
     """The best plan of an equal graph on the axes of an outline. Raises InfeasibleError where none fits."""
     part = divided(asked.graph, context.blocks(asked.graph), outline.microbatches)
-    plan = SharedBatch(part, outline.axes, context.nearby(front), context.profiles).plan("speed")
-    yield of_plan(asked, outline, plan)
+    batch = SharedBatch(part, outline.axes, context.nearby(front), context.profiles)
+    plan = batch.plan("speed")
+    yield of_plan(asked, outline, plan, partial(_reported, batch, plan, "near the best plan of the model's own graph"))
 
 
 Found = tuple[Outline, Plan]
@@ -120,16 +121,25 @@ class _ShareSearch:
         part = divided(self.graph, self.blocks, microbatches)
         return SharedBatch(part, axes, request, self.context.profiles).plan("speed")
 
-    def reported(self, plan: Plan) -> Plan:
+    def reported(self, outline: Outline, plan: Plan) -> Plan:
         """The plan with how it was found."""
-        report = SearchReport(
-            method="shares of the batch by speed, descent over rows, intra-op ILP",
-            cost_ns=plan.predicted.step_time_ns,
-            stop_reason=f"no exchange of rows is faster, after {self.num_tried} settings, no bound",
-            seconds=round(self.clock.passed_s, 3),
-            seed=self.request.budget.seed,
-        )
-        return replace(plan, search=report)
+        part = divided(self.graph, self.blocks, outline.microbatches)
+        batch = SharedBatch(part, outline.axes, self.request, self.context.profiles)
+        why = f"no exchange of rows is faster, after {self.num_tried} settings"
+        return _reported(batch, replace(plan, search=replace(plan.search, seconds=round(self.clock.passed_s, 3))), why)
+
+
+def _reported(batch: SharedBatch, plan: Plan, why: str) -> Plan:
+    """The plan with how it was found."""
+    report = SearchReport(
+        method="shares of the batch by speed, descent over rows, intra-op ILP",
+        cost_ns=plan.predicted.step_time_ns,
+        lower_bound_ns=batch.least_step_ns,
+        stop_reason=why,
+        seconds=plan.search.seconds,
+        seed=batch.request.budget.seed,
+    )
+    return replace(plan, search=report)
 
 
 def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
