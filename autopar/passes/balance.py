@@ -14,6 +14,7 @@ from functools import partial
 from autopar.clock import Clock
 from autopar.driver import Candidate, Context, Front, of_plan
 from autopar.errors import AutoparError, InfeasibleError, PlacementError, PlanError
+from autopar.interop.submeshes import logical_shapes
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import LogicalMesh, Mesh, make_axes
 from autopar.ir.outline import Outline, sizes_text
@@ -23,7 +24,7 @@ from autopar.planning import divided, microbatch_counts
 from autopar.progress import Report, reporting
 from autopar.shares import SharedBatch
 from autopar.template import template_recompute
-from autopar.tunables import BALANCE_SHARE, LEAST_SEARCH_S
+from autopar.tunables import BALANCE_SHARE, FEW_DEVICES, LEAST_SEARCH_S
 
 
 def balance(front: Front, context: Context) -> Iterator[Candidate]:
@@ -143,8 +144,10 @@ def _reported(batch: SharedBatch, plan: Plan, why: str) -> Plan:
 
 
 def shared_axes(mesh: Mesh) -> list[LogicalMesh]:
-    """Samples over one axis; alone, or with another one inside of each node."""
-    inner = math.gcd(*(group.devices_per_node for group in mesh.groups))
-    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and mesh.num_devices // size > 1]
-    shapes = [(mesh.num_devices // size, *((size,) if size > 1 else ())) for size in sizes]
-    return [make_axes(("d0", "d1")[: len(shape)], shape) for shape in shapes]
+    """Samples over the first axis; alone, or with others inside of each node: one more, or two of few devices."""
+    most, inner = mesh.num_devices, math.gcd(*(group.devices_per_node for group in mesh.groups))
+    sizes = [size for size in range(1, inner + 1) if inner % size == 0 and most // size > 1]
+    every = [axes for size in sizes for axes in logical_shapes(size, size)]
+    shapes = [(most // math.prod(own), *own) for own in ([axis.size for axis in axes] for axes in every)]
+    shapes = [shape for shape in shapes if len(shape) < 3 or (most <= FEW_DEVICES and shape[1] <= shape[2])]
+    return [make_axes(("d0", "d1", "d2")[: len(shape)], shape) for shape in shapes]

@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Refinement
 from autopar.progress import Report, reporting
+from autopar.refinement.apart import refined_apart
 from autopar.refinement.jumping import Jumps
 from autopar.refinement.shortened import shortened
 from autopar.refinement.worlds import Worlds, space_of
@@ -36,13 +37,13 @@ def refined(
     such, from a drawn one as well.
 
     profile: by the mesh's names for its devices, where these are of several kinds. A plan whose stages are placed apart
-    stays as it is, and says so.
+    stays as it is, and says so; on devices of several kinds it is refined kind by kind (`apart`).
     """
     budget = request.budget
     if request.mesh.num_devices == 1 or not budget.proposals:
         return plan
-    if len(plan.stages) > 1 and not request.mesh.is_homogeneous:
-        return _as_it_is(plan, "its stages are on devices of several kinds", budget.seed)
+    if len(plan.stages) > 1 and isinstance(profile, Mapping):
+        return refined_apart(graph, blocks, request, profile, plan)
     if not _is_alike(plan):
         return _as_it_is(plan, "its stages are on unlike submeshes, or on parts of them", budget.seed)
     worlds = Worlds(graph, blocks, replace(request, recompute=plan.recompute), profile, plan)

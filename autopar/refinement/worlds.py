@@ -111,7 +111,7 @@ class Worlds:
             place = self.place(Outline((outline.axes,), outline.microbatches))
             graph, profile = place.part.graph, place.shared_profile
             staged = partial(self.cut, graph, outline)
-            score: Score = _Staged(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
+            score: Score = CutScore(graph, profile, staged) if outline.stage_of else Incremental(graph, profile)
             if isinstance(self.profile, Mapping):
                 score = self._batch(place.part, outline.axes)
             in_two_parts = bool(outline.stage_of) and SCHEDULES[outline.schedule].splits_backward
@@ -205,11 +205,15 @@ class Worlds:
         return self.place(outline).part.with_traffic(told)
 
 
-class _Staged:
+class CutScore:
     """The simulator of plans that are cut into stages. What cannot be cut so costs more than anything."""
 
-    def __init__(self, graph: Graph, profile: Profile, cut: Callable[[Plan], Plan]) -> None:
-        self._stages, self._cut = Incremental(graph, profile), cut
+    def __init__(
+        self, graph: Graph, profile: Profile | Mapping[str, Profile], cut: Callable[[Plan], Plan],
+        limit_of: Callable[[range], int] | None = None,
+    ) -> None:  # fmt: skip
+        """limit_of: bytes that the devices of neighbouring ranks may hold, where that is not the same for all."""
+        self._stages, self._cut, self._limit_of = Incremental(graph, profile), cut, limit_of
         self._last: tuple[Plan, Plan | None] | None = None
 
     def step_time_ns(self, plan: Plan, until_ns: float = math.inf) -> int:
@@ -220,7 +224,11 @@ class _Staged:
 
     def excess_bytes(self, plan: Plan, limit_bytes: int) -> int:
         try:
-            return 0 if (staged := self._staged(plan)) is None else self._stages.excess_bytes(staged, limit_bytes)
+            staged = self._staged(plan)
+            if staged is not None and self._limit_of is not None:
+                lanes = self._stages.timeline(staged).lanes
+                return sum(max(0, lane.peak_bytes - self._limit_of(lane.ranks)) for lane in lanes)
+            return 0 if staged is None else self._stages.excess_bytes(staged, limit_bytes)
         except PlanError:
             return 0
 
