@@ -30,8 +30,8 @@ _SAID_EVERY = 500  # proposals
 
 
 def refined(
-    graph: Graph, blocks: Blocks, request: Request, profile: Profile | Mapping[str, Profile], plan: Plan, progress: Report | None = None,
-    others: Sequence[tuple[str, Plan]] = (),
+    graph: Graph, blocks: Blocks, request: Request, profile: Profile | Mapping[str, Profile], plan: Plan,
+    progress: Report | None = None, others: Sequence[tuple[str, Plan]] = (),
 ) -> Plan:  # fmt: skip
     """The plan, or a faster one that MCMC finds around it, or from other plans, which have a name each; where there are
     such, from a drawn one as well.

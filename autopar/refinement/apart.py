@@ -1,10 +1,10 @@
 """Refines stages on devices of several kinds: what one kind's stages do after another's, all others as they are.
 
-    for each kind: its stages' placements, completed to a plan of the whole model on their axes  →  chains by MCMC (`soap`)
-    each proposal: cut into the plan of all stages, and simulated there with all profiles
+    kind        its stages' placements, completed to a plan of the whole model on their axes  →  chains by MCMC (`soap`)
+    proposal    cut into the plan of all stages, and simulated there with all profiles
 
-What a proposal changes outside of the kind's own stages is cut away; so strategies of operators that they do not run are
-no proposals.
+What a proposal changes outside of the kind's own stages is cut away; so strategies of operators that they do not run
+are no proposals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def refined_apart(
 
 
 class _StagesApart:
-    """A plan's stages by the kind of their devices, and a plan of the whole model for each kind, on its stages' axes."""
+    """A plan's stages by the kind of their devices, and for each kind a plan of the whole model on its stages' axes."""
 
     def __init__(
         self, graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], plan: Plan
@@ -67,7 +67,9 @@ class _StagesApart:
 
     def _place(self, stage: Stage) -> Place:
         mesh = self.plan.mesh.part(stage.ranks)
-        request = replace(self.request, mesh=mesh, memory_limit=self.limit_of(stage.ranks), recompute=self.plan.recompute)
+        request = replace(
+            self.request, mesh=mesh, memory_limit=self.limit_of(stage.ranks), recompute=self.plan.recompute
+        )
         return Place(self.part, stage.axes, request, self.profiles[mesh.profile])
 
     def limit_of(self, ranks: range) -> int:

@@ -382,8 +382,9 @@ class StagedSearch:
 
 
 def _as_templates(setting: Setting) -> Iterator[Setting]:
-    """The setting with its axes named as templates name them, the outer one for data: ZeRO 0, 1 and 3 where it is."""
+    """The setting with its axes named as templates name them, the outer one for data: ZeRO 0, 1 and 3 where it is. No
+    template has a third axis."""
     sizes = tuple(axis.size for axis in setting.axes)
-    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}[len(sizes)]:
+    for names in {0: ((),), 1: (("dp",), ("tp",)), 2: (("dp", "tp"),)}.get(len(sizes), ()):
         for zero in (0, 1, 3) if "dp" in names else (0,):
             yield replace(setting, axes=make_axes(names, sizes), zero=zero)
