@@ -13,6 +13,7 @@ import torch
 
 from autopar import Constraint, Plan, SearchBudget
 from autopar.driver import Candidate, Context, Front
+from autopar.emit import emit
 from autopar.ir.graph import Graph
 from autopar.ir.mesh import Mesh, make_axes
 from autopar.ir.outline import Outline
@@ -89,8 +90,9 @@ def found(row: Row, request: Request, whole: Graph, outline: Outline | None = No
 
 
 def well_typed(whole: Graph, plan: Plan, row: Row) -> Plan:
-    """A plan of the row that the verifier takes, whose step is the simulated one."""
+    """A plan of the row that the verifier takes, of which a program is written, whose step is the simulated one."""
     check_plan(whole, plan)
+    compile(emit(whole, plan), "program", "exec")
     assert Plan.from_json(plan.to_json()) == plan
     assert (len(plan.stages) > 1, plan.mesh.is_homogeneous) == (row.is_staged, row.is_alike)
     played = simulate(divided_graph(whole, plan.microbatches), plan, profiles_of(plan.mesh))

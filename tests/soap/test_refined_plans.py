@@ -9,7 +9,7 @@ import torch
 
 import autopar
 from autopar.ir.graph import Graph
-from autopar.ir.plan import Plan
+from autopar.ir.plan import Plan, Stage
 from autopar.microbatch import check_plan
 from autopar.pipeline import placed, planned
 from autopar.profiler import load_profile
@@ -66,7 +66,7 @@ def test_without_proposals_the_plan_is_as_it_was() -> None:
 
 def test_a_plan_that_is_not_refined_says_why() -> None:
     first, _ = both(proposals=0)
-    unlike = replace(first, stages=(first.stage, replace(first.stage, first_rank=4, axes=())))
+    unlike = replace(first, stages=(first.stage, Stage(4, (), {}, {}, {})))
     request = Request(first.mesh, "train", "adamw", None, (), SearchBudget(5.0, proposals=100))
     plan = refined(graph(), find_blocks(graph()), request, load_profile("h100"), unlike)
     assert plan.predicted == first.predicted and plan.stages == unlike.stages
