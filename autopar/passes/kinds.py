@@ -38,7 +38,9 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
         if asked.outline is not None:
             yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
             continue
-        left = context.asked_of(asked).budget.seconds - front.spent_s.get(asked, 0.0)
+        budget = context.asked_of(asked).budget
+        refining_s = budget.refine_seconds if budget.proposals else 0.0  # simulated whole, that takes all of its time
+        left = budget.seconds - refining_s - front.spent_s.get(asked, 0.0)
         search = _UnequalSearch(asked, context, Clock.of(max(LEAST_SEARCH_S, left)))
         with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
             found = search.run(report)
