@@ -25,7 +25,7 @@ from autopar.microbatch import divisible
 from autopar.planning import divided
 from autopar.progress import Report, reporting
 from autopar.template import template_recompute
-from autopar.tunables import LEAST_SEARCH_S, MOST_A_STAGE, UNEQUAL_CHUNKS
+from autopar.tunables import KINDS_SHARE, LEAST_SEARCH_S, MOST_A_STAGE, UNEQUAL_CHUNKS
 from autopar.unequal import UnequalStages
 
 
@@ -39,8 +39,8 @@ def kinds(front: Front, context: Context) -> Iterator[Candidate]:
             yield from context.near(asked, partial(_near, asked, asked.outline, front, context))
             continue
         budget = context.asked_of(asked).budget
-        refining_s = budget.refine_seconds if budget.proposals else 0.0  # simulated whole, that takes all of its time
-        left = budget.seconds - refining_s - front.spent_s.get(asked, 0.0)
+        share = KINDS_SHARE if budget.proposals else 1.0
+        left = share * budget.seconds - front.spent_s.get(asked, 0.0)
         search = _UnequalSearch(asked, context, Clock.of(max(LEAST_SEARCH_S, left)))
         with reporting(context.progress, len(search.shapes) * max(map(len, search.shapes.values()))) as report:
             found = search.run(report)

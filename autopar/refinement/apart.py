@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 
 from autopar.cost import Profile
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.ir.graph import Graph
 from autopar.ir.plan import Plan, Refinement, Stage
 from autopar.planning import Place, divided
@@ -34,19 +34,21 @@ def refined_apart(
     graph: Graph, blocks: Blocks, request: Request, profiles: Mapping[str, Profile], plan: Plan
 ) -> Plan:  # fmt: skip
     """The plan, or a faster one that chains find around it, kind by kind."""
-    stages = _StagesApart(graph, blocks, request, profiles, plan)
+    try:
+        stages = _StagesApart(graph, blocks, request, profiles, plan)
+    except (InfeasibleError, PlanError) as error:
+        step_ns, why = plan.predicted.step_time_ns, f"it is in no space of the search ({error})"
+        report = Refinement("the plan", step_ns, step_ns, 0, 0, 0.0, request.budget.seed, why)
+        return replace(plan, search=replace(plan.search, refinement=report))
     kinds = list(dict.fromkeys(stages.kinds))
     budget, reports = request.budget, list[Refinement]()
     chances = Budget(max(1, budget.proposals // len(kinds)), budget.refine_seconds / len(kinds), budget.seed)
     for kind in kinds:
-        try:
-            start = Start(f"the plan, stages on {kind}", stages.world(kind), stages.wholes[kind])
-        except PlanError:
-            continue
+        start = Start(f"the plan, stages on {kind}", stages.world(kind), stages.wholes[kind])
         found, report = refine([start], chances)
         stages.wholes[kind] = found.plan
         reports.append(report)
-    better, report = stages.stated(), _joined(reports, plan, budget.seed)
+    better, report = stages.stated(), _joined(reports)
     is_better = stages.fits(better) and better.predicted.step_time_ns < plan.predicted.step_time_ns
     taken = better if is_better and report.moves else plan
     return replace(taken, search=replace(plan.search, refinement=report))
@@ -79,7 +81,8 @@ class _StagesApart:
         return self.request.memory_limit or own.usable_bytes
 
     def _whole(self, kind: str) -> Plan:
-        """What the kind's stages do; what they do not run as is fastest on their axes."""
+        """What the kind's stages do; what they do not run as is fastest on their axes. Raises PlanError where that is
+        no plan."""
         place, budget, graph = self.places[kind], self.request.budget, self.part.graph
         found = place.placements.plan(_ANY, LEAST_SOLVE_S, budget.seed, budget.gap).stage
         inputs, storage, nodes = dict(found.inputs), dict(found.storage), dict(found.nodes)
@@ -89,15 +92,15 @@ class _StagesApart:
             nodes |= own.nodes
         whole = replace(self.plan, stages=(Stage(0, place.axes, inputs, storage, nodes),))
         redistributed = space_of(place, recomputes=False).redistributed(whole)
-        return self.plan if redistributed is None else redistributed
+        if redistributed is None:
+            raise PlanError(f"expected stages on {kind} that are a part of a plan of the whole model, found others")
+        return redistributed
 
     def _own(self, kind: str) -> list[Stage]:
         return [stage for own, stage in zip(self.kinds, self.plan.stages, strict=True) if own == kind]
 
     def world(self, kind: str) -> World:
-        """What the kind's stages may be changed to. Raises PlanError where they are no part of a plan of the whole."""
-        if len(self.wholes[kind].stages) > 1:
-            raise PlanError(f"expected stages on {kind} that are a part of a plan of the whole model, found others")
+        """What the kind's stages may be changed to."""
         space = space_of(self.places[kind], recomputes=False)
         run = {space.representative(name) for own in self._own(kind) for name in (*own.nodes, *own.storage)}
         strategies = {name: options for name, options in space.strategies.items() if name in run}
@@ -131,11 +134,8 @@ class _StagesApart:
         return all(lane.peak_bytes <= self.limit_of(lane.ranks) for lane in lanes)
 
 
-def _joined(reports: Sequence[Refinement], plan: Plan, seed: int) -> Refinement:
+def _joined(reports: Sequence[Refinement]) -> Refinement:
     """One after another, as one search."""
-    step_ns = plan.predicted.step_time_ns
-    if not reports:
-        return Refinement("the plan", step_ns, step_ns, 0, 0, 0.0, seed, "its stages are in no space of the search")
     made, accepted = Counter[str](), Counter[str]()
     for report in reports:
         made.update({kind: count for kind, (count, _) in report.rates.items()})

@@ -28,6 +28,7 @@ from autopar.pipeline import planned_jointly
 from autopar.profiler import profiles_of
 from autopar.request import Request
 from autopar.simulate import simulate
+from autopar.soap import Space
 from autopar.substitute import GraphCandidate
 from autopar.trace import trace
 from models import gpt, llama
@@ -223,3 +224,14 @@ def test_the_table_says_what_is_shown_here() -> None:
     head = next(number for number, own in enumerate(cells) if own[1:] == [*COLUMNS])
     table = {own[0]: dict(zip(COLUMNS, own[1:], strict=True)) for own in cells[head + 2 : head + 2 + len(ROWS)]}
     assert table == {row: {column: "yes" if (row, column) in CELLS else "–" for column in COLUMNS} for row in ROWS}
+
+
+def test_stages_that_are_in_no_space_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = ROWS["unequal devices, stages"]
+    request = row.request(budget=replace(BUDGET, proposals=100))
+    front = found(row, request, graph())
+    monkeypatch.setattr(Space, "redistributed", lambda self, plan: None)
+    (refined,) = refine(front, Context(request))
+    assert front.best is not None and refined.plan.stages == front.best.plan.stages
+    assert refined.plan.search.refinement is not None
+    assert "in no space of the search" in refined.plan.search.refinement.stop_reason
