@@ -101,7 +101,7 @@ BALANCE_SHARE = 0.5
 """Of the budget, for shares of the batch where stages of one kind of device are looked for, too."""
 KINDS_SHARE = 0.8
 """Of the budget, until when stages of one kind each are looked for where plans are refined after that: whole models are
-simulated there, which takes all of its time. At 1, planning takes as much longer; halved, large models see fewer axes."""
+simulated there, which takes all of its time. At 1, planning takes that much longer; halved, fewer axes are seen."""
 LEAST_SEARCH_S = 1.0
 """What a search has at least, however long others took."""
 UNEQUAL_CHUNKS = 2
