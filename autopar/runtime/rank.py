@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -172,8 +173,11 @@ class Rank(nn.Module):
         self._check_own()
         inputs = [_plain(value) for value in inputs]
         values = by_name(self._declared, inputs, {name: _plain(value) for name, value in named_inputs.items()})
+        is_checked = self._checked_steps < agreement.CHECKED_STEPS
         self._check_agreement(values, local)
-        microbatches = self._split(values, local)
+        # A shard of a wrong shape is one rank's alone: in later steps this rank refuses it by itself.
+        split = partial(self._split, values, local)
+        microbatches = agreement.together(split, self.num_ranks) if local and is_checked else split()
         for part in self._locals:
             part.refresh_buffers()
         randomness.begin_step()
