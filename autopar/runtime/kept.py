@@ -27,7 +27,8 @@ class Kept(nn.Module):
         for dtype, device in dict.fromkeys((tensor.dtype, tensor.device) for tensor in held):
             probe = torch.zeros(1, dtype=dtype, device=device)
             changed = fn(probe)
-            if changed is probe and not (device.type == "cpu" and probe.is_shared()):
+            is_shared: bool = device.type == "cpu" and probe.is_shared()  # type: ignore[no-untyped-call] # torch's
+            if changed is probe and not is_shared:
                 continue
             found = "shared memory" if changed is probe else f"{changed.dtype} on {changed.device}"
             raise ProgramError(
